@@ -138,7 +138,7 @@ def test_what_is_no_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptur
 def test_where_nothing_can_be_best(run_dir: str) -> None:
     """Without `best`, or without a place that lasts, a call says what is missing."""
     train(run_dir, ckpt.Best("loss"), 2, {})
-    with pytest.raises(NoCheckpointError, match="known as the best"):
+    with pytest.raises(NoCheckpointError, match="has no best checkpoint"):
         ckpt.load(run_dir, best=True)
     with ckpt.Checkpointer(toy.build(), name="only-memory") as cp, pytest.raises(UsageError, match="best=ckpt"):
         cp.score(1, 0.5)

@@ -23,17 +23,17 @@ BUDGETS = {
     "adapters": (1_730, 1_210),
     "backends": (2_800, 1_980),
     "core/": (10, 10),
-    "core/cadence": (1_010, 670),
+    "core/cadence": (1_020, 670),
     "core/checkpoint": (5_460, 3_540),
     "core/format": (4_180, 2_790),
     "core/ipc": (1_970, 1_310),
     "core/log": (1_100, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_110, 3_750),
-    "core/snapshot": (1_740, 1_250),
-    "core/state": (4_620, 3_200),
-    "core/writer": (2_880, 2_060),
+    "core/run": (5_220, 3_820),
+    "core/snapshot": (1_910, 1_360),
+    "core/state": (4_640, 3_200),
+    "core/writer": (2_890, 2_070),
     "dcp": (1_680, 1_150),
     "deepspeed": (470, 310),
     "guard": (2_900, 2_030),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (370, 270),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_350, 43_270)
+TOTAL = (64_650, 43_460)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 88, 82
 

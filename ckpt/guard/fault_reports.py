@@ -102,7 +102,7 @@ class FaultReporter:
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began
 
-    # -- deaths, and who comes next --
+    # -- deaths, and the next trainer --
 
     def died(self, drained: asyncio.Event) -> None:
         watchdog = self.watchdog

@@ -392,6 +392,24 @@ def test_errors_give_the_place_back() -> None:
     run(main())
 
 
+def test_who_is_cancelled_while_waiting_lets_others_pass() -> None:
+    """Also if it was the first, and too large for what is on the way."""
+
+    async def main() -> None:
+        store = Slow()
+        limit = Limit(store, in_flight=1000)
+        first = asyncio.ensure_future(limit.put("first", bytes(600)))
+        large = asyncio.ensure_future(limit.put("large", bytes(900)))
+        small = asyncio.ensure_future(limit.put("small", bytes(100)))
+        await asyncio.sleep(0.5)
+        large.cancel()
+        await asyncio.gather(first, small)
+        assert [(at, name) for at, name, _ in store.began] == [(0.0, "first"), (0.5, "small")]
+        assert large.cancelled() and empty(limit)
+
+    run(main())
+
+
 def test_cancelled_at_the_moment_of_being_let_in() -> None:
     """The place goes to the next."""
 

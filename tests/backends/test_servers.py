@@ -220,7 +220,7 @@ def test_a_store_that_lies_is_refused(rclone: Rclone) -> None:
     empty, used = new_place(rclone), new_place(rclone)
 
     async def refused(store: Store) -> None:
-        with pytest.raises(StoreError, match="lets an object be created twice") as caught:
+        with pytest.raises(StoreError, match="an object can be created twice") as caught:
             await commits.create_run(store)
         assert store.url in str(caught.value) and not caught.value.retryable
 

@@ -819,7 +819,7 @@ def test_what_decodes_to_something_else_is_seen() -> None:
     """Stored bytes that are as they should be, and a base that is not: the digest of the plain bytes does not agree."""
     store, table, _ = genuine()
     swapped = at("base", 0, 5)(table)
-    with pytest.raises(CorruptError, match="what is decoded does not match its digest"):
+    with pytest.raises(CorruptError, match="its decoded bytes do not match their digest"):
         asyncio.run(fetched(store, swapped, [0]))
 
 
@@ -1002,7 +1002,7 @@ def test_held_attempt_is_refused_if_a_rank_builds_on_a_retired_step() -> None:
             await job.save(step, state)
         behind = await job.write(9, state, 0)
         await job.retire(2)
-        with pytest.raises(SaveError, match="step 9 builds on step 3, which was given up"):
+        with pytest.raises(SaveError, match="step 9 builds on step 3, which was retired"):
             await commits.commit(job.log, job.mine, [behind, ahead], kind="HELD")
 
     asyncio.run(run())

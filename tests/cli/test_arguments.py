@@ -19,7 +19,7 @@ import torch
 
 import ckpt
 from ckpt.core.checkpoint import spelling
-from ckpt.errors import CheckpointError, UsageError
+from ckpt.errors import CheckpointError
 from ckpt.store import normalise
 from ckpt.tools.cli import app
 from ckpt.tools.cli.terminal import human
@@ -72,14 +72,6 @@ def test_a_folder_of_that_very_name_is_meant(made: Path, tmp_path: Path, call: A
     assert call("show", tmp_path / "run@4@2", "--json").json["step"] == 2
     assert call("show", tmp_path / "run@2", "--json").json["step"] == 2
     assert ckpt.load(tmp_path / "run@4").step == 6
-
-
-def test_a_step_that_is_said_twice_is_said_alike(made: Path, call: Any) -> None:
-    assert call("show", f"{made}@4", "--step", 4, "--json").json["step"] == 4
-    refused = call("show", f"{made}@4", "--step", 2)
-    assert refused.code == 2 and "say it once" in refused.err
-    with pytest.raises(UsageError, match="say it once"):
-        ckpt.load(f"{made}@latest", step=2)
 
 
 def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
@@ -150,13 +142,6 @@ def test_ls_lists_the_runs_below(made: Path, tmp_path: Path, call: Any) -> None:
     said = call("ls", tmp_path / "runs")
     assert said.code == 0 and "group/b" in said.out and "bad cannot be read" in said.out and "3 runs" in said.out
     assert call("ls", tmp_path / "runs" / "notes").code == 2
-
-
-def test_a_file_in_the_place_of_a_run_is_named(call: Any, tmp_path: Path) -> None:
-    """In words of folders and files, beside the system's own."""
-    (tmp_path / "model.pt").write_bytes(b"")
-    refused = call("ls", tmp_path / "model.pt")
-    assert refused.code == 2 and "a file is in place of a folder" in refused.err
 
 
 def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> None:
@@ -238,12 +223,3 @@ def test_it_can_be_called_as_a_module(made: Path) -> None:
     assert "3 checkpoints" in ended.stdout
     scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["everystep"] == scripts["ckpt"] == f"{app.__package__}:main"
-
-
-@pytest.mark.parametrize(("word", "meant"), [("export", "restore"), ("list", "ls"), ("restor", "restore"), ("xyz", "")])
-def test_a_command_that_there_is_not_is_told_from_one_that_is_meant(word: str, meant: str, call: Any) -> None:
-    """By what other programs call it, or by its letters; nothing is guessed of any other word."""
-    found = call(word, "runs/exp1")
-    assert found.code == 2
-    assert (f"unknown command '{word}': did you mean {meant}?" in found.err) is bool(meant)
-    assert app.MEANT.keys().isdisjoint(app.COMMANDS) and set(app.MEANT.values()) <= set(app.COMMANDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import shutil
 from pathlib import Path
@@ -85,37 +84,3 @@ def test_all_fits_80_columns(
                 assert not missing, (number, missing)
         monkeypatch.undo()
         monkeypatch.setenv("COLUMNS", "1000")
-
-
-def test_a_table_of_any_cells_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is in it, in letters of one cell or two: what fits stays a line a row, and what does not is wrapped."""
-    draw = random.Random(0)
-    for columns in (40, 80, 200):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        for _ in range(100):
-            titles = [f"title{i}" for i in range(draw.randint(1, 8))]
-            word = [draw.choice(("a", "模", "-")) * draw.randint(1, 30) for _ in range(20)]
-            rows = [[" ".join(draw.choices(word, k=draw.randint(0, 4))) for _ in titles] for _ in range(4)]
-            terminal.print_table(titles, rows)
-            told = capsys.readouterr().out
-            assert not [line for line in told.splitlines() if cell_len(line) > columns and len(line.split()) > 1]
-            assert squeezed(" ".join(cell for row in rows for cell in row)) <= squeezed(told)
-    monkeypatch.setenv("COLUMNS", "80")
-    terminal.print_table(("step", "what"), [(1, "a"), (20, "b")])
-    assert capsys.readouterr().out == "step  what\n   1  a\n  20  b\n\n"
-    terminal.print_table(("name", "size", "none"), [("n" * 75, "1 MB", "")])
-    assert capsys.readouterr().out == f"name\n  size\n{'n' * 75}\n  1 MB\n\n"
-
-
-@pytest.mark.parametrize("command", ["ls", "show", "diff", "report", "faults", "repair", "plan", "doctor"])
-def test_help_explains_columns(call: Any, command: str) -> None:
-    """What a heading does not say by itself is in --help."""
-    wanted = {
-        "ls": ("size", "ranks", "why", "history"), "show": ("stored", "held", "used"),
-        "diff": ("elements", "differing", "largest", "relative", "cosine"),
-        "report": ("lost", "perceive", "restart", "recompute"), "faults": ("saved step", "by ranks"),
-        "repair": ("size", "steps"), "plan": ("save costs", "safe after", "serves", "recompute"),
-        "doctor": ("under 1 % from every", "steps"),
-    }[command]  # fmt: skip
-    told = " ".join(call(command, "--help").out.split())
-    assert not [title for title in wanted if title not in told]

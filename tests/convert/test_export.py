@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
 from ckpt.tools.cli import restore
 from ckpt.tools.convert import export, partial, to_run
 from ckpt.tools.convert.output import Literal, OutFile, Output, TensorRun
@@ -294,18 +293,6 @@ def test_an_unfinished_export_of_something_else_is_left_alone(made: Path, tmp_pa
     assert left_in(tmp_path / "b.partial") == ["lock", "thesis.txt"]
 
 
-def test_an_interrupt_is_one_line(made: Path, tmp_path: Path) -> None:
-    """Ctrl-C in the middle: no traceback, and the next call goes on."""
-    code = RESTORE.replace(
-        "sys.exit", "real = export._write\n"
-        "import os, signal\n"
-        "export._write = lambda *a, **k: (os.kill(os.getpid(), signal.SIGINT), real(*a, **k))\nsys.exit"
-    )  # fmt: skip
-    result = run_script(code, "restore", made, "--to", tmp_path / "a")
-    assert (result.returncode, len(result.stderr.splitlines())) == (130, 1) and "continue from here" in result.stderr
-    assert run_script(RESTORE, "restore", made, "--to", tmp_path / "a").returncode == 0
-
-
 # -- targets --
 
 
@@ -482,12 +469,6 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 
 
-def test_too_little_memory_is_said(made: Path, tmp_path: Path, call: Any) -> None:
-    """With how much it takes at least."""
-    found = call("restore", made, "--to", tmp_path / "a", "--max-memory", "20MB")
-    assert found.code == 2 and "at least" in found.err and left_in(tmp_path) == []
-
-
 # -- words --
 
 
@@ -593,23 +574,6 @@ def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
         raw = (tmp_path / "out" / file.name).read_bytes()
         assert raw == expected[file.name]
         assert found[file.name] == {start: blob_digest(raw[start:stop]) for start, stop in file.sums}
-
-
-def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
-    """A disk that fails in the middle is one line that says what stays and what to do."""
-    real = export._write_all
-    count = iter(range(100))
-
-    def failing(fd: int, data: memoryview, at: int) -> None:
-        if next(count) == 1:
-            raise OSError(5, "Input/output error")
-        real(fd, data, at)
-
-    monkeypatch.setattr(export, "_write_all", failing)
-    found = call("restore", made, "--to", tmp_path / "a", "--only", "*")
-    assert found.code == 2 and "continue from there" in found.err and "Traceback" not in found.err
-    assert issubclass(FullError, StoreError) and issubclass(UsageError, CheckpointError)
-    assert call("restore", made, "--to", tmp_path / "a", "--only", "*").code == 0
 
 
 def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path, call: Any) -> None:

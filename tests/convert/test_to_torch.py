@@ -7,8 +7,6 @@ import json
 import math
 import random
 import struct
-import subprocess
-import sys
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -39,7 +37,6 @@ from ckpt.errors import CorruptError, UsageError
 from ckpt.tools.convert import parse_dcp, parse_torch, to_dcp, to_torch
 from ckpt.tools.convert.output import Literal, Output, TensorRun
 from ckpt.tools.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
-from processes import PYTHONPATH
 
 
 class Here:
@@ -223,15 +220,6 @@ def test_random_generators_go_on(tmp_path: Path) -> None:
     assert_equal((random.random(), np.random.rand(), torch.rand(3)), expected)
 
 
-def test_a_scaler_and_a_generator(tmp_path: Path) -> None:
-    """Things that say themselves what they are come as they say."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    generator = torch.Generator().manual_seed(5)
-    found = torch_file({"scaler": scaler, "generator": generator}, tmp_path / "state.pt")
-    assert_equal(found["scaler"], scaler.state_dict())
-    assert_equal(found["generator"], {"state": generator.get_state()})
-
-
 PLAIN: dict[str, Any] = {
     "none": None,
     "tuples": ((), (1,), (1, (2.5, "x")), [(), []], (1, 2, 3, 4)),
@@ -381,14 +369,6 @@ def test_tensors_of_one_size_do_not_change_places(tmp_path: Path) -> None:
     assert numbers[0] == numbers[1]
 
 
-def test_the_plan_is_the_same_each_time() -> None:
-    """So an export that was interrupted knows that it goes on with the same."""
-    net, optim = trained("adamw")
-    made = of_state({"model": net, "optim": optim, "cfg": PLAIN | {"keys": {1: 2}}})
-    assert to_torch.plan(*made).files == to_torch.plan(*made).files
-    assert to_dcp.plan(*made).files == to_dcp.plan(*made).files
-
-
 def test_a_flipped_byte_is_seen(tmp_path: Path) -> None:
     """Negative control: the checksums are of the bytes that are there."""
     state = {"w": torch.arange(1000)}
@@ -401,35 +381,6 @@ def test_a_flipped_byte_is_seen(tmp_path: Path) -> None:
     assert not torch.equal(torch.load(io.BytesIO(data), weights_only=True)["w"], state["w"])
     with pytest.raises(AssertionError):
         assert_equal(torch.load(io.BytesIO(data), weights_only=True)["w"], state["w"])
-
-
-def of_specs(*specs: TensorSpec) -> tuple[Here, RankView, dict[str, str]]:
-    """Tensors of which only the form is known."""
-    entries = tuple(OriginEntry((t.name,), "plain", {}, (t.name,), {"$": "tensor", "name": t.name}) for t in specs)
-    names = {t.name: t.name for t in specs}
-    return Here({}, {t.name: t for t in specs}), RankView(entries, names, {}), {t.name: t.dtype for t in specs}
-
-
-def test_plans_cost_no_memory() -> None:
-    """A plan for a terabyte needs no more of it than the plan for a byte (in a process of its own)."""
-    code = """
-import resource, test_to_torch as t
-from ckpt.core.format.layout import TensorSpec
-from ckpt.tools.convert import to_dcp; from ckpt.tools.convert import to_torch
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-small = t.of_specs(TensorSpec("a", "U8", (1,)))
-to_torch.plan(*small), to_dcp.plan(*small)
-before = peak()
-large = t.of_specs(*(TensorSpec(str(i), "BF16", (1 << 20, 1 << 16)) for i in range(8)))
-(file,) = to_torch.plan(*large).files
-folder = to_dcp.plan(*large)
-assert file.size >= 1 << 40 and sum(f.size for f in folder.files) >= 1 << 40
-print(peak() - before)
-"""
-    environment = {"PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}", "PATH": "/usr/bin:/bin"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert int(result.stdout) < 40 << 10  # KiB
 
 
 def test_what_cannot_be_planned() -> None:
@@ -603,27 +554,6 @@ def test_names_that_two_forms_would_share(tmp_path: Path) -> None:
     assert any("by parameter" in note for note in plan.notes)
     found = loaded_whole(execute(plan, origin, tmp_path / "dcp"))
     assert found["optim"].keys() == {"param_groups"} and found["optim"]["param_groups"][0]["params"] == ["0"]
-
-
-def test_settings_by_parameter_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond so many names they are there by group only, and a note says so."""
-    net, optim = trained("adamw")
-    made = of_state({"model": net, "optim": optim})
-    assert to_dcp.plan(*made).notes == ()
-    monkeypatch.setattr(to_dcp, "MANY", 10)
-    assert "too many" in to_dcp.plan(*made).notes[0]
-
-
-def test_the_index_can_be_written_again(tmp_path: Path) -> None:
-    """After an interruption: with the same bytes, whatever was left behind."""
-    origin, view, dtypes = of_state({"w": torch.ones(3), "n": 1})
-    plan = to_dcp.plan(origin, view, dtypes)
-    folder = execute(plan, origin, tmp_path / "dcp")
-    first = (folder / ".metadata").read_bytes()
-    (folder / ".metadata.tmp").write_bytes(b"half")
-    plan.finish(folder, {})
-    assert (folder / ".metadata").read_bytes() == first
-    assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp"}
 
 
 @pytest.mark.filterwarnings("ignore")

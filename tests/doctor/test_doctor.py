@@ -21,7 +21,6 @@ import ckpt
 from ckpt.errors import AccessError, ExistsError
 from ckpt.store import Buffer, ObjectInfo, Store, remember_options
 from ckpt.tools.cli import app
-from ckpt.tools.cli import doctor as cli_doctor
 from ckpt.tools.doctor import advice, machine
 from ckpt.tools.doctor import folder as doctor_folder
 from ckpt.tools.doctor import place as doctor
@@ -495,13 +494,6 @@ def test_lifecycle_rules(rules: list[dict[str, Any]], verdicts: list[str]) -> No
 # -- the machine --
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
 def test_this_machine(tmp_path: Path) -> None:
     """Every check of the machine has something to say, whatever machine this is; a kernel that tells nothing is no
     error."""
@@ -509,38 +501,6 @@ def test_this_machine(tmp_path: Path) -> None:
     assert {"CPUs", "memory", "open files (ulimit -n)"} <= {f.what for f in found}
     assert all(f.advice for f in found if f.verdict != OK)
     assert machine.machine(JobSize(), proc=tmp_path, sys_=tmp_path)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_cgroups(tmp_path: Path, version: int) -> None:
-    """Limits of either version are found, on the process's group or one around it."""
-    proc, sys_ = tmp_path / "proc", tmp_path / "sys"
-    if version == 2:
-        tree(proc, {"self/cgroup": "0::/pod/app\n"})
-        tree(sys_ / "fs/cgroup/pod", {"cpu.max": "50000 100000\n"})
-        tree(sys_ / "fs/cgroup/pod/app", {"memory.oom.group": "1\n"})
-    else:
-        tree(proc, {"self/cgroup": "4:pids:/pod/app\n3:cpu,cpuacct:/pod\n"})
-        tree(sys_ / "fs/cgroup/cpu/pod", {"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"})
-    assert machine.cpu_count(proc, sys_) == 0.5
-    assert [f.verdict for f in machine.oom_group(proc, sys_)] == [ADVICE] * (version == 2)
-
-
-def test_a_machine_with_shortcomings(tmp_path: Path) -> None:
-    """Too little memory for the state is told, with advice."""
-    proc = tree(tmp_path / "proc", {"meminfo": "MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n"})
-    verdicts = [machine.memory(JobSize(state=n * GB, world=4, local=2), proc, tmp_path).verdict for n in (1, 6, 20)]
-    assert verdicts == [OK, ADVICE if 4 * 3 > 0.8 * 12.288 else OK, PROBLEM]
-
-
-def test_ranks_of_this_machine() -> None:
-    """As was said, by the launcher, at most all; where nobody knows, not all of a large job, and that is told."""
-    assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"})[0] == 2
-    assert cli_doctor.local_ranks(2, {"SLURM_NTASKS_PER_NODE": "8"})[0] == 2
-    assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"}, 4) == (4, "")
-    if not machine.gpu_count():
-        assert cli_doctor.local_ranks(4, {}) == (4, "")
-        assert cli_doctor.local_ranks(64, {}) == (8, " (assumed: set --per-node)")
 
 
 # -- GPUs --
@@ -561,13 +521,6 @@ def test_gpu_copies(tmp_path: Path) -> None:
 SPEED = Speed(copy=10 * GB, by_device=False, cpus=8, available=100 * GB)
 DISK = TierFindings("file:///nvme/run1", rates=StoreRates(write=1 * GB, read=2 * GB, cpu_s=0.1 / GB), free=1000 * GB)
 BUCKET = TierFindings("s3://bucket/run1", rates=StoreRates(write=GB // 10, read=GB // 5, cpu_s=0.3 / GB), options=True)
-
-
-def test_steps_are_round() -> None:
-    """The cadence is the next of 1, 2, 5, 10 and so on, never below what it must be."""
-    found = [advice.in_steps(s, 1.0) for s in (0.0, 1.0, 1.01, 2.5, 6, 10, 11, 99, 101, 501)]
-    assert found == [1, 1, 2, 5, 10, 10, 20, 100, 200, 1000]
-    assert advice.in_steps(5, None) is None
 
 
 def test_cadences() -> None:
@@ -600,14 +553,6 @@ def test_places_with_problems_are_not_recommended() -> None:
     assert advice.conclude(JobSize(), [DISK], SPEED) == []
     nfs = replace(DISK, shared=True)
     assert advice.place_cadence(JobSize(state=8 * GB, world=8, local=1), nfs, SPEED).save_s == 8.0
-
-
-def test_memory_that_does_not_fit_is_left_out() -> None:
-    """Fewer snapshots are kept where three do not fit, and none where two do not."""
-    for state, expected in ((15, "keep=3"), (25, "keep=2"), (40, None)):
-        job = JobSize(state=state * GB, step_s=1.0)
-        line = advice.tiers_line(job, advice.conclude(job, [DISK], SPEED), [DISK], SPEED)
-        assert ("Memory" in line) == (expected is not None) and (expected or "") in line
 
 
 # -- the command --
@@ -701,12 +646,3 @@ def test_interrupted_in_a_bucket(server: MotoServer) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130 and contents(server) == before
-
-
-def test_other_commands_do_not_pay_for_it() -> None:
-    """`ckpt ls` loads nothing of it."""
-    heavy = ("ckpt.tools.doctor.place", "ckpt.tools.doctor.findings", "ckpt.core.ipc.arena", "torch")
-    code = f"import sys, ckpt.tools.cli; print(*(m for m in sys.modules if m.startswith({heavy})))"
-    environment_ = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment_, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []

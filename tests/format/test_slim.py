@@ -105,7 +105,7 @@ def test_a_directory_says_whose_values_are_the_same(
 def test_slim_parts_are_no_share_of_a_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that holds some ranks only keeps their tables: nothing may be written from what has none."""
     few_are_many(monkeypatch)
-    with pytest.raises(SaveError, match="makes no checkpoint together"):
+    with pytest.raises(SaveError, match="do not form a checkpoint"):
         commit_checks.index_of(found(root), "HELD")
     assert commit_checks.index_of(found(root, partial=True), "HELD")
 

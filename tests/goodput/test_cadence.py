@@ -115,7 +115,7 @@ def test_a_folder_is_saved_by_young_and_daly() -> None:
     """The root of 2 x cost x time between faults: 0.3 s and 10,000 s make 77 s, with steps of 0.5 s about 150."""
     costs = {FOLDER: SaveCost(0.3, 1.0, 10)}
     found = decide([place(FOLDER, 1000, Auto(mtbf_s=10_000))], 9, 0.5, costs, History(), 1)
-    assert found.every == {FOLDER: 200} and found.mtbf_s == {FOLDER: 10_000} and "as you said" in found.why[FOLDER]
+    assert found.every == {FOLDER: 200} and found.mtbf_s == {FOLDER: 10_000} and "configured" in found.why[FOLDER]
 
 
 def test_more_faults_more_saves() -> None:

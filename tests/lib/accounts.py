@@ -60,7 +60,7 @@ def total(found: Statement) -> float:
 
 
 def check(found: Statement) -> None:
-    """What holds for every statement."""
+    """Check properties that every result must have."""
     assert total(found) == pytest.approx(found.wall_s, abs=1e-6)
     values = [getattr(found, name) for name in PARTS]
     values += [found.first_start_s, found.idle_s, found.moved_s, found.wall_s]
@@ -84,7 +84,7 @@ def near(value: float) -> Any:
 
 
 def costs(cost: InterruptionCost) -> dict[str, float]:
-    """What is not 0 of it."""
+    """Return the costs that are not 0."""
     return {
         name: round(getattr(cost, name), 9)
         for name in InterruptionCost.__dataclass_fields__

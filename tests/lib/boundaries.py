@@ -59,7 +59,7 @@ class Run:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is cleared, the copy that overlaps training does not begin: what happens meanwhile is certain."""
+    """Delay the copy that overlaps training while the gate is cleared, so that the order of events is certain."""
     opened = threading.Event()
 
     def wait() -> None:
@@ -71,14 +71,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int = 1) -> list[str]:
-    """Save every step and train on at once; what differs from the boundaries, and which steps were dropped."""
+    """Save every step and continue training immediately. Return the differences from the boundaries, and the dropped
+    steps."""
     found: list[str] = []
     skipped = 0
     for step in range(first, first + steps):
         run.move(run.state, step)
         boundary = freeze(run.state)
         save = cp.step(step)
-        run.move(run.state, -step)  # at once, in the middle of the copy
+        run.move(run.state, -step)  # immediately, during the copy
         assert save is not None
         try:
             save.staged(30.0)
@@ -94,7 +95,7 @@ def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int 
 
 
 def gradients(model: nn.Module, seed: int) -> None:
-    """New gradients by the seed, without a forward pass: the update follows at once."""
+    """Set new gradients from the seed without a forward pass, so that the update follows immediately."""
     for i, p in enumerate(model.parameters()):
         if p.grad is None:
             p.grad = torch.empty_like(p)

@@ -63,7 +63,7 @@ def increments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Result:
-    """What a command printed, and its exit code."""
+    """The output and exit code of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -109,7 +109,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def stopped(point: str, *arguments: object, main: str = "ckpt.tools.cli") -> str:
-    """What a command says on stderr that gets SIGINT at this point. `main`: where its main() is."""
+    """Return the stderr of a command that gets SIGINT at this point. `main`: the module of its main()."""
     code = f"import sys\nfrom {main} import main\nsys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CKPT_FAIL": f"{point.replace('@', ':stop:')}"}
     words = [sys.executable, "-c", code, *map(str, arguments)]

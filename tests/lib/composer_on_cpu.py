@@ -1,5 +1,5 @@
-"""Imported before Composer beside a CPU build of torch: torchvision's operators are built for CUDA and do not load, and
-it is not imported without their names. Composer imports it, and none of them is called here."""
+"""Lets Composer run with a CPU build of torch; import this first. torchvision's operators are built for CUDA and cannot
+be loaded, but torchvision needs their names. Composer imports it, and no test calls these operators."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Job:
         say(case=self.case, step=step + 1, loss=loss, weights=self.digest())
 
     def digest(self) -> str:
-        """Of the weights of all stages."""
+        """Return a digest of the weights of all stages."""
         mine = {name: _digest(p) for name, p in self.engine.module.named_parameters()}
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all, mine)

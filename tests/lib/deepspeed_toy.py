@@ -108,7 +108,7 @@ class Job:
         return float(total)
 
     def digests(self) -> dict[str, str]:
-        """By what DeepSpeed says: of fp32 weights with moments, of what the model computes with them, of counts."""
+        """Return digests of fp32 weights with moments, of the weights that the model computes with, and of counters."""
         high, low = hashlib.sha256(), hashlib.sha256()
         for name, p in self.engine.module.named_parameters():
             if p.requires_grad:

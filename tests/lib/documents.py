@@ -52,7 +52,7 @@ def named(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All that are fenced. AssertionError for one of a language that nobody checks."""
+    """Return all fenced blocks. Raise AssertionError for a block in a language that no test checks."""
     found, opened, lines = [], None, page.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         fence = FENCE.match(line)
@@ -77,7 +77,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def python_problems(text: str) -> list[str]:
-    """What a piece of Python names of ours and nobody has, arguments included."""
+    """Return names of ours in Python code that do not exist, including arguments."""
     tree = ast.parse(text)
     known: dict[str, Any] = {**CALLED, "ckpt": ckpt}
     problems = []
@@ -114,7 +114,7 @@ def _imported(name: str) -> Any:
 
 
 def _resolve(node: ast.expr, known: dict[str, Any]) -> Any:
-    """The object that a dotted name of ours means, None for others. AttributeError if there is none."""
+    """Return the object of a dotted name of ours, None for others. Raise AttributeError if it does not exist."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Call):
@@ -155,7 +155,7 @@ def _arguments(call: ast.Call, known: dict[str, Any]) -> Iterator[str]:
     if not callable(target):
         return
     names = dict(inspect.signature(target).parameters)
-    if any(one.kind is one.VAR_KEYWORD for one in names.values()):  # goes on to somebody else
+    if any(one.kind is one.VAR_KEYWORD for one in names.values()):  # it passes its arguments on
         names |= inspect.signature(DataLoader if target is ckpt.Loader else ckpt.Checkpointer).parameters
     for given in call.keywords:
         if given.arg is not None and given.arg not in names:
@@ -166,7 +166,7 @@ def _arguments(call: ast.Call, known: dict[str, Any]) -> Iterator[str]:
 
 
 def shell_lines(block: Block) -> Iterator[str]:
-    """Of a console those behind `$`, of a script all; what goes on in the next line is one."""
+    """Return the lines of a script, or those after `$` of a console. Continued lines are joined."""
     text = block.text.replace("\\\n", " ")
     for line in text.splitlines():
         if block.language == "bash":
@@ -288,7 +288,7 @@ def prose(page: Path) -> str:
 
 
 def prose_problems(page: Path) -> list[str]:
-    """Commands, targets, options and files that sentences name, and nobody has."""
+    """Return commands, targets, options and files in sentences that do not exist."""
     text, problems = prose(page), []
     for span in re.findall(r"`([^`]+)`", text):
         words = span.split()

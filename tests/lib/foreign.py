@@ -1,5 +1,5 @@
-"""Interpreters of other environments than that of the tests, by benchmarks/environments.py. Where one cannot be had, a
-test is skipped, with what pip said."""
+"""Interpreters of other environments than the test's own, from benchmarks/environments.py. If one cannot be installed,
+the test is skipped with pip's message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from environments import python_of
 
 
 def python_with(trainer: str) -> Path:
-    """One that has this trainer beside our packages."""
+    """Return an interpreter with this trainer and our packages."""
     try:
         return python_of(trainer)
     except NotInstalled as error:

@@ -1,7 +1,7 @@
-"""Runs made by somebody who knows the format: every digest is right, and what they say is evil.
+"""Forged runs: every digest is right, but the contents are malicious.
 
-One genuine run of two checkpoints is forged in its newest: part, table, index and log record are made anew, digests and
-all; another one, that two ranks saved, in the part of its second rank.
+The newest of two genuine checkpoints is forged: manifest, table, index and log record are made again, including
+digests. In another run, which two ranks saved, the manifest of the second rank is forged.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ sys.addaudithook(_audit)
 
 @contextlib.contextmanager
 def confined(root: Path) -> Iterator[None]:
-    """Nothing beside the run may be opened, made or removed meanwhile: neither its neighbours nor /etc."""
+    """Check that nothing outside the run is opened, created or removed during this context, in its siblings or in
+    /etc."""
     global _opened
     _opened = []
     try:
@@ -117,7 +118,7 @@ def confined(root: Path) -> Iterator[None]:
 
 
 def restore_from(source: Any, live: dict[str, Any]) -> None:
-    """As `Checkpointer.restore` does it; CorruptError where it would go on to another source."""
+    """Restore as `Checkpointer.restore` does. Raise CorruptError where it would try another source."""
     result = inside.restore_first_of([source], live)
     if result.step is None:
         raise CorruptError(result.skipped[0].reason)
@@ -128,9 +129,9 @@ def sources(folder: Path) -> list[Any]:
 
 
 def restored(folder: Path, *, exact: bool = False) -> int:
-    """As `Checkpointer.restore` does it: the newest checkpoint that can be used. The step, and the state is right.
+    """Restore the newest usable checkpoint as `Checkpointer.restore` does. Return its step after checking the state.
 
-    `exact`: that of the newest too, of which not a value was forged.
+    `exact`: also check the state if the newest checkpoint was used, whose values are not forged.
     """
     live = state(1)
     with confined(folder):
@@ -158,7 +159,7 @@ def loaded(folder: Path) -> None:
 
 
 async def taken_over(folder: Path) -> set[str]:
-    """What a writer does with a run: own it, recover it, verify, save, clean up. Returns what was deleted."""
+    """Do what a writer does with a run: own it, recover it, verify, save, clean up. Return the deleted files."""
     store = inside.open_folder(f"file://{folder}")
     before = {info.key async for info in store.list()}
     try:
@@ -173,7 +174,7 @@ async def taken_over(folder: Path) -> set[str]:
 
 
 def survives(folder: Path) -> None:
-    """Whoever opens the run gets what is there, or an error of ours."""
+    """Check that all readers of a run get its contents, or an error of ours."""
     for act in (restored, loaded, lambda f: inside.run(taken_over(f))):
         with contextlib.suppress(CheckpointError):
             act(folder)  # type: ignore[operator]

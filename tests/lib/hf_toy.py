@@ -54,7 +54,7 @@ class Stop(Exception):
 
 
 class Kill(TrainerCallback):
-    """Ends it after so many steps: SIGKILL ("step"), while gradients are accumulated ("substep") or in an evaluation
+    """Ends the training after some steps: SIGKILL ("step"), during gradient accumulation ("substep") or evaluation
     ("eval"); SIGTERM ("term"); an exception ("stop")."""
 
     def __init__(self, where: str, at: int, checkpointer: Any) -> None:
@@ -99,7 +99,7 @@ def model_of(seed: int = 0, *, lora: bool = False, tied: bool = False, width: in
 
 
 def digest(trainer: Trainer) -> str:
-    """Of every bit of the weights, and of the optimizer."""
+    """Return a digest of every bit of the weights and of the optimizer."""
     total = hashlib.sha256()
     for name, tensor in trainer.model.state_dict().items():
         total.update(name.encode() + _bytes(tensor))
@@ -112,7 +112,7 @@ def digest(trainer: Trainer) -> str:
 
 
 def _bytes(tensor: Any) -> bytes:
-    """What this rank has of it."""
+    """Return the bytes of this rank's part."""
     mine = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return bytes(mine.detach().contiguous().numpy().tobytes())
 
@@ -200,7 +200,7 @@ def run(
 
 
 def main() -> None:
-    """Each run that is asked for, one after the other. Several ranks leave at once: some of gloo's threads do not."""
+    """Run each requested run in turn. Ranks leave at the same time, because some threads of gloo do not end."""
     for text in sys.argv[1:]:
         found = run(**json.loads(text))
         found.pop("weights", None)

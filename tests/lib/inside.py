@@ -171,7 +171,7 @@ def kept_at(url: str | Path) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class LogView:
-    """Summarises the log of one tier of a run."""
+    """A summary of the log of a tier."""
 
     steps: list[int]  # of the present history, ascending
     ranks: dict[str, tuple[int, ...]]  # checkpoint id: the ranks whose files are in this tier
@@ -184,7 +184,7 @@ class LogView:
 
 
 def log_at(folder: Path) -> LogView:
-    """Read the log of one tier of a run."""
+    """Read the log of a tier."""
     state = _state(folder)
     ranks = {str(attempt): tuple(rank for rank, _ in commit.parts) for attempt, commit in state.commits.items()}
     steps = sorted(commit.step for commit in state.lineage())
@@ -378,7 +378,7 @@ class SavedStep:
 
 
 def history(url: str | Path) -> dict[int, SavedStep]:
-    """Map each step of the present history to its checkpoint, newest first. The run may be in use meanwhile."""
+    """Map each step of the present history to its checkpoint, newest first. The run may be in use."""
 
     async def look(log: RunLog) -> dict[int, SavedStep]:
         while True:
@@ -387,7 +387,7 @@ def history(url: str | Path) -> dict[int, SavedStep]:
                 return {c.step: SavedStep(c, (await read.load_manifest(log.store, c)).table) for c in present}
             except NotFoundError:
                 if (await log.refresh()).lineage() == present:
-                    raise  # else it was retired meanwhile
+                    raise  # otherwise it was retired during the call
 
     return _with_log(url, look)
 
@@ -495,7 +495,7 @@ ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
 
 
 def check_free(run: Path, say: Callable[[str], object]) -> None:
-    """Raise InUseError if somebody trains the run."""
+    """Raise InUseError if a trainer uses the run."""
     _with_log(run, lambda log: lease.check_free(log, say))  # type: ignore[arg-type]
 
 
@@ -582,7 +582,7 @@ def wait_for_ranks_for(grace_s: float) -> None:
 
 
 def rank(number: int, size: int, store: Any, *, node: str, **options: Any) -> World:
-    """Return the communication object of one rank, for ranks that are threads of this process."""
+    """Return the communication object of a rank, for ranks that are threads of this process."""
     return World(number, size, store, node=node, **options)
 
 
@@ -662,7 +662,7 @@ def writers_in(folder: str) -> list[int]:
 
 
 def take_name_of_writer(name: str) -> Any:
-    """Take the socket name of a writer. Return a socket that never answers, or None if the name is taken."""
+    """Take the socket name of a writer. Return a socket that never replies, or None if the name is taken."""
     return channel.listen(name)
 
 
@@ -1054,7 +1054,7 @@ def is_closed(cp: ckpt.Checkpointer) -> bool:
 
 
 def abandon(cp: ckpt.Checkpointer) -> None:
-    """Abandon saves that are in progress, as an exception on one of several ranks does."""
+    """Abandon saves in progress, as an exception on one rank of a multi-rank job does."""
     cp._closing.abandon()
 
 
@@ -1235,7 +1235,7 @@ class Job:
 
 
 async def read_back(store: Any) -> ReadBack:
-    """Read the newest checkpoint that can be read, as a restore does. NoCheckpointError if there is none."""
+    """Read the newest readable checkpoint, as a restore does. Raise NoCheckpointError if there is none."""
     log = await read.open_run(store.url, store)
     problems: list[str] = []
     for found in log.state.lineage():
@@ -1362,7 +1362,7 @@ async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int
 
 
 def _divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[Layout, bytes]:
-    """Return the share of one rank of a replicated state: some rows of each tensor, some of the small tensors."""
+    """Return one rank's share of a replicated state: some rows of each tensor, some of the small tensors."""
     pieces, data, elsewhere = list[TensorSpec](), list[bytes](), {}
     for i, (t, whole) in enumerate(zip(layout.tensors, raw, strict=True)):
         rows = t.shape[0] if t.shape else 0

@@ -81,7 +81,7 @@ from ckpt_backends import retry
 
 LATENCY_S = 0.01  # virtual; of each request
 JUST_NOW_S = 0.1  # a listing may leave out what is so new
-MAX_TURNS = 4_000  # of one schedule; then everybody is stopped, as by a power cut
+MAX_TURNS = 4_000  # of one schedule; then all actors stop, as at a power cut
 SNAPSHOT_EVERY = 3  # so that the few records of a schedule reach several
 ROWS = 4
 FROZEN = ("f", "g")  # tensors that rarely change; "w" always does
@@ -93,7 +93,7 @@ class Violation(Exception):
 
 @dataclass
 class Failure:
-    """What was broken, and how it came about."""
+    """A broken property, and the schedule that led to it."""
 
     seed: int
     problem: str
@@ -107,7 +107,7 @@ class Failure:
 
 
 class Loop(asyncio.BaseEventLoop):
-    """An event loop without sockets, threads or real time: whenever nothing is ready, `idle` decides what happens.
+    """An event loop without sockets, threads or real time. When no task is ready, `idle` decides what happens.
 
     `idle(seconds)`: until the next timer, None if there is none.
     """
@@ -194,7 +194,7 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Actor:
-    """One process. `mine`: the incarnation it writes as, unless it is nobody's (`fenced` is false)."""
+    """A process. `mine`: the job attempt that it writes as, unless it has none (`fenced` is false)."""
 
     name: str
     weight: float = 1.0
@@ -320,7 +320,7 @@ class Listing:
         return self.page.pop()
 
     def _place(self, key: str) -> tuple[int, str]:
-        """Where a name stands in the listing."""
+        """Return the position of a name in the listing."""
         return zlib.crc32(f"{self.store.sim.seed} {key}".encode()), key
 
     def _next(self) -> list[ObjectInfo]:
@@ -331,7 +331,7 @@ class Listing:
 
 
 class SimUpload:
-    """Only its end is a request: nobody sees anything of it before."""
+    """An upload whose only request is its end: its parts are invisible before."""
 
     part = 0
 
@@ -376,17 +376,18 @@ class Sim:
         self.change = dice.choice((0.01, 0.05, 0.2))  # of who is quick and who is slow
         self.conflict = dice.choice((0.0, 0.0, 0.1))
         self.untidy = dice.random() < 0.3
-        self.long = dice.random() < 0.2  # somebody talks much, and others stand still meanwhile
+        self.long = dice.random() < 0.2  # one actor appends many records while others stand still
         self.suspend = 0.3 if self.long else dice.choice((0.0, 0.0, 0.1))
 
     def staged(self, attempt: Attempt, layout: Layout) -> bytes:
-        """What a rank has in memory of an attempt: the bytes say which attempt and rank they belong to."""
+        """Create the snapshot of a rank in memory: its bytes identify checkpoint and rank."""
         origins = self.origins.get((attempt, layout.rank), {})
         found = [f"{origins.get(name, attempt)} {layout.rank} {name}" for name in sorted((*FROZEN, "w"))]
         return b"".join(hashlib.sha256(text.encode()).digest()[: 4 * ROWS] for text in found)
 
     def overlooks(self, actor: Actor, key: str) -> bool:
-        """A listing of a folder goes on while others write: it may have a record, and not the one before. Once."""
+        """A listing of a folder runs while others write: it may have a record but lack the one before. This happens
+        once."""
         if not self.untidy or not key.startswith("log/") or self.loop.now - self.born.get(key, 0.0) > JUST_NOW_S:
             return False
         newest = max(one for one in self.objects if one.startswith("log/0"))
@@ -395,7 +396,7 @@ class Sim:
         self.overlooked.add((actor, key))
         return True
 
-    # What requests do.
+    # Effects of requests.
 
     def found(self, key: str) -> bytes:
         if key not in self.objects:
@@ -413,10 +414,10 @@ class Sim:
         if self.objects.pop(key, None) is not None:
             self.oracle.deleted(key)
 
-    # What happens next.
+    # The next event.
 
     def idle(self, timeout: float | None) -> None:
-        """Nobody can go on by himself: let one request through, or let time pass until the next timer."""
+        """All tasks wait: let one request through, or let time pass until the next timer."""
         self.turns += 1
         if self.turns > MAX_TURNS:
             self.say("everybody", "stopped after so many turns")
@@ -468,7 +469,7 @@ class Sim:
     def answer(self, request: Request) -> None:
         """Decide about one request."""
         dice, actor, answer = self.dice, request.actor, request.answer
-        if answer.done():  # whoever asked has given up waiting; it is on its way all the same
+        if answer.done():  # the sender has stopped waiting, but the request is still in flight
             if request.changes and dice.random() < 0.5:
                 self.do(request, "nobody waits, done")
         elif dice.random() < self.kill:
@@ -529,7 +530,7 @@ class Sim:
             for task in actor.tasks:
                 task.cancel()
 
-    # Who takes part.
+    # The actors.
 
     def actor(self, name: str, job: Job | None = None) -> Actor:
         actor = Actor(name, job=job)
@@ -562,19 +563,20 @@ class Sim:
 
 
 class Oracle:
-    """What must be true after every change of the store. It reads records plainly, without the library's log.
+    """Properties that must hold after every change of the store. It reads records itself, without the library's log.
 
-    * No live COMMIT names a missing or wrong byte, and it has the parts of all ranks.
-    * Records never change, form a chain without holes, and no request is in the log twice. They go only below
-      the older of the two newest SNAPSHOTs, and what is put in their place later is no record.
-    * Epochs grow, and nobody writes as an incarnation that has been overtaken.
-    * An attempt that has ended is not ended again; nothing of an open one, or of one that stays, is up for deletion.
-    * The newest checkpoint of the history is never retired, unless it is taken back with a reason. Nor are the newest
-      two full ones of it.
-    * When a checkpoint is committed, every file that it names is its own or in use by a live one, and none is one that
-      a PLAN has named.
-    * No writer asks for a PLAN that retires what its own increments in flight were built on.
-    * What was acknowledged is a checkpoint until a PLAN retires it; what was reported as failed never is one.
+    * No live COMMIT names a missing or wrong byte, and it has the manifests of all ranks.
+    * Records never change, form a chain without gaps, and no request is in the log twice. Only records below the
+    older of the two newest SNAPSHOTs are deleted, and a later file at their number is not a record.
+    * Terms grow, and no actor writes for a job attempt that has been fenced.
+    * A checkpoint that has ended is not ended again. No file of an unfinished or a staying checkpoint is listed for
+    deletion.
+    * The newest checkpoint of the history is never retired, unless it is rolled back with a reason. Nor are its
+    newest two full ones.
+    * At a commit, every file that a checkpoint names is its own or used by a live one, and none is in a PLAN.
+    * No writer appends a PLAN that retires the sources of its own increments in flight.
+    * An acknowledged checkpoint exists until a PLAN retires it; a save that was reported as failed never becomes
+    one.
     """
 
     def __init__(self, sim: Sim) -> None:
@@ -589,7 +591,7 @@ class Oracle:
         self.live: dict[Attempt, dict[str, Any]] = {}
         self.files: dict[Attempt, dict[str, bytes]] = {}  # of live ones
         self.needed: dict[str, set[Attempt]] = {}
-        self.doomed: set[str] = set()  # what a PLAN said goes
+        self.doomed: set[str] = set()  # files that a PLAN deletes
         self.asked: set[str] = set()  # requests that were put, whatever became of them
         self.increments = 0
         self.ended: dict[Attempt, str] = {}
@@ -688,7 +690,7 @@ class Oracle:
             self.needed.setdefault(name, set()).add(attempt)
 
     def read(self, rows: Table) -> bytes:
-        """All bytes that a table says."""
+        """Read all bytes that a table names."""
         places = zip(rows.pack.tolist(), rows.offset.tolist(), rows.length.tolist(), strict=True)
         return b"".join(self.sim.objects[rows.packs[pack]][at : at + length] for pack, at, length in places)
 
@@ -728,19 +730,19 @@ class Oracle:
         return run_log.in_history(self.acquires, self.live)
 
     def acknowledge(self, attempt: Attempt) -> None:
-        """Somebody was told that it is durable."""
+        """Record that a checkpoint was acknowledged as durable."""
         if attempt not in self.live and self.ended.get(attempt) != "retired":
             raise Violation(f"{attempt} was acknowledged, and is {self.ended.get(attempt, 'open')}")
         self.acknowledged.add(attempt)
 
     def fail(self, attempt: Attempt) -> None:
-        """Somebody was told that it will never be a checkpoint."""
+        """Record that a save was reported as failed."""
         if attempt in self.live or attempt not in self.ended:
             state = "live" if attempt in self.live else "open"
             raise Violation(f"{attempt} was reported as failed, and is {state}")
 
     def agrees(self, log: RunLog) -> None:
-        """What the library reads of the whole log is what it says."""
+        """Check that the library's state of the whole log equals the records."""
         state = log.state
         if state.damaged:
             raise Violation(f"the log was called damaged: {state.damaged}")
@@ -769,7 +771,7 @@ def named(attempts: set[Attempt]) -> str:
 
 @functools.cache
 def layout_of(rank: int, world: int) -> Layout:
-    """What one rank stages of tensors that all hold alike."""
+    """Return the layout that one rank stages of replicated tensors."""
     whole, at = ((world * ROWS,), (rank * ROWS,)) if world > 1 else (None, ())
     names = sorted((*FROZEN, "w"))
     pieces = tuple(TensorSpec(name, "F32", (ROWS,), whole=whole, offsets=at) for name in names)
@@ -782,7 +784,7 @@ def rows_of(table: Table) -> dict[str, int]:
 
 
 def takes(base: WrittenPart, same: Sequence[str]) -> dict[str, str]:
-    """In which packs these tensors are, as an older part says."""
+    """Return the data files of these tensors in an older manifest."""
     rows = rows_of(base.table)
     return {name: base.table.packs[int(base.table.pack[rows[name]])] for name in same}
 
@@ -790,7 +792,7 @@ def takes(base: WrittenPart, same: Sequence[str]) -> dict[str, str]:
 async def write_increment(
     store: Any, snapshot: RankSnapshot, base: WrittenPart, same: Sequence[str], *, number: int = 0
 ) -> WrittenPart:
-    """As `write_part`; but of tensors that are the `same` as in an older part only the place is written."""
+    """Like `write_part`, but tensors that are the `same` as in an older manifest refer to its data files."""
     layout, attempt = snapshot.layout, snapshot.attempt
     rank, taken, rows = layout.rank, takes(base, same), rows_of(base.table)
     own = [i for i, piece in enumerate(layout.tensors) if piece.name not in taken]
@@ -821,7 +823,7 @@ def kept_same(sim: Sim, snapshot: RankSnapshot, base: WrittenPart) -> list[str]:
 
 @dataclass
 class Job:
-    """Some ranks that save together. `mine`: the incarnation, which rank 0 takes and tells the others."""
+    """Ranks that save together. `mine`: the job attempt, which rank 0 creates and passes to the others."""
 
     sim: Sim
     name: str
@@ -842,7 +844,7 @@ async def until(sim: Sim, records: int) -> None:
 
 
 async def insist(work: Callable[[], Coroutine[Any, Any, Any]], times: int = 4) -> Any:
-    """As often as is worth it."""
+    """Retry while it is useful."""
     for _ in range(times - 1):
         try:
             return await work()
@@ -907,7 +909,7 @@ class Rank:
         self.job.mine.set_result((mine, history[0].step if history else 0))
 
     async def remember(self) -> None:
-        """What a checkpoint of the history says of our part, if we have one in it."""
+        """Remember this rank's manifest of a checkpoint in the history, if it has one."""
         for found in self.log.state.lineage()[:2]:
             if self.rank < found.world and self.sim.dice.random() < 0.7:
                 rank, digest = found.parts[self.rank]
@@ -927,7 +929,8 @@ class Rank:
         return RankSnapshot(attempt, self.layout, memoryview(self.sim.staged(attempt, self.layout)), [None])
 
     async def write(self, attempt: Attempt, number: int = 0) -> WrittenPart | None:
-        """A single rank tries again with data files of higher numbers. With others it aborts the checkpoint at once."""
+        """Write and commit. A single rank retries with data files of higher numbers. With others it aborts the
+        checkpoint."""
         try:
             self.log.check_owner(self.mine)
             snapshot = self.stage(attempt)
@@ -973,11 +976,12 @@ class Rank:
             self.sweeping = self.sim.start(self.actor, work)
 
     def landed(self, attempt: Attempt) -> None:
-        """It is not in flight any more."""
+        """The checkpoint is no longer in flight."""
         self.actor.sources = {(one, source) for one, source in self.actor.sources if one != attempt}
 
     async def unsure(self, attempt: Attempt, written: WrittenPart) -> None:
-        """The store failed us, so nobody knows. With others the attempt is given up; alone it may be saved again."""
+        """The store failed, so the outcome is unknown. With others the checkpoint is aborted; a single rank may save it
+        again."""
         if self.world > 1:
             await self.give_up(attempt, written)
         elif self.sim.dice.random() < 0.7:
@@ -986,7 +990,7 @@ class Rank:
                 await self.settle(attempt, again)
 
     async def give_up(self, attempt: Attempt, written: WrittenPart | None = None) -> None:
-        """The others need not wait; and our part of what was given up takes no space."""
+        """Abort a checkpoint so that the other ranks need not wait, and delete this rank's files of it."""
         with contextlib.suppress(StoreError):
             await commits.abort(self.log, self.mine, attempt, "given up")
             if attempt in self.log.state.commits:
@@ -1020,7 +1024,7 @@ async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer, 
 
 
 async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
-    """A process that only cleans up, as whichever incarnation it finds, or as nobody: then no job fences it."""
+    """A process that only cleans up, for the present job attempt or for none. Without one, no job fences it."""
     await until(sim, begin)
     actor.fenced = sim.dice.random() < 0.5
     log = RunLog(sim.store(actor))
@@ -1058,7 +1062,8 @@ async def shell(sim: Sim, actor: Actor, begin: int) -> None:
 
 
 async def talker(sim: Sim, actor: Actor, begin: int) -> None:
-    """Has much to say, as nobody, so that the log becomes long, and is trimmed: others find that it has gone far."""
+    """Appends many records without a job attempt, so that the log becomes long and is trimmed during other actors'
+    reads."""
     await until(sim, begin)
     actor.fenced, dice = False, sim.dice
     log = RunLog(sim.store(actor))
@@ -1079,7 +1084,7 @@ def idle(attempt: Attempt, request: str) -> records.Record:
 
 
 async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:
-    """Says of a new checkpoint, as the incarnation it finds, that it is not what it claims to be."""
+    """Retracts a new checkpoint for the present job attempt, because it is damaged."""
     await until(sim, begin)
     log = RunLog(sim.store(actor))
     await insist(log.open)
@@ -1176,7 +1181,7 @@ async def _all_end(sim: Sim, tasks: list[asyncio.Task[Any]]) -> None:
 
 
 async def _afterwards(sim: Sim) -> None:
-    """Nobody is left: whoever comes next finds a run that is sound, ends what is open, and can go on."""
+    """After all actors have ended: the next one must find an intact run, end unfinished checkpoints, and save."""
     sim.lose = sim.kill = sim.conflict = sim.doubled = sim.suspend = 0.0
     sim.untidy = False
     sim.turns = 0
@@ -1257,7 +1262,7 @@ def _end(sim: Sim) -> None:
     while tasks := asyncio.all_tasks(sim.loop):
         for task in tasks:
             task.cancel()
-        sim.loop._idle = lambda timeout: None  # whoever waits for anything was cancelled
+        sim.loop._idle = lambda timeout: None  # all waiting tasks were cancelled
         sim.loop.run_until_complete(asyncio.wait(tasks))
         for task in tasks:
             if not task.cancelled():

@@ -64,7 +64,7 @@ tell("digest", toy.digest(state))
 
 @dataclass
 class Told:
-    """What the processes of a run have said so far: the newest steps that are safe, and how the last one ended."""
+    """The output of the processes of a run: the newest safe steps, and how the last process ended."""
 
     start: int = 0
     staged: int = 0
@@ -127,7 +127,7 @@ steps_on_disk = inside.steps_at  # the checkpoints of the present history, newes
 
 
 def lost(start: int, safe: int) -> bool:
-    """Whether a run went on before a step that was acknowledged (oracle O1)."""
+    """Return True if a run continued before an acknowledged step (oracle O1)."""
     return start < safe
 
 
@@ -164,12 +164,12 @@ class Trainer:
                 pipe.close()
 
     def line(self) -> str:
-        """What it says next; nothing at its end."""
+        """Return its next line of output, or nothing at its end."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def read_until(self, word: str) -> str:
-        """Everything that it says up to the line that starts with `word`, or the end."""
+        """Return all output up to the line that starts with `word`, or to the end."""
         assert self.process.stdout is not None
         said = ""
         for line in self.process.stdout:
@@ -184,7 +184,7 @@ class Trainer:
         self.process.stdin.flush()
 
     def do(self, line: str = "") -> str:
-        """What it says to that."""
+        """Send a line and return the reply."""
         self.say(line)
         return self.line()
 
@@ -194,7 +194,7 @@ class Trainer:
 
 
 def kill_all(processes: list[psutil.Process]) -> None:
-    """They have ended when it returns, reaped or not: writers belong to nobody who would do that at once."""
+    """Kill processes and wait for their end. Writers have no parent that reaps them immediately."""
     ending = [inside.process_of(process.pid) for process in processes]
     for process in processes:
         process.kill()

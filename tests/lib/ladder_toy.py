@@ -67,7 +67,7 @@ def _raise(why: str) -> Callable[[Any], None]:
 
 
 def digest(state: dict[str, Any]) -> str:
-    """Of every bit that this rank has."""
+    """Return a digest of every bit of this rank."""
     total = hashlib.sha256(json.dumps(state["meta"]).encode())
     tensors = [*state["model"].state_dict().values(), state["batches"].get_state()]
     for values in state["optim"].state.values():
@@ -78,7 +78,7 @@ def digest(state: dict[str, Any]) -> str:
 
 
 def inject(kind: str) -> None:
-    """What happens to this rank."""
+    """Inject a fault into this rank."""
     say("fault", kind=kind)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -82,7 +82,7 @@ class Model(pl.LightningModule):
         self.tell("epoch", self.trainer.current_epoch, metrics["train_loss_epoch"] + metrics["seen"])
 
     def reach(self, what: str, count: int) -> None:
-        if self.spec["kill"] == [what, count]:  # `staged()` speaks of the share of its own rank
+        if self.spec["kill"] == [what, count]:  # `staged()` covers only the share of its own rank
             save = self.trainer.callbacks[-1]._save
             if save is not None:
                 save.staged(60.0)
@@ -165,7 +165,7 @@ def digest(model: nn.Module) -> str:
 
 
 def curve(out: str) -> dict[str, str]:
-    """The last that was told of each batch, validation and epoch."""
+    """Return the last report of each batch, validation and epoch."""
     return {f"{what} {count}": value for what, count, value in map(json.loads, Path(out).read_text().splitlines())}
 
 

@@ -1,7 +1,7 @@
-"""Lets megatron-core run on a CPU over gloo: import this before anything of Megatron.
+"""Lets megatron-core run on a CPU with gloo: import this before Megatron.
 
-What asks for the GPU gets the CPU, and what asks a tensor for its type hears that it is one of CUDA. Nothing that
-`ckpt.megatron` uses of Megatron is replaced.
+Code that requests the GPU gets the CPU, and every tensor reports a CUDA type. Nothing that `ckpt.megatron` uses of
+Megatron is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Stream:
-    """Everything on it is done at once."""
+    """A stream on which all work is done immediately."""
 
     def wait_stream(self, other: object) -> None: ...
 

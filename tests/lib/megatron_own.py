@@ -47,7 +47,7 @@ DistributedOptimizer._set_main_param_and_optimizer_states = _set_with_step
 
 
 def state_of(job: Job, sharding: str, *, loading: bool) -> dict[str, Any]:
-    """As Megatron-LM puts it together."""
+    """Build the state as Megatron-LM does."""
     metadata = {**MEGATRON_LM, "distrib_optim_sharding_type": sharding}
     model = job.models[0].sharded_state_dict(metadata=metadata)
     return {"model": model, "optimizer": job.optimizer.sharded_state_dict(model, loading, metadata=metadata)}
@@ -92,7 +92,7 @@ def job_of(pair: str) -> Job:
 
 
 def seed() -> None:
-    """What Megatron does at a start, which neither goes on from."""
+    """Seed the random numbers as Megatron does at a start. Both trainings must replace this state."""
     tensor_parallel.model_parallel_cuda_manual_seed(7 + 100 * sizes.get_pipeline_model_parallel_rank())
     torch.manual_seed(0)
 

@@ -78,7 +78,7 @@ def set_sizes(tp: int, pp: int, vp: int | None = None) -> None:
 
 
 def name_in_whole(gpt: GPTModel, name: str) -> str:
-    """What a parameter of a part is called in the whole model."""
+    """Return the name of a parameter in the whole model."""
     before, layers, rest = name.partition("decoder.layers.")
     if layers:
         number, _, rest = rest.partition(".")
@@ -165,7 +165,7 @@ class Job:
         )
 
     def part(self, number: int | None, vocabulary: int, tied: bool) -> GPTModel:
-        """What this rank has of the model, or one of several parts of that."""
+        """Return this rank's part of the model, or one of several parts."""
         of_rank = {} if number is None else {"ignore_virtual": False, "vp_stage": number}
         experts = self.config.num_moe_experts
         return GPTModel(
@@ -180,7 +180,7 @@ class Job:
         )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Of this rank, by their names in the whole model."""
+        """Return this rank's parameters by their names in the whole model."""
         for gpt in self.gpts:
             for name, p in gpt.named_parameters():
                 yield name_in_whole(gpt, name), p
@@ -223,20 +223,20 @@ class Job:
     # -- what this rank holds --
 
     def held(self) -> Iterator[tuple[Tensor, int, dict[str, Tensor]]]:
-        """Of each parameter: from which element on this rank has what of it, by Megatron's own words."""
+        """Return for each parameter the elements that this rank has, from Megatron's own data."""
         for part in self.optimizer.chained_optimizers:
             for p in part.model_param_gbuf_map:
                 found = part._get_main_param_and_optimizer_states(p)
                 yield p, part._get_model_param_range_map(p)["param"].start, found
 
     def gather(self) -> None:
-        """What the model computes with, where Megatron leaves that to the next forward pass."""
+        """Gather the model weights, if Megatron leaves that to the next forward pass."""
         for ddp in self.ddps:
             if ddp.ddp_config.overlap_param_gather:
                 ddp.start_param_sync(force_sync=True)
 
     def digest(self) -> str:
-        """Of all that all ranks hold: masters, moments, what the model computes with, settings, random numbers."""
+        """Return a digest of the state of all ranks: masters, moments, model weights, settings, random numbers."""
         self.gather()
         own = hashlib.sha256()
         for _, start, found in self.held():
@@ -276,7 +276,7 @@ class Job:
         return whole.chunk(size, 1)[rank] if name.endswith(BY_ROWS) else whole
 
     def differences(self, run: str, step: int) -> list[str]:
-        """What any rank holds otherwise than `ckpt.load` says, by name; and whatever is not looked at."""
+        """Return differences between any rank and `ckpt.load`, by name, and entries that were not compared."""
         self.gather()
         saved, wrong = ckpt.load(run, step=step), []
         names = {p: name for name, p in self.parameters()}

@@ -13,7 +13,7 @@ from ckpt.tools.convert.source import RankView, Want
 
 
 class MemoryOrigin:
-    """`fail_after`: so many wants later one is damaged."""
+    """Sends memory to requests. `fail_after`: the number of requests after which one reply is damaged."""
 
     title = identity = "memory"
 

@@ -41,7 +41,7 @@ class Metadata:
         self.maintenance = "NONE"
         self.azure: list[Any] = []
         self.fault: str | None = None
-        self.token_s: float | None = None  # None: as long as was asked for
+        self.token_s: float | None = None  # None: as long as was requested
         self.with_etag = True
         self.elsewhere = elsewhere
         self.asked: list[Asked] = []

@@ -93,12 +93,12 @@ class Run:
         return self.attempt(step)
 
     async def abort(self, step: int, reason: str) -> None:
-        """Append a record to the log, which says that a step will not become a checkpoint."""
+        """Append an ABORT record for a step."""
         await abort(self.log, self.mine, self.attempt(step), reason)
 
     @property
     def records(self) -> int:
-        """How many records the log has."""
+        """Return the number of log records."""
         return self.log.state.next_seq
 
     @property
@@ -143,7 +143,7 @@ class Killed(BaseException):
 class Op:
     """One operation. `folder` is relative to the base, `node` numbers files in the order they were made."""
 
-    kind: str  # mkdir, name, rename, unname, write, size, fsync, fsync_dir, or ack: the caller was told "saved"
+    kind: str  # mkdir, name, rename, unname, write, size, fsync, fsync_dir, or ack: the caller was notified of "saved"
     folder: str = ""
     name: str = ""
     node: int = -1
@@ -190,7 +190,7 @@ class RecordingDisk(Disk):
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[bool]:
-        """Around one operation: raises what the fault says, before it or after it."""
+        """Run one operation, and raise the injected fault before or after it."""
         with self._lock:
             hit = self.fault is not None and self.fault.hits(self.count)
             self.count += 1
@@ -391,9 +391,9 @@ def _rename(names: dict[str, int | None], op: Op) -> None:
 
 
 class PowerCut:
-    """What is safe and what is not after some operations. `draw` gives one possible disk, as objects by key.
+    """The possible disk contents after a power cut. `draw` gives one of them, as objects by key.
 
-    `ordered`: names of one folder persist in the order they were made, as journals do it; otherwise each by itself.
+    `ordered`: names of one folder persist in the order of creation, as with journals; otherwise independently.
     """
 
     def __init__(self, root: str) -> None:
@@ -441,10 +441,10 @@ def after(ops: Iterable[Op], root: str = "run") -> PowerCut:
 
 
 async def violation(objects: dict[str, bytes], acked: Iterable[str]) -> str | None:
-    """What is wrong with a run after a power cut; None if every promise holds, also for what is saved afterwards.
+    """Return what is wrong with a run after a power cut. Return None if every promise holds, also for later saves.
 
-    Every acknowledged checkpoint that no landed PLAN gave up is there, the newest in any case; every checkpoint in the
-    log restores to the very bytes that were saved; the log is whole; and the next job can save and clean up.
+    Every acknowledged checkpoint that no landed PLAN retired exists, and always the newest one. Every checkpoint in
+    the log restores to exactly the saved bytes. The log is intact. The next job can save and clean up.
     """
     store = MemoryStore(objects=dict(objects))
     try:
@@ -473,7 +473,8 @@ async def _lost(log: RunLog, acked: Iterable[str]) -> str | None:
 
 
 async def _unsound(log: RunLog, known: Iterable[Attempt] = ()) -> str | None:
-    """What is wrong with checkpoints not `known` to be sound; the newest is compared with what was saved."""
+    """Return what is wrong with checkpoints that are not `known` to be intact. The newest is compared with the saved
+    bytes."""
     for attempt in log.state.commits.keys() - set(known):
         problems = await read.verify(log.store, log.state.commits[attempt])
         if problems:
@@ -536,7 +537,7 @@ class Volume:
         self.mounted = True
 
     def unmount(self) -> None:
-        """AssertionError if anybody keeps a file open here; a thread in its last write may finish first."""
+        """Raise AssertionError if a file is still open here. A thread in its last write may finish first."""
         words = ["umount", str(self.path)]
         assert eventually(lambda: subprocess.run(words, check=False, capture_output=True).returncode == 0, 10.0)
         self.mounted = False

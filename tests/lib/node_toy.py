@@ -34,7 +34,7 @@ LOCAL, SHARED = "local", "shared"
 
 
 def build() -> dict[str, Any]:
-    """One model that all ranks hold alike and one that is divided among them, each with all that belongs to it."""
+    """Build a replicated and a sharded model, each with its optimizer and other objects."""
     state: dict[str, Any] = {}
     for mode in MODES:
         state |= {f"{mode}_{name}": value for name, value in parallel.build(mode).items()}
@@ -66,7 +66,7 @@ def mine(state: dict[str, Any]) -> str:
 
 
 def whole(state: dict[str, Any]) -> dict[str, str]:
-    """Of each model a digest of all its tensors, gathered from all ranks: the same for any number of ranks."""
+    """Return a digest of all tensors of each model, gathered from all ranks: the same for any number of ranks."""
     digests: dict[str, str] = {}
     for mode in MODES:
         total, found = hashlib.sha256(), dict[str, Tensor](parallel.gathered(part(state, mode)))

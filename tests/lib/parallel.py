@@ -251,7 +251,7 @@ def launch(
 def said_by(
     python: Path, world: int, code: str, *words: object, **environment: str
 ) -> tuple[list[int], list[dict[str, Any]]]:
-    """Of the ranks of a job under a foreign interpreter: their exit codes, and what the first one printed as JSON.
+    """Return the exit codes of the ranks of a job under a foreign interpreter, and the JSON output of the first one.
     They end well, or by SIGKILL."""
     more = {"LOCAL_WORLD_SIZE": str(world), "PYTHONWARNINGS": "ignore", **environment}
     done = launch(world, code, *words, port=free_port(), timeout_s=280, python=python, **more)
@@ -261,7 +261,7 @@ def said_by(
 
 
 def reports(done: list[subprocess.CompletedProcess[str]]) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks printed, by mode, in rank order."""
+    """Return the output of the ranks, by mode, in rank order."""
     found: dict[str, list[dict[str, Any]]] = {}
     for process in done:
         assert process.returncode == 0, process.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""What a process needs at most."""
+"""Measures the peak memory of a process."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from zygote import NUMBER
 
 LIB = Path(__file__).parent
 REPO = LIB.parent.parent
-# What a process of a test may import: the library, and what tests share.
+# What a process of a test may import: the library, and the files that tests share.
 PYTHONPATH = ":".join(map(str, (REPO, REPO / "backends", LIB, REPO / "tests" / "promises")))
 
 
@@ -42,7 +42,7 @@ def writers(folder: Path) -> list[psutil.Process]:
 # -- Python processes, forked where that is as good as a start --
 
 _SERVE = "import sys; sys.path[0] = sys.argv[2]; import zygote; del sys.path[0]; exec(*zygote.serve(list(sys.path)))"
-# What an interpreter and the libraries that it loads look at only once, when they start; and what of it is no matter.
+# Variables that an interpreter and its libraries read only once, at their start, and variables without effect.
 _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC", "GLIBC", "OMP_", "MKL_", "OPENBLAS", "TORCH_", "KMP_")
 _LATER = (
     "PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
@@ -61,7 +61,7 @@ class Zygote:
         control: socket.socket | None = None,
         **variables: str,
     ) -> None:
-        self.modules = modules  # that it imports beside what zygote.WARM names
+        self.modules = modules  # imported in addition to the modules in zygote.WARM
         self.variables = variables  # of its environment, when it imports them
         self.python = str(python)
         self.control = control
@@ -70,7 +70,7 @@ class Zygote:
         self.process: subprocess.Popen[bytes] | None = None
 
     def can(self, words: Sequence[Any], settings: dict[str, Any]) -> bool:
-        """Whether a child would be like the process that `subprocess.Popen` starts."""
+        """Return True if a child would be like the process that `subprocess.Popen` starts."""
         return (
             str(words[0]) == self.python
             and (words[1] in ("-c", "-m", "-u") or not str(words[1]).startswith("-"))
@@ -121,13 +121,13 @@ def _at_start(environment: Any) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k.startswith(_AT_START) and k not in _LATER}
 
 
-ZYGOTE: Zygote | None = None  # of pytest, and of torchrun; what else tests start does not start so many
+ZYGOTE: Zygote | None = None  # of pytest, and of torchrun; other processes start too few
 WRITERS: Writers | None = None
 
 
 @contextlib.contextmanager
 def warm(*modules: str, python: str | Path = sys.executable, **variables: str) -> Iterator[None]:
-    """All that is forked meanwhile is of this interpreter, and has these modules imported, too; see Zygote."""
+    """Within this context, fork from this interpreter, with these modules imported too; see Zygote."""
     global ZYGOTE
     before, ZYGOTE = ZYGOTE, Zygote(*modules, python=python, **variables)
     try:
@@ -166,7 +166,7 @@ class Forked(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        """As that of Popen, whose arguments every Python has others of."""
+        """Like Popen's, whose arguments differ between versions of Python."""
         lock = self._waitpid_lock  # type: ignore[attr-defined]
         if self.returncode is None and lock.acquire(False):
             try:
@@ -185,9 +185,9 @@ class Forked(subprocess.Popen[Any]):
 
 
 def start_python(words: Sequence[Any], **settings: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen`, or its like by a fork if that tells nobody apart. `inside`: as for `nsenter`.
+    """Start a process like `subprocess.Popen`, or fork one if that makes no difference. `inside`: as for `nsenter`.
 
-    Use `subprocess` itself where the start is what is tested: what is imported, the parent.
+    Use `subprocess` itself if the start is tested: imports, or the parent.
     """
     if ZYGOTE is not None and ZYGOTE.can(words, settings):
         return Forked(words, **settings)
@@ -229,9 +229,9 @@ def run_python(
 def run_script(
     code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/failpoints.py).
+    """Run Python code as a separate training process; `fail` arms fail points (see ckpt/failpoints.py).
 
-    `fresh`: in one that has imported nothing yet, for what is said of modules and of memory.
+    `fresh`: start without any imports, for tests of modules and memory.
     """
     # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": PYTHONPATH}
@@ -241,7 +241,7 @@ def run_script(
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
-    """Whether a condition comes true before the deadline."""
+    """Return True if a condition becomes true before the deadline."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if condition():

@@ -40,7 +40,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 1024), "odd": (7, 3), "single
 
 
 def bits(name: str, step: int, salt: int, shape: tuple[int, ...]) -> Tensor:
-    """What a tensor is at a step."""
+    """Return the value of a tensor at a step."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {salt}".encode()))
     return torch.randn(shape, generator=generator)
 
@@ -80,7 +80,7 @@ def here(tensor: Tensor) -> Tensor:
 
 
 def expected(tensor: Tensor, name: str, step: int, salt: int) -> Tensor:
-    """What this rank must have of it."""
+    """Return the value that this rank must have of a tensor."""
     whole = bits(name, step, salt, tuple(tensor.shape))
     return cut(whole, dist.get_rank(), dist.get_world_size()) if isinstance(tensor, DTensor) else whole
 
@@ -90,7 +90,7 @@ def put(tensor: Tensor, name: str, step: int, salt: int) -> None:
 
 
 class Toy:
-    """A state with all ways of holding a tensor: alike on all ranks (DDP), divided among them (DTensor), one's own."""
+    """A state with tensors of each kind: replicated (DDP), sharded (DTensor), and local to a rank."""
 
     def __init__(self) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -117,7 +117,7 @@ class Toy:
         self.own["tensor"].copy_(bits(f"own {rank}", step, salt, (33,)))
 
     def wrong(self, step: int) -> list[str]:
-        """What is not, bit for bit, what it was at that step, when one job saved it."""
+        """Return the entries that do not equal, bit for bit, those at that step, if one job saved it."""
         rank, own = dist.get_rank(), self.own
         found = [] if own["step"] == step else [f"it says that it is step {own['step']}"]
         if own["rank"] != rank % own["world"]:
@@ -275,7 +275,7 @@ def impatient() -> dict[str, float]:
 
 @scenario
 def absent_at_opening(root: str, missing: int) -> dict[str, Any]:
-    """One rank does not make a Checkpointer while the others do; then it comes, when the others have given up."""
+    """One rank creates its Checkpointer only after the others have given up waiting."""
     toy, present = Toy(), dist.get_rank() != missing
     first = failure(lambda: checkpointer(toy, root, **impatient())) if present else ""
     together()
@@ -337,7 +337,7 @@ def other_step(root: str) -> dict[str, Any]:
 
 @scenario
 def other_tensors(root: str, how: str) -> dict[str, Any]:
-    """Rank 1 changes the model that all of them hold alike, and changes it back."""
+    """Rank 1 changes the replicated model, and changes it back."""
     rank = dist.get_rank()
     net = Tensors(first=torch.zeros(3), odd=torch.zeros(7, 3), wide=torch.zeros(40, 1024))
     kept = net.odd
@@ -360,7 +360,7 @@ def other_tensors(root: str, how: str) -> dict[str, Any]:
 
 @scenario
 def writer_stalls(root: str) -> dict[str, Any]:
-    """The writer of rank 0 stands still for a while, and then has many steps to write at once."""
+    """The writer of rank 0 is stopped for a while, and then has many steps to write."""
     toy = Toy()
     with ckpt.Checkpointer(toy.state, [ckpt.Memory(keep=8), ckpt.Tier(root, 1, 2)], on_error="warn") as cp:
         cp.restore(default=0)
@@ -438,7 +438,7 @@ def damaged(root: str) -> dict[str, Any]:
 
 @scenario
 def disk_fails(root: str, victim: int, fail: str, steps: int) -> dict[str, Any]:
-    """The disk fails the writer of one rank again and again; `fail` says where. What became of each step."""
+    """The disk of one rank's writer fails repeatedly, at the points in `fail`. Report the result of each step."""
     toy, errors = Toy(), []
     with armed(fail, on=victim):
         cp = checkpointer(toy, root, on_error="warn")
@@ -453,7 +453,7 @@ def disk_fails(root: str, victim: int, fail: str, steps: int) -> dict[str, Any]:
 
 @scenario
 def staging_fails(root: str, how: str) -> dict[str, Any]:
-    """Rank 1 cannot stage a step: copying fails, or somebody writes into what is copied, or when it has been copied."""
+    """Rank 1 cannot stage a step: the copy fails, or other code writes to its tensors during or after the copy."""
     toy, rank = Toy(), dist.get_rank()
     wide = here(toy.clock.set_to["divided wide"])
     at = {"written while it is copied": "stage.eager", "written after it was copied": "stage.copied"}.get(how)
@@ -521,7 +521,7 @@ def disk_fills(root: str) -> dict[str, Any]:
 
 @scenario
 def oracle_sees(root: str) -> dict[str, Any]:
-    """What `Toy.wrong` says of a right state, and of wrong ones."""
+    """Report the results of `Toy.wrong` for a correct state and for wrong ones."""
     toy = Toy()
     toy.advance(1, 0)
     found = {"right": toy.wrong(1), "step": toy.wrong(2)}
@@ -540,7 +540,7 @@ def own_model() -> dict[str, Any]:
 
 
 def save_unlike(root: str) -> None:
-    """What later does not fit: models that ranks have for themselves, and one that all hold alike."""
+    """Save states that do not fit later: a model for each rank, and a replicated one."""
     own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.ones(4, 5)))}
     for name, state in (("own", own), ("alike", alike)):
         with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1, 3)]) as cp:
@@ -551,7 +551,7 @@ def save_unlike(root: str) -> None:
 
 @scenario
 def cannot_hold(root: str) -> dict[str, Any]:
-    """What `save_unlike` of more ranks saved, into states that cannot take it."""
+    """Restore the result of `save_unlike` of more ranks into states that do not fit."""
     found = {}
     own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.zeros(4, 6)))}
     for name, state in (("own", own), ("alike", alike)):

@@ -40,7 +40,8 @@ def train(asked: dict[str, Any]) -> None:
             with Path(asked["folder"], "starts").open("a") as file:
                 file.write(json.dumps([start, source]) + "\n")
         for step in range(start, asked["steps"]):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))  # alike, for any number of workers
+            # the same for any number of workers
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
             optim.zero_grad()
             (model(x) - x).square().mean().backward()
             optim.step()
@@ -57,7 +58,7 @@ def train(asked: dict[str, Any]) -> None:
 
 
 def fit(asked: dict[str, Any]) -> dict[str, Any]:
-    """What has become of one training."""
+    """Run one training and return its result."""
     result = TorchTrainer(
         train,
         train_loop_config=asked,

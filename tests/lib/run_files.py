@@ -117,7 +117,7 @@ def pattern(kind: str, step: int | None = None, rank: int | None = None) -> str:
 
 
 def keys_in(run: Path | str) -> list[str]:
-    """List all files of a run except temporary ones. Files may vanish meanwhile."""
+    """List all files of a run except temporary ones. Files may vanish during the call."""
     return sorted(
         os.path.relpath(os.path.join(folder, name), run)
         for folder, _, names in os.walk(run)

@@ -35,7 +35,7 @@ FAULTS = "/__faults__"
 
 
 def storage_options(url: str, **config: Any) -> dict[str, Any]:
-    """How to reach a server here, as s3fs wants it; `config` is for botocore, as `read_timeout=1`."""
+    """Return s3fs options for a server here; `config` is for botocore, for example `read_timeout=1`."""
     options: dict[str, Any] = {"endpoint_url": url, "key": KEY, "secret": SECRET}
     return options | ({"config_kwargs": config} if config else {})
 
@@ -54,14 +54,14 @@ def environment(url: str) -> dict[str, str]:
 
 
 class Server:
-    """A process that answers at `url` until `stop`."""
+    """A process that serves `url` until `stop`."""
 
     def __init__(self, role: str, *arguments: str) -> None:
         # -I: nothing of this folder, or of the caller's path, is imported by mistake.
         command = [sys.executable, "-I", os.path.abspath(__file__), role, *arguments]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        port = self.process.stdout.readline().strip()  # said once it listens
+        port = self.process.stdout.readline().strip()  # printed when it listens
         if not port:
             raise RuntimeError(f"the {role} server did not start: exit status {self.process.wait()}")
         self.url = f"http://{HOST}:{port}"
@@ -105,7 +105,7 @@ class MotoServer(Server):
 
 
 class FaultProxy(Server):
-    """Passes requests on to `upstream`, unless a rule says otherwise. See `fail` for the rules."""
+    """Forwards requests to `upstream`, unless a rule applies. See `fail` for the rules."""
 
     def __init__(self, upstream: str) -> None:
         super().__init__("proxy", upstream)
@@ -141,7 +141,7 @@ class FaultProxy(Server):
         return [(method, path, kind) for method, path, kind in json.loads(self._ask("GET", FAULTS))["hits"]]
 
     def requests(self) -> Counter[str]:
-        """How many requests there were, by method, failed ones among them."""
+        """Return the number of requests by method, including failed ones."""
         return Counter(json.loads(self._ask("GET", FAULTS))["requests"])
 
     def paths(self) -> list[str]:
@@ -340,7 +340,7 @@ class Proxy:
         kind = rule["kind"]
         body = request.content if request.body_exists else None
         if body is not None and kind in ("corrupt_request", "late_reply", "lost_reply"):
-            body = await request.read()  # whole, before anything is done: whoever sent it may hang up meanwhile
+            body = await request.read()  # complete, before anything is done: the client may disconnect
         if kind == "corrupt_request" and body is not None:
             body = flipped(body, rule.get("offset", 0))
         if kind == "late_reply":

@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def wholes(step: int) -> dict[str, Tensor]:
-    """What the tensors are at a step."""
+    """Return the whole tensors at a step."""
     found = {}
     for name, shape in SHAPES.items():
         found[name] = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode())))
@@ -42,7 +42,7 @@ def wholes(step: int) -> dict[str, Tensor]:
 
 
 def edges(count: int, rank: int, world: int) -> tuple[int, int]:
-    """Of `count` things, those that a rank has: uneven shares, and of several ranks the second has none."""
+    """Return the range of a rank in `count` things: uneven shares; with several ranks the second has none."""
     weights = [1 if one == 0 else 0 if one == 1 else 2 for one in range(world)]
     total = sum(weights)
     return count * sum(weights[:rank]) // total, count * sum(weights[: rank + 1]) // total
@@ -112,7 +112,7 @@ def load(run: str) -> None:
 
 
 def case(name: str, rank: int) -> dict[str, Any]:
-    """What two ranks do not agree about. `agreed`: what they do."""
+    """Return shards that contradict each other on two ranks. `agreed`: shards that do not."""
     full = torch.arange(20.0)
     low, high = 10 * rank, 10 * rank + 10
     piece, shape = full[low:high], (4, 5)

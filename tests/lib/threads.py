@@ -40,7 +40,7 @@ def store_of(request: pytest.FixtureRequest, tcp: StoreOf) -> StoreOf:
 def together(
     size: int, store_of: Any, body: Callable[[World], Any], *, node_of: Callable[[int], str] = str, **options: Any
 ) -> list[Any]:
-    """What `body` returns on each rank, or the error it raises."""
+    """Return the results of `body` on each rank, or the errors it raises."""
     outcomes: list[Any] = [None] * size
     stores = [store_of(rank) if callable(store_of) else store_of for rank in range(size)]
 

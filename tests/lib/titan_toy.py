@@ -108,8 +108,8 @@ class Words(BaseTokenizer):
 def config(
     folder: str, checkpoint: Any, steps: int, *, tp: int = 1, pp: int = 1, replicas: int = 1, layers: int = 2
 ) -> Any:
-    """Of a small Llama with fused query, key and value weights, as they are by default. In a pipeline (`pp`) each rank
-    has two parts of it."""
+    """Return the config of a small Llama with fused query, key and value weights, the default. In a pipeline (`pp`)
+    each rank has two parts."""
     spec = model_registry("debugmodel", attn_backend="flex")
     spec.model.layers = [copy.deepcopy(spec.model.layers[i % len(spec.model.layers)]) for i in range(layers)]
     for layer in spec.model.layers:
@@ -160,7 +160,7 @@ def build(made: Any) -> Any:
 
 
 def digests(trainer: Any) -> dict[str, str]:
-    """Of whole weights, and of whole moments, however many ranks hold them; and what counts."""
+    """Return digests of whole weights and whole moments, for any number of ranks, and the counters."""
     names = {p: name for part in trainer.model_parts for name, p in part.named_parameters()}
     state = {names[p]: one for optimizer in trainer.optimizers for p, one in optimizer.state.items()}
     found = {}

@@ -90,7 +90,7 @@ class Group:
             (self.wrapped(x) - x).square().mean().backward()
             self.optim.step()
             now, groups = self.manager.current_step(), self.manager.num_participants()
-            if now == before:  # of a group that died: nobody has stepped
+            if now == before:  # a rank of the group died, so nobody has stepped
                 continue
             save = self.cp.step(now)
             self.say(step=now, groups=groups)

@@ -54,7 +54,7 @@ def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def digest(state: dict[str, Any]) -> str:
-    """Of every bit of the state."""
+    """Return a digest of every bit of the state."""
     total = hashlib.sha256(json.dumps([state["meta"], state["sched"].state_dict()["last_epoch"]]).encode())
     for tensor in tensors(state):
         total.update(tensor.contiguous().numpy().tobytes())

@@ -47,7 +47,7 @@ def freeze(value: Any) -> Any:
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two frozen states differ, by path."""
+    """Return the paths at which two frozen states differ."""
     if type(a) is type(b) and isinstance(a, (list, tuple)):
         if len(a) != len(b):
             return [f"{path}: {len(a)} and {len(b)} entries"]

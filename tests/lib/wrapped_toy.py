@@ -112,7 +112,7 @@ class Shell(Tensor):
 
 
 def here(tensor: Any) -> Any:
-    """What this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -197,13 +197,13 @@ def train_sharded(state: State, step: int) -> None:
 
 
 def shares(state: State) -> Any:
-    """What this rank has of all of it, by value."""
+    """Return this rank's part of the whole state, by value."""
     moments = [(key, freeze(here(v))) for one in state["optim"].state.values() for key, v in sorted(one.items())]
     return [freeze(here(p)) for p in state["net"].parameters()], moments
 
 
 def on_ranks(run: str) -> dict[str, Any]:
-    """Go on from what is there, save, and train a twin of it that was restored."""
+    """Restore and continue, save, and train a twin that restored the result."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state, twin = sharded(0, mesh), sharded(1, mesh)
     try:

@@ -27,15 +27,15 @@ VARIABLE = "CKPT_TEST_WRITERS"  # where to ask
 HOMES = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "backends")]
 LENGTH = struct.Struct("!I")
 ROOM = 1 << 14  # for the command line of a writer
-# What an interpreter and the libraries that it loads look at only once, when they start.
+# Variables that an interpreter and its libraries read only once, at their start.
 _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC", "GLIBC")
 
 _run = subprocess.run
-_PYTHON = sys.executable  # before a test says that it is something else
+_PYTHON = sys.executable  # until a test changes it
 
 
 def inherited() -> list[object]:
-    """What a process has from the one that starts it: the machine as it sees it, its user, umask and limits."""
+    """Return the settings that a process inherits: namespaces, user, umask and limits."""
     umask = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask"))
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
     return [umask, os.getuid(), os.getgid(), Path("/proc/self/limits").read_text(), *spaces]
@@ -146,7 +146,7 @@ def serve(fd: int) -> None:
                 if between == 0:
                     os.setsid()
                     if os.fork():
-                        os._exit(0)  # a writer is nobody's child
+                        os._exit(0)  # a writer has no parent
                     listener.close()
                     sock.close()
                     _become(request["words"], request["environment"], *fds)

@@ -95,7 +95,7 @@ def _fork(control: socket.socket, path: list[str]) -> Program:
                     os.close(fd)
                 child = Child(pid, os.pidfd_open(pid), status)
                 ready.register(child.pidfd, selectors.EVENT_READ, child)
-                with contextlib.suppress(BrokenPipeError):  # who asked is gone, which is seen next
+                with contextlib.suppress(BrokenPipeError):  # the requester has exited, which is detected next
                     control.sendall(NUMBER.pack(pid))
 
 
@@ -124,7 +124,7 @@ def _look_after(child: Child, fd: int, ready: selectors.BaseSelector) -> None:
 
 
 def _kill(children: list[Child]) -> None:
-    """Whoever has asked for them is gone."""
+    """Kill the children, because their requester has exited."""
     for child in children:
         os.kill(child.pid, signal.SIGKILL)
 
@@ -172,8 +172,8 @@ def _ask_for_ranks(control: socket.socket) -> None:
 
 
 def _enter(first: int) -> None:
-    """Be in the namespaces of that process, as by nsenter. Who asked for it sees this process, which ends as the one
-    that returns does."""
+    """Enter the namespaces of that process, like nsenter. The requester sees this process, which ends like the one that
+    returns."""
     files = [os.open(f"/proc/{first}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "pid", "mnt")]
     libc = ctypes.CDLL(None, use_errno=True)
     for fd in files:
@@ -201,8 +201,8 @@ def _open_standard_files(*, buffered: bool) -> None:
 
 
 def _program(first: str, *rest: str) -> Program:
-    """What `python first rest…` runs in `__main__`, and that module's names."""
-    module = ModuleType("__main__")  # anew: what can be reached from the frozen one is never collected
+    """Return the code that `python first rest…` runs in `__main__`, and that module's names."""
+    module = ModuleType("__main__")  # a new module: objects reachable from the frozen one are never collected
     module.__loader__ = importlib.machinery.BuiltinImporter
     module.__annotations__ = {}
     module.__builtins__ = builtins  # type: ignore[attr-defined]

@@ -398,13 +398,13 @@ def who_puts_a_record_need_not_look_again(patch: pytest.MonkeyPatch) -> None:
 
 def what_lies_below_the_floor_counts(patch: pytest.MonkeyPatch) -> None:
     """A record counts whatever its number, if there is a file of it."""
-    look_on = RunLog._look_on
+    look_on = RunLog._list_known
 
     async def blind(self: RunLog, *own: Any) -> Listed:
         seen = await look_on(self, *own)
         return replace(seen, sizes=seen.sizes | dict.fromkeys(seen.below, 0), snapshots=seen.snapshots[:1])
 
-    patch.setattr(RunLog, "_look_on", blind)
+    patch.setattr(RunLog, "_list_known", blind)
 
 
 def what_is_missing_once_is_missing(patch: pytest.MonkeyPatch) -> None:
@@ -420,7 +420,7 @@ def what_is_missing_once_is_missing(patch: pytest.MonkeyPatch) -> None:
 
 def what_was_read_need_not_be_looked_at_again(patch: pytest.MonkeyPatch) -> None:
     """What was listed is believed, though it may have been deleted and put anew before it was read."""
-    look_on, refresh = RunLog._look_on, RunLog._refresh
+    look_on, refresh = RunLog._list_known, RunLog._refresh
 
     async def once(self: RunLog, *own: Any) -> RunState:
         seen: list[Listed] = []
@@ -429,7 +429,7 @@ def what_was_read_need_not_be_looked_at_again(patch: pytest.MonkeyPatch) -> None
             seen[:] = seen or [await look_on(self, *own)]
             return seen[0]
 
-        self._look_on = look  # type: ignore[method-assign]
+        self._list_known = look  # type: ignore[method-assign]
         return await refresh(self, *own)
 
     patch.setattr(RunLog, "_refresh", once)

@@ -88,7 +88,7 @@ def flipped(raw: bytes, position: int, bit: int) -> bytes:
 
 
 def injuries(raw: bytes, other: bytes, dice: random.Random) -> Iterator[tuple[str, bytes | None]]:
-    """What else than a flipped bit can happen to one file."""
+    """Return other damage to a file than a flipped bit."""
     cuts = {0, 1, len(raw) // 2, len(raw) - 1, max(0, len(raw) - PAGE)}
     yield from ((f"cut to {size}", raw[:size]) for size in sorted(cuts) if size < len(raw))
     yield "longer by a byte", raw + b"\0"
@@ -261,7 +261,7 @@ def test_everything_damaged_at_once_is_an_error_of_ours(small: Objects) -> None:
 
 
 def appended_after(objects: Objects) -> tuple[int | None, list[str]]:
-    """What a new job makes of a damaged run: the step it can save and read back, and what was deleted."""
+    """Open a damaged run as a new job. Return the step that it saves and reads back, and the deleted files."""
 
     async def scenario() -> tuple[int | None, list[str]]:
         store = MemoryStore(objects=dict(objects))
@@ -322,7 +322,7 @@ def test_verify_notices_every_flip_in_the_files_of_a_checkpoint(small: Objects, 
 
 
 def test_verify_notices_missing_and_cut_files(small: Objects) -> None:
-    """Every file of a checkpoint, gone or one byte short, is a problem that is told and not an error that is raised."""
+    """Every missing file of a checkpoint, or one that is a byte short, is reported as a problem and raises no error."""
     for key in [k for k in sorted(small) if inside.step_of_file(k) == 20]:
         assert problems_of(injured(small, key, None), 20)
         assert problems_of(injured(small, key, small[key][:-1]), 20)
@@ -332,14 +332,14 @@ def test_verify_notices_missing_and_cut_files(small: Objects) -> None:
 
 
 def test_negative_control_without_digests_of_blobs(small: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If tensor data were not checked, a flip would come back as a wrong tensor, and the oracle says so."""
+    """If tensor data were not checked, a flip would be restored as a wrong tensor, and the oracle would detect it."""
     inside.trust_tensor_data(monkeypatch)
     with pytest.raises(AssertionError, match="wrong tensors"):
         check_tensor_flips(small, SMALL, 1)
 
 
 def test_negative_control_without_digests_of_small_files(small: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If parts were not checked, a changed value would come back, and the oracle says so."""
+    """If manifests were not checked, a changed value would be restored, and the oracle would detect it."""
     (key,) = select(small, MANIFEST, step=30)
     at = small[key].index(b'"epoch":3') + 8
 
@@ -367,7 +367,7 @@ def live_state() -> dict[str, Any]:
 def restore_memory(
     snapshot: Snapshot, into: dict[str, Any], on_touch: Callable[[], None] = lambda: None
 ) -> ckpt.Restored:
-    """As `Checkpointer.restore` does it; CorruptError where it would go on to another source."""
+    """Restore as `Checkpointer.restore` does. Raise CorruptError where it would try another source."""
     result = inside.restore_first_of([snapshot.source], into, on_touch=on_touch)
     if result.step is None:
         raise CorruptError(result.skipped[0].reason)
@@ -414,7 +414,7 @@ def test_a_flip_in_memory_after_it_was_digested_is_noticed() -> None:
 
 
 def test_negative_control_memory_without_digests_comes_back_wrong() -> None:
-    """A snapshot that nobody digested says that it is unverified; a flip in it is not seen."""
+    """A snapshot without digests is reported as unverified; a flip in it is not detected."""
     snapshot = snapshot_in_memory().without_digests()
     snapshot.data[-8] ^= 1
     state = live_state()

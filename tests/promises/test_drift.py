@@ -1,4 +1,4 @@
-"""Ranks that hold different values of what they should hold equal."""
+"""Ranks with different values of replicated tensors."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ LEGITIMATE = ["buffers", "own buffers"]
 def drift(state: State, kind: str, rank: int) -> None:
     tensor = drifting(state, kind)
     if kind == "one element":
-        tensor.view(-1)[31234] += rank  # that nobody samples
+        tensor.view(-1)[31234] += rank  # not a sampled element
     else:
         tensor += rank
 
 
 def save() -> None:
-    """What each of two or three ranks runs: one durable save before the drift, two after it."""
+    """Runs on each of two or three ranks: one durable save before the drift, two after it."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -100,7 +100,7 @@ def save() -> None:
                 if number == 2:
                     drift(state, kind, rank)
                 if kind == "late":
-                    cp.step(number)  # so it is in memory before somebody wants it in a tier
+                    cp.step(number)  # so it is in memory before a save to a tier is requested
                 try:
                     cp.save(number).committed(60)
                     errors.append("")
@@ -145,7 +145,7 @@ def test_commit_fails_by_name_if_ranks_have_drifted(kind: str, job: Any) -> None
     listed = ", ".join(map(str, range(world)))
     for rank in range(world):
         first, second = said[kind][rank]["errors"]
-        assert f"ranks {listed} hold different values of what they should hold equal: {NAMED[kind]}. " in first
+        assert f"ranks {listed} have different values of replicated tensors: {NAMED[kind]}. " in first
         assert second == ""
         restored = said[f"{kind} restored"][rank]
         assert restored["step"] == 4 and restored["own"] == said[kind][rank]["own"]
@@ -168,7 +168,7 @@ def test_drifted_shards_are_refused_at_each_commit(tmp_path: Path) -> None:
     said = reports(launch(4, code, tmp_path, "hsdp", port=free_port()))["hsdp"]
     assert len(said) == 4
     for one in said:
-        assert all(error.count("should hold equal: model.0.weight") for error in one["errors"])
+        assert all(error.count("replicated tensors: model.0.weight") for error in one["errors"])
 
 
 def test_drifted_weights_are_refused_on_another_number_of_ranks(job: Any, tmp_path: Path) -> None:
@@ -177,5 +177,5 @@ def test_drifted_weights_are_refused_on_another_number_of_ranks(job: Any, tmp_pa
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 3))
     with ckpt.Checkpointer({"model": net, "optim": torch.optim.AdamW(net.parameters())}, folder / "one element") as cp:
-        with pytest.raises(ckpt.MismatchError, match=r"model\.0\.weight was saved by ranks 0, 1"):
+        with pytest.raises(ckpt.MismatchError, match=r"model\.0\.weight has different values on ranks 0, 1"):
             cp.restore()

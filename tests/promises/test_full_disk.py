@@ -1,4 +1,4 @@
-"""A disk that is full or failing: the save under way fails cleanly, and nothing else does."""
+"""A full or failing disk: the save in progress fails cleanly, and nothing else does."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def acknowledged_just_before_the_power_goes(base: Path, disk: RecordingDis
 
 @AT
 def test_no_save_is_acknowledged_that_a_power_cut_can_take(tmp_path: Path, kind: str, where: range) -> None:
-    """A fault that was got over, such as a full disk that gave up its reserve, leaves nothing unsynced behind."""
+    """After a fault that the store handled, for example a full disk that used its reserve, no file is left unsynced."""
     for number in where[: 40 // where.step]:
         disk = RecordingDisk(tmp_path / str(number))
         asyncio.run(acknowledged_just_before_the_power_goes(tmp_path / str(number), disk, at(number, FAULTS[kind])))
@@ -126,7 +126,7 @@ def test_no_save_is_acknowledged_that_a_power_cut_can_take(tmp_path: Path, kind:
 
 
 def test_negative_control_a_swallowed_fault_is_seen(tmp_path: Path) -> None:
-    """A disk that fails to sync and says nothing does lose what was acknowledged."""
+    """A disk whose failed sync goes unnoticed loses acknowledged data."""
 
     class Liar(RecordingDisk):
         def fsync_dir(self, path: str) -> None:
@@ -173,7 +173,7 @@ def test_every_operation_of_opening_a_run_may_fail(tmp_path: Path, kind: str, wh
 
 
 class Straggler(Disk):
-    """One thread is still writing a pack when the write of another has failed and the pack is given up."""
+    """One thread is still writing a data file when another's write has failed and the file is aborted."""
 
     def __init__(self) -> None:
         self.writing, self.given_up = threading.Event(), threading.Event()
@@ -284,7 +284,7 @@ def test_negative_control_without_the_reserve_the_log_is_stuck(small: Volume) ->
 
 
 def test_a_run_is_opened_and_read_on_a_full_disk(small: Volume) -> None:
-    """The job that comes next takes the run over and restores, before anybody has freed any space."""
+    """The next job opens the run and restores before any space is freed."""
 
     async def open_full() -> None:
         async with local(small.path / "run") as store:
@@ -309,12 +309,12 @@ async def save_more_than_fits(place: Volume) -> None:
 
 
 def test_clean_up_gives_the_space_back(small: Volume) -> None:
-    """What was verified and then retired takes no space any more, though the store keeps files open for reading."""
+    """Verified and retired checkpoints use no space, although the store keeps files open for reading."""
     asyncio.run(save_more_than_fits(small))
 
 
 def test_negative_control_open_files_keep_the_space(small: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the store kept reading what is deleted, the disk would fill up."""
+    """If the store kept reading deleted files, the disk would fill up."""
     monkeypatch.setattr(OpenFiles, "forget", lambda files, path: None)
     with pytest.raises(FullError):
         asyncio.run(save_more_than_fits(small))
@@ -335,7 +335,7 @@ def train(state: dict[str, object]) -> None:
 
 
 def test_training_goes_on_while_the_disk_is_full(small: Volume) -> None:
-    """The handle, or else a next call, says that the disk is full; training and memory go on; with space again the
+    """The handle, or the next call, raises that the disk is full. Training and memory continue. With space again, the
     next save commits, and a new job restores it."""
     state, url, numbers = build(), str(small.path / "run"), itertools.count(1)
 
@@ -357,7 +357,7 @@ def test_training_goes_on_while_the_disk_is_full(small: Volume) -> None:
             for _ in range(10):  # the first call after the failure raises, be it the same one
                 step()
                 cp.wait(60)
-        assert "elsewhere" not in str(again.value) and "ckpt prune" not in str(again.value)  # it is said once
+        assert "elsewhere" not in str(again.value) and "ckpt prune" not in str(again.value)  # reported once
         frames = [frame.name for frame in traceback.extract_tb(again.value.__traceback__)]
         assert frames[-1] == "entered"  # the only one of ours: step() or wait() raises, whichever is called first
         assert frames[-2] in ("step", "test_training_goes_on_while_the_disk_is_full")

@@ -92,7 +92,7 @@ def adamw(**settings: Any) -> Run:
 @pytest.mark.parametrize("dtype", [d for d in inside.DTYPES.values() if "float4" not in str(d)], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_returns(dtype: torch.dtype) -> None:
-    """On the device and beside it, strided and empty: the bytes, and the device, are what they were."""
+    """Tensors on and off the device, strided and empty, return with the same bytes and device."""
 
     def build(seed: int) -> State:
         host = [fill(torch.empty(shape, dtype=dtype), seed + i) for i, shape in enumerate([(3, 5), (), (0, 2)])]
@@ -143,7 +143,7 @@ def test_the_copy_begins_after_the_kernels_of_the_step(open_run: Any) -> None:
 def test_negative_control_a_copy_that_does_not_wait_reads_the_past(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With events of streams on which nothing goes on, the snapshot is the step before, all of it."""
+    """With events of idle streams, the whole snapshot is the step before."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     before = ready(cp, run)
@@ -161,7 +161,7 @@ def test_negative_control_a_copy_that_does_not_wait_reads_the_past(
 
 
 def test_updates_wait_for_the_copy_and_the_host_does_not(open_run: Any, spins: Spins) -> None:
-    """The copy begins a second late. The update is queued meanwhile, and comes after it."""
+    """The copy begins a second late. The update is queued in that time, and runs after it."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -177,7 +177,7 @@ def test_updates_wait_for_the_copy_and_the_host_does_not(open_run: Any, spins: S
 def test_negative_control_an_update_that_does_not_wait_is_in_the_snapshot(
     open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If only the host knows that the copy is queued, the update is first."""
+    """If only the host waits for the copy to be queued, the update runs first."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -219,7 +219,7 @@ def test_the_host_runs_ahead_of_the_device(open_run: Any) -> None:
 
 
 def test_the_host_runs_ahead_of_the_device_by_more_than_a_step(open_run: Any) -> None:
-    """Also with the last snapshot not copied yet, the next step() does not wait, and both are right."""
+    """Even if the last snapshot is not copied yet, the next step() does not wait, and both snapshots are right."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -236,7 +236,7 @@ def test_the_host_runs_ahead_of_the_device_by_more_than_a_step(open_run: Any) ->
 
 
 def buffers() -> Run:
-    """Large tensors that no optimizer steps, in a module and beside it; `move` overwrites them at once."""
+    """Large tensors that no optimizer steps, inside and outside a module; `move` overwrites them immediately."""
 
     def build() -> State:
         model = nn.Linear(8, 8, device="cuda")
@@ -257,8 +257,8 @@ def buffers() -> Run:
 def test_buffers_may_be_overwritten_at_once(
     open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch, clones: bool
 ) -> None:
-    """What is not guarded is copied a second late: from clones, or the user's next kernels come after it. The host goes
-    on either way."""
+    """Unguarded tensors are copied a second late: from clones, or before the user's next kernels. The host continues
+    either way."""
     inside.clone_at_most(monkeypatch, 1 << 40 if clones else 0)
     run = buffers()
     cp = open_run(run.state)
@@ -277,7 +277,7 @@ def test_buffers_may_be_overwritten_at_once(
 def test_negative_control_buffers_are_overwritten_if_the_stream_does_not_wait(
     open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If some other stream than the caller's waits for the copy, the snapshot holds what came later."""
+    """If another stream than the caller's waits for the copy, the snapshot contains later values."""
     inside.clone_at_most(monkeypatch, 0)
     run = buffers()
     cp = open_run(run.state)
@@ -476,7 +476,7 @@ def test_a_rank_uses_no_other_device_than_its_own() -> None:
 
 
 def test_arenas_are_page_locked(open_run: Any) -> None:
-    """Soon every slot is known to the driver, so copies are asynchronous; and it is given up at the end."""
+    """Every slot is soon registered with the driver, so copies are asynchronous; at the end it is released."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     run.move(run.state, 1)

@@ -1,8 +1,8 @@
-"""Files made by somebody who knows the format, and messages from whoever finds the socket of a writer.
+"""Malicious files in the right format, and malicious messages to a writer's socket.
 
-No code of theirs runs, no path outside the root is opened, nothing hangs, and every error is one of ours; a restore
-passes over such a checkpoint like over any other damaged one and takes the older. What becomes of each single field of
-the format, and how much memory that takes, is in `tests/format/test_forged.py`.
+None of their code runs, no path outside the root is opened, nothing hangs, and every error is one of ours. A restore
+skips such a checkpoint like any damaged one and takes the older one. `tests/format/test_forged.py` tests each field of
+the format, and its memory use.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_negative_control_a_path_beside_the_run_is_seen(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """What it unpickles to writes a file."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -128,7 +128,7 @@ def test_a_pickle_is_never_run(genuine: Run, tmp_path: Path) -> None:
 
 
 def test_a_stray_record_far_off_is_no_hang(genuine: Run, tmp_path: Path) -> None:
-    """Names are cheap: record number 10**12 - 1 does not make anybody look for the others."""
+    """Record number 10**12 - 1 does not make a reader look for all numbers before it."""
     for number in (10**12 - 1, 10**6, 90_000):
         folder = put({**genuine[0], inside.name_of_record(number): b"{}"}, tmp_path / "run")
         assert restored(folder) == 20
@@ -208,7 +208,7 @@ def check_mutated(data: st.DataObject, one: Run, two: Run, folder: Path) -> None
 @given(data=st.data())
 @corpus(40)
 def test_mutated_documents(genuine: Run, of_two: Run, data: st.DataObject, tmp_path: Path) -> None:
-    """Restored, loaded, taken over: forty changed documents, of one rank alone or of one of two."""
+    """Restore, load and take over forty changed documents, of a single rank or of one of two."""
     check_mutated(data, genuine, of_two, tmp_path / "run")
 
 
@@ -227,7 +227,7 @@ UNCLOSED = some_value({"$": "scalar", "dtype": "(1,2", "v": "00"})  # an express
 
 
 def test_a_checkpointer_passes_over_a_forged_checkpoint(genuine: Run, tmp_path: Path) -> None:
-    """From the outside: `restore()` returns the older step, says why, and training goes on."""
+    """`restore()` returns the older step with the reason, and training continues."""
     folder = put(forge(genuine, part=UNCLOSED), tmp_path / "run")
     live = state(1)
     with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(folder, every=1)]) as cp:
@@ -296,7 +296,7 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
 
 
 def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run_dir: str) -> None:
-    """Garbage on the writer's socket, from our own user: the same writer goes on, and so does every save."""
+    """Garbage on the writer's socket, from the same user: the same writer continues, and all saves succeed."""
     live = toy.build()
     with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
         cp.restore(default=0)
@@ -327,7 +327,7 @@ def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run
 
 
 def test_a_folder_that_others_can_open_gets_no_words_of_a_writer(own_sockets: Path) -> None:
-    """Mode, kind and owner: only into a folder of our own with mode 0700; without one training goes on all the same."""
+    """A writer's output goes only to a folder of our own with mode 0700. Without one, training still works."""
     folder = own_sockets / f"everystep-{os.getuid()}"
     assert inside.log_of_writer("key").startswith(str(folder))
     for mode in (0o755, 0o770, 0o701, 0o1777):
@@ -347,7 +347,7 @@ def test_a_folder_that_others_can_open_gets_no_words_of_a_writer(own_sockets: Pa
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
 def test_a_name_of_another_user_is_passed_over(own_sockets: Path) -> None:
-    """Whoever takes our writer's name before us cannot keep us from training, nor is he spoken to."""
+    """Another user who takes our writer's name first cannot prevent training, and gets no messages."""
     key = inside.name_of_writer("memory:squatted")
     code = f"""
 import os, socket

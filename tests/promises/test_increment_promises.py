@@ -1,4 +1,4 @@
-"""Where increments meet the rest: rollbacks, memory, copies of a run, damage that somebody has found."""
+"""Increments together with other features: rollbacks, memory, copies of a run, detected damage."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_rollbacks_do_not_fence_the_job_itself(run_dir: str) -> None:
 
 
 def test_two_places_with_one_root_do_not_clean_each_other_up(run_dir: str) -> None:
-    """A place that was filled by copying the folder of a run has its root id, and then stores what it gets in its own
-    way: what is known of the files of one says nothing about the other's."""
+    """A tier that was filled by copying a run's folder has the same root id, but then stores checkpoints differently:
+    the known files of one are not assumed for the other."""
     near, far = run_dir, f"{run_dir}-copy"
     state = build(size=300)
 
@@ -109,7 +109,7 @@ def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
 
 
 def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
-    """`ckpt.load` does as a restore does. Control: with that one damaged as well, it says what is wrong."""
+    """`ckpt.load` repairs as a restore does. Control: with that checkpoint damaged too, it raises the damage."""
     state = build(size=300)
     with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=3, compression="none")]) as cp:
         cp.restore(default=0)
@@ -129,7 +129,7 @@ def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
 
 
 def test_a_save_error_about_damage_says_what_to_do(run_dir: str) -> None:
-    """What the clean-up finds damaged is raised once; training can go on, and the next save is sound."""
+    """Damage found by the clean-up is raised once. Training continues, and the next save is intact."""
     state = build(size=300)
     tier = ckpt.Tier(run_dir, every=1, keep=2, compression="none")
     errors: list[str] = []

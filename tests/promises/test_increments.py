@@ -1,8 +1,7 @@
-"""Increments end to end: a real Checkpointer, its writer process, real files, an S3; and what goes wrong on the way.
+"""Increments end to end: a real Checkpointer, its writer process, real files, an S3 server, and faults.
 
-What a state of the test holds: a frozen layer of two blobs, a part that is trained, an embedding of which few rows
-change, bf16 weights beside their fp32 masters, experts of which one is used a step, and every dtype with the
-bits where mistakes hide.
+The state has a frozen layer of two chunks, a trained part, an embedding with few changing rows, bf16 weights with fp32
+masters, experts of which one is used per step, and every dtype with the bits where mistakes hide.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def digest(state: State) -> str:
     return total.hexdigest()
 
 
-# -- what is in a place --
+# -- the contents of a tier --
 
 
 def newest(url: str) -> SavedStep:
@@ -127,7 +126,7 @@ def newest(url: str) -> SavedStep:
 def data_files_in(folder: Path | str) -> dict[str, int]:
     found: dict[str, int] = {}
     for path in data_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+        with contextlib.suppress(FileNotFoundError):  # deleted during the call
             found[str(path.relative_to(folder))] = path.stat().st_size
     return found
 
@@ -137,7 +136,7 @@ def named(folder: Path | str) -> set[str]:
 
 
 def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What `ckpt verify --all` finds wrong."""
+    """Return the problems that `ckpt verify --all` finds."""
     capsys.readouterr()
     inside.command("verify", url, "--all", "--json")
     found = json.loads(capsys.readouterr().out)
@@ -250,9 +249,8 @@ FROZEN, SLOW, MOVING = 600 * 600 * 4, 5 * 100 * 100 * 4, 100 * 100 * 4
 
 @pytest.mark.parametrize("keep, full_every, compression", [(3, 2, "zstd"), (2, 1000, "none")])
 def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compression: str, run_dir: str) -> None:
-    """Over forty checkpoints: after each, every pack that a live one names is there, the newest and the two newest
-    full ones stay, and an increment takes no more than what has changed; in the end no pack is left that nobody
-    names."""
+    """Over forty checkpoints, every data file that a live one names exists, the newest and the two newest full ones
+    stay, and an increment stores only changes. At the end, no unreferenced data file is left."""
     state, before = small_state(), dict[str, int]()
     tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=full_every, compression=compression)
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
@@ -288,7 +286,7 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
 
 
 def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """If clean-up took a pack that only an increment names, both looks at a run would tell."""
+    """If the clean-up deleted a data file that only an increment names, both checks of a run would fail."""
     state = small_state()
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="none")]) as cp:
         cp.restore(default=0)
@@ -396,7 +394,8 @@ class Increments(Chain):
         self.check(folder, capsys)
 
     def check(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Every bit as if nobody had been killed, all that is kept sound, and nothing left that `gc` cannot take."""
+        """Check that every bit equals an undisturbed run, all kept checkpoints are intact, and `gc` can delete the
+        rest."""
         assert self.told.digest == undisturbed()
         assert verified(self.run, capsys) == []
         assert problems(self.run) == []
@@ -428,8 +427,8 @@ def chain(run: str, compression: str) -> Increments:
 def test_deaths_while_an_increment_is_saved(
     compression: str, run_dir: str, own_sockets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer dies three times with part of an increment done, then both at once: nothing that was safe is lost, the
-    next start leaves nothing behind, and the end has every bit."""
+    """The writer dies three times during an increment, then both processes together: nothing safe is lost, the next
+    start leaves nothing behind, and every bit is right."""
     run = chain(run_dir, compression)
     fails = [f"writer/{point}:kill:{nth}" for nth, point in enumerate(INCREMENT_POINTS, 1)]
     last = "trainer/stage.copied:kill:9,writer/part.stored:kill:2"
@@ -477,7 +476,7 @@ def test_both_die_at_a_point(
     run.end(own_sockets, capsys)
 
 
-# -- others at work in the same place --
+# -- other processes in the same tier --
 
 CLEANER = """
 import sys, threading
@@ -500,8 +499,8 @@ while not done:
 
 @pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
 def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> None:
-    """While others prune and collect as fast as they can, training goes on: a save may fail, in words of ours, and one
-    after it does not; whatever is live can be read, all the time, and restored in the end."""
+    """While others prune and collect constantly, training continues. A save may fail with an error of ours, but not one
+    after it. All live checkpoints stay readable, and restore at the end."""
     state, failed, saved = build(size=300), list[str](), list[int]()
     tier = ckpt.Tier(run_dir, every=1, keep=6, full_every=6, compression=compression)
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
@@ -541,8 +540,8 @@ def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> 
 
 
 def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Somebody gives up the newest checkpoint, again and again, which the next one would have been built on, and those
-    below are: all that is live can be read, and training goes on."""
+    """The newest checkpoint, a source of the next one, is retracted repeatedly, and later those below it: all live
+    checkpoints stay readable, and training continues."""
     state = build(size=300)
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
         cp.restore(default=0)
@@ -599,9 +598,9 @@ def injure(folder: str, what: str) -> None:
 
 @pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("manifest", 6)])
 def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None:
-    """A flipped bit in what all increments are based on, in a delta, or in a manifest: a restore passes over what needs
-    it, says which, and takes the newest that does not. In what another full checkpoint has as well: nothing is lost, it
-    comes from there. What is saved then can be read, though more damage is there."""
+    """A flipped bit in the base of all increments, in a delta, or in a manifest: a restore skips the affected
+    checkpoints, reports them, and takes the newest intact one. Bytes that another full checkpoint has too come from
+    there. Later saves can be read despite more damage."""
     wanted = built(run_dir, compression="zstd")
     assert inside.steps_at(run_dir) == [7, 6, 5, 4, 2]
     injure(run_dir, what)
@@ -625,8 +624,8 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
 
 @pytest.mark.parametrize("what", ["shared", "base", "delta"])
 def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
-    """With the same steps in another location, stored otherwise, the newest is restored, with that piece from there; if
-    another checkpoint in the same place has it too, from that. The next checkpoint is full where damage was found."""
+    """If another location has the same steps, stored differently, the newest is restored with the damaged piece from
+    there, or from another checkpoint in the same location. The next checkpoint is full where damage was found."""
     second = ckpt.Tier(f"{run_dir}2", every=1, keep=4, compression="none")
     wanted = built(run_dir, compression="zstd", second=second)
     injure(run_dir, what)
@@ -653,7 +652,7 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
     cp.restore(default=0)
 
     def save() -> tuple[str, int]:
-        """Where the frozen layer lies."""
+        """Return the position of the frozen layer."""
         step = next(numbers)
         train(state, step)
         with contextlib.suppress(SaveError):  # of the damage that clean-up has noticed
@@ -691,8 +690,8 @@ def free(place: Volume) -> int:
 
 
 def test_the_disk_is_full_in_the_middle_of_an_increment(little: Volume, capsys: pytest.CaptureFixture[str]) -> None:
-    """The saves under way fail, and say so; training goes on; with space again the next one is a checkpoint. What the
-    failed ones would have been built on is not held for ever, and nothing of them is left."""
+    """The saves in progress fail with an error, and training continues. With space again, the next one is committed.
+    The sources of the failed saves are released, and their files are deleted."""
     url, state, numbers = str(little.path / "run"), build(size=300), count(1)
     tier = ckpt.Tier(url, every=1, keep=2, full_every=50, compression="zstd")
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
@@ -716,7 +715,7 @@ def test_the_disk_is_full_in_the_middle_of_an_increment(little: Volume, capsys: 
                 assert "no space left" in str(error)
                 failed += 1
             filler.unlink()
-            with contextlib.suppress(SaveError):  # of the one before, if nobody has been told yet
+            with contextlib.suppress(SaveError):  # of the one before, if it was not raised yet
                 save()
         assert failed
         for _ in range(8):
@@ -761,8 +760,8 @@ def bucket(url: str, server: MotoServer | FaultProxy, **settings: Any) -> ckpt.T
 
 
 def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: FaultProxy, url: str) -> None:
-    """Packs that the bucket refuses: that save fails and says why, nothing of it is left in the end, the next one is
-    built on what is there; requests that fail once are made again. Restored from the bucket, every bit is there."""
+    """If the bucket rejects data files, that save fails with the reason, leaves nothing, and the next one builds on the
+    existing files. Requests that fail once are retried. A restore from the bucket has every bit."""
     state = build(size=300)
     with ckpt.Checkpointer(state, [ckpt.Memory(), bucket(url, proxy)]) as cp:
         cp.restore(default=0)
@@ -827,8 +826,8 @@ def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run
 
 
 def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, run_dir: str) -> None:
-    """Somebody gives up, in the folder, what deltas in the bucket were taken against: the next one there is stored
-    without it, and every bit comes back."""
+    """The base of deltas in the bucket is retracted in the folder: the next one in the bucket is stored without it, and
+    every bit is restored."""
     state = build(size=300)
     near, far = ckpt.Tier(run_dir, every=1, keep=8, compression="none"), bucket(url, moto)
     with ckpt.Checkpointer(state, [ckpt.Memory(), near, far]) as cp:
@@ -881,8 +880,8 @@ time.sleep(600)
 def test_a_promotion_that_was_cut_off_is_taken_up(
     steps: int, match: str, moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str, own_sockets: Path
 ) -> None:
-    """Both processes are killed while an increment is on its way to the bucket, with its packs there already or not:
-    the next start takes it there, compressed, and goes on from it. Control: before that it is not there."""
+    """Both processes are killed during the upload of an increment, before or after its data files: the next start
+    uploads it, compressed, and continues. Control: before that it is missing."""
     code = TWO_PLACES.format(options=storage_options(proxy.url, **QUICK))
     proxy.fail("hang", method="PUT", match=match, count=1000)
     trainer = Trainer(code, run_dir, url, steps)

@@ -1,4 +1,4 @@
-"""Two jobs on one run: the newer one wins, the older one is told so, and whatever happens the run stays whole."""
+"""Two jobs on one run: the newer one wins, the older one is notified, and the run always stays intact."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ for line in sys.stdin:  # how many steps to train, or "close"
 
 
 class Job(Trainer):
-    """One job; it has started when it exists. `start`: the step and the tier that it goes on from."""
+    """A job that has started. `start`: the step and the tier that it restored."""
 
     def __init__(self, run: str, *, every: int = EVERY, fail: str = "", path: str = "") -> None:
         super().__init__(JOB, run, every, fail=fail, path=path)
@@ -171,8 +171,8 @@ def test_jobs_that_race(run_dir: str, own_sockets: Path, jobs: list[Job]) -> Non
 def test_negative_control_without_the_fence_nobody_is_told(
     run_dir: str, tmp_path: Path, jobs: list[Job], own_sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the owner's check taken out of the log, and a second job that cannot tell it, the first goes on saving: the
-    tests above would see it."""
+    """Without the owner's check in the log, and with a second job that cannot notify it, the first one continues to
+    save: the tests above would detect it."""
     (tmp_path / "sitecustomize.py").write_text(inside.WITHOUT_FENCE)
     jobs.append(first := Job(run_dir, path=str(tmp_path)))
     assert first.train(5) == "done 5"
@@ -197,8 +197,8 @@ def test_second_checkpointer_in_one_process(run_dir: str, monkeypatch: pytest.Mo
 
 
 def test_one_whose_name_is_lost_is_taken_over_in_its_own_process(run_dir: str) -> None:
-    """As where a cell of a notebook is run again: without takeover it is refused, in words that say so. With it the
-    older one makes its last step durable and is closed, and the new one goes on from there."""
+    """A notebook cell is run again: without takeover, it is rejected with an explanation. With it, the older
+    Checkpointer makes its last step durable and closes, and the new one continues from there."""
 
     def cell() -> None:
         state = toy.build()

@@ -1,8 +1,7 @@
-"""Death at every point: of the trainer, of the writer, of both; and of every kind.
+"""Deaths of the trainer, of the writer, and of both, at every fail point and of every kind.
 
-A run is a chain of training processes, each of which is killed somewhere and says, before that, which steps are safe.
-The next one must never start before a step that was said to be safe, and the last must end with the very bits of a run
-that nobody killed.
+A run is a chain of training processes. Each is killed somewhere, and reports before that which steps are safe. The next
+one must never start before a safe step, and the last one must end with exactly the bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def chain(run_dir: str) -> Chain:
 def test_trainer_killed_at_every_point(chain: Chain, own_sockets: Path) -> None:
     """A SIGKILL at any named point loses no staged step, and the finished run has the bits of one never killed."""
     visits = {"restore.chosen": 1, "restore.filled": 1, "run.taken": 2, "stage.claimed": 7, "save.requested": 2}
-    # Where nothing is restored, the points of a restore are not visited: begin with the others.
+    # Without a restore, its fail points are not visited: begin with the others.
     for i, point in enumerate(sorted(TRAINER_POINTS, key=lambda p: p in RESTORING)):
         assert killed(chain.train(f"trainer/{point}:kill:{visits.get(point, 4 + i)}")), point
     chain.finish(own_sockets)
@@ -47,8 +46,8 @@ def test_trainer_killed_at_every_point(chain: Chain, own_sockets: Path) -> None:
 
 @pytest.mark.parametrize("nth", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_trainer_killed_while_it_takes_the_run_over(chain: Chain, own_sockets: Path, nth: int) -> None:
-    """Between the record that says whose the run is and the writer's word of it, at the start and after a restore:
-    the memory stays, for its writer must not take the next incarnation of its own trainer for another job."""
+    """Between the ACQUIRE record and the writer's confirmation, at the start and after a restore: memory stays, because
+    the writer must not take its own trainer's next job attempt for another job."""
     assert killed(chain.train("trainer/stage.sealed:kill:8"))
     (writer,) = writers(own_sockets)
     for _ in range(2):
@@ -74,12 +73,13 @@ def test_trainer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point:
 
 def test_writer_killed_at_every_point_while_training(run_dir: str, own_sockets: Path) -> None:
     """However a writer dies, another one takes the memory over and writes again; training notices nothing."""
-    for part, group in enumerate(TRAINING[i::4] for i in range(4)):  # four runs: a trainer gives up on the 4th death
+    # four runs, because a trainer stops restarting its writer at the 4th death
+    for part, group in enumerate(TRAINING[i::4] for i in range(4)):
         chain = Chain(f"{run_dir}{part}", Told())
         fails = [f"writer/{point}:kill:{nth}" for point, nth in zip(group, (2, 3, 1), strict=False)]
         result = chain.train(fails[0], spares=tuple(fails[1:]))
         assert result.returncode == 0, result.stderr
-        # The last one may get to its point only while the run is closed, when nobody replaces it any more.
+        # The last one may reach its point only while the run is closed, when it is not replaced.
         assert chain.told.replaced >= len(group) - 1, f"{fails}: {result.stderr}"
         assert chain.told.digest == toy.reference(STEPS)
         assert problems(chain.run) == []
@@ -112,7 +112,8 @@ def test_writer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point: 
 
 
 def test_both_killed_together(chain: Chain, own_sockets: Path) -> None:
-    """When memory is gone too, the run goes on from the newest committed step: killed while saving, and at a death."""
+    """If memory is lost too, the run continues from the newest committed step, even if killed during a save or an
+    emergency save."""
     together = [
         "trainer/stage.copied:kill:9,writer/drain.started:kill",
         "trainer/save.requested:kill:3,writer/pack.written:kill:3",

@@ -74,7 +74,7 @@ class Job:
         return [x for x in self.lines if x["say"] == what and all(x[k] == v for k, v in fields.items())]
 
     def reached(self, life: int = 0) -> int:
-        """The last step that all ranks had done in an incarnation of the job."""
+        """Return the last step that all ranks finished in a job attempt."""
         done: dict[int, int] = {}
         for line in self.said("done", life=life):
             done[line["rank"]] = line["step"]
@@ -114,14 +114,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """What a job without faults and without checkpoints ends with."""
+    """Return the final state of a job without faults and without checkpoints."""
     job = Job(tmp_path_factory.mktemp("reference"), {"run": None, "steps": STEPS})
     assert job.finish() == 0
     return job.digests()
 
 
 def accounts(folder: Path) -> list[Line]:
-    """What was written about faults, in the order of time."""
+    """Return the fault reports in order of time."""
     return [json.loads(path.read_text()) for path in sorted((folder / "run/faults").glob("*.json"))]
 
 
@@ -164,7 +164,7 @@ def test_a_rank_fails_and_the_job_goes_on_from_memory(
     first = [one for one in written if one["kind"] == kinds.get(kind, kind)]
     assert {one["rank"] for one in first} & set(ranks), [(one["kind"], one["rank"]) for one in written]
     told = [fault["kind"] for line in again for fault in line["faults"]]
-    assert kind not in ("kill", "segv") or "death" in told  # the next incarnation hears of it at once
+    assert kind not in ("kill", "segv") or "death" in told  # the next job attempt is notified immediately
 
 
 def test_a_job_of_one_rank_goes_on_from_memory_after_an_exception(start: Callable[..., Job]) -> None:
@@ -200,7 +200,8 @@ def test_negative_control_without_memory_more_is_lost(start: Callable[..., Job],
 
 
 def test_saves_out_of_turn_are_of_one_step_on_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
-    """However many ranks are asked, by whatever, at once or one after the other; training goes on all the while."""
+    """However many ranks get requests, in any order or simultaneously, all save the same step, and training
+    continues."""
     job = start(steps=100_000)
     job.until(lambda line: line["say"] == "done" and line["step"] == 10)
     pids, run = job.pids(), tmp_path / "run"

@@ -81,7 +81,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_close_twice_and_use_after_close(run_dir: str) -> None:
-    """A second close() does nothing; every other call says that the Checkpointer is closed."""
+    """A second close() does nothing; every other call raises that the Checkpointer is closed."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, run_dir)
     train(cp, state, 1, 2)
@@ -184,7 +184,7 @@ def test_nothing_is_left_after_many_lives(run_dir: str, own_sockets: Path) -> No
 
 
 def test_negative_control_an_open_one_is_seen(run_dir: str, own_sockets: Path) -> None:
-    """What the last test counts is there while a Checkpointer is open."""
+    """The processes and files that the last test counts exist while a Checkpointer is open."""
     me = psutil.Process()
     gc.collect()
     before = threading.active_count(), me.num_fds(), len(writers(own_sockets))
@@ -221,7 +221,7 @@ def test_negative_control_the_default_deadline_is_long(run_dir: str, own_sockets
 
 
 def in_fork(work: Callable[[], object]) -> str:
-    """What a forked child says: "ok", or how `work` failed."""
+    """Run `work` in a forked child. Return "ok", or its error."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -290,7 +290,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_data_loader_with_forked_workers(run_dir: str) -> None:
-    """Loader processes forked beside an open Checkpointer work, and saving goes on."""
+    """Loader processes forked while a Checkpointer is open work, and saving continues."""
     state = toy.build()
     loader = torch.utils.data.DataLoader(
         Numbers(), batch_size=2, num_workers=2, multiprocessing_context=multiprocessing.get_context("fork")
@@ -327,7 +327,7 @@ def make_file(folder: Path) -> None:
 def test_place_that_is_not_ours(
     run_dir: str, own_sockets: Path, make: Callable[[Path], None], error: type[Exception]
 ) -> None:
-    """A folder of somebody else's, of a newer version, or a file is refused untouched, and no process stays."""
+    """A folder with other files, one of a newer version, or a file is rejected unchanged, and no process is left."""
     make(Path(run_dir))
 
     def content() -> dict[str, bytes]:
@@ -359,7 +359,7 @@ def test_place_that_is_read_only(run_dir: str, own_sockets: Path) -> None:
 
 
 def test_damaged_format_file_loses_nothing(run_dir: str) -> None:
-    """The run is refused or opened, never begun anew: its checkpoints are still there."""
+    """The run is rejected or opened, never created again: its checkpoints still exist."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
         train(cp, state, 1, 2)
@@ -404,7 +404,7 @@ def test_step_without_restore_beside_memory_alone(run_dir: str) -> None:
 
 
 def test_steps_only_go_up(run_dir: str) -> None:
-    """A step that is repeated, goes back or is no number is an error, and the run goes on."""
+    """A step that repeats, goes back or is not a number raises an error, and the run continues."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
         train(cp, state, 1, 2)
@@ -431,7 +431,7 @@ def test_call_amid_gradient_accumulation(run_dir: str) -> None:
 
 
 def test_step_left_out_by_a_grad_scaler(run_dir: str) -> None:
-    """A GradScaler that skips an optimizer step because of an overflow is no error."""
+    """A GradScaler that skips an optimizer step because of an overflow is not an error."""
     model = nn.Linear(4, 4)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -527,7 +527,7 @@ def test_memory_only_run(own_sockets: Path) -> None:
 
 
 def test_save_and_handles(run_dir: str) -> None:
-    """save() writes to every tier at once; handles say what is safe, and refuse what was never promised."""
+    """save() writes to every tier; handles report what is safe, and raise for levels that were not requested."""
     state = toy.build()
     with ckpt.Checkpointer(state, rare(run_dir)) as cp:
         with pytest.raises(ckpt.UsageError, match="which step"):
@@ -551,7 +551,7 @@ def test_save_and_handles(run_dir: str) -> None:
 
 
 def test_handle_waits_no_longer_than_told(run_dir: str, own_sockets: Path) -> None:
-    """A wait past its deadline raises DeadlineError, and the save goes on."""
+    """A wait past its deadline raises DeadlineError, and the save continues."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1)]) as cp:
         train(cp, state, 1, 1)
@@ -606,7 +606,7 @@ def test_busy_skip(run_dir: str, own_sockets: Path) -> None:
 
 
 def test_busy_wait_has_a_deadline(run_dir: str, own_sockets: Path) -> None:
-    """The other choice waits for the store, at most busy_timeout_s, and then says so; later saves succeed."""
+    """With this choice, step() waits for the store, at most busy_timeout_s, and then raises; later saves succeed."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)], busy_timeout_s=0.3)
     with cp:
@@ -716,7 +716,7 @@ def test_state_too_large_for_memory(run_dir: str) -> None:
 
 
 def test_memory_refused_by_a_limit(run_dir: str) -> None:
-    """Where the kernel refuses address space, opening and saving fail with our errors, or work; nothing is torn."""
+    """If the kernel refuses address space, opening and saving fail with our errors, or work; nothing is torn."""
     code = f"""
 import resource, torch, ckpt
 state = {{"w": torch.zeros(96 << 20, dtype=torch.uint8)}}
@@ -740,7 +740,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier({run_dir!r}, every=1)]) 
 
 
 def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str) -> None:
-    """A write that fails is told once, by the next call; once the place is mended, saving works as before."""
+    """A failed write is raised once, by the next call. Once the store is repaired, saving works as before."""
     state = toy.build()
     folder = Path(run_dir, DATA_FOLDER)
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=50)]) as cp:
@@ -766,7 +766,7 @@ def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str
 
 
 def committed(save: ckpt.Save | None) -> None:
-    """A save that fails at once may be told of by the very step()."""
+    """Wait for a save whose error may also be raised by step() itself."""
     assert save is not None
     save.committed(60)
 
@@ -818,7 +818,7 @@ def test_failures_can_be_warnings(run_dir: str, caplog: pytest.LogCaptureFixture
 
 
 def test_close_logs_an_error_if_every_save_failed(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With on_error="warn" nothing is raised, and the script goes on with exit code 0."""
+    """With on_error="warn" nothing is raised, and the script ends with exit code 0."""
     state = toy.build()
     with caplog.at_level(logging.ERROR, "ckpt"):
         with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), on_error="warn") as cp:
@@ -830,7 +830,7 @@ def test_close_logs_an_error_if_every_save_failed(run_dir: str, caplog: pytest.L
 
 
 def test_saving_recovers_after_the_folder_of_data_files_is_removed(run_dir: str) -> None:
-    """A folder of the run that is removed beneath us is an error of the saves, or mended; saving recovers."""
+    """If a folder of the run is removed, saves fail or create it again; saving recovers."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
         saved = train(cp, state, 1, 1)
@@ -844,8 +844,8 @@ def test_saving_recovers_after_the_folder_of_data_files_is_removed(run_dir: str)
 
 
 def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some deaths in a row no writer is started any more; this is said, and training goes on. Why an earlier one
-    could not start is not given as the reason: since then others did."""
+    """After several deaths in a row no writer is started; this is reported, and training continues. The error of an
+    earlier failed start is not reported as the reason, because later starts succeeded."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, rare(run_dir))
     train(cp, state, 1, 2)
@@ -880,8 +880,8 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path, monkeypatch: p
 
 
 def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library was removed under the job, say: what Python says of that stands in the error. A save that fails of it
-    is not called held in memory, since nobody holds it when the trainer ends."""
+    """For example, the library was removed during the job: the error has Python's message. A failed save is not called
+    held in memory, because nothing keeps it when the trainer ends."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, rare(run_dir))
     train(cp, state, 1, 2)
@@ -919,7 +919,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=100_0
 
 
 def test_memory_that_ends_with_the_trainer_is_not_said_to_hold_a_step(run_dir: str) -> None:
-    """Its last words, when no writer starts any more: why, and that nothing was saved."""
+    """The last log lines when no writer can be started: the reason, and that nothing was saved."""
     done = run_script(REMOVED, run_dir)
     assert done.returncode == 1 and "No module named 'everystep_was_removed'" in done.stderr, done.stderr
     assert "not durable yet" not in done.stderr and "nothing new was saved" in done.stderr, done.stderr

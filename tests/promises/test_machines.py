@@ -33,7 +33,7 @@ MACHINES = {
 
 
 def on(machine: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command with the mounts of that machine, which nobody else sees. The folder is at /mnt."""
+    """Return a command with the private mounts of that machine. The folder is at /mnt."""
     used = [REPO, Path(sys.prefix), Path(sys.base_prefix)]
     places = ("/dev/shm", "/tmp", "/var/tmp", "/run")
     free = [place for place in places if not any(path.is_relative_to(place) for path in used)]
@@ -56,7 +56,7 @@ def test_memory_outlives_the_trainer(machine: str, tmp_path: Path) -> None:
 
 
 def test_jobs_on_one_node_have_memory_of_their_own(tmp_path: Path) -> None:
-    """Two trainings die at once, and each finds what it had, by the place that it saves to."""
+    """Two trainings die together, and each finds its own memory by the location that it saves to."""
     own, starts = {**os.environ, "PYTHONPATH": PYTHONPATH}, list[str]()
     for words in (["kill"], []):
         commands = [[sys.executable, "-c", LIFE, str(tmp_path / name), *words] for name in "ab"]

@@ -1,8 +1,8 @@
-"""Several machines: two nodes with disks, sockets and addresses of their own, joined by a network that can be cut.
+"""Several machines: two nodes with separate disks, sockets and addresses, and a network that can be cut.
 
-A node is a process in namespaces of its own (network, mounts, host name, processes), made with `unshare` and `ip`, so
-these tests need root. What one node has at FOLDER/local is not there on the other; FOLDER/shared is the same for both.
-Each job is started by torchrun on each node, and the nodes meet by torch's own rendezvous.
+A node is a process in its own namespaces (network, mounts, host name, processes), made with `unshare` and `ip`, so
+these tests need root. FOLDER/local differs between the nodes; FOLDER/shared is the same. Each job is started by
+torchrun on each node, and the nodes meet by torch's own rendezvous.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Node:
         self.do("ip", "link", "set", "eth0", state)
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """What was started there, if the command line says `word`."""
+        """Return the processes there whose command line contains `word`."""
         space, found = os.readlink(f"/proc/{self.first}/ns/pid"), []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -112,7 +112,7 @@ class Node:
         assert eventually(lambda: not any(process.alive for process in ending))
 
     def die(self) -> None:
-        """All at once; the disk stays."""
+        """Kill all processes of the node; its disk stays."""
         self.keeper.kill()
         self.keeper.communicate()
         assert eventually(lambda: not os.path.exists(f"/proc/{self.first}/ns/pid"))
@@ -166,12 +166,12 @@ class Job:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def all(self, what: str, **fields: Any) -> list[list[dict[str, Any]]]:
-        """What each rank has said of this kind."""
+        """Return all reports of this kind by each rank."""
         wanted = {"what": what, **fields}.items()
         return [[one for one in self.said(rank) if wanted <= one.items()] for rank in range(self.world)]
 
     def wait(self, what: str, *, count: int = 1, timeout_s: float = 90.0, **fields: Any) -> None:
-        """Until all ranks have said this so often."""
+        """Wait until all ranks have sent this report `count` times."""
 
         def come() -> bool:
             assert all(agent.poll() in (None, 0) for agent in self.agents), self.log()
@@ -202,7 +202,7 @@ class Job:
         return [found[0] for found in self.all("started")]
 
     def steps(self) -> list[dict[int, tuple[str, dict[str, str]]]]:
-        """Of each rank, by step: the digest of what it had, and, of each model, of what all had."""
+        """Return for each rank and step the digest of its state, and for each model the digest over all ranks."""
         return [
             {one["start"]: (one["mine"], one["whole"]) for one in self.all("started")[rank]}
             | {one["step"]: (one["mine"], one["whole"]) for one in self.all("step")[rank]}
@@ -247,7 +247,7 @@ class Cluster:
         self.a.join(self.b)
 
     def roots(self) -> dict[str, inside.LogView]:
-        """What the log of each place says."""
+        """Return the contents of the log of each tier."""
         places = {"a": self.a.disk, "b": self.b.disk, "shared": self.folder / "shared"}
         return {name: inside.log_at(path / "run") for name, path in places.items() if (path / "run").exists()}
 
@@ -282,7 +282,7 @@ def records(root: Path) -> list[tuple[str, str]]:
 
 
 def check_saved(job: Job, steps: set[int]) -> None:
-    """All ranks were told that these steps are committed in the local root."""
+    """Check that all ranks were notified that these steps are committed in the local root."""
     for rank, found in enumerate(job.all("saved")):
         assert [one for one in found if one["error"]] == [], f"rank {rank}"
         assert {one["step"] for one in found if one["tier"] == "local"} == steps, f"rank {rank}"
@@ -299,7 +299,7 @@ def check_started(job: Job, step: int, tier: str, before: Job, *, resharded: boo
 
 
 def data_size(root: Path, step: int) -> int:
-    """Bytes of tensors of a step in a place."""
+    """Return the bytes of tensors of a step in a tier."""
     parts = [json.loads(path.read_text()) for path in manifests(root / "run", step)]
     return sum(pack["size"] - pack["header_size"] for part in parts for pack in part["files"])
 
@@ -320,10 +320,11 @@ def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
 
 
 def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
-    """After a clean end, a kill and the loss of a node, all ranks go on from the nearest tier that has all parts.
+    """After a clean end, a kill and the loss of a node, all ranks continue from the nearest tier with the files of
+    every rank.
 
-    These are the disks of both nodes, where ranks read what their node has and receive the rest; their memory; and the
-    shared folder.
+        These are the disks of both nodes, where ranks read their node's files and receive the rest; their memory; and
+        the shared folder.
     """
     a, b = cluster.a, cluster.b
     first = cluster.start("train 4", "close")
@@ -367,7 +368,7 @@ def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_the_first_node_is_replaced(cluster: Cluster) -> None:
-    """The one of rank 0, who speaks for all in most matters."""
+    """The node of rank 0, which coordinates most work, is replaced."""
     first = cluster.start("train 6", "hang")
     first.wait("hangs")
     cluster.replace(cluster.a)
@@ -380,7 +381,7 @@ def test_the_first_node_is_replaced(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_a_node_is_rebooted(cluster: Cluster) -> None:
-    """Its memory is gone and its disk is not: all go on from the newest step that was on both disks."""
+    """Its memory is lost but not its disk: all ranks continue from the newest step on both disks."""
     first = cluster.start("train 5", "rush 2", "hang", local_every=5)
     first.wait("hangs")
     cluster.b.die()
@@ -441,7 +442,7 @@ def test_fewer_ranks_on_each_node(cluster: Cluster, left: str) -> None:
 
 @pytest.mark.long
 def test_torchrun_restarts_after_the_death_of_one_rank(cluster: Cluster) -> None:
-    """Both nodes' agents start their ranks anew, which go on from the memory of the step that all had."""
+    """Both nodes' agents restart their ranks, which continue from the memory of the step that all ranks had."""
     job = cluster.start("train 3", "pause once", "train 2", "close", restarts=1)
     job.wait("paused")
     trainers = cluster.b.trainers()
@@ -489,9 +490,9 @@ def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("away", [False, True])
 def test_a_node_does_not_undo_a_rollback(cluster: Cluster, away: bool) -> None:
-    """What was saved beyond the step that a job went back to stays undone, also if one disk has not heard of it.
+    """Steps after the step of a rollback stay undone, even if one disk missed the rollback.
 
-    That node was away while the other one went back, alone; or else both were there.
+    Either that node was away while the other rolled back alone, or both were there.
     """
     first = cluster.start("train 6", *([] if away else ["restore 4"]), "hang")
     first.wait("hangs")
@@ -513,9 +514,9 @@ def test_a_node_does_not_undo_a_rollback(cluster: Cluster, away: bool) -> None:
 
 @pytest.mark.long
 def test_network_is_cut_while_saving(cluster: Cluster) -> None:
-    """A short cut is not noticed. During a long one local disks HOLD what they have, and say so in time; no more.
+    """A short cut is not noticed. During a long one, local disks only HOLD their files, and report this in time.
 
-    The shared tier is none of this network's, so what goes there is committed. After a restart all of it is there.
+    The shared tier does not use this network, so its checkpoints are committed. After a restart all of them exist.
     """
     first = cluster.start("train 2", "pause short", "save", "pause long", "save", "hang", busy_timeout_s=10.0)
     first.wait("paused", name="short")
@@ -567,7 +568,7 @@ def test_one_disk_fails(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_a_full_disk_does_not_fill_the_other(cluster: Cluster) -> None:
-    """What one disk HOLDs while the other takes nothing is bounded, as checkpoints are; later all is well again."""
+    """The number of checkpoints that one disk HOLDs while the other is full is limited; later all is well again."""
     local, full = cluster.folder / "local", cluster.folder / "local" / "rubbish"
     cluster.b.do("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", local)
     words = ["train 2", "pause full", "train 8", "pause empty", "train 3", "close"]
@@ -609,7 +610,7 @@ def test_a_disk_that_cannot_be_used_is_told_everywhere(cluster: Cluster) -> None
 
 @pytest.mark.long
 def test_writers_die_all_the_time(cluster: Cluster) -> None:
-    """Whichever dies, and however far it has come: the next one goes on, and every step is committed on both disks."""
+    """Whichever writer dies, at any moment: the next one continues, and every step is committed on both disks."""
     job = cluster.start("train 30", "close", shared_every=5)
     rng = random.Random(1)
     deaths = dict.fromkeys([(node.name, place) for node in (cluster.a, cluster.b) for place in (0, 1)], 0)
@@ -632,7 +633,7 @@ def test_writers_die_all_the_time(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_a_newer_job_takes_over(cluster: Cluster) -> None:
-    """It goes on from the memory of the older one, on both nodes; that one is told, and saves nothing any more."""
+    """It continues from the memory of the older job, on both nodes. The older one is notified, and saves nothing."""
     first = cluster.start("train 3", "pause later", "train 1", "hang", shared_every=1000)
     first.wait("paused")
     second = cluster.start("train 2", "pause end", "close", shared_every=1000)
@@ -654,7 +655,7 @@ def test_a_newer_job_takes_over(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_a_node_stands_still(cluster: Cluster) -> None:
-    """Its disk's word comes when it goes on, and until then the other disk HOLDs what it has."""
+    """Its disk confirms when the node is resumed; until then the other disk HOLDs its files."""
     job = cluster.start("train 2", "pause freeze", "save", "close")
     job.wait("paused")
     frozen = [*cluster.b.processes(inside.WRITER), *cluster.b.trainers()]
@@ -671,7 +672,7 @@ def test_a_node_stands_still(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_negative_control_a_disk_that_all_see_is_not_held(cluster: Cluster) -> None:
-    """If both nodes have the same disk, one of them commits there at once, and what is checked above goes red."""
+    """If both nodes have the same disk, one of them commits there immediately, and the checks above fail."""
     cluster.a.die()
     cluster.b.die()
     cluster.b.disk = cluster.a.disk
@@ -687,7 +688,7 @@ def test_negative_control_a_disk_that_all_see_is_not_held(cluster: Cluster) -> N
 
 @pytest.mark.long
 def test_second_copies_of_memory(cluster: Cluster) -> None:
-    """With `replicas=2` each node has the snapshots of all ranks, and the loss of one takes no step away."""
+    """With `replicas=2` each node has the snapshots of all ranks, and the loss of a node loses no step."""
     settings = {"replicas": 2, "local_every": 1000, "shared_every": 1000}
     first = cluster.start("rush 3", "copies", "hang", **settings)
     first.wait("hangs")
@@ -717,7 +718,7 @@ def test_second_copies_do_not_stand_in_the_way(cluster: Cluster) -> None:
 
 @pytest.mark.long
 def test_negative_control_one_copy_is_lost_with_its_node(cluster: Cluster) -> None:
-    """Without `replicas=2` each node has the snapshots of its own ranks only, and nobody restores a step from them."""
+    """Without `replicas=2` each node has only its own ranks' snapshots, and no rank can restore a step from them."""
     first = cluster.start("train 4", "rush 1", "copies", "hang", local_every=1000)
     first.wait("hangs", timeout_s=150)
     assert [found[0]["ranks"] for found in first.all("copies", step=5)] == [[0, 1], [0, 1], [2, 3], [2, 3]]

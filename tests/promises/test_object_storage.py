@@ -1,4 +1,4 @@
-"""Training that is saved to object storage, and goes on from there when nothing else is left."""
+"""Training that is saved to object storage, and restored from there when nothing else is left."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ time.sleep(600)
 
 
 def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_path: Path) -> None:
-    """A flipped bit in the folder: that piece comes from the bucket, all else from the folder, bit-exactly, and the
-    restore says so. Control: without the bucket the step before it is all there is."""
+    """A flipped bit in the folder: only that piece comes from the bucket, bit-exactly, and the restore reports it.
+    Control: without the bucket, only the step before can be restored."""
     state, folder = toy.build(), tmp_path / "run"
     places = [ckpt.Memory(), ckpt.Tier(str(folder), every=2), tier(url, moto, every=2)]
     with ckpt.Checkpointer(state, places) as cp:
@@ -229,8 +229,8 @@ def test_both_places_damaged_in_different_pieces(moto: MotoServer, url: str, tmp
 
 
 def test_an_outage_does_not_stop_the_training(moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path) -> None:
-    """While the bucket answers 503 to everything, steps are trained and saved to the folder; when it is back, what was
-    due is taken there, and at the end the last step."""
+    """While the bucket returns 503, training continues and saves to the folder. When it is back, scheduled checkpoints
+    are uploaded, and at the end the last step."""
     state = toy.build()
     places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=2), tier(url, proxy, every=4)]
     with ckpt.Checkpointer(state, places) as cp:
@@ -249,8 +249,8 @@ def test_an_outage_does_not_stop_the_training(moto: MotoServer, proxy: FaultProx
 
 @pytest.mark.parametrize("code, s3_code", [(403, "ExpiredToken"), (404, "NoSuchBucket")])
 def test_a_bucket_that_refuses_is_told_of(proxy: FaultProxy, url: str, tmp_path: Path, code: int, s3_code: str) -> None:
-    """Permission, credentials or the bucket are lost in the middle of a run: the next call raises what to do; the step
-    is in the folder, training goes on, and later saves succeed."""
+    """Permission, credentials or the bucket are lost during a run: the next call raises the remedy. The step is in the
+    folder, training continues, and later saves succeed."""
     state = toy.build()
     places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1), tier(url, proxy)]
     with ckpt.Checkpointer(state, places) as cp:
@@ -286,7 +286,7 @@ def eventually_left() -> list[psutil.Process]:
 
 
 def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> None:
-    """A prefix that holds other files is refused, and stays as it is; beside a run they survive all clean-up."""
+    """A prefix with other files is rejected and unchanged. Files next to a run survive all clean-up."""
     inside.use_options(url, storage_options(moto.url))
     inside.write_files(url, {"notes/mine.txt": b"mine"})
     with pytest.raises(ckpt.FormatError, match="not empty"):
@@ -306,14 +306,14 @@ def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> Non
 
 
 def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
-    """`keep` holds there, and the files of what is given up go; with a grace they stay until it is over."""
+    """`keep` applies there, and the files of retired checkpoints are deleted; with a grace period, after its end."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, keep=2, reader_grace_s=0)]) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 9), wait=True)
         eventually(lambda: len(select(inside.file_names(url), DATA)) == len(inside.steps_at(url)) <= 3, 30)
     steps = inside.steps_at(url)
-    assert steps[:2] == [8, 7] and len(steps) <= 3  # besides, the newest that was read back
+    assert steps[:2] == [8, 7] and len(steps) <= 3  # and the newest that was read back
     assert len(select(inside.file_names(url), DATA)) == len(steps)
     patient = f"{url}-patient"
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(patient, moto, keep=2, reader_grace_s=3600)]) as cp:
@@ -325,7 +325,7 @@ def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
 
 
 def quiet(proxy: FaultProxy) -> int:
-    """Waits until nothing is asked for any more; how many requests there were."""
+    """Wait until no more requests are made, and return how many there were."""
     count = -1
     while count != (count := len(proxy.paths())):
         time.sleep(1)
@@ -347,8 +347,8 @@ def test_requests_are_few(proxy: FaultProxy, url: str) -> None:
 
 
 def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
-    """Steps come faster than the bucket takes them: some are left out there, with a warning that says what to do; the
-    training does not wait, memory is not used up, the folder has them, and the newest gets there in the end."""
+    """If steps come faster than the bucket takes them, some are skipped there with a warning and the remedy. Training
+    does not wait, memory is not used up, the folder has all steps, and the newest one reaches the bucket."""
     state = toy.build()
     places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1, keep=20), tier(url, proxy, keep=20)]
     with ckpt.Checkpointer(state, places) as cp:
@@ -366,7 +366,7 @@ def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, t
 
 
 def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
-    """The newer one wins, and the older one is told; the run stays whole."""
+    """The newer job wins, the older one is notified, and the run stays intact."""
     first = toy.build()
     with ckpt.Checkpointer(first, [ckpt.Memory(), tier(url, moto)]) as old:
         old.restore(default=0)
@@ -395,8 +395,8 @@ with ckpt.Checkpointer(state, [ckpt.Tier(sys.argv[1], every=1, storage_options={
 
 
 def test_unfinished_uploads_are_aborted_at_the_next_start(moto: MotoServer, url: str) -> None:
-    """A multipart upload that a dead process left costs money and is seen by nobody: the next start aborts it. One of
-    a name that is not ours stays."""
+    """A multipart upload of a dead process costs money and is invisible: the next start aborts it. Uploads of other
+    names stay."""
     import boto3
 
     client = boto3.client(
@@ -521,8 +521,8 @@ def test_two_ranks_download_replicated_tensors_once(moto: MotoServer, url: str) 
 
 
 def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProxy, url: str) -> None:
-    """There is no folder, and the bucket answers nothing but 503: steps go on, in memory; what would take too much
-    of it is left out of the bucket. When it is back, it gets what waited, and at the end the newest step."""
+    """Without a folder, while the bucket returns only 503: training continues in memory, and steps that would need too
+    much memory are skipped. When the bucket is back, it gets the waiting steps, and at the end the newest one."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy)], busy_timeout_s=20) as cp:
         cp.restore(default=0)
@@ -536,8 +536,8 @@ def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProx
 
 
 def test_two_ranks_bring_the_last_step_to_a_bucket_that_was_down(proxy: FaultProxy, url: str) -> None:
-    """There is no folder, and the bucket answers nothing but 503 while steps go on, so that most are left out by one
-    rank or the other. When it is back, both bring the last one there at the end."""
+    """Without a folder, while the bucket returns only 503, most steps are skipped by one rank or the other. When it is
+    back, both ranks save the last step there at the end."""
     proxy.fail("status", count=100_000, code=503, method="PUT", match=pattern(DATA))
     job = Ranks(2, "", url, 24, proxy)
     proxy.clear()

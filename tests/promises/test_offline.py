@@ -1,4 +1,4 @@
-"""What several ranks have saved goes to every other form and back, by the commands, and is the same to the bit."""
+"""Multi-rank checkpoints are converted to every other form and back by the commands, without changing a bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def there_and_back(call: Any, run: Path, out: Path, back: Path) -> None:
-    """From a run to another form, and a run again."""
+    """Convert a run to another form, and back to a run."""
     words = ["--format", "dcp"] if out.suffix == "" else []
     assert call("restore", run, "--to", out, *words).code == 0
     assert call("import", out, back).code == 0
@@ -39,7 +39,7 @@ def there_and_back(call: Any, run: Path, out: Path, back: Path) -> None:
 
 @pytest.mark.parametrize("form", ["out.pt", "out"], ids=["torch", "dcp"])
 def test_whole_states_come_back(saved: Path, tmp_path: Path, call: Any, form: str) -> None:
-    """As one file of torch.save, as a folder of DCP, and back: two ranks restore from that what four had saved."""
+    """Through one torch.save file, or a DCP folder, and back: two ranks restore the checkpoint that four saved."""
     for mode in MODES:
         there_and_back(call, saved / mode, tmp_path / mode / form, tmp_path / "back" / mode)
     for mode, found in reports(
@@ -51,7 +51,7 @@ def test_whole_states_come_back(saved: Path, tmp_path: Path, call: Any, form: st
 
 @pytest.mark.parametrize(("world", "to"), [(1, 2), (3, 3)])
 def test_cut_for_other_ranks(saved: Path, tmp_path: Path, call: Any, world: int, to: int) -> None:
-    """As runs of other numbers of ranks: as many ranks restore them, and others."""
+    """Converted to runs of other numbers of ranks: the same and other numbers of ranks restore them."""
     for mode in MODES:
         assert call("restore", saved / mode, "--to", tmp_path / mode, "--world-size", world).code == 0
         assert call("verify", tmp_path / mode).code == 0
@@ -75,7 +75,7 @@ def test_weights_as_hubs_have_them(saved: Path, tmp_path: Path, call: Any, mode:
 
 
 def test_negative_control_one_changed_number_is_seen(saved: Path, tmp_path: Path, call: Any) -> None:
-    """A weight that is changed in the torch.save file in between arrives, and the comparison says so."""
+    """A weight that is changed in the torch.save file in between arrives, and the comparison reports it."""
     assert call("restore", saved / "fsdp", "--to", tmp_path / "out.pt").code == 0
     there = torch.load(tmp_path / "out.pt", weights_only=True)
     there["model"]["layers.0.up.weight"].view(torch.int32)[3, 2] ^= 1

@@ -1,5 +1,5 @@
-"""Calls that come where none is expected: into another call, from two threads at once, in a forked child, at the very
-end of the interpreter, in the middle of a takeover."""
+"""Calls at unexpected moments: within another call, from two threads, in a forked child, at the end of the interpreter,
+during a takeover."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def steps(cp: ckpt.Checkpointer, state: dict[str, Any], count: int) -> None:
 
 @pytest.mark.parametrize("due", [False, True])
 def test_no_restore_within_a_step(run_dir: str, monkeypatch: pytest.MonkeyPatch, due: bool) -> None:
-    """As of a signal handler: the rest of step() would go on with another state. It is refused, the step is saved."""
+    """A signal handler calls restore(): step() would continue with another state. It is rejected, and the step is
+    saved."""
     state, said = toy.build(), list[BaseException]()
     cp = ckpt.Checkpointer(state, [ckpt.Memory(every=1 if due else 10), ckpt.Tier(run_dir, every=100)])
     steps(cp, state, 2)
@@ -49,7 +50,7 @@ def test_no_restore_within_a_step(run_dir: str, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_closed_within_restore(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a signal handler: restore() says so at once, and the next one finds what was there."""
+    """A signal handler closes during restore(): restore() raises immediately, and the next one finds the checkpoint."""
     with ckpt.Checkpointer(state := toy.build(), run_dir) as cp:
         steps(cp, state, 3)
     cp = ckpt.Checkpointer(state, run_dir)
@@ -63,7 +64,7 @@ def test_closed_within_restore(run_dir: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_two_that_are_made_at_once(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one run, by two threads of a process: one is made, the other is refused."""
+    """Two threads open the same run: one succeeds, the other is rejected."""
     found: list[ckpt.Checkpointer | ckpt.UsageError] = []
     first = threading.Event()
 
@@ -108,7 +109,7 @@ for step in range(cp.restore(default=0), 3):
 
 
 def test_no_thread_can_be_started_at_the_end(run_dir: str) -> None:
-    """As in Python 3.12: what would only make copies quicker is left out, and the last step is saved."""
+    """As in Python 3.12: threads that only make copies faster are not started, and the last step is saved."""
     assert run_script(ENDING, run_dir).returncode == 0
     assert restored(run_dir) == (3, toy.reference(3))
 
@@ -181,8 +182,8 @@ with ckpt.Checkpointer(state, sys.argv[1]) as cp:
 
 
 def test_a_forked_child_holds_nothing_and_waits_for_nothing(run_dir: str) -> None:
-    """Within pause(), while a save is under way: it has none of the memory, hears that only the trainer saves, and ends
-    as it wants; the trainer goes on."""
+    """It is forked within pause(), during a save: it keeps no memory, its calls raise that only the trainer saves, and
+    it ends normally. The trainer continues."""
     done = run_script(CHILDREN, run_dir)
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
@@ -214,9 +215,9 @@ print(toy.digest(state))
 
 @pytest.mark.parametrize("victim", ["nobody", "writer", "trainer"])
 def test_steps_that_are_to_stay(run_dir: str, own_sockets: Path, victim: str) -> None:
-    """However quickly later checkpoints come and older ones go, with their notes; the next writer knows of them, and a
-    trainer that dies is heard, if a step that it told after that was. What is not wanted any more goes with the
-    next clean-up."""
+    """Kept steps stay with their notes, however quickly checkpoints come and go. The next writer knows them, and those
+    requested before a later acknowledged step survive the trainer's death. Released ones are deleted by the next
+    clean-up."""
     process = run_script(KEEPING, run_dir, victim)
     assert killed(process) if victim == "trainer" else process.returncode == 0, process.stderr
     assert eventually(lambda: victim == "trainer" or not writers(own_sockets))

@@ -52,7 +52,7 @@ class Left:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
-    """Trained to 20, taken back to 16, trained to 40; every eighth step is a checkpoint."""
+    """Trained to 20, rolled back to 16, trained to 40; every eighth step is a checkpoint."""
     base, threads = tmp_path_factory.mktemp("left"), torch.get_num_threads()
     torch.set_num_threads(1)
     state, digests = toy.build(), dict[int, str]()
@@ -71,7 +71,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
                 digests[step] = toy.digest(state)
             step = cp.restore(step=BACK) if until == 20 else step
         assert eventually(lambda: not checkpoint_files(base / "run", step=8)), "the first checkpoint is deleted"
-        # Without the ledger, in which this process, that lives on, may have said that it trains this run.
+        # Without the ledger, which may say that this live process trains the run.
         shutil.copytree(base / "run", base / "copy", ignore=shutil.ignore_patterns("ledger"))
     shutil.copytree(base / "run" / "ledger", base / "ledger")
     yield Left(base / "copy", digests)
@@ -84,7 +84,7 @@ def tier(folder: Path) -> ckpt.Tier:
 
 
 def restored(folder: Path, state: Any = None) -> ckpt.Restored:
-    """As `Checkpointer.restore` does it, of a run that nobody takes over and mends before."""
+    """Restore as `Checkpointer.restore` does, from a run that no job has opened and repaired before."""
     return inside.restore_folder(f"file://{folder}", state or toy.build())
 
 
@@ -93,8 +93,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def check(left: Left, folder: Path, caplog: pytest.LogCaptureFixture, named: str) -> int:
-    """Restore: never wrong; and if it is older than it could have been, that is said once, with what was passed over
-    and what that cost. The step."""
+    """Restore, and check that the result is right. If it is older than possible, one message must list the skipped
+    checkpoints and their cost. Return the step."""
     caplog.clear()
     state = toy.build()
     done = restored(folder, state=state)
@@ -118,8 +118,8 @@ def records(folder: Path) -> list[tuple[int, str]]:
 
 
 def test_a_flipped_bit_in_any_log_record_is_told(left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever record it was: what is restored and loaded is right, and older only with a word that says what was
-    passed over and how many steps that cost. A lost COMMIT costs steps."""
+    """Whichever record it was: restores and loads are right. If they are older, a message reports the skipped steps and
+    their number. A lost COMMIT costs steps."""
     older = 0
     for seq, kind in records(left.folder):
         folder = left.copy(tmp_path / f"r{seq}")
@@ -141,8 +141,8 @@ def test_a_flipped_bit_in_any_log_record_is_told(left: Left, tmp_path: Path, cap
 def test_a_start_takes_up_what_a_damaged_record_had_committed(
     left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A job that opens the run finds that checkpoint whole, commits it once more, and loses nothing. When the record is
-    damaged while the job goes on, its next restore says what it passes over."""
+    """A job that opens the run finds that checkpoint intact, commits it again, and loses nothing. If the record is
+    damaged during the job, its next restore reports what it skips."""
     folder = left.copy(tmp_path / "run")
     last = max(seq for seq, kind in records(folder) if kind == "COMMIT")
     flip(folder / "log" / f"{last:012d}.json", 60)
@@ -169,7 +169,7 @@ def records_of(folder: Path) -> list[tuple[int, str]]:
     return found
 
 
-# -- what was taken back stays so --
+# -- retracted checkpoints stay away --
 
 
 async def opened(folder: Path) -> Job:
@@ -195,8 +195,8 @@ async def next_start(folder: Path) -> list[int]:
 def test_recovery_brings_back_nothing_that_may_have_been_taken_back(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An attempt that is whole is committed at the next start, unless a damaged record may have ended it: then it is
-    left out, and that is told. Of a record that was damaged before its job began, that is not to be feared."""
+    """A complete checkpoint is committed at the next start, unless a damaged record may have ended it. Then it is left
+    out, and this is reported. A record that was damaged before the checkpoint's job began cannot have ended it."""
 
     async def body() -> list[int]:
         job = await begun(tmp_path)
@@ -223,7 +223,7 @@ def test_recovery_brings_back_nothing_that_may_have_been_taken_back(
 
 @pytest.mark.parametrize("record", ["ABORT", "PLAN"])
 def test_a_retracted_checkpoint_stays_away_when_its_record_is_damaged(record: str, tmp_path: Path) -> None:
-    """It mixed two moments: whatever becomes of the record that says so, nobody can restore it."""
+    """A checkpoint that mixed two moments cannot be restored, even if the record of its retraction is damaged."""
 
     async def body() -> list[int]:
         job = await begun(tmp_path)
@@ -242,7 +242,7 @@ def test_a_retracted_checkpoint_stays_away_when_its_record_is_damaged(record: st
 def test_ranks_all_hear_of_damage_that_one_has_seen(
     left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only one rank looks at a shared folder. Each has what it found in its result, and it is said once."""
+    """Only one rank reads a shared folder. Each rank has its findings in its result, and they are logged once."""
     folder = left.copy(tmp_path / "run")
     seq = max(seq for seq, kind in records(folder) if kind == "COMMIT")
     flip(folder / "log" / f"{seq:012d}.json", 60)
@@ -256,7 +256,7 @@ def test_ranks_all_hear_of_damage_that_one_has_seen(
 
 
 def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
-    """Where damage has left nothing to go on from, a job does not begin anew in silence."""
+    """If damage has left nothing to continue from, a job does not silently start at step 0."""
     folder = left.copy(tmp_path / "run")
     for path in checkpoint_files(folder, DATA, MANIFEST):
         path.unlink()
@@ -319,7 +319,7 @@ def victims(folder: Path) -> list[Path]:
 
 
 def read_everything(base: str) -> None:
-    """In a process of its own: all that reads a run, with something else in the place of each file in turn."""
+    """Run all readers of a run, with something else in place of each file in turn. Runs in a separate process."""
     torch.set_num_threads(1)
     inside.try_again_for(pytest.MonkeyPatch(), 0.02)
     for kind, place in itertools.product(KINDS, range(len(victims(Path(base))))):
@@ -344,8 +344,8 @@ def read_everything(base: str) -> None:
 
 
 def test_only_files_are_read(left: Left, tmp_path: Path) -> None:
-    """A pipe, a folder, a loop of links, a device or a socket in the place of any file of a run: an error of ours, or
-    passed over; nothing waits, and nothing else is raised."""
+    """A pipe, folder, loop of links, device or socket in place of any file of a run is skipped or raises an error of
+    ours; nothing waits, and no other error is raised."""
     folder = left.copy(tmp_path / "run")
     shutil.copytree(left.folder.parent / "ledger", folder / "ledger")
     (folder / "faults").mkdir(exist_ok=True)
@@ -356,7 +356,7 @@ def test_only_files_are_read(left: Left, tmp_path: Path) -> None:
 
 
 def test_record_that_is_no_file_counts_as_damaged_at_a_start(left: Left, tmp_path: Path) -> None:
-    """A job names it, goes on behind it, and does not wait for it to become a file."""
+    """A job reports it, continues after it, and does not wait for it to become a file."""
     folder = left.copy(tmp_path / "run")
     name = f"{max(seq for seq, _ in records(folder)) + 1:012d}.json"
     os.mkfifo(folder / "log" / name)

@@ -1,4 +1,4 @@
-"""What a script that ends has done, what memory that is acknowledged is worth, and trainings where memory is short."""
+"""The end of a script, the value of acknowledged memory, and trainings with little memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if how.startswith("ctrl-c"):
 
 
 def restored(place: str, step: int | None = None) -> tuple[int, str]:
-    """The step that a place gives back, and a digest of every bit of it."""
+    """Return the step that a location restores, and a digest of every bit of it."""
     state = toy.build(seed=1)
     with ckpt.Checkpointer(state, place, triggers=None) as cp:
         return cp.restore(step=step), toy.digest(state)
@@ -68,7 +68,7 @@ def sparse(run: str) -> list[Any]:
 
 
 def trained(run: str, steps: int, *, memory_every: int = 10) -> tuple[dict[str, Any], ckpt.Checkpointer]:
-    """A state after so many steps, and its Checkpointer, which has the last one nowhere yet."""
+    """Return a state after some steps, and its Checkpointer, which has saved the last one nowhere yet."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, [ckpt.Memory(every=memory_every), ckpt.Tier(run, every=100)], close_timeout_s=30)
     train_to(cp, state, steps)
@@ -84,7 +84,7 @@ def train_to(cp: ckpt.Checkpointer, state: dict[str, Any], last: int) -> None:
 
 
 def newest(place: str) -> int:
-    """The newest step that is durable there, -1 if there is none."""
+    """Return the newest step that is durable there, -1 if there is none."""
     with contextlib.suppress(ckpt.CheckpointError):
         return ckpt.load(place).step
     return -1
@@ -95,8 +95,8 @@ def newest(place: str) -> int:
     [(None, False), (None, True), (ValueError, False), (ValueError, True), (KeyboardInterrupt, False)],
 )
 def test_leaving_the_block_keeps_a_step(run_dir: str, error: type[BaseException] | None, auto: bool) -> None:
-    """Whatever the cadences: the last step is in every tier, bit for bit, and a restart does not save it again. At an
-    exception, which may come within the next step, it is the newest step that memory was scheduled to have."""
+    """Whatever the intervals: the last step is in every tier, bit for bit, and a restart does not save it again. At an
+    exception, possibly within the next step, it is the newest step that memory was scheduled to have."""
     state = toy.build()
     tiers: Any = {"tiers": run_dir, "every": "auto"} if auto else {"tiers": sparse(run_dir)}
     with contextlib.suppress(error or ZeroDivisionError), ckpt.Checkpointer(state, **tiers) as cp:
@@ -112,8 +112,8 @@ def test_leaving_the_block_keeps_a_step(run_dir: str, error: type[BaseException]
 
 @pytest.mark.parametrize("how", ["end", "raise", "unheld"])
 def test_a_script_that_just_ends_keeps_what_memory_has(run_dir: str, how: str) -> None:
-    """Nobody closes anything: the end of the interpreter does, after an exception too, and if nobody holds it. It may
-    come in the middle of a step."""
+    """Without close(), the end of the interpreter closes, also after an exception and without references. It may happen
+    during a step."""
     done = run_script(ENDING, run_dir, how)
     assert done.returncode == (how == "raise"), done.stderr
     assert newest(run_dir + "-far") == 20
@@ -122,16 +122,16 @@ def test_a_script_that_just_ends_keeps_what_memory_has(run_dir: str, how: str) -
 
 @pytest.mark.parametrize("how", ["ctrl-c", "ctrl-c twice"])
 def test_ctrl_c_while_a_script_just_ends(run_dir: str, how: str) -> None:
-    """It ends at once, and nobody will close again: the writer does the rest. Another Ctrl-C meanwhile, wherever it
-    comes, costs no step."""
+    """It ends immediately without closing again, and the writer does the rest. Another Ctrl-C at any moment costs no
+    step."""
     done = run_script(ENDING, run_dir, how)
     assert "KeyboardInterrupt" in done.stderr
     assert restored(run_dir) == (20, toy.reference(20))
 
 
 def test_what_is_left_to_the_writer_is_no_failure(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An exception of one of several ranks lets go of a save that is under way: nobody says that it failed, who waits
-    for it hears that it goes on, and it gets there."""
+    """An exception on one rank of several abandons a save in progress: it is not reported as failed, a waiting caller
+    is notified that it continues, and it is committed."""
     state = {"x": torch.randn(1 << 20)}
     slow = ckpt.Tier(run_dir, every=1, max_mib_s=4)
     cp = ckpt.Checkpointer(state, [ckpt.Memory(), slow])
@@ -148,7 +148,7 @@ def test_what_is_left_to_the_writer_is_no_failure(run_dir: str, caplog: pytest.L
 
 
 def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
-    """Where close() comes by `finally` and fails, that is a note of the KeyboardInterrupt, which goes on."""
+    """If close() fails in a `finally`, its error is a note of the KeyboardInterrupt, which propagates."""
     state = toy.build()
     with pytest.raises(KeyboardInterrupt) as raised:
         cp = ckpt.Checkpointer(state, run_dir)
@@ -164,7 +164,7 @@ def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
     assert newest(run_dir) == 1
 
 
-# Trains in a thread that goes on when the main one has ended, in a child; `how` the child was started.
+# Trains in a thread that outlives the main thread, in a child; `how`: its start method.
 IN_A_CHILD = """
 import multiprocessing, sys, threading, time, toy, ckpt
 def train(run):
@@ -206,8 +206,8 @@ def test_a_child_whose_thread_trains(run_dir: str, tmp_path: Path, how: str) -> 
 
 
 def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Once an optimizer has begun the next step the last one cannot be had any more: the newest that memory holds is
-    kept, and one warning says which it is, why, and what that costs."""
+    """Once an optimizer has begun the next step, the last one cannot be saved any longer: the newest step in memory is
+    kept, and one warning names it, the reason and the cost."""
     state = toy.build()
     with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
         train_to(cp, state, STEPS)
@@ -251,7 +251,7 @@ def test_what_was_only_restored_is_not_saved_again(run_dir: str) -> None:
 
 
 def test_a_broken_last_step_does_not_stand_alone(run_dir: str) -> None:
-    """With finite=False it is saved as that, and the newest sound step beside it."""
+    """With finite=False it is saved as such, together with the newest intact step."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)]) as cp:
         for step in range(cp.restore(default=0), 8):
@@ -336,8 +336,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_staged_is_told_when_another_process_has_the_memory(run_dir: str, tmp_path: Path) -> None:
-    """After the writer's death steps are staged on, and acknowledged only when the next one has the memory: killed
-    right after that, the newest is restored from there. What was overwritten before is told that."""
+    """After the writer's death steps are staged again, but acknowledged only when the next writer has the memory:
+    killed right after that, the newest is restored from there. Overwritten steps are reported as such."""
     done = run_script(UNKEPT, run_dir, tmp_path, "after")
     assert killed(done), done.stderr
     found = json.loads(done.stdout)
@@ -350,14 +350,14 @@ def test_staged_is_told_when_another_process_has_the_memory(run_dir: str, tmp_pa
 
 
 def test_without_a_writer_nothing_is_acknowledged(run_dir: str, tmp_path: Path) -> None:
-    """No writer can be started any more: no step that only the trainer holds is called staged, and nobody waits."""
+    """If no writer can be started, a step that only the trainer has is not called staged, and no call waits."""
     done = run_script(UNKEPT, run_dir, tmp_path, "never")
     assert killed(done), done.stderr
     assert set(json.loads(done.stdout)["then"]) <= {"WriterError", "SaveError"}
 
 
 def test_staged_says_what_it_is_worth(run_dir: str) -> None:
-    """Memory that nobody keeps beyond the trainer, and that nobody writes anywhere, is called so."""
+    """Memory that does not survive the trainer and is written nowhere is reported as such."""
     for tiers, name, worth in (
         (ckpt.Memory(linger_s=0), "short", "trainer"),
         (ckpt.Memory(), "long", "memory"),
@@ -368,7 +368,7 @@ def test_staged_says_what_it_is_worth(run_dir: str) -> None:
             assert cp.save(1).staged(60).tier == worth
 
 
-# Trains on a machine with the free memory that a file says (as lxcfs has it in containers): 20 MiB a snapshot.
+# Trains on a machine with the free memory that a file contains (as lxcfs has it in containers): 20 MiB a snapshot.
 SHORT = """
 import json, logging, sys, torch, ckpt
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -407,7 +407,7 @@ with ckpt.Checkpointer({"w": weight, "opt": optim}, tiers, on_error=(on_error or
 
 
 def on_short_machine(folder: Path, mib: int, *arguments: str) -> dict[str, Any]:
-    """What a training says where only so much memory is free, and its log under "log"."""
+    """Return the output of a training with limited free memory, and its log under "log"."""
     enter = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     bind = 'mount --bind "$0" /proc/meminfo && exec "$@"'
     meminfo = folder / "meminfo"
@@ -437,7 +437,7 @@ def test_never_more_snapshots_than_an_arena_takes(tmp_path: Path) -> None:
 
 
 def test_fewer_snapshots_are_held_where_memory_is_short(tmp_path: Path) -> None:
-    """Two fit where four were asked for: that is said once, and every step is staged."""
+    """Two snapshots fit where four were requested: this is logged once, and every step is staged."""
     found = on_short_machine(tmp_path, 70, "memory")
     assert found["found"] == [["memory"], ["memory", 2], ["memory"], ["memory", 4]]
     assert found["log"].count("memory is short: 2 of 4 snapshots") == found["log"].count("memory is short") == 1
@@ -445,7 +445,7 @@ def test_fewer_snapshots_are_held_where_memory_is_short(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["memory", pytest.param("folder alone", marks=pytest.mark.long)])
 def test_checkpoints_are_written_where_one_snapshot_fits(tmp_path: Path, memory: str) -> None:
-    """No step stays in memory, which is said once; those that are due in the folder get there, one after the other."""
+    """No step stays in memory, which is logged once; scheduled steps are written to the folder one after the other."""
     for start in (0, 4):
         found = on_short_machine(tmp_path, 35, memory)
         assert found["start"] == start
@@ -582,7 +582,7 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
 
 @pytest.fixture(autouse=True)
 def own_handler() -> Iterator[None]:
-    """What a test has SIGUSR1 do ends with it."""
+    """Restore the SIGUSR1 handler after a test."""
     before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -603,8 +603,8 @@ def interrupt(*_: Any, **__: Any) -> None:
 def test_closed_by_a_handler_within_a_step(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, moment: str, before: bool
 ) -> None:
-    """The step is saved as it is at that moment, at once; step() then says that this Checkpointer is closed, or has
-    come to its own end."""
+    """The step is saved immediately as it is at that moment; step() then raises that this Checkpointer is closed, or
+    ends normally."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, run_dir, close_timeout_s=30)
     cp.restore(default=0)
@@ -627,7 +627,7 @@ def test_interrupted_within_close(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, moment: str, before: bool, how: str
 ) -> None:
     """A handler that closes too: neither waits for the other. Ctrl-C, as in a notebook: closed again, or opened again.
-    At the exit nobody closes again, and what memory has stays. The last step is there in any case."""
+    At the exit it is not closed again, and memory stays. The last step always exists."""
     _, cp = trained(run_dir, 7)
     if how == "exit":
         cp.stage()
@@ -649,7 +649,7 @@ def test_interrupted_within_close(
 def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever insists is let go; which step is kept is said."""
+    """A second Ctrl-C ends the exit; the log reports which step is kept."""
     _, cp = trained(run_dir, 7, memory_every=5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         inside.act_instead(patch, inside.LAST_STEP_IS_STAGED, interrupt)
@@ -660,7 +660,7 @@ def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
 
 
 def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
-    """It hears that this Checkpointer is closed, and close() does not wait for it until its time is over."""
+    """on_fault gets the error that this Checkpointer is closed, and close() does not wait for it beyond its timeout."""
     heard: list[object] = []
     arrived, state = threading.Event(), toy.build()
 
@@ -679,7 +679,7 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
         cp.step(1)
         cp.request("a test")
         last = 1
-        while not arrived.wait(0.05):  # a step taken before this was heard of is none that it asked for
+        while not arrived.wait(0.05):  # a step taken before the request arrived does not count
             assert last < 600
             last += 1
             toy.train_step(state)
@@ -692,8 +692,8 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, shared: bool) -> None:
-    """A probe with a model of its own is trained after the last step, which is saved all the same. If the optimizer
-    has memory of what is saved, that is a further step."""
+    """A probe with a model of its own is trained after the last step, which is still saved. If the optimizer shares
+    memory with the state, that counts as a further step."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)]) as cp:
         train_to(cp, state, 13)
@@ -706,7 +706,8 @@ def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, sha
 
 
 def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`save()` is cut off before the writer was asked: close() asks again, and waits for nothing that nobody does."""
+    """`save()` is interrupted before the request to the writer: close() requests it again, and waits for nothing that
+    will not happen."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)], close_timeout_s=60)
     cp.restore(default=0)
@@ -723,7 +724,7 @@ def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: p
 
 
 def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook: it can be made again at once, and has what was there."""
+    """As in a notebook: it can be created again immediately, and has the earlier steps."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
         cp.restore(default=0)
@@ -739,7 +740,7 @@ def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_step_is_in_memory_when_its_layout_is_too(own_sockets: Path) -> None:
-    """A writer that stands still has not heard of a new layout: nothing is told until it has."""
+    """A stopped writer has not received a new layout: nothing is acknowledged until it has."""
     state: dict[str, Any] = {"left": torch.zeros(1)}
     with ckpt.Checkpointer(state, [ckpt.Memory()], name="layouts") as cp:
         cp.restore(default=0)

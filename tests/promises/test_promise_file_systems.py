@@ -52,7 +52,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 def train(
     library: str, run: Path, capability: str, number: int, *, steps: int = 4, end: str = "kill"
 ) -> subprocess.CompletedProcess[str]:
-    """Train on a file system that lacks a capability and answers with an errno."""
+    """Train on a file system that lacks a capability and returns an errno."""
     lacking = {"LACKING": capability, "LACKING_ERRNO": str(number), "LACKING_ROOT": str(run)}
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "LD_PRELOAD": library, **lacking}
     words = [sys.executable, "-c", TRAIN, str(run), str(steps), end]

@@ -1,4 +1,5 @@
-"""What one trainer leaves reaches the next: when it closed too late, left, had more ranks, or when nobody answers."""
+"""A trainer's state reaches the next one after a late close, an exit, a change of ranks, or with a writer that does not
+respond."""
 
 from __future__ import annotations
 
@@ -73,14 +74,14 @@ IMPATIENT = "import inside; inside.wait_for_writers_for(1.0)"
 
 
 class Rank(Trainer):
-    """A trainer that has trained up to a step, and then does what it is told."""
+    """A trainer that has trained up to a step, and then follows commands."""
 
     def __init__(self, until: int = 0, *words: str, patch: str = "", **more: Any) -> None:
         more = {"OMP_NUM_THREADS": "1", "path": more.pop("site", ""), **more}
         super().__init__(LIFE.replace("#PATCH#", patch), until, *words, stderr=subprocess.PIPE, **more)
 
     def line(self) -> str:
-        """What it says next; at its end the last line of its error."""
+        """Return its next line of output; at its end the last line of its error."""
         if line := super().line():
             return line
         assert self.process.stderr is not None
@@ -88,7 +89,7 @@ class Rank(Trainer):
         return next((one for one in reversed(said) if one.startswith("ckpt.errors.")), said[-1] if said else "")
 
     def trained(self) -> str:
-        """Where it has begun, once it is ready."""
+        """Return the step at which it started, once it is ready."""
         began = self.line()
         if began.startswith("start"):
             self.writer = int(self.line().split()[1])
@@ -112,7 +113,7 @@ def two_ranks(until: int, patch: str = "", **more: str) -> Iterator[list[Rank]]:
 
 
 def start(**more: str) -> str:
-    """Where a start of one rank begins, which is killed then."""
+    """Start one rank, kill it, and return the step at which it started."""
     with Rank(**more) as one:
         return one.trained()
 
@@ -121,7 +122,7 @@ def start(**more: str) -> str:
 
 
 class Place:
-    """A folder for a run, where nothing becomes durable until it is let go on."""
+    """A folder for a run in which nothing becomes durable before it is released."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.run, self.held = tmp_path / "run", tmp_path / "held"
@@ -147,8 +148,8 @@ def place(tmp_path: Path, own_sockets: Path) -> Place:
 
 @pytest.mark.parametrize("then", ["ends", "lives on"])
 def test_what_a_close_had_no_time_for_is_found_by_the_next_start(then: str, place: Place) -> None:
-    """A close that has run out of time says that saves go on. Whoever starts before they have ended goes on from the
-    step that they are of, whether the process that closed has ended or not; and so does the next, on its memory."""
+    """A close that times out reports that saves continue. A start before their end continues from their step, whether
+    or not the closing process has ended; so does the next start, from its memory."""
     with Rank(3, **place.options) as first:
         assert first.trained() == "start 0 0"
         assert first.do("cp.close(0.5)").startswith("DeadlineError")
@@ -161,7 +162,7 @@ def test_what_a_close_had_no_time_for_is_found_by_the_next_start(then: str, plac
 
 
 def test_a_writer_that_nobody_comes_for_leaves_when_all_is_durable(place: Place, own_sockets: Path) -> None:
-    """After a close that has run out of time the writer finishes, and is no more; the step is in the place."""
+    """After a close that timed out, the writer finishes and exits; the step is in the tier."""
     with Rank(3, **place.options) as first:
         first.trained()
         assert first.do("cp.close(0.5)").startswith("DeadlineError")
@@ -171,7 +172,8 @@ def test_a_writer_that_nobody_comes_for_leaves_when_all_is_durable(place: Place,
 
 
 def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path) -> None:
-    """The place fails once nobody is left to be told: the step is tried again, and is in memory for the next start."""
+    """The tier fails when no trainer is left to be notified: the step is retried, and is in memory for the next
+    start."""
     with Rank(3, **place.options) as first:
         first.trained()
         assert first.do("cp.close(0.5)").startswith("DeadlineError")
@@ -197,8 +199,8 @@ def far_options(tmp_path: Path, linger_s: float) -> dict[str, Any]:
 def test_newest_step_reaches_every_tier_after_the_death_of_all_ranks(
     reachable: bool, own_sockets: Path, tmp_path: Path
 ) -> None:
-    """Two ranks are killed long before the next scheduled checkpoint, and nobody restarts them. Their writers bring the
-    newest step to the nearest tier and to the one behind, also if that one comes back only later. Then they leave."""
+    """Two ranks are killed long before the next scheduled checkpoint, and not restarted. Their writers save the newest
+    step to the nearest tier and to the next one, even if that is reachable only later. Then they exit."""
     far, aside = tmp_path / "far", tmp_path / "aside"
     with two_ranks(4, **far_options(tmp_path, 0)) as ranks:
         if not reachable:
@@ -248,7 +250,7 @@ def test_memory_of_a_trainer_that_left_and_lives_is_only_read(own_sockets: Path)
 
 
 def test_an_error_in_the_staging_thread_is_no_death() -> None:
-    """Something fails in the thread that copies. The trainer lives: it is not taken for dead, and goes on saving."""
+    """The copying thread fails. The trainer lives: it is not considered dead, and continues to save."""
     with Rank(3) as first:
         first.trained()
         assert first.do("import inside; inside.run_in_staging_thread(cp, lambda: 1 / 0)") == "done 3"
@@ -262,8 +264,8 @@ def test_an_error_in_the_staging_thread_is_no_death() -> None:
 
 
 def test_memory_of_a_writer_that_is_slow_to_answer_is_not_passed_over(own_sockets: Path) -> None:
-    """Two ranks die, one starts; the writer of the other stands still. What it holds is part of the newest step: it is
-    woken up and waited for."""
+    """Two ranks die, one starts; the writer of the other is stopped. It has part of the newest step, so it is resumed
+    and waited for."""
     with two_ranks(4) as ranks:
         slow = psutil.Process(ranks[1].writer)
     slow.suspend()
@@ -272,8 +274,8 @@ def test_memory_of_a_writer_that_is_slow_to_answer_is_not_passed_over(own_socket
 
 
 def test_a_writer_that_never_answers_is_no_older_step(own_sockets: Path) -> None:
-    """The same, and somebody has its name who says nothing: the start ends with an error that names it, and not with an
-    older step; when it is gone, all is found."""
+    """As above, but its name is taken by a process that does not respond: the start fails with an error that names it,
+    instead of using an older step. When it has ended, all is found."""
     with two_ranks(4):
         pass
     silent = inside.take_name_of_writer(name := inside.name_of_writer(RUN, 3))
@@ -299,8 +301,8 @@ def test_memory_of_ranks_that_are_gone_is_held_by_the_new_job(own_sockets: Path,
 
 
 def test_takeover_by_fewer_ranks_fences_every_rank(own_sockets: Path, tmp_path: Path) -> None:
-    """Two ranks train, and a job of one rank takes over: it starts from their newest checkpoint, and both ranks get
-    FencedError at their next call."""
+    """Two ranks train, and a job of a single rank takes over: it starts from their newest checkpoint, and both ranks
+    get FencedError at their next call."""
     with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
         for rank in ranks:
             rank.say("cp.save().committed(60)")
@@ -315,7 +317,7 @@ def test_takeover_by_fewer_ranks_fences_every_rank(own_sockets: Path, tmp_path: 
 
 
 def test_a_takeover_that_fails_ends_no_training_of_any_rank(own_sockets: Path, tmp_path: Path) -> None:
-    """The one that would take the run over from two ranks cannot use its second place: the rank that lives goes on."""
+    """A job that would take over the run of two ranks cannot use its second tier: the training continues."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("somebody else's")
@@ -328,8 +330,8 @@ def test_a_takeover_that_fails_ends_no_training_of_any_rank(own_sockets: Path, t
 
 
 def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> None:
-    """Of two ranks one has died. A plain start of one rank is refused, by the process that lives, which goes on; after
-    its death all is found."""
+    """One of two ranks has died. A plain start of a single rank is rejected because of the other process, which
+    continues; after its death all is found."""
     with two_ranks(4) as ranks:
         ranks[0].kill()
         with Rank() as one:
@@ -342,7 +344,7 @@ def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> N
 
 
 def test_a_stranger_with_the_name_of_a_writer_is_not_killed(own_sockets: Path) -> None:
-    """It holds the name and does not answer: the start says who it is, and leaves it alone."""
+    """A process that holds the name and does not respond is named in the error, and not killed."""
     code = "import sys, inside; s = inside.take_name_of_writer(sys.argv[1]); print('listens', flush=True); input()"
     stranger = start_python(
         [sys.executable, "-c", code, inside.name_of_writer(RUN)],

@@ -1,9 +1,8 @@
-"""Ctrl-C, or a signal handler that closes or saves, anywhere in `step()`: what was acknowledged stays, and what is
-stored is what it says.
+"""Ctrl-C, or a signal handler that closes or saves, at any line of `step()`: acknowledged steps stay, and stored data
+is right.
 
 Python runs signal handlers between any two lines of the main thread. So a trace of one `step()` counts its lines within
-the library, and at one of them the interruption comes. Which lines are tried changes with the seed; all of them in
-`make test-long`.
+the library, and interrupts it at one of them. The tested lines depend on the seed; `make test-long` tests all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def build(seed: int) -> dict[str, Any]:
 
 
 def train_step(state: dict[str, Any]) -> Bits:
-    """What the state is after one more step."""
+    """Train one more step, and return the state."""
     state["optim"].zero_grad()
     torch.nn.functional.mse_loss(state["model"](torch.randn(8, 4)), torch.ones(8, 4)).backward()
     state["optim"].step()
@@ -138,7 +137,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("step", [1, 3, 4])
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
 def test_interrupted_anywhere(step: int, everywhere: bool, tmp_path: Path, one_thread: None) -> None:
-    """At the first step, whose layout nobody knows; at one for memory alone; at one for the folder too."""
+    """At the first step, with an unknown layout; at a step for memory alone; at one for the folder too."""
     lines = range(1, interrupted(str(tmp_path / "whole"), ALL, "ctrl-c", step))
     for how in HOWS:
         for at in lines if everywhere else sorted(random.Random(f"{how} {step}").sample(lines, TRIES)):
@@ -148,7 +147,7 @@ def test_interrupted_anywhere(step: int, everywhere: bool, tmp_path: Path, one_t
 def test_negative_control_one_wrong_bit_is_seen(
     tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If what comes back were not what was there, the comparison would say so."""
+    """If a restored state differed from the saved one, the comparison would fail."""
     restore = ckpt.Checkpointer.restore
 
     def wrong(cp: ckpt.Checkpointer, *a: Any, **k: Any) -> Any:

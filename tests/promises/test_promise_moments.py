@@ -1,4 +1,4 @@
-"""What is saved of a step that memory was not scheduled to have: the step itself, or nothing."""
+"""For a step that memory was not scheduled to have, either exactly that step is saved, or nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_exit_in_the_middle_of_a_step_is_no_boundary(run_dir: str) -> None:
 
 
 def test_a_teacher_of_inference_mode_ends_no_training(run_dir: str) -> None:
-    """Its tensors count nothing, and nobody trains them."""
+    """Its inference tensors have no version counters, and are not trained."""
     state = toy.build()
     with torch.inference_mode():
         teacher = torch.nn.Linear(800, 800)
@@ -117,7 +117,7 @@ def test_a_step_that_was_not_due_is_saved_on_request(run_dir: str, call: Callabl
 
 
 def test_a_step_whose_weights_are_exchanged_cannot_be_saved(run_dir: str) -> None:
-    """save() says so, whatever the cadence, and the run keeps what it has."""
+    """save() raises, whatever the interval, and the run keeps its earlier steps."""
     state = toy.build()
     with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir)) as cp:
         train(cp, state)
@@ -130,7 +130,7 @@ def test_a_step_whose_weights_are_exchanged_cannot_be_saved(run_dir: str) -> Non
 
 
 def test_going_back_to_a_step_that_is_on_its_way(run_dir: str) -> None:
-    """restore(step=) waits until it has arrived, whichever memory it has left meanwhile."""
+    """restore(step=) waits until it is saved, even if it has left one memory."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(keep=2), ckpt.Tier(run_dir, every=5)]) as cp:
         for step in range(cp.restore(default=0), 40):
@@ -199,7 +199,7 @@ def test_memory_alone_outlives_what_is_no_clean_end(every: int, how: str, own_so
 
 
 def test_a_clean_end_lets_go_of_memory_alone(own_sockets: Path) -> None:
-    """Nobody needs it any more; the next run of that name begins anew."""
+    """The memory is no longer needed; the next run of that name starts at 0."""
     run_script(ALONE, "alone", "1", "with end")
     assert run_script(AGAIN, "alone").stdout.split()[:2] == ["FOUND", "-1"]
 
@@ -268,7 +268,7 @@ def test_a_trainer_that_another_process_has_forked(run_dir: str, how: str) -> No
     assert restored(run_dir) == (STEPS, done.stdout.split()[1])
 
 
-# -- what somebody does behind step() --
+# -- writes outside of step() --
 
 
 def test_a_dropped_step_is_not_saved_as_it_is_now(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -284,7 +284,7 @@ def test_a_dropped_step_is_not_saved_as_it_is_now(run_dir: str, caplog: pytest.L
             boundaries[step] = model.weight.detach().clone()
             cp.step(step)
             with torch.no_grad():
-                model.weight.mul_(0.5)  # whatever the copy has of it by now
+                model.weight.mul_(0.5)  # the copy may contain some of it
             with contextlib.suppress(ckpt.CheckpointError):
                 cp.save().committed(60)
             with torch.no_grad():
@@ -343,7 +343,7 @@ def broken(cp: ckpt.Checkpointer, state: dict[str, Any], step: int) -> None:
 
 
 def test_what_was_said_of_a_refused_step_is_not_said_of_another(run_dir: str) -> None:
-    """A batch is left out, and `step()` refused: the last step that was done is still a sound one."""
+    """A batch is skipped, and `step()` rejected: the last finished step is still intact."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(every=50), ckpt.Tier(run_dir, every=1000)]) as cp:
         train(cp, state, 9)
@@ -383,7 +383,7 @@ def test_the_step_that_was_gone_back_to_stays_while_training_is_broken(run_dir: 
 
 
 def test_two_slots_and_broken_steps_hold_nobody_up(own_sockets: Path) -> None:
-    """The newest slot is broken, the other the newest sound one: the next step takes the broken one's place."""
+    """The newest slot is broken, the other one is the newest intact one: the next step replaces the broken one."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory()], name="two", busy_timeout_s=20) as cp:
         cp.restore(default=0)
@@ -399,7 +399,7 @@ def test_two_slots_and_broken_steps_hold_nobody_up(own_sockets: Path) -> None:
 
 
 def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Path) -> None:
-    """The state grows, and goes wrong from then on: the last sound step lies in memory that is not used any more."""
+    """The state grows, and is broken from then on: the last intact step is in memory that is no longer used."""
     state = toy.build() | {"more": torch.zeros(1)}
     with ckpt.Checkpointer(state, [ckpt.Memory()], name="grown") as cp:
         cp.restore(default=0)

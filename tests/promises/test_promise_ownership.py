@@ -65,7 +65,7 @@ def patched(patch: str) -> str:
 
 
 class Life(Trainer):
-    """A script that has trained up to a step, and does one more for each empty line it is told; others are code."""
+    """A script that has trained up to a step, and trains one more for each empty line; other lines are code."""
 
     def __init__(
         self, place: str, until: int, *words: str, before: Sequence[str] = (), code: str = LIFE, **more: str
@@ -76,7 +76,7 @@ class Life(Trainer):
             assert self.line() == "trained"
 
     def ask(self, code: str) -> str:
-        """What it prints in answer."""
+        """Run code in it, and return its output."""
         return self.do(f"print({code}, flush=True)")
 
     def commit(self) -> str:
@@ -85,15 +85,15 @@ class Life(Trainer):
 
 
 def start_of(place: str, until: int = 0, *words: str) -> list[str]:
-    """What the next start finds."""
+    """Return the step that the next start finds."""
     found = run_script(LIFE, place, until, *words)
     return found.stdout.split() if found.returncode in (0, -signal.SIGKILL) else [found.stderr]
 
 
 @pytest.mark.parametrize("where", ["memory:owned", "folder"])
 def test_a_run_whose_trainer_lives_is_not_taken_over_by_an_opening(where: str, run_dir: str) -> None:
-    """A second opening is refused by name, and harms nothing: each step of the first goes on being held, and the next
-    start after its death finds the last one."""
+    """A second opening is rejected with the process's name, and harms nothing: the first continues to save, and the
+    next start after its death finds the last step."""
     place = run_dir if where == "folder" else where
     with Life(place, 3) as first:
         second = run_script(LIFE, place, 9)
@@ -152,8 +152,8 @@ def test_idle_writer_releases_memory_when_another_machine_takes_over(run_dir: st
 
 
 def test_takeover_names_a_stopped_writer_and_its_memory(run_dir: str) -> None:
-    """The writer cannot release anything while it is stopped. The job is fenced all the same, and the next start finds
-    the memory released after the writer was resumed."""
+    """The writer cannot release memory while it is stopped. The job is still fenced, and the next start finds the
+    memory released after the writer was resumed."""
     patch = "inside.wait_for_release_for(2.0); inside.stop_writer_after_its_first_answer()"
     with Life(run_dir, 3, SIZE=str(1 << 20)) as first:
         assert first.commit() == "3"
@@ -207,7 +207,8 @@ def test_third_start_harms_no_takeover_under_way(third: str, run_dir: str) -> No
 
 
 def test_a_trainer_whose_writer_has_died_is_seen(run_dir: str) -> None:
-    """Its writer is killed, and before it has another one somebody opens the run: refused, and the trainer goes on."""
+    """Its writer is killed, and another process opens the run before it has a new one: rejected, and the trainer
+    continues."""
     place = run_dir
     with Life(place, 4) as first:
         writer = int(first.ask("cp.writer_pid"))
@@ -272,7 +273,7 @@ def test_step_sealed_after_the_fence_is_not_acknowledged(run_dir: str) -> None:
 
 
 def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
-    """A forked child outlives the trainer: the run is nobody's all the same."""
+    """A forked child outlives the trainer: the run is still free."""
     with Life("memory:parent", 4) as first:
         child = int(first.ask("os.fork() or time.sleep(600)"))
     try:
@@ -304,7 +305,7 @@ def test_silent_writer_is_killed_only_if_its_trainer_is_dead(lives: bool, where:
 
 
 def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path: Path) -> None:
-    """One of the places of the second cannot be used: it says so, and the first trains on."""
+    """One of the second job's tiers cannot be used: it raises, and the first continues to train."""
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "notes.txt").write_text("somebody else's")
     script = LIFE.replace("**place)", f"tiers=[sys.argv[1], ckpt.Tier({str(tmp_path / 'bad')!r})])")
@@ -315,8 +316,8 @@ def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path:
 
 
 def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) -> None:
-    """Opened with takeover=True and a place that cannot be used, a second start ends with an error; a third finds all
-    the steps of the first."""
+    """Opened with takeover=True and an unusable tier, a second start ends with an error; a third finds all steps of the
+    first."""
     Path(run_dir).mkdir()
     (Path(run_dir) / "notes.txt").write_text("somebody else's")
     script = LIFE.replace("**place)", "tiers=[ckpt.Memory(), ckpt.Tier(sys.argv[1])])")
@@ -327,8 +328,8 @@ def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) 
 
 
 def test_memory_is_found_whatever_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of a login is gone, TMPDIR is another one, the home too: the survivor is found all the same. One that
-    cannot be reached, in a network of its own, is spoken of."""
+    """The login folder is gone, TMPDIR and home have changed: the surviving writer is still found. One in another
+    network namespace is reported."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert killed(run_script(LIFE, "memory:session", 5, "kill"))
@@ -348,7 +349,7 @@ def test_memory_is_found_whatever_the_session(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_fresh_folder_is_a_fresh_run(run_dir: str, own_sockets: Path) -> None:
-    """kill -9, rm -rf, start again: it begins at 0, at once, and the memory of the run that was is let go of."""
+    """kill -9, rm -rf, start again: it begins at 0 immediately, and the memory of the old run is released."""
     assert killed(run_script(LIFE, run_dir, 5, "kill"))
     remove(run_dir)
     assert start_of(run_dir, 3, "kill") == ["start", "0", "0", "None"]
@@ -359,14 +360,14 @@ def test_a_fresh_folder_is_a_fresh_run(run_dir: str, own_sockets: Path) -> None:
 
 
 def remove(folder: str) -> None:
-    """As often as the writer of a dead trainer puts something more there."""
+    """Remove a folder, repeatedly while the writer of a dead trainer creates files there."""
     while Path(folder).exists():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("how", ["moved", "emptied", "replaced"])
 def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_dir: str, tmp_path: Path) -> None:
-    """The next save says so; nothing is written into the void. Put back, saves go on."""
+    """The next save raises; nothing is written. When the folder is back, saves continue."""
     state, folder, deferred = toy.build(), Path(run_dir), tmp_path / "aside"
     with ckpt.Checkpointer(toy.build(), [ckpt.Tier(str(tmp_path / "other"), every=1)]) as other:
         other.restore(default=0)
@@ -424,8 +425,8 @@ def test_a_number_that_is_used_again_is_no_trainer(run_dir: str) -> None:
     reason="needs namespaces",
 )
 def test_another_machine_sees_whether_a_trainer_lives(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the process of a trainer cannot be seen, renewals of lease.json show that it lives. After a death that its
-    writer has seen, the run is opened at once."""
+    """If a trainer's process is not visible, renewals of lease.json show that it lives. After a death that its writer
+    has detected, the run is opened immediately."""
     away = ["unshare", "--pid", "--net", "--fork", "--mount-proc", "--kill-child"]
     with Life(run_dir, 3) as first:
         assert eventually((Path(run_dir) / "lease.json").exists)
@@ -444,8 +445,8 @@ def test_another_machine_sees_whether_a_trainer_lives(run_dir: str, monkeypatch:
 
 
 def test_the_loser_of_two_starts_is_told_even_if_errors_are_only_logged(run_dir: str) -> None:
-    """Two that train one run do not both go on: with on_error="warn" too, the one that lost it hears of it, at a step
-    or at its end at last."""
+    """Two jobs never both train one run: with on_error="warn" too, the previous owner is notified, at a step or at the
+    latest at its end."""
     weight = nn.Parameter(torch.zeros(8))
     state = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
     cp = ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=10)], on_error="warn")
@@ -477,7 +478,7 @@ def test_the_writer_is_no_child_of_the_trainer(own_sockets: Path) -> None:
 
 
 def test_a_checkpointer_of_another_thread_says_what_signals_do(caplog: pytest.LogCaptureFixture) -> None:
-    """Signals are no triggers there, as under Ray, and a word says so and what is left."""
+    """Signals are not triggers there, as under Ray; a log line reports this and the remaining triggers."""
 
     def make() -> None:
         ckpt.Checkpointer(toy.build(), name="thread", triggers=[ckpt.on_signal("SIGTERM")]).close()

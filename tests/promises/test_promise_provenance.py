@@ -1,7 +1,7 @@
-"""A snapshot is of one moment, whoever writes to what it is copied from; and what was whole when its copy ended stays.
+"""A snapshot is of one moment, whatever writes to its tensors; and a complete copy stays.
 
-Who writes otherwise than an optimizer does here: by hand with and without torch counting it, by a fused step past its
-hook, by a graph. What is read back is compared with the boundary, bit for bit.
+Writers other than optimizers: code with and without torch's version counters, a fused step that bypasses its hook, and
+a graph. Restored values are compared with the boundary, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sgd() -> Run:
 
 
 def exchange(state: State) -> None:
-    """As averaged weights are, for an evaluation; torch counts it."""
+    """Exchange weights, as averaging does for an evaluation; torch counts it."""
     state["model"].load_state_dict({name: t * 0.5 + 1.0 for name, t in state["model"].state_dict().items()})
 
 
@@ -50,8 +50,8 @@ def exchange(state: State) -> None:
 
 
 def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -> None:
-    """Weights that are exchanged when the copy has long ended are no reason to take back a checkpoint or a snapshot in
-    memory: not at the next update, not at the next step, not when somebody waits for it again."""
+    """If weights are exchanged long after the copy, no checkpoint or snapshot is retracted: not at the next update, not
+    at the next step, not at a repeated wait."""
     run = sgd()
     with ckpt.Checkpointer(run.state, ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
@@ -61,9 +61,9 @@ def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -
             boundaries[step] = freeze(run.state)
             save = cp.step(step)
             assert save is not None
-            assert eventually(lambda save=save: not save.unfinished())  # and nobody has asked for it
+            assert eventually(lambda save=save: not save.unfinished())  # without any request
             exchange(run.state)
-            run.move(run.state, step)  # the first to look, if anybody does
+            run.move(run.state, step)  # the first possible check
             assert (save.committed(1.0).step, save.staged(1.0).step) == (step, step)
             assert save.status == "committed"
             assert differences(read_back(cp, step, run.twin), boundaries[step]) == []
@@ -74,7 +74,7 @@ def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -
 
 
 def test_a_staged_step_stays_when_weights_are_exchanged_later(open_run: Any) -> None:
-    """The same in memory, where nobody has waited for anything: the copy has ended, whether or not that was asked."""
+    """The same in memory without a wait: the copy has ended, whether or not that was checked."""
     run = sgd()
     cp = open_run(run.state)
     for step in range(1, 5):
@@ -137,7 +137,8 @@ def test_writes_past_the_counters_tear_nothing(write: Any, open_run: Any, gate: 
 
 
 def test_a_write_behind_a_fence_costs_no_step(open_run: Any, gate: threading.Event) -> None:
-    """Said beforehand, it waits for the copy: the snapshot is whole, and weights go on being copied beside training."""
+    """A fence announced before the write waits for the copy: the snapshot is intact, and weights are still copied in
+    the background."""
     run = sgd()
     cp = open_run(run.state)
     for step in range(1, 4):
@@ -156,7 +157,7 @@ def test_a_write_behind_a_fence_costs_no_step(open_run: Any, gate: threading.Eve
 def test_weights_that_are_exchanged_and_back_again_while_they_are_copied(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is to be seen in the weights when the copy has ended, nor in any counter: the copy itself tells."""
+    """After the copy, neither the weights nor any counter show a change: only the copy itself does."""
     run = sgd()
     cp = open_run(run.state, on_error="warn")
     run.move(run.state, 1)
@@ -259,7 +260,7 @@ def test_a_write_under_way_when_the_trainer_dies(own_sockets: Path) -> None:
 
 
 def replay(state: State, step: int) -> None:
-    """What a replayed graph is to us: no hook runs, no version is counted."""
+    """Simulate a replayed graph: no hook runs, no version is counted."""
     gradients(state["model"], step)
     type(state["optim"]).step.__wrapped__(state["optim"])
 
@@ -281,7 +282,7 @@ def test_an_optimizer_that_steps_past_its_hook_tears_nothing(open_run: Any) -> N
 
 
 def test_a_wrapper_is_trusted_when_what_it_wraps_has_stepped(open_run: Any) -> None:
-    """As of Accelerate: an optimizer by its class, without hooks of its own, with the groups of another."""
+    """Like Accelerate's: an optimizer by its class, without hooks, with the groups of another."""
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -63,7 +63,7 @@ def unite(module: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
 
 
 class Scaled(nn.Linear):
-    """Extra state beside its weights, as layers of low precision have it."""
+    """Has extra state in addition to its weights, like low-precision layers."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -139,7 +139,7 @@ class Counting(TorchDispatchMode):
 
 
 def save(kind: str, root: str) -> State:
-    """Train and save every step; what went between the ranks meanwhile, and the loss of the step after."""
+    """Train and save every step. Return the messages between the ranks, and the loss of the step after."""
     state = build(kind)
     seen: list[str] = []
     with ckpt.Checkpointer(state, f"{root}/{kind}") as cp:
@@ -188,8 +188,8 @@ KINDS = ("gpt", "plain", "sharded", "summed")
 
 
 def test_saving_sends_nothing_whatever_hooks_a_model_has(tmp_path: Path) -> None:
-    """Between ranks nothing is sent in any step() or save, with hooks that gather or reduce; and a job of new processes
-    goes on with the same loss, extra state and all."""
+    """No step() or save sends anything between ranks, even with hooks that gather or reduce. A job of new processes
+    continues with the same loss and the extra state."""
     code = "import test_promise_state as t; t.main()"
     saved = reports(launch(2, code, "save", tmp_path, *KINDS, port=free_port()))
     loaded = reports(launch(2, code, "load", tmp_path, *KINDS, port=free_port()))
@@ -260,7 +260,7 @@ def restored(state: State, twin: State, tmp_path: Path) -> State:
 
 
 def test_what_a_module_adds_leaves_out_or_derives_is_kept(tmp_path: Path) -> None:
-    """Where hooks and methods change what must be saved, it comes back as they say; beside others as they lie."""
+    """If hooks and methods change the saved entries, these are restored through them; all other entries directly."""
 
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -419,20 +419,21 @@ def goes_on_alike(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_optimizer_around_another_goes_on_alike(tmp_path: Path) -> None:
-    """Also where the weights are the memory that its own state holds when they are saved, and not at a fresh start."""
+    """Also if its own state has the memory of the weights when they are saved, but not at a new start."""
     goes_on_alike("around", tmp_path)
 
 
 def test_an_optimizer_inside_another_is_not_forgotten(tmp_path: Path) -> None:
-    """The outer one's state_dict() says nothing of its moments: the user is told to add it."""
+    """The outer one's state_dict() omits its moments: the error tells the user to add it."""
     state = around(0)
     del state["base"]
-    with pytest.raises(ckpt.StateError, match=r"optim: .* in \.base.* put that one into the state"):
+    with pytest.raises(ckpt.StateError, match=r"optim: .* in \.base.* add that optimizer to the state"):
         ckpt.Checkpointer(state, tmp_path / "run")
 
 
 def test_an_optimizer_that_keeps_its_state_elsewhere_goes_on_alike(tmp_path: Path) -> None:
-    """What its own state_dict() says is saved and handed back: the next step is the untouched run's, bit for bit."""
+    """The contents of its own state_dict() are saved and loaded: the next step equals the undisturbed run's, bit for
+    bit."""
     goes_on_alike("contained", tmp_path)
 
 
@@ -500,7 +501,7 @@ def test_masters_go_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
 
 
 def flat_model(seed: int, *, odd: bool) -> State:
-    """A flat buffer of which the model's parameters are slices; `odd`: with room at its end that nobody else has."""
+    """A flat buffer with the model's parameters as slices; `odd`: with extra space at its end."""
     torch.manual_seed(seed)
     net = nn.Linear(4, 4)
     flat = torch.cat([*(p.detach().flatten() for p in net.parameters()), torch.randn(3 if odd else 0)])

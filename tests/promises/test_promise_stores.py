@@ -1,4 +1,4 @@
-"""Where a run is kept: what stays there, who may read it, and which places are refused."""
+"""The location of a run: which checkpoints stay there, who may read it, and which locations are rejected."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ runpy.run_module("ckpt", run_name="__main__")
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002, 0o077])
 def test_a_run_is_as_readable_as_the_umask_says(tmp_path: Path, umask: int) -> None:
-    """Every file of a run has mode 0666 less the umask, every folder 0777: after commits, retirement, a
-    SIGKILL and what the writer then says about it; the folders above it, what is exported, and a report as well."""
+    """Every file of a run has mode 0666 less the umask, every folder 0777: after commits, retirement, a SIGKILL and the
+    writer's report about it. The same applies to the folders above it, exports, and a report."""
     home = tmp_path / "team"
     run, text = home / "someone" / "run", f"{umask:o}"
     result = run_script(LIFE, run, text, home / "boards")
@@ -120,8 +120,8 @@ def test_a_plain_folder_keeps_everything(tmp_path: Path) -> None:
     ids=["nothing", "all", "three", "some"],
 )
 def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list[int]) -> None:
-    """All of them, a number, or a `Keep`, through the writer, which deletes nothing else; `ckpt prune` takes the same
-    words afterwards."""
+    """All checkpoints, a number, or a `Keep`, through the writer, which deletes nothing else; `ckpt prune` accepts the
+    same settings afterwards."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, incremental=False, **settings)]) as cp:
         for step in range(1, 9):
@@ -137,7 +137,8 @@ def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list
 
 
 def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
-    """A folder or URL that is no `Tier`, wherever places are said; and a `Tier` says the same to all of them."""
+    """A folder or URL that is not a `Tier` keeps everything, in every argument for tiers; a `Tier` is the same in all
+    of them."""
     folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
     for kept, given in ((True, folder), (False, three)):
         words: Any = [given]
@@ -155,8 +156,8 @@ def test_other_words_are_refused(keep: Any) -> None:
 
 
 def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path) -> None:
-    """Where all is kept, a disk gets full: the error says how to give up older ones; after that the same run goes on,
-    and what was committed before is sound."""
+    """If everything is kept, a disk fills up: the error explains how to delete older checkpoints. After that the same
+    run continues, and its checkpoints are intact."""
     with volume(tmp_path, "tmpfs", 8) as place:
         run, state = str(place.path / "run"), toy.build()
         with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, incremental=False)]) as cp:
@@ -193,7 +194,7 @@ class Honest(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Keeping(Honest):
-    """As it should be."""
+    """A store that works correctly."""
 
 
 class Twice(Honest):
@@ -236,10 +237,10 @@ class Unlisted(Honest):
 
 
 MISFITS = {
-    "twice": "create if absent: it lets an object be created twice",
-    "both": "create if absent: it says that an object is there already, and overwrites it",
-    "whole": "ranges: asked for 13 bytes of an object from byte 7 on, it does not give them .*bytes were requested",
-    "first": "ranges: asked for 13 bytes of an object from byte 7 on, it gives others",
+    "twice": "create if absent: an object can be created twice",
+    "both": "create if absent: it reports that an object exists, but overwrites it",
+    "whole": "ranges: a request for 13 bytes of an object from byte 7 fails .*bytes were requested",
+    "first": "ranges: a request for 13 bytes of an object from byte 7 returns other bytes",
     "lost": "read after write: an object that was just stored cannot be found",
     "unlisted": "read after write: an object that was just stored is not listed",
     "looking": "create if absent: its driver, Looking, cannot create an object only if it is absent",
@@ -280,7 +281,7 @@ def test_guarantees_in_errors_are_those_of_the_guide() -> None:
 
 
 def test_a_look_at_the_place_is_no_file_of_somebody_else(tmp_path: Path) -> None:
-    """What a start that was killed has left of its look is not taken for somebody's files by the next one."""
+    """Test objects of a killed start are not mistaken for other files by the next one."""
     inside.write_files("keeping://bucket/other", {"doctor-1700000000-0123abcd/probe": b"left"})
     for _ in range(2):
         inside.create_run("keeping://bucket/other")
@@ -295,7 +296,7 @@ def told(*words: object) -> Any:
 
 
 def test_how_often_and_how_many_is_said_of_a_folder(run_dir: str) -> None:
-    """`Checkpointer(state, folder, every=, keep=)` is a `Tier` of these, with memory beside it."""
+    """`Checkpointer(state, folder, every=, keep=)` is a `Tier` with these settings, in addition to memory."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir, every=2, keep=2) as cp:
         for step in range(1, 12):

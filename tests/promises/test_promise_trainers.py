@@ -1,4 +1,5 @@
-"""What a training under Lightning or Hugging Face may rely on: what counts as best, what comes back, what is left."""
+"""Guarantees for trainings under Lightning or Hugging Face: the best checkpoints, the restored state, the files that
+are left."""
 
 from __future__ import annotations
 
@@ -101,8 +102,8 @@ TRAININGS: dict[str, tuple[str, list[float | None], dict[str, Any], list[int]]] 
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_score_is_of_the_step_it_was_measured_at(tmp_path: Path, name: str) -> None:
-    """The best are steps at which the metric was measured, with the score of then, and they alone; each is written
-    whole whatever the cadences are, with the weights that were scored."""
+    """The best are exactly steps at which the metric was measured, with its score then. Each is saved completely,
+    whatever the intervals, with the weights that were scored."""
     where, values, spec, expected = TRAININGS[name]
     run, scored = str(tmp_path / "run"), Scored(where, values)
     places = [ckpt.Memory(every=SELDOM), ckpt.Tier(run, every=SELDOM, keep=1)]
@@ -118,7 +119,7 @@ def test_a_score_is_of_the_step_it_was_measured_at(tmp_path: Path, name: str) ->
 
 
 def plain(run: str, step: int) -> tuple[Any, Any]:
-    """Everything of a checkpoint that is no tensor, but what it knows of other checkpoints."""
+    """Return all values of a checkpoint that are not tensors, except its references to other checkpoints."""
     loaded = ckpt.load(run, step=step)
     rest = loaded.plain("trainer")
     del rest["own"]
@@ -164,7 +165,8 @@ def test_the_random_numbers_of_a_training_are_not_drawn(tmp_path: Path) -> None:
 
 
 class Kept(TrainerCallback, ExportableState):
-    """`label` is what it is made with; `count` changes as it trains, and is said to be an argument, as is common."""
+    """`label` is an argument of the constructor; `count` changes during training, and is reported as an argument, as is
+    common."""
 
     def __init__(self, label: str = "default", count: int = 0, beside: object = None) -> None:
         self.label, self.count, self.beside = label, count, beside
@@ -195,8 +197,8 @@ def two_starts(run: str, first: tuple[Any, ...], second: tuple[Any, ...], **sett
 
 
 def test_callbacks_come_back_as_they_were_saved(run_dir: str) -> None:
-    """With restore_callback_states_from_checkpoint, arguments and attributes are those that were saved, also of two
-    callbacks of one class, and the state says so to whoever looks at it."""
+    """With restore_callback_states_from_checkpoint, arguments and attributes are the saved ones, also for two callbacks
+    of one class, and the state reports it."""
     stopping, kept = EarlyStoppingCallback(), (Kept(), Kept())
     first = (EarlyStoppingCallback(5, 0.2), Kept("first"), Kept("second"))
     two_starts(run_dir, first, (stopping, *kept), restore_callback_states_from_checkpoint=True)
@@ -210,7 +212,7 @@ def test_callbacks_come_back_as_they_were_saved(run_dir: str) -> None:
 
 
 def test_what_a_script_says_now_is_taken_and_what_training_did_stays(run_dir: str) -> None:
-    """Without that argument too, what changed in training comes back; what never did is as this start says."""
+    """Without that argument too, attributes that changed in training are restored; all others are as in this script."""
     kept = (Kept("new", beside=object()), Kept("newer"))
     stopping = EarlyStoppingCallback(3)
     found = two_starts(run_dir, (EarlyStoppingCallback(5), Kept("first"), Kept("second", count=10)), (stopping, *kept))
@@ -219,7 +221,7 @@ def test_what_a_script_says_now_is_taken_and_what_training_did_stays(run_dir: st
 
 
 def test_a_callback_that_is_missing_is_warned_of(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In the Trainer's own words, and by its own logger; the others come back all the same."""
+    """The warning has the Trainer's own text and logger; all other callbacks are restored."""
     kept = Kept()
     two_starts(run_dir, (EarlyStoppingCallback(5), Kept("first")), (kept,))
     said = [one for one in caplog.records if "not included in current configuration" in one.getMessage()]
@@ -252,12 +254,12 @@ def lightning_trainer(folder: Path, *plugins: Any, **options: Any) -> tuple[pl.T
 
 
 def runs_in(folder: Path) -> set[str]:
-    """What is a checkpoint of ours there."""
+    """Return our checkpoints there."""
     return {path.parent.name for path in folder.glob("*/FORMAT.json")}
 
 
 def ended(plugin: Any) -> Any:
-    """What is inside of it, once the threads of the AsyncCheckpointIOs around it have nothing left to do."""
+    """Return the inner plugin, once the threads of the AsyncCheckpointIOs around it are idle."""
     while isinstance(plugin, AsyncCheckpointIO):
         plugin.teardown()
         plugin = plugin.checkpoint_io
@@ -281,7 +283,7 @@ def test_no_thread_is_left_and_ours_is_what_writes(tmp_path: Path, name: str) ->
     trainer.validate(model, verbose=False)
     trainer.fit(model)
     assert isinstance(ended(plugin), CheckpointIO) and not police.left()
-    left = runs_in(tmp_path)  # an AsyncCheckpointIO removes at once, perhaps before what it has saved is begun
+    left = runs_in(tmp_path)  # an AsyncCheckpointIO removes immediately, perhaps before its save has begun
     assert {Path(saver.best_model_path).name, "last.ckpt"} <= left and (len(left) == 2 or name != "plain")
     trainer.test(model, ckpt_path=saver.last_model_path, verbose=False)
     trainer.test(model, ckpt_path="best", verbose=False)
@@ -342,11 +344,11 @@ def test_each_method_leaves_no_thread(tmp_path: Path) -> None:
 
 
 class Odd:
-    """What only a pickle can bring back."""
+    """An object that only pickle can restore."""
 
 
 def test_storage_options_are_used_or_refused(tmp_path: Path) -> None:
-    """What is no dict, and what a folder has no use for, is an error that says so; the rest reaches the store."""
+    """A value that is not a dict, and options that a folder cannot use, raise an error; the others reach the store."""
     trainer, _ = lightning_trainer(tmp_path, CheckpointIO())
     trainer.strategy.connect(BoringModel())
     with pytest.raises(ckpt.UsageError, match=r"a dict of fsspec options like .*, not str"):

@@ -86,7 +86,7 @@ def test_leaving_while_the_writer_is_dead(own_sockets: Path, how: str) -> None:
 def test_a_trainer_that_dies_before_the_next_writer_has_read_what_it_was_sent(
     own_sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hears of the death first, and of the memory then: it reads to the end before it looks what there is."""
+    """It is notified of the death before the memory: it reads all messages before it searches the memory."""
     monkeypatch.setenv("SMALL", "2000")
     end = "os.kill(cp.writer_pid, signal.SIGKILL); time.sleep(60)"
     assert killed(run_script(LIFE, "unread", "inside.die_before_next_writer_reads()", 4, end))
@@ -172,7 +172,7 @@ def test_closing_with_too_little_time_says_so(run_dir: str, timeout_s: float) ->
 
 
 def test_a_child_may_open_the_run_when_its_trainer_has_gone(run_dir: str) -> None:
-    """What it was forked with is its parent's; the name of the run is free for one of its own."""
+    """Inherited resources belong to its parent; the name of the run is free for the child's own Checkpointer."""
     with ckpt.Checkpointer(toy.build(), run_dir, triggers=None) as cp:
         cp.restore(default=0)
         reading, writing = os.pipe()

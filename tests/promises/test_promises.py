@@ -61,7 +61,7 @@ def test_waiting_for_an_older_save_proves_nothing_about_a_newer_one(trained: Any
             save = cp.step(step)
             assert save is not None
             before.staged(30)
-            updated(weight, optimizer, -1.0)  # at once
+            updated(weight, optimizer, -1.0)  # immediately
             save.staged(30)
             assert cp.restore(step=step) == step
             assert torch.equal(weight.detach(), torch.full_like(weight, float(step)))
@@ -76,7 +76,7 @@ def test_a_restored_step_outlives_a_kill_right_after_the_rollback() -> None:
 
 @pytest.mark.parametrize("short_life", [("9", "0"), ("8", "0", "leave")], ids=["mismatch", "exit before restore"])
 def test_memory_that_was_not_restored_stays(short_life: tuple[str, ...]) -> None:
-    """An incarnation that ends before it has restored leaves the memory as it found it, for the next one."""
+    """A job attempt that ends before restoring leaves the memory unchanged for the next one."""
     assert killed(run_script(LIFE, 8, 5))
     assert run_script(LIFE, *short_life).returncode != -signal.SIGKILL
     assert run_script(LIFE, 8, 0).stdout.split() == ["start", "5", "5", "memory"]
@@ -99,7 +99,7 @@ def test_a_reading_that_fails_is_not_taken_for_unchanged(run_dir: str) -> None:
 
 
 def test_going_back_while_a_checkpoint_is_written_does_not_fence_us(run_dir: str) -> None:
-    """`save()` and at once `restore()`: the checkpoint under way is still ours."""
+    """`restore()` directly after `save()`: the checkpoint in progress still belongs to this job."""
     weight = nn.Parameter(torch.zeros(1_000_000))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, run_dir) as cp:

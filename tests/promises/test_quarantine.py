@@ -35,7 +35,8 @@ print("digest", toy.digest(state))
 
 
 def test_ten_broken_steps_do_not_push_the_last_sound_one_out(run_dir: str) -> None:
-    """Not in memory, where the ring is shorter than that, and not on disk; the run goes on from before they began."""
+    """Neither in memory, where the ring is shorter than that, nor on disk; the run continues from the step before
+    them."""
     assert killed(run_script(BREAK, run_dir))
     again = run_script(BREAK, run_dir, "mend")
     assert again.stdout.split()[:3] == ["start", "20", "memory"], again.stderr
@@ -43,7 +44,7 @@ def test_ten_broken_steps_do_not_push_the_last_sound_one_out(run_dir: str) -> No
 
 
 def test_a_broken_step_is_there_for_those_who_ask(run_dir: str) -> None:
-    """By its number; the newest is the last sound one, for restore() and for load()."""
+    """It is restored by its number; without one, restore() and load() take the last intact one."""
     weight = nn.Parameter(torch.zeros(4))
     state: dict[str, Any] = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=5)]) as cp:
@@ -60,7 +61,7 @@ def test_a_broken_step_is_there_for_those_who_ask(run_dir: str) -> None:
 
 
 def test_only_broken_steps_are_no_fresh_start(run_dir: str) -> None:
-    """A default is for places without checkpoints; here somebody has to look."""
+    """A default is for locations without checkpoints; here a person must decide."""
     weight = nn.Parameter(torch.zeros(4))
     state: dict[str, Any] = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
     for again in (False, True):
@@ -76,7 +77,7 @@ def test_only_broken_steps_are_no_fresh_start(run_dir: str) -> None:
 
 
 def test_the_log_says_which_are_finite(run_dir: str) -> None:
-    """What was said is in the record, None where nothing was."""
+    """The record has the value that was passed, None for none."""
     weight = nn.Parameter(torch.zeros(4))
     said = {1: None, 2: True, 3: False}
     with ckpt.Checkpointer({"w": weight}, [ckpt.Tier(run_dir, every=1, keep=5)]) as cp:

@@ -1,7 +1,7 @@
-"""Deaths and signals at random moments, one after the other: nothing acknowledged is lost, every bit is right.
+"""Deaths and signals at random moments: no acknowledged step is lost, and every bit is right.
 
-Each chain is one run that is killed, crashed and told to leave again and again, wherever it just is: opening, staging,
-writing, committing, restoring. What the trainer said before it ended is what the next one is held to.
+Each chain is one run that is killed, crashed and ended repeatedly at any moment: during opening, staging, writing,
+committing and restoring. The next process is checked against the steps that the trainer acknowledged before its end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Faults of single ranks: what all ranks together have saved is still whole, and whoever waits is told in time.
+"""Faults of single ranks: checkpoints of all ranks stay intact, and waiting ranks are notified in time.
 
-A job is two to four real processes over gloo (`rank_toy`), started and killed here as torchrun does it: when one of
-them dies, the others are killed. Two oracles: a restore yields, bit for bit and on all ranks, one checkpoint that was
-begun, and not an older one than the newest that was acknowledged (O1); nothing is wrong with any byte of a live
-checkpoint, and each of them is one step of one job (O2).
+A job is two to four real processes with gloo (`rank_toy`), started and killed as torchrun does: when one rank dies, the
+others are killed. Two oracles: a restore yields, bit for bit and on all ranks, one checkpoint that was begun, not older
+than the newest acknowledged one (O1); every byte of every live checkpoint is right, and each checkpoint is one step of
+one job (O2).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STEPS, EVERY = 8, 2
 
 @dataclass
 class Done:
-    """A job that has ended: what its ranks have said, how they ended, and what they complained of."""
+    """A finished job: the output of its ranks, their exit codes, and their errors."""
 
     said: list[list[Line]]
     codes: list[int | None]
@@ -119,7 +119,7 @@ def job(
 
 
 def node(disk: Path, rank: int) -> Path:
-    """What the node of a rank has for itself: a folder of sockets, and its disk."""
+    """Return the private parts of a rank's node: a folder of sockets, and its disk."""
     found = disk.with_name(f"{disk.name}-of-{rank}")
     (found / "disk").mkdir(parents=True, exist_ok=True)
     (found / "sockets").mkdir(mode=0o700, exist_ok=True)
@@ -128,7 +128,7 @@ def node(disk: Path, rank: int) -> Path:
 
 
 def _ended(processes: list[subprocess.Popen[bytes]]) -> bool:
-    """Whether all have come to their end, or one has died, or stands still: for that there are watchdogs."""
+    """Return True if all have ended, or one has died or is stopped (then a watchdog acts)."""
     codes = [process.poll() for process in processes]
     stopped = [psutil.Process(p.pid).status() for p, code in zip(processes, codes, strict=True) if code is None]
     return any(codes) or None not in codes or psutil.STATUS_STOPPED in stopped
@@ -234,9 +234,9 @@ COMMITS = [p for p in AFTER_START if p not in WRITES and p != "mirror.taken"]  #
 
 
 def test_a_rank_killed_at_every_point(run: Run, own_sockets: Path) -> None:
-    """A SIGKILL of one rank at any named point loses no step that all ranks had staged; the job is started again with
-    the same number of ranks, and with others."""
-    # Where nothing is restored, the points of a restore are not visited: begin with the others.
+    """A SIGKILL of one rank at any fail point loses no step that all ranks had staged; the job is restarted with the
+    same and with other numbers of ranks."""
+    # Without a restore, its fail points are not visited: begin with the others.
     for i, point in enumerate(sorted(TRAINER_POINTS, key=lambda p: p.startswith(("restore.", "run.")))):
         world = (2, 2, 3)[i % 3]
         done = run.train(world, {i % world: f"trainer/{point}:kill:{VISITS.get(point, 3 + i)}"})
@@ -246,14 +246,14 @@ def test_a_rank_killed_at_every_point(run: Run, own_sockets: Path) -> None:
 
 
 def test_the_writers_of_ranks_killed_at_every_point(run: Run, own_sockets: Path) -> None:
-    """Writers of both ranks die again and again: each is replaced, every step is committed, training goes on."""
-    for part in range(3):  # a trainer gives up on the fourth death
+    """Writers of both ranks die repeatedly: each is replaced, every step is committed, and training continues."""
+    for part in range(3):  # a trainer stops restarting its writer at the fourth death
         first = [f"writer/{p}:kill:{n}" for p, n in zip((*WRITES, *COMMITS)[part::3], (2, 3, 1), strict=False)]
         second = [f"writer/{p}:kill:{n}" for p, n in zip(WRITES[part::3], (3, 2), strict=False)]
         one = Run(run.folder, f"{run.url}-{part}", jobs=10 * part)
         spares = {"0": first[1:], "1": second[1:]}
         done = one.train(2, {0: first[0], 1: second[0]}, spares=spares, steps=16).whole()
-        # The last one may get to its point only while the run is closed, when nobody replaces it any more.
+        # The last one may reach its point only while the run is closed, when it is not replaced.
         for deaths, replaced in zip((first, second), done.heard("replaced"), strict=True):
             assert len(replaced) >= len(deaths) - 1, f"{deaths}: {done.stderr}"
         assert one.committed == 16
@@ -262,7 +262,8 @@ def test_the_writers_of_ranks_killed_at_every_point(run: Run, own_sockets: Path)
 
 
 def test_ranks_killed_with_their_writers(run: Run, own_sockets: Path) -> None:
-    """Where the memory of a rank is gone too, all go on from the newest committed step: rank 0, another, and both."""
+    """If the memory of a rank is lost too, all ranks continue from the newest committed step: for rank 0, another rank,
+    and both."""
     for world, victims in ((2, (1,)), (3, (0,)), (2, (0, 1))):
         before = run.committed
         fails = dict.fromkeys(victims, "trainer/stage.copied:kill:8,writer/part.stored:kill:4")
@@ -272,7 +273,7 @@ def test_ranks_killed_with_their_writers(run: Run, own_sockets: Path) -> None:
 
 
 def test_a_rank_that_stands_still(run: Run, own_sockets: Path) -> None:
-    """When the watchdog has ended the job, the next one goes on from the newest step that all ranks had staged."""
+    """When the watchdog has ended the job, the next one continues from the newest step that all ranks had staged."""
     done = run.train(2, {1: "trainer/stage.copied:stop:5"})
     assert [len(lines) for lines in done.heard("staged")] in ([4, 4], [5, 4])
     assert run.staged == 4
@@ -280,8 +281,8 @@ def test_a_rank_that_stands_still(run: Run, own_sockets: Path) -> None:
 
 
 def test_an_exception_in_one_rank(run: Run, own_sockets: Path) -> None:
-    """A rank leaves the `with` block by an exception while the others sit in a collective: it waits for nobody, and
-    the next job goes on from the newest step that all had."""
+    """A rank leaves the `with` block by an exception while the others are in a collective: it does not wait for them,
+    and the next job continues from the newest step that all ranks had."""
     done = run.train(2, crash={"1": 6})
     assert done.codes[1] == 1 and "the training of this rank has a bug" in done.stderr[1]
     assert run.staged == 5
@@ -291,7 +292,7 @@ def test_an_exception_in_one_rank(run: Run, own_sockets: Path) -> None:
 
 
 def test_memory_of_other_numbers_of_ranks(run: Run, own_sockets: Path) -> None:
-    """Fewer ranks, and more, go on from the memory of the writers that the job before has left; there is no disk."""
+    """Fewer and more ranks continue from the memory of the previous job's writers; there is no disk."""
     run.url = None
     for world in (4, 2, 3):
         assert run.train(world, {world - 1: "trainer/stage.copied:kill:4"}).codes[-1] == -signal.SIGKILL
@@ -301,8 +302,8 @@ def test_memory_of_other_numbers_of_ranks(run: Run, own_sockets: Path) -> None:
 
 @pytest.mark.long
 def test_disks_that_single_nodes_have(run: Run, own_sockets: Path) -> None:
-    """Each rank is on a node of its own, with a disk of its own: one node loses its memory, and all go on from what
-    both disks hold."""
+    """Each rank is on a separate node with its own disk: one node loses its memory, and all ranks continue from a step
+    on both disks."""
     if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
     run.nodes = True
@@ -353,7 +354,7 @@ FULL = "full disk"
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
-    """What became of each scene, by rank. One job plays them all, since starting processes is what takes time."""
+    """The results of all scenes, by rank. A single job plays them all, because starting processes is slow."""
     folder = tmp_path_factory.mktemp("scenes")
     sockets = folder / "sockets"
     sockets.mkdir(mode=0o700)
@@ -373,7 +374,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[An
 
 
 def both(scene: list[Any], key: str) -> Any:
-    """What all ranks say alike."""
+    """Return a value that is equal on all ranks."""
     assert "broken" not in scene[0] and "broken" not in scene[1], scene
     assert scene[0][key] == scene[1][key]
     return scene[0][key]
@@ -388,7 +389,8 @@ def went_on(scene: list[Any], step: int, tier: str = "") -> None:
 
 @pytest.mark.parametrize(("where", "missing", "step"), [("opening", 0, 0), ("restoring", 1, 0), ("closing", 0, 1)])
 def test_an_absent_rank_is_named(told: dict[str, list[Any]], where: str, step: int, missing: int) -> None:
-    """Who waits in vain gets DeadlineError; so does the late one, or whoever waits with it; then all can go on."""
+    """A rank that waits in vain gets DeadlineError; so does the late one, or a rank that waits with it; then all can
+    continue."""
     scene = told[f"rank {missing} absent at {where}"]
     found = both(scene, "again")
     assert (found["step"], found["wrong"]) == (step, [])
@@ -399,7 +401,7 @@ def test_an_absent_rank_is_named(told: dict[str, list[Any]], where: str, step: i
 
 
 def test_ranks_with_other_settings(told: dict[str, list[Any]]) -> None:
-    """Another location or cadence is said at once, on all ranks alike, with both settings."""
+    """A different location or interval is reported immediately, on all ranks, with both settings."""
     text = both(told["other place"], "error")
     assert text.startswith("UsageError: rank 1 saves to ") and "/1 every 1 steps, rank 0 to " in text
     text = both(told["other cadence"], "error")
@@ -409,8 +411,8 @@ def test_ranks_with_other_settings(told: dict[str, list[Any]]) -> None:
 
 
 def test_ranks_at_other_steps(told: dict[str, list[Any]]) -> None:
-    """Steps that only one rank has saved fail by the deadline, which says whose parts are missing; the next one that
-    all save is a checkpoint."""
+    """Steps that only one rank has saved fail at the deadline, with the missing ranks; the next one that all ranks save
+    is committed."""
     scene = told["other step"]
     for rank, (step, other) in enumerate(((4, 1), (5, 0))):
         assert f"step {step} was not committed: the parts of ranks {other} did not come within" in scene[rank]["error"]
@@ -419,7 +421,7 @@ def test_ranks_at_other_steps(told: dict[str, list[Any]]) -> None:
 
 @pytest.mark.parametrize(("how", "named"), [("more", "net.another"), ("shape", "net.odd is of shape [7, 4]")])
 def test_ranks_with_other_tensors(told: dict[str, list[Any]], how: str, named: str) -> None:
-    """What does not fit together is never a checkpoint; all ranks hear which tensor it is; later saves succeed."""
+    """Mismatched tensors never form a checkpoint; the error on all ranks names the tensor; later saves succeed."""
     scene = told[f"other {how}"]
     assert both(scene, "steps") == [3, 1]
     for one in scene:
@@ -437,7 +439,7 @@ def test_ranks_that_want_other_checkpoints(told: dict[str, list[Any]]) -> None:
 
 @pytest.mark.parametrize("how", [how for how in rank_toy.DAMAGE if how != "nothing"])
 def test_damage_to_one_rank_is_everybodys(told: dict[str, list[Any]], how: str) -> None:
-    """All ranks fall back to the older checkpoint, and say alike which one was passed over and why."""
+    """All ranks restore the older checkpoint, and report the same skipped one and reason."""
     found = both(told["damaged"], how)
     assert (found["step"], found["wrong"]) == (1, [])
     ((step, tier, reason),) = found["skipped"]
@@ -447,14 +449,13 @@ def test_damage_to_one_rank_is_everybodys(told: dict[str, list[Any]], how: str) 
 
 
 def test_negative_control_undamaged(told: dict[str, list[Any]]) -> None:
-    """A copy that nobody damaged is restored to its newest step."""
+    """An undamaged copy is restored to its newest step."""
     found = both(told["damaged"], "nothing")
     assert (found["step"], found["wrong"], found["skipped"]) == (2, [], [])
 
 
 def test_the_disk_fails_one_rank(told: dict[str, list[Any]]) -> None:
-    """Just the step under way fails, on all ranks and without waiting for a deadline; the others hear whose disk it
-    was."""
+    """Only the save in progress fails, on all ranks and without waiting for a deadline; the error names the rank."""
     scene = told["disk of rank 1"]
     errors = [one["errors"] for one in scene]
     assert all(mine[0] == mine[5] == "" for mine in errors)
@@ -470,14 +471,14 @@ def test_the_disk_fails_the_committer(told: dict[str, list[Any]]) -> None:
     """The same where one rank commits for all; only of a record that may have landed the others know better."""
     first, second = (one["errors"] for one in told["committer"])
     assert (first[0], second[0], first[3], second[3]) == ("", "", "", "")
-    assert "whether the checkpoint is recorded in " in first[1]
+    assert "cannot tell whether the checkpoint is recorded in " in first[1]
     assert first[2].startswith("SaveError: ") and "was given up: rank 0: " in second[2]
     went_on(told["committer"], 4)
 
 
 def test_a_full_disk_is_not_filled_with_what_was_given_up(told: dict[str, list[Any]]) -> None:
-    """The disk has room for the part of one rank and not for the other's. Nothing is left of such attempts, so the
-    next save succeeds once there is room again."""
+    """The disk has space for the files of one rank, but not for the other's. Nothing is left of such saves, so the next
+    one succeeds once there is space again."""
     if FULL not in told:
         pytest.skip("no tmpfs here")
     for one in told[FULL]:
@@ -489,7 +490,7 @@ def test_a_full_disk_is_not_filled_with_what_was_given_up(told: dict[str, list[A
 
 @pytest.mark.parametrize("how", ["copying fails", "written while it is copied"])
 def test_staging_fails_on_one_rank(told: dict[str, list[Any]], how: str) -> None:
-    """The others do not wait for it, and hear why."""
+    """The others do not wait for it, and get its error."""
     scene = told[f"staging: {how}"]
     assert "was given up: rank 1: step 2 " in scene[0]["error"]
     assert scene[1]["error"].startswith("SaveError: step 2 ")
@@ -513,8 +514,8 @@ def test_what_was_undone_is_not_the_last_step(told: dict[str, list[Any]]) -> Non
 
 
 def test_a_checkpoint_that_was_superseded_before_one_looked(told: dict[str, list[Any]]) -> None:
-    """One writer stands still and then commits many steps at once, the first of which are retired before the other has
-    seen them: they were checkpoints for both."""
+    """One writer is stopped and then commits many steps, the first of which are retired before the other has read their
+    records: they were checkpoints for both."""
     assert both(told["stall"], "errors") == [""] * 7
     went_on(told["stall"], 8)
 
@@ -523,14 +524,15 @@ def test_a_checkpoint_that_was_superseded_before_one_looked(told: dict[str, list
 
 
 def test_a_world_that_cannot_hold_what_was_saved(tmp_path: Path, own_sockets: Path) -> None:
-    """Fewer ranks than models under one name, or another shape: all ranks hear which tensor, and nothing is changed."""
+    """Fewer ranks than models under one name, or another shape: the error on all ranks names the tensor, and nothing is
+    changed."""
     root = str(tmp_path / "run")
     job(tmp_path / "save", 4, [("save_unlike", {"root": root})]).whole()
     done = job(tmp_path / "load", 2, [("cannot_hold", {"root": root})]).whole()
     for (line,) in done.heard("result"):
         found = line["result"]
         assert found["own"].startswith("MismatchError: ") and "nothing was changed" in found["own"]
-        assert "net.weight was saved by ranks 0, 1, 2, 3 with values of their own" in found["own"]
+        assert "net.weight has different values on ranks 0, 1, 2, 3" in found["own"]
         assert found["alike"].startswith("MismatchError: ")
         assert "net.weight has shape [4, 5] in the checkpoint and [4, 6] here" in found["alike"]
         assert found["own unchanged"] and found["alike unchanged"]
@@ -572,7 +574,7 @@ def test_negative_control_a_wrong_bit_is_seen(told: dict[str, list[Any]]) -> Non
 
 
 def restart_until_it_starts(run: Run, sockets: Path, world: int, fails: Fails, left: str, **arguments: Any) -> None:
-    """A job of which some memory is left and no checkpoint refuses to begin at 0: then that memory is given up."""
+    """A job with some memory but no checkpoint refuses to start at 0: then that memory is released."""
     if left == DISK and not run.committed:
         kill_all(writers(sockets))
     run.train(world, fails, left=left, **arguments)

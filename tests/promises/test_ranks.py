@@ -24,7 +24,7 @@ _loaded: dict[tuple[int, int], Reports] = {}
 
 @pytest.fixture
 def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs every mode at once, since starting processes is what takes time; each pair of worlds once."""
+    """Runs every mode in one job, because starting processes is slow; each pair of worlds once."""
 
     def saved(world: int) -> Path:
         if world not in _saved:
@@ -109,7 +109,7 @@ def test_one_process_loads_what_two_saved(job: Any, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_command_line_reads_what_ranks_saved(job: Any, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`verify` finds it sound, `show` names whole tensors, `diff` of two steps tells what differs."""
+    """`verify` finds no damage, `show` lists whole tensors, `diff` of two steps lists the differences."""
     folder = str(job.saved(2) / mode)
 
     def run(*arguments: str) -> tuple[int, Any]:

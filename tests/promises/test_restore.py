@@ -1,4 +1,5 @@
-"""Restoring: every bit, in place, from memory and from disk alike; or an error that tells all and changes nothing."""
+"""Restores set every bit, in place, from memory and disk; or raise an error that lists all problems and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def test_one_flipped_bit_in_memory_is_seen_and_not_taken(at: str, bench: Bench) 
     state, twin = build(0), build(1)
     del state["rng"], twin["rng"]  # which they share
     snapshot = bench.snapshot(state)
-    others = [name for name in snapshot.contents.names if not name.endswith(".step")]  # which are alike in both
+    others = [name for name in snapshot.contents.names if not name.endswith(".step")]  # which are equal in both
     damaged = {"first": others[0], "last": others[-1]}.get(at)
     if damaged is None:
         snapshot.values[10] ^= 1
@@ -135,13 +136,13 @@ def test_one_flipped_bit_in_memory_is_seen_and_not_taken(at: str, bench: Bench) 
 
 
 def plain_bytes(state: State, name: str) -> bytes:
-    """What a state has under the name of one of its tensors."""
+    """Return the bytes of a tensor of a state, by name."""
     return raw(inside.tensor_of(state, name))
 
 
 @pytest.mark.parametrize("at", ["first", "last", "values"])
 def test_a_damaged_snapshot_in_memory_gives_way_to_the_next_place(at: str, bench: Bench) -> None:
-    """The disk has the same step: the whole state comes from there, and what was skipped is said."""
+    """The disk has the same step: the whole state comes from there, and the skipped snapshot is reported."""
     state, twin = build(0), build(1)
     wanted, snapshot = freeze(state), bench.snapshot(state)
     disk = bench.store(snapshot)
@@ -156,8 +157,8 @@ def test_a_damaged_snapshot_in_memory_gives_way_to_the_next_place(at: str, bench
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_large_piece_is_copied_and_verified_in_one_go(strict: bool, bench: Bench) -> None:
-    """What a strict restore has copied of a damaged snapshot is gone when it says that it has restored: the next place
-    fills all of it. A lenient one, which may leave out what it cannot have, takes nothing of a damaged piece."""
+    """A strict restore that has copied parts of a damaged snapshot overwrites all of them from the next source. A
+    lenient one, which may skip entries, takes nothing from a damaged piece."""
     make = [{"a": torch.randn(3 << 18), "model": nn.Linear(512, 1024)} for _ in range(2)]
     (state, twin), wanted = make, freeze(make[0])
     snapshot = bench.snapshot(state)
@@ -174,7 +175,7 @@ def test_a_large_piece_is_copied_and_verified_in_one_go(strict: bool, bench: Ben
 
 
 def test_negative_control_a_large_piece_without_a_digest(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If nobody compared the digest, the flipped bit would be there, and nothing said."""
+    """If the digest were not compared, the flipped bit would be restored without a report."""
     inside.trust_memory(monkeypatch)
     with pytest.raises(pytest.fail.Exception):
         test_a_large_piece_is_copied_and_verified_in_one_go(True, bench)
@@ -183,7 +184,7 @@ def test_negative_control_a_large_piece_without_a_digest(bench: Bench, monkeypat
 def test_negative_control_another_layout_is_not_taken_for_the_same(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the layouts were not compared, what does not fit would not be noticed."""
+    """If the layouts were not compared, a mismatch would not be noticed."""
     inside.take_every_layout_for_the_same(monkeypatch)
     with pytest.raises(AssertionError, match="touched"):
         test_what_does_not_fit_is_listed_whole_and_nothing_is_changed("memory", "groups", bench)
@@ -193,8 +194,8 @@ def test_negative_control_another_layout_is_not_taken_for_the_same(
 def test_a_state_of_the_same_layout_returns_as_any_other(
     place: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is filled as it lies is the same as what is placed tensor by tensor, in every bit, and autograd is told of
-    it; modules and optimizers lie so, other objects are asked."""
+    """Tensors filled without a check of each equal tensors placed one by one, in every bit, and autograd is notified.
+    This applies to modules and optimizers; other objects are loaded as always."""
     state, source = build(0), getattr(bench, place)(build(0))
     seen, found = inside.note_filled_as_they_lie(monkeypatch), []
     for as_saved in (True, False):
@@ -261,7 +262,7 @@ MISFITS: dict[str, tuple[Callable[[], State], list[str]]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_what_does_not_fit_is_listed_whole_and_nothing_is_changed(place: str, misfit: str, bench: Bench) -> None:
-    """One error says everything that differs; the state, generators included, is as it was."""
+    """One error lists all differences; the state, including generators, is unchanged."""
     make, expected = MISFITS[misfit]
     source, twin = getattr(bench, place)(build(0)), make()
     before = freeze(twin)
@@ -273,7 +274,7 @@ def test_what_does_not_fit_is_listed_whole_and_nothing_is_changed(place: str, mi
 
 def test_a_tied_model_does_not_take_an_untied_checkpoint(bench: Bench) -> None:
     """Nor the other way round, which is above."""
-    with pytest.raises(MismatchError, match="one tensor here, and were not when they were saved"):
+    with pytest.raises(MismatchError, match="one tensor here, but were not when they were saved"):
         restore(bench.memory(build(0, net=model(0, tied=False))), into=build(1))
 
 
@@ -294,7 +295,7 @@ def test_lenient_restores_take_what_fits(place: str, bench: Bench) -> None:
 
 
 def test_lenient_restores_leave_an_optimizer_that_can_go_on(bench: Bench) -> None:
-    """A parameter that has another shape now begins anew; the others keep what was learnt about them."""
+    """A parameter with another shape starts without state; the others keep theirs."""
 
     def built(width: int) -> State:
         net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, width))
@@ -311,7 +312,7 @@ def test_lenient_restores_leave_an_optimizer_that_can_go_on(bench: Bench) -> Non
     learnt, net = twin["optim"].state, twin["model"]
     assert set(learnt) == {net[0].weight, net[0].bias}
     assert torch.equal(learnt[net[0].weight]["exp_avg"], state["optim"].state[state["model"][0].weight]["exp_avg"])
-    assert any("1.weight: begins anew" in line for line in result.left_out)
+    assert any("1.weight: starts without state" in line for line in result.left_out)
     trained(twin)
     assert learnt[net[1].weight]["exp_avg"].shape == (7, 6)
 
@@ -354,7 +355,8 @@ def saved_run(tiers: Any, steps: int) -> list[Any]:
 
 
 def flip(folder: str, step: int) -> None:
-    """One bit, in the pack of a step, of weights that are others at each step: nothing else has the same bytes."""
+    """Flip a bit in the data file of a step, in weights that differ at each step, so that no other file has these
+    bytes."""
     pack = data_file(folder, step)
     data = bytearray(pack.read_bytes())
     size = int.from_bytes(data[:8], "little")
@@ -390,7 +392,7 @@ def test_memory_and_disk_bring_back_the_same(run_dir: str) -> None:
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(run_dir: str) -> None:
-    """The one before is restored, whole, and `last_restore` says what was wrong with the newest."""
+    """The one before is restored, and `last_restore` reports what was wrong with the newest."""
     frozen = saved_run(run_dir, 3)
     flip(run_dir, 3)
     twin = build(1)
@@ -404,7 +406,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run_dir: str) -> None:
 
 
 def test_another_tier_has_the_same_step(tmp_path: Path) -> None:
-    """What is damaged in the first folder comes from the second, at the same step, and only that."""
+    """Damaged pieces of the first folder, and only these, come from the second, at the same step."""
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     frozen = saved_run([near, far], 2)
     flip(near, 2)
@@ -593,7 +595,7 @@ def check_any_state(bench: Bench, pair: tuple[State, State], place: str) -> None
     state, twin = pair
     try:
         inside.readable(state)
-    except ckpt.StateError as error:  # keys such as 1 and "1" with an array under each
+    except ckpt.StateError as error:  # keys like 1 and "1" with an array under each
         assert "get this name" in str(error)
         assume(False)
     wanted, source = freeze(state), getattr(bench, place)(state)

@@ -1,4 +1,4 @@
-"""`restore()` says what it has done: to who sits at a terminal, and to who has set up logging."""
+"""`restore()` reports its result: on a terminal, and in the log."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_one_line_at_a_terminal(run: Path) -> None:
-    """From where, which step, how long; and no more than a line."""
+    """One line with the source, the step and the duration."""
     (line,) = seen(run)
     assert line.startswith("ckpt: restored step 3 from ") and str(run) in line and line.split(" in ")[1].endswith("s")
 

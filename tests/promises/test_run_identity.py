@@ -57,7 +57,7 @@ names = count()
 
 
 class Job(Trainer):
-    """A job that trains up to a step, and commits if it is told to."""
+    """A job that trains up to a step, and commits if requested."""
 
     def __init__(self, tag: float, *places: object, before: Sequence[str] = (), options: str = "{}") -> None:
         super().__init__(JOB, tag, ",".join(map(str, places)), options, before=before, stderr=subprocess.PIPE)
@@ -78,7 +78,7 @@ class Job(Trainer):
 
 
 def started(tag: float, *places: object, **more: object) -> str:
-    """What a start finds, which ends again."""
+    """Start a job, return the step that it restores, and end it."""
     with Job(tag, *places, **more) as job:  # type: ignore[arg-type]
         if job.began:
             job.close()
@@ -225,7 +225,8 @@ def test_new_folder_is_a_new_run_whatever_the_old_writer_was_about_to_write(
 
 
 def test_new_writer_does_not_begin_a_run_in_an_emptied_folder(tmp_path: Path, own_sockets: Path) -> None:
-    """The folder is emptied, and then the writer dies: the next one says so at each save. Put back, saves go on."""
+    """The folder is emptied, and then the writer dies: the next one raises at each save. When the folder is back, saves
+    continue."""
     folder, aside = tmp_path / "run", tmp_path / "aside"
     with Job(1.0, folder) as job:
         assert job.go("commit", 2) == "done 2"
@@ -270,7 +271,7 @@ def keys_at(url: str, server: MotoServer, *, delete: bool = False) -> list[str]:
 
 
 def test_buckets_of_one_name_at_two_endpoints_are_two_runs(servers: list[MotoServer], url: str) -> None:
-    """Both jobs train at once; each restarts from its own memory."""
+    """Both jobs train at the same time; each restarts from its own memory."""
     one, other = map(options_of, servers)
     with Job(1.0, url, options=one) as a, Job(2.0, url, options=other) as b:
         assert (a.began, b.began) == ("start 0 1.0 None", "start 0 2.0 None"), a.began or a.error()
@@ -285,8 +286,8 @@ def test_buckets_of_one_name_at_two_endpoints_are_two_runs(servers: list[MotoSer
 def test_nothing_is_uploaded_to_an_emptied_bucket(
     alone: bool, servers: list[MotoServer], url: str, tmp_path: Path, own_sockets: Path
 ) -> None:
-    """Each save fails and says so, and the bucket stays empty. The restart begins a new run there, or goes on from the
-    folder; the memory of the old run is released once the new one has begun."""
+    """Each save fails with an error, and the bucket stays empty. The restart begins a new run there, or continues from
+    the folder; the memory of the old run is released once the new one has begun."""
     places, options = (url,) if alone else (tmp_path / "run", url), options_of(servers[0])
     with Job(1.0, *places, options=options) as job:
         assert job.go("commit", 2) == "done 2"
@@ -304,7 +305,7 @@ def test_nothing_is_uploaded_to_an_emptied_bucket(
 
 
 def test_memory_is_kept_until_the_new_run_has_begun(servers: list[MotoServer], url: str, tmp_path: Path) -> None:
-    """A start fails after it has found the emptied bucket. Put back, the run goes on from memory."""
+    """A start fails after it has found the emptied bucket. When the bucket is back, the run continues from memory."""
     options = options_of(servers[0])
     with Job(1.0, url, options=options) as job:
         assert job.go("commit", 2) == "done 2" and job.go("step", 5) == "done 5"

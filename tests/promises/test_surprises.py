@@ -1,4 +1,4 @@
-"""What nobody expects of users and their files: exports that were edited, sources that change, names that collide."""
+"""Unexpected users and files: edited exports, changing sources, colliding names."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_an_export_that_was_edited_is_not_taken_for_what_it_was(run: Path, tmp_p
 
 
 def test_a_file_with_an_object_in_it_is_imported_without_it(tmp_path: Path, call: Any) -> None:
-    """Refused by path and class, with two ways out, and each of them works; `diff` says what it does not compare."""
+    """Rejected with path and class and two alternatives, each of which works; `diff` reports what it does not
+    compare."""
     source, state = tmp_path / "s.pt", {"model": {"w": torch.ones(3)}, "cli": {"args": Namespace(lr=0.1), "seed": 1}}
     torch.save(state, source)
     refused = call("import", source, tmp_path / "no")
@@ -101,7 +102,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, call: Any, monke
 
 
 def test_arrays_in_pickles_are_not_taken_from_an_older_file(tmp_path: Path, call: Any) -> None:
-    """An import that was stopped, and is called again after its source was written anew, is another import."""
+    """An import that was stopped, and is repeated after its source was rewritten, is another import."""
     import numpy as np
 
     source = tmp_path / "s.pt"
@@ -121,7 +122,7 @@ def test_arrays_in_pickles_are_not_taken_from_an_older_file(tmp_path: Path, call
 
 
 def test_transposed_tensors_within_bounds(tmp_path: Path, call: Any) -> None:
-    """A large tensor that is stored in columns arrives right, in no more memory than was said."""
+    """A large tensor that is stored in columns arrives correctly, within the announced memory."""
     weight = torch.randn(4000, 5000).t()
     torch.save({"model": {"w": weight, "v": torch.randn(7, 6, 5).permute(2, 0, 1)[1:4, ::2]}}, tmp_path / "t.pt")
     expected = torch.load(tmp_path / "t.pt")["model"]
@@ -135,7 +136,7 @@ def test_transposed_tensors_within_bounds(tmp_path: Path, call: Any) -> None:
 
 
 def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) -> None:
-    """Of tied weights, the one whose name matches; a run of only that module restores into it."""
+    """Of tied weights, the name that matches is used; a run of only that module restores into it."""
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
     b.weight = a.weight
     save(tmp_path / "run", {"a": a, "b": b}, range(1, 2), every=1)
@@ -160,7 +161,7 @@ def test_each_pattern_must_match(run: Path, tmp_path: Path, call: Any) -> None:
 
 
 def test_tied_names_in_another_order_are_the_same(tmp_path: Path, call: Any) -> None:
-    """Two files that keep different names of tied weights are equal, or differ in bytes, and this is said."""
+    """Two files with different names of tied weights are reported as equal, or different in bytes."""
     for name, state in (("one", ("a", "b")), ("two", ("b", "a"))):
         shared = nn.Parameter(torch.ones(5))
         model = nn.Module()
@@ -188,7 +189,7 @@ def test_a_tensor_called_format(tmp_path: Path, call: Any) -> None:
 
 
 def test_targets_that_cannot_be_are_refused_at_once(run: Path, tmp_path: Path, call: Any) -> None:
-    """An empty folder in the place of a file, and where a file system is mounted: before a byte is written."""
+    """An empty folder in place of a file, and a mount point, are rejected before a byte is written."""
     (tmp_path / "empty.pt").mkdir()
     found = call("restore", run, "--to", tmp_path / "empty.pt")
     assert found.code == 2 and "is a folder" in found.err and not (tmp_path / "empty.pt.partial").exists()
@@ -224,7 +225,7 @@ def test_a_name_means_all_that_belongs_to_it(run: Path, tmp_path: Path, call: An
 
 
 def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """strict=False names what did not fit; what fits nowhere is an error all the same, and nothing is changed."""
+    """strict=False reports mismatches; if nothing matches, it still raises an error, and nothing is changed."""
     model = nn.Linear(30, 20)
     with ckpt.Checkpointer({"model": model, "optim": torch.optim.AdamW(model.parameters())}, str(run)) as cp:
         assert cp.restore(strict=False) == 1
@@ -240,7 +241,7 @@ def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogC
 
 
 def test_what_is_no_run_and_no_whole(run: Path, tmp_path: Path, call: Any) -> None:
-    """Files of other programs where a run is expected, and a part of a DCP folder: what to do instead is said."""
+    """Files of other programs where a run is expected, and part of a DCP folder: the error names the alternative."""
     call("restore", run, "--to", tmp_path / "e.pt")
     call("restore", run, "--to", tmp_path / "d", "--format", "dcp")
     call("restore", run, "--to", tmp_path / "hf")

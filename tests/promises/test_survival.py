@@ -1,4 +1,4 @@
-"""The promise, end to end: a killed run goes on from the very step it had reached, bit for bit."""
+"""The main promise, end to end: a killed run continues from exactly the step it had reached, bit for bit."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ if rank == 0:  # it hosts the store
 
 
 def uneven(run: str, how: str, *counts: int) -> tuple[list[dict[str, Any]], str]:
-    """What each rank found, and the log of all. None of them waits for one that cannot come."""
+    """Return each rank's result, and the log of all. No rank waits for one that cannot arrive."""
     done = launch(len(counts), UNEVEN, run, how, *counts, port=free_port(), timeout_s=100)
     found = [json.loads(one.stdout) if one.stdout else {} for one in done]
     return found, "\n".join(one.stderr for one in done)
@@ -113,7 +113,7 @@ def test_close_names_the_rank_that_ended_early(
 
 
 def test_save_fails_while_training_when_another_rank_has_closed(run_dir: str) -> None:
-    """The rank that goes on need not come to close() to be told."""
+    """The remaining rank is notified before it calls close()."""
     found, logged = uneven(run_dir, "one closes first", 3, 3)
     assert "rank 1 closed after step 3 and saved no step 9" in found[0]["save"], (found, logged)
 

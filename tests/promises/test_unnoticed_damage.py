@@ -186,8 +186,8 @@ def start(folder: str) -> None:
 def test_damaged_shared_memory_is_noticed_at_the_first_start(
     region: str, run: tuple[Path, dict[int, str]], run_dir: str, own_sockets: Path
 ) -> None:
-    """Each region is damaged just before the trainer dies. The first start succeeds and names the damage; its tensors
-    are right, or not said to be verified."""
+    """Each region is damaged just before the trainer dies. The first start succeeds and reports the damage; its tensors
+    are right, or reported as unverified."""
     _, expected, steps, right = REGIONS[region]
     assert killed(run_script(f"import test_unnoticed_damage as t; t.train({run_dir!r}, {region!r})"))
     found = run_script(f"import test_unnoticed_damage as t; t.start({run_dir!r})", timeout_s=50)
@@ -216,7 +216,7 @@ class Colour(enum.Enum):
 
 
 def test_verify_accepts_values_of_every_kind(run_dir: str) -> None:
-    """What a restore can read is not called damaged, whoever knows what it stands for."""
+    """Values that a restore can read are not reported as damaged, whatever they mean."""
     model = torch.nn.Linear(3, 2).to(memory_format=torch.preserve_format)
     optim = torch.optim.AdamW(model.parameters())
     optim.param_groups[0] |= {"kind": torch.bfloat16, "colour": Colour.RED, "when": deque([1, 2], 3)}

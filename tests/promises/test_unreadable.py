@@ -43,7 +43,7 @@ FEW = ("EACCES", "ESTALE", "ENOENT")
 
 
 class Fault:
-    """Makes each access to matching files fail in this process, as long as it is on, or `count` times."""
+    """Makes each access to matching files fail in this process while it is on, or `count` times."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.number, self.match, self.left = 0, "", 0
@@ -286,7 +286,7 @@ def test_damaged_lease_is_waited_for_until_its_trainer_renews_it(lease: Path, mo
     for unknown in (whole[:50], newer):
         lease.write_bytes(unknown)
         said.clear()
-        inside.check_free(run, said.append)  # nobody renews it
+        inside.check_free(run, said.append)  # it is not renewed
         assert len(said) == 1 and "waiting up to" in said[0]
     lease.write_bytes(newer)
     with pytest.raises(ckpt.InUseError, match="cannot read"):
@@ -611,7 +611,7 @@ def test_a_listed_log_record_that_cannot_be_found_is_not_skipped(
 
 
 def test_repair_as_another_user_changes_nothing_without_permission(saved: Path) -> None:
-    """As in a job that runs as another user: the files are there, and cannot be opened."""
+    """A job that runs as another user cannot open the files."""
     run = saved.parent / f"{saved.name}-other" / "run"
     shutil.copytree(saved / "run", run)
     before, user = digests(run), []
@@ -632,7 +632,7 @@ def test_repair_as_another_user_changes_nothing_without_permission(saved: Path) 
 
 
 def test_commands_find_no_damage_when_descriptors_run_out(run: Path) -> None:
-    """Whatever number of descriptors is left. Control: with enough of them, all is read."""
+    """With any number of free descriptors. Control: with enough of them, everything is read."""
     code = """
 import os, resource, sys, ckpt, inside
 inside.try_again_for(inside.FOREVER, 0.05)
@@ -714,7 +714,7 @@ def test_error_of_the_users_code_skips_no_checkpoint(tmp_path: Path, error: Exce
     ):
         cp.restore()
     assert raised.value is error
-    assert at == "state_dict" or "loader raised this while it was restored" in error.__notes__[0]
+    assert at == "state_dict" or "loader raised this error during its restore" in error.__notes__[0]
     again = own_state(Loader())
     with ckpt.Checkpointer(again, tmp_path / "run") as cp:
         assert cp.restore() == 5 and cp.last_restore is not None and cp.last_restore.skipped == []
@@ -743,7 +743,7 @@ def test_real_damage_is_still_noticed_and_passed_over(
     assert found.code == 1 and "ckpt repair" in found.out
     with pytest.raises((CorruptError, StoreError)):
         ckpt.load(str(run)).all()
-    assert call("repair", run, "--yes").code == 1  # nobody has it, and nothing is made up
+    assert call("repair", run, "--yes").code == 1  # no source has it, and nothing is invented
     again = call("repair", run, "--from", saved / "near", "--yes")
     assert again.code == 0 and digests(run) == before
     harm(pack(run, 2))

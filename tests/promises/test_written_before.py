@@ -43,7 +43,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """Where a copy of a run lies: a folder, or a bucket of the same objects."""
+    """The location of a copy of a run: a folder, or a bucket with the same objects."""
     with contextlib.ExitStack() as stack:
 
         def made(kind: str, change: Callable[[Path], None] = lambda run: None) -> str:

@@ -333,7 +333,7 @@ def test_same_run_while_another_task_appends() -> None:
         await grow(log, mine, 5)
         del store.objects["FORMAT.json"]
         store.pause = asyncio.Event()
-        asking = asyncio.create_task(log._beheaded())
+        asking = asyncio.create_task(log._newest_missing())
         await asyncio.sleep(0)
         pause, store.pause = store.pause, None
         await grow(log, mine, 6)
@@ -399,7 +399,7 @@ def test_files_that_are_no_records_of_this_log_do_not_raise_the_floor() -> None:
         store.objects[record_key(9 * EVERY)] = other.store.objects[record_key(9 * EVERY)]
         found = await reopened(store)
         assert found.state.commits == log.state.commits and found.state.acquires == log.state.acquires
-        assert found.state.damaged and (await found.look()).floor == 2 * EVERY
+        assert found.state.damaged and (await found.list_records()).floor == 2 * EVERY
         end = Record("ABORT", {"checkpoint": "000000007.1-00000000", "reason": ""}, "x")
         await found.append(lambda state: end, owner=None)
 

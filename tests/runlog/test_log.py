@@ -492,7 +492,11 @@ def test_a_refusal_is_said_in_words(remote: bool) -> None:
         log, mine = await new_log(store)
         with pytest.raises(OutcomeUnknownError if remote else AccessError) as raised:
             await log.append(kept(attempt(1, 1), "mine"), owner=mine)
-        said = "whether the note that keeps a checkpoint is" if remote else "the note that keeps a checkpoint cannot be"
+        said = (
+            "cannot tell whether the note that keeps a checkpoint is"
+            if remote
+            else "the note that keeps a checkpoint cannot be"
+        )
         assert (
             str(raised.value).startswith(said) and "KEEP" not in str(raised.value) and "Permission" in str(raised.value)
         )
@@ -1091,7 +1095,7 @@ def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
         assert (state.held, found.world, found.whole) == ({}, 4, False)
         assert [rank for rank, _ in found.parts] == [0, 1]
         assert await verify(ranks.store, found) == []
-        with pytest.raises(CorruptError, match="holds 2 of the 4 parts"):
+        with pytest.raises(CorruptError, match="only 2 of the 4 ranks"):
             (await load_manifest(ranks.store, found)).saved()
 
     asyncio.run(scenario())
@@ -1109,12 +1113,12 @@ def test_what_is_held_outlives_a_deadline_and_is_given_up_by_abort_only() -> Non
         assert set(log.state.held) == {ranks.attempt()} and not log.state.aborted
         await commits.abort(log, ranks.mine, ranks.attempt(), "who says that does not know of other places")
         assert set(log.state.held) == {ranks.attempt()} and not log.state.aborted
-        await commits.abort(log, ranks.mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
+        await commits.abort(log, ranks.mine, ranks.attempt(), "other nodes do not have their files", held=True)
         assert not log.state.held
         await commits.complete(log, ranks.mine, ranks.attempt())
         assert not log.state.commits
         (said,) = refused(await asyncio.gather(ranks.settle(own, HERE), return_exceptions=True))
-        assert "other nodes do not hold" in said
+        assert "other nodes do not have" in said
 
     asyncio.run(scenario())
 
@@ -1150,7 +1154,7 @@ def test_the_files_of_what_is_held_stay() -> None:
 
         assert await retention.retire(log, mine, Keep(last=1), checked) == {ranks.attempt(2)}
         assert files() == 5  # a pack and a part of each rank, and the index
-        await commits.abort(log, mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
+        await commits.abort(log, mine, ranks.attempt(), "other nodes do not have their files", held=True)
         await retention.retire(log, mine, Keep(last=1), checked)
         assert files() == 0
 
@@ -1351,7 +1355,7 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
                 chain.log.state, chain.base
             )
             own = await chain.build(3, base)
-        message = f"step 3 builds on {gone}, which none of its sources uses any more: the next save will be whole"
+        message = f"step 3 builds on {gone}, which no live checkpoint uses: the next save will be whole"
         records = await chain.records()
         with pytest.raises(SaveError, match=re.escape(message)):
             await commits.commit(chain.log, chain.mine, [own], kind=kind)
@@ -1381,7 +1385,7 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
             await commits.retract(other, chain.mine, chain.attempt(1), "it mixes two moments")
 
         chain.store.then = meanwhile
-        with pytest.raises(SaveError, match="which none of its sources uses any more"):
+        with pytest.raises(SaveError, match="which no live checkpoint uses"):
             await commits.commit(chain.log, chain.mine, [own])
         assert await chain.sound() == []
 
@@ -1401,10 +1405,10 @@ def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
         role = Role((0,), 0, 2 if partial else 1)
         task = settling.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
         (said,) = refused(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30))
-        assert "which none of its sources uses any more: the next save will be whole" in said
+        assert "which no live checkpoint uses: the next save will be whole" in said
         state = (await reopened(chain.store)).state
         assert state.aborted == {chain.attempt(1), chain.attempt(2)} - state.retired
-        assert "which none of its sources uses" in state.reasons[chain.attempt(2)]
+        assert "which no live checkpoint uses" in state.reasons[chain.attempt(2)]
         assert (await chain.records())[-1] == "ABORT"
 
     asyncio.run(scenario())
@@ -1432,10 +1436,10 @@ def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None
             assert other.state.commits[chain.attempt(2)].needs == (chain.attempt(1),)
             return
         await chain.lose(1)
-        with pytest.raises(SaveError, match="step 1, which was given up"):
+        with pytest.raises(SaveError, match="step 1, which was retired"):
             await commits.complete(other, chain.mine, chain.attempt(2))
         (said,) = refused(await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 30))
-        assert "step 1, which was given up" in said
+        assert "step 1, which was retired" in said
         assert not other.state.held and await chain.sound() == []
         await commits.complete(other, chain.mine, chain.attempt(2))  # there is nothing to do any more
 
@@ -1480,7 +1484,7 @@ def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None
         chain = await Chain.open()
         own = await write_part(chain.store, of_two(chain.mine, 99))
         older = [str(chain.attempt(step)) for step in range(MAX_NEEDS + 1)]
-        for needs, message in ((older, "65 older ones"), ([str(chain.attempt(99))], "not older")):
+        for needs, message in ((older, "65 older checkpoints"), ([str(chain.attempt(99))], "not older")):
             bad = replace(own, part=replace(own.part, attempt=str(chain.attempt(98)), needs=needs))
             with pytest.raises(SaveError, match=message):
                 await commits.commit(chain.log, chain.mine, [bad])
@@ -1508,14 +1512,14 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
                 await commits.commit(log, mine, [chain.base])
                 used = {chain.attempt(1): set(chain.base.table.packs)}
             else:
-                with pytest.raises(SaveError, match="which none of its sources uses any more: the next save"):
+                with pytest.raises(SaveError, match="which no live checkpoint uses: the next save"):
                     await commits.commit(log, mine, [third])
             if how not in ("unknown", "its own"):
                 await commits.abort(log, mine, chain.attempt(1), "no")
             if how == "in use no more":
                 await commits.retract(log, mine, chain.attempt(2), "no")
             if how in ("aborted", "in use no more"):
-                with pytest.raises(SaveError, match=r"which none of its sources uses any more\n"):
+                with pytest.raises(SaveError, match=r"which no live checkpoint uses\n"):
                     await commits.commit(log, mine, [third], used=used)
                 continue
             found = await commits.commit(log, mine, [third], used=used)

@@ -39,7 +39,7 @@ def test_core_alone_restores_ordinary_state(core_alone: None) -> None:
     assert differences(freeze(twin), freeze(state))
     Saved(Capture(state).read()).restore(twin)
     assert differences(freeze(twin), freeze(state)) == []
-    with pytest.raises(StateError, match="a tensor subclass with storage of its own kind"):
+    with pytest.raises(StateError, match="a tensor subclass with its own kind of storage"):
         Capture({"mine": [Quantised.of(torch.ones(4))]}).read()
 
 

@@ -523,7 +523,7 @@ def test_differing_weights_of_ranks_are_refused_whatever_loads_them(saved: Any, 
     """On another number of ranks. Buffers may differ."""
     moment = of_two_ranks(saved())
     problems = Capture({"m": here()}).place(moment).problems
-    named = {text.split()[0].removeprefix("m.") for text in problems if "values of their own" in text}
+    named = {text.split()[0].removeprefix("m.") for text in problems if "different values on ranks" in text}
     assert named == weights and len(problems) == len(weights)
     assert Capture({"m": here()}, Seat(1, 2)).place(moment).problems == []
     Capture({"m": here()}).place(moment, strict=False)

@@ -846,8 +846,8 @@ def test_each_optimizer_that_another_holds_must_be_in_the_state(kind: str, share
     optim = Holding(net, hold, share)
     inner = [one for _, one in forgotten(optim)]
     state: State = {"net": net, "optim": optim}
-    with pytest.raises(StateError, match=rf"optim: .* in {where}, .* put that one into the state"):
+    with pytest.raises(StateError, match=rf"optim: .* in {where}, .* add that optimizer to the state"):
         Capture(state)
-    with pytest.raises(StateError, match=r"optim: .* put that one into the state"):
+    with pytest.raises(StateError, match=r"optim: .* add that optimizer to the state"):
         Capture({**state, "first": inner[0]})
     Capture({**state, "both": inner})

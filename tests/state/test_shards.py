@@ -64,7 +64,9 @@ def test_what_one_rank_can_see_is_refused_at_once(name: str) -> None:
 
 def test_other_mistakes_are_refused() -> None:
     assert "a dict by name, not <class 'list'>" in said([ckpt.Shard(FULL, (20,))])
-    assert "is held by ranks [1], it says, and this is rank 0" in said({"w": ckpt.Shard(FULL, (20,))}, ranks=(1,))
+    assert "ranks=[1] must be ranks of this job and include this rank, 0" in said(
+        {"w": ckpt.Shard(FULL, (20,))}, ranks=(1,)
+    )
     assert "must be a str" in said({1: ckpt.Shard(FULL, (20,))})
 
 

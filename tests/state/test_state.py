@@ -587,6 +587,13 @@ def test_the_same_object_twice_is_refused() -> None:
         Capture({"a": model, "b": [model]})
 
 
+@pytest.mark.parametrize("state", [[nn.Linear(1, 1)], None, nn.Linear(1, 1), OrderedDict()], ids=lambda s: type(s))
+def test_the_state_is_a_dict(state: Any) -> None:
+    """Anything else is refused with an example of what is wanted."""
+    with pytest.raises(StateError, match="must be a dict"):
+        Capture(state)
+
+
 def test_wrong_values_name_their_path() -> None:
     """Of plain values, group settings, optimizer state and what objects say of themselves."""
     p = nn.Parameter(torch.ones(1))

@@ -95,7 +95,7 @@ def test_a_write_is_seen_wherever_it_is_made(write: str) -> None:
 DIFFERENT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "class": (Other.of, r"net\.frozen is a wrapped_toy\.Quantised in the checkpoint and a wrapped_toy\.Other here"),
     "plain": (Tensor.clone, r"net\.frozen is a wrapped_toy\.Quantised in the checkpoint and a plain tensor here"),
-    "context": (lambda plain: Quantised.of(plain, "b"), r"net\.frozen: its wrapped_toy\.Quantised says .*'b'"),
+    "context": (lambda plain: Quantised.of(plain, "b"), r"net\.frozen: its wrapped_toy\.Quantised has settings .*'b'"),
     "shape": (lambda plain: Quantised.of(plain[:, :4]), r"net\.frozen has shape \[6, 6\] .* \[6, 4\] here"),
 }
 
@@ -127,7 +127,7 @@ def test_moments_of_another_kind_begin_anew_where_that_is_allowed() -> None:
     state, twin = trained(), build(7, label=(2, "n"))
     train(twin, 1)
     saved = Saved(Capture(state).read())
-    with pytest.raises(MismatchError, match=r"optim\.state\.net\.body\.weight\.exp_avg: its .*Quantised says"):
+    with pytest.raises(MismatchError, match=r"optim\.state\.net\.body\.weight\.exp_avg: its .*Quantised has settings"):
         saved.restore(twin)
     saved.restore(twin, strict=False)
     assert not twin["optim"].state[twin["net"].body.weight]
@@ -181,7 +181,7 @@ def test_what_an_object_in_a_context_holds_is_compared() -> None:
     """A scale in an object, say: codes are not filled beside another one. Cycles and functions end somewhere."""
     saved = Saved(Capture({"mine": [Quantised.of(torch.ones(4), Slotted(3.0))]}).read())
     saved.restore({"mine": [Quantised.of(torch.zeros(4), Slotted(3.0))]})
-    with pytest.raises(MismatchError, match=r"mine\.0: its .* says"):
+    with pytest.raises(MismatchError, match=r"mine\.0: its .* has settings"):
         saved.restore({"mine": [Quantised.of(torch.zeros(4), Slotted(5.0))]})
     around = Slotted(None)
     around.held = [around, torch.relu, torch.float8_e4m3fn]
@@ -290,5 +290,5 @@ def test_shares_of_ranks_return_to_the_same_ranks_only(tmp_path: Path) -> None:
     )
     for world in (1, 3):
         for said in reports(launch(world, code, tmp_path / "run", port=free_port()))["wrapped"]:
-            assert "exp_avg: a share of a wrapped_toy.Quantised" in said["refused"]
-            assert "restore on as many ranks as saved it" in said["refused"]
+            assert "exp_avg: this rank has a different share of the wrapped_toy.Quantised" in said["refused"]
+            assert "restore on the same number of ranks" in said["refused"]

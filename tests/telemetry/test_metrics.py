@@ -13,14 +13,13 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import prometheus_client.core
 import psutil
 import pytest
@@ -30,15 +29,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ckpt
 import toy
-from ckpt.core.checkpoint.byte_source import InMemory
-from ckpt.core.checkpoint.encode import Encoder
 from ckpt.core.checkpoint.identity import key_of
-from ckpt.core.checkpoint.incremental import Policy
-from ckpt.core.checkpoint.promote import copy_part
-from ckpt.core.checkpoint.upload_stats import UploadStats
-from ckpt.core.checkpoint.write import RankSnapshot
-from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc import channel
 from ckpt.core.ipc.watch_requests import Look
 from ckpt.errors import CorruptError, UsageError
@@ -49,8 +40,6 @@ from ckpt.tools.observe.telemetry.exporter import families, tag_of
 from ckpt.tools.observe.telemetry.gauges import KINDS, gauges
 from ckpt.tools.observe.telemetry.nvml import Devices
 from ckpt.tools.observe.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
-from ckpt_backends.limit import Limit
-from ckpt_backends.memory import MemoryStore
 from parallel import free_port
 from processes import PYTHONPATH, eventually, start_python, writers
 
@@ -278,20 +267,6 @@ def test_every_metric_says_what_a_high_value_means() -> None:
     assert all(s.labels["run"] == FULL.run and s.labels["rank"] == "3" for f in text.values() for s in f.samples)
 
 
-def test_what_is_not_known_is_left_out() -> None:
-    """A zero that means nothing would be averaged with others."""
-    found = {one.name for one in gauges(RankStatus())}
-    assert "ckpt_trainer_up" in found
-    assert not found & {
-        "ckpt_step",
-        "ckpt_step_seconds",
-        "ckpt_mfu_ratio",
-        "ckpt_goodput_ratio",
-        "ckpt_restore_seconds",
-    }
-    assert not any(name.startswith("ckpt_device") for name in found)
-
-
 def test_a_look_crosses_to_other_versions() -> None:
     """There and back it is the same; unknown fields are left out, missing ones have their defaults."""
     data = json.loads(json.dumps(FULL.to_json(), allow_nan=False))
@@ -355,16 +330,6 @@ def test_devices_as_the_driver_sees_them() -> None:
     assert Devices(Nvml(1)).look(8) == DeviceStatus("device 0", 0.8, None, 10, 100)
     assert Devices(Nvml(0)).look(8) is None
     assert Devices(Nvml(broken="rates")).look(7) == DeviceStatus("device 1", None, 5, 11, 100)
-
-
-def test_a_driver_that_fails_is_left_alone() -> None:
-    """No error, and no second try. Here, without one, nothing is known either."""
-    assert Devices(Nvml(broken="init")).look(7) is None
-    driver = Nvml(broken="count")
-    devices = Devices(driver)
-    assert devices.look(7) is None and devices.look(7) is None and driver.calls == 1
-    if not Path("/dev/nvidiactl").exists():
-        assert Devices().look(os.getpid()) is None
 
 
 # -- real writers --
@@ -518,43 +483,6 @@ def test_a_folder_that_cannot_be_written_harms_nothing(
         go(1)
         assert eventually(lambda: (11, 11.0) in scalars(blocked / "tb", "step"), PATIENCE_S)
         assert len(said()) == 1
-
-
-@pytest.mark.parametrize("how", ["raw", "zstd"])
-def test_bytes_are_counted_as_they_arrive(how: str) -> None:
-    """In a place that takes its time: how much of a state is there grows, up to all of it; copied on, too."""
-    layout = Layout((TensorSpec("w", "F32", (5 << 20,)),), {}, [])
-    size, attempt = layout.arrangement.data_size, Attempt(1, 7, "0badcafe")
-    data = memoryview(bytearray(size))
-    data[:] = np.random.default_rng(1).integers(0, 32 if how == "zstd" else 256, size, np.uint8).tobytes()
-
-    async def watched(flow: UploadStats, work: Coroutine[Any, Any, Any]) -> list[int]:
-        seen = list[int]()
-        with flow.writing(7, size):
-            task = asyncio.ensure_future(work)
-            while not task.done():
-                seen.append(flow.done)
-                await asyncio.wait({task}, timeout=0.01)
-            await task
-            assert flow.step == 7 and abs(flow.done - flow.total) <= 1 << 20 and flow.total <= size
-        assert flow.step is None and flow.rate > 0
-        return seen
-
-    async def run() -> None:
-        encoder, near = Encoder(Policy(compression="zstd" if how == "zstd" else "none"), 1), MemoryStore()
-        slow = Limit(near, bytes_per_s=50e6)
-        snapshot, source = RankSnapshot(attempt, layout, data, []), InMemory(layout, data)
-        seen = await watched(encoder.flow, encoder.write(slow, snapshot, source, None))
-        assert seen == sorted(seen) and len(set(seen)) > 2 and seen[0] == 0
-        flow = UploadStats()
-        copied = copy_part(near, Limit(MemoryStore(), bytes_per_s=50e6), attempt, 0, on_bytes=flow.add)
-        if how == "raw":
-            seen = await watched(flow, copied)
-            assert seen == sorted(seen) and len(set(seen)) > 2
-        else:
-            copied.close()
-
-    asyncio.run(run())
 
 
 def test_what_each_tier_was_given_is_counted(run_dir: str, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""How often is a run saved, and what has saving cost so far?
+"""Save intervals, and the measured cost of saving.
 
-In: how long steps and saves took. Out: a cadence, and the ledger of a run, as values. It reads and writes no file.
+In: durations of steps and saves. Out: a save interval, and the run metrics, as values. This package reads and writes no
+files.
 """

@@ -1,16 +1,16 @@
-"""How often to save: `every="auto"`.
+"""Chooses save intervals for `every="auto"`.
 
-    what steps took (ckpt.core.writer.bookkeeper) -> Costs -> decide() -> Decision
-        -> ordered for all ranks (ckpt.core.run.save_plan) -> SavePlan
+    step durations (ckpt.core.writer.bookkeeper) -> Costs -> decide() -> Decision
+        -> an order to all ranks (ckpt.core.run.save_plan) -> SavePlan
 
-- **Memory** is saved as often as a budget allows: every step, if a snapshot takes at most 1 % of it from training. And
-  more often where faults come so thick that doing their steps again costs more than the snapshots would.
-- **Durable places** by Young and Daly: saving more often costs more, and less often loses more at a fault; the sum is
-  least where the interval is about the root of 2 x what a save costs x the time between the faults for which the place
-  is needed. Those are few where memory survives: only faults that the nearer places did not serve are counted.
+- **Memory** is saved as often as a budget allows: every step, if a snapshot costs at most 1 % of its training time.
+  With very frequent faults it is saved more often, because repeating steps would cost more than snapshots.
+- **Durable tiers** use the formula of Young and Daly. Frequent saves cost more, and rare saves lose more at a fault.
+  The sum is lowest at about the square root of 2 x cost of a save x time between the faults for which the tier is
+  needed. Only faults that nearer tiers did not serve count, and if memory survives, these are few.
 
-Both need a step beside which nothing is saved, to compare with; so a run without a history begins with `FIRST`, and
-tries out what saving costs. Everything here is pure.
+Both need steps without any save for comparison. So a run without a history begins with `FIRST` and measures the cost of
+saving. All functions are pure.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from ckpt.errors import UsageError
 from ckpt.units import duration
 
 MEMORY = "memory"
-FIRST_MEMORY, FIRST_DURABLE = 4, 100  # steps, until something is known
-ANNOUNCED = ("signal", "preemption", "deadline")  # faults for which the training loop saves its next step
-FIRST_S = 10.0  # between the durable saves by which their cost is found out
+FIRST_MEMORY, FIRST_DURABLE = 4, 100  # steps, until costs are measured
+ANNOUNCED = ("signal", "preemption", "deadline")  # faults that let the training loop save its next step
+FIRST_S = 10.0  # between the durable saves that measure their cost
 FLEET_GPU_S = 54 * 86400 * 16384 / 419  # GPU seconds between interruptions: Llama 3, arXiv 2407.21783, section 3.3.4
-FURTHER = 10.0  # a place is needed so much more rarely than the one before, as long as nothing else is known
-SAMPLES = 4  # saves of a durable tier that say enough
+FURTHER = 10.0  # each farther tier is needed this much more rarely, until measured
+SAMPLES = 4  # saves of a durable tier that are enough to know its cost
 SNAPSHOTS = 12
-UNSURE = 2.0  # standard errors, within which what is may be right
-SEVERAL = 2  # faults, from which on a run tells something about the time between them
-SLACK = 1.2  # a round number of steps may be below a bound by so much: costs are not known better
-TIMED = 0.1  # by which a cadence may be off the time that it was asked for
-CHANGE = 2.2  # a new cadence has to differ by this factor: the sum of both losses is flat around its least
+UNSURE = 2.0  # standard errors within which the present interval may be optimal
+SEVERAL = 2  # from this many faults on, a run's own time between faults counts
+SLACK = 1.2  # a round number of steps may be below a bound by this factor, because costs are estimates
+TIMED = 0.1  # tolerated deviation from a requested time
+CHANGE = 2.2  # minimum factor for a change of the interval: the total cost is flat around its minimum
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """A cadence that is found out. `budget`: the share of training time that snapshots may cost, unless faults cost
-    more, and at most as much again what is kept of the steps between, so that a hang, an exception or a signal loses
-    none; `mtbf_s`: seconds between faults, where that is known better than a run can see by itself. `every_s`: as many
-    steps as last so many seconds, whatever that costs. What is no step, such as an evaluation, does not count; ranks
-    always save the same steps, so that it is a number of steps which follows what steps take."""
+    """A save interval that everystep measures and adapts.
+
+    budget: the share of training time that snapshots may cost, unless faults cost more.
+    mtbf_s: seconds between faults, if known; default: estimated from this run.
+    every_s: a fixed time between saves. Time outside steps, for example evaluations, does not count. All ranks save the
+        same steps, so the interval is a number of steps that follows the step duration.
+    """
 
     budget: float = 0.01
     mtbf_s: float | None = None
@@ -59,7 +61,7 @@ class Auto:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < most:
                 least = "above 0" + (" and below 1" if most == 1.0 else ", in seconds")
-                raise UsageError(f"Auto({name}={value!r}): it has to be a number {least}")
+                raise UsageError(f"Auto({name}={value!r}): must be a number {least}")
 
 
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")  # "30s", "1.5 h"
@@ -67,7 +69,7 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def as_every(every: object) -> int | Auto:
-    """What the user says of a cadence: a number of steps, a time, "auto" or an `Auto`. UsageError else."""
+    """Parse a save interval: a number of steps, a time, "auto" or an `Auto`. Raise UsageError for all other values."""
     if every == "auto":
         return Auto()
     if isinstance(every, Auto):
@@ -76,21 +78,22 @@ def as_every(every: object) -> int | Auto:
         return Auto(every_s=float(time[1]) * _SECONDS[time[2]])
     if type(every) is not int or every < 1:
         raise UsageError(
-            f'every={every!r} makes no sense: it is a number of steps from 1, a time such as "30s", "10min" or "2h", '
+            f'every={every!r}: must be a number of steps from 1, a time like "30s", "10min" or "2h", '
             '"auto" or ckpt.Auto(...)'
         )
     return every
 
 
 def is_auto(every: object) -> bool:
-    """Whether it is to be found out what is best, and not only how many steps a time has."""
+    """Return True if everystep chooses the interval itself. A fixed time is only converted into steps."""
     found = as_every(every)
     return isinstance(found, Auto) and found.every_s is None
 
 
 @dataclass(frozen=True, slots=True)
 class TierCadence:
-    """One that is to be decided about. `every`: as the user said; `now`: in steps, at present; `remote`: a bucket."""
+    """A tier whose interval is to be chosen. `every`: as configured; `now`: the present interval in steps; `remote`:
+    True for a bucket."""
 
     name: str
     every: int | Auto
@@ -100,7 +103,7 @@ class TierCadence:
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """Of one place, measured. `save_s`: what a save takes from training, `unsure_s`: the standard error of that;
+    """The measured cost of a save to one tier. `save_s`: training time that it costs, `unsure_s`: its standard error;
     `write_s`: until it is durable."""
 
     save_s: float
@@ -114,8 +117,8 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What is known of faults. `training_s`: watched so far; `deaths`: after which only a snapshot helped, since the
-    training loop did not save a further step; `served`: by place, how often a restart took the state from there."""
+    """The known faults. `training_s`: training time so far; `deaths`: faults after which the training loop saved no
+    further step, so that only a snapshot helped; `served`: the number of restarts from each tier."""
 
     training_s: float = 0.0
     interruptions: int = 0
@@ -124,7 +127,7 @@ class History:
 
 
 def history(accounts: Sequence[Account]) -> History:
-    """Of the incarnations so far, in order. After a planned stop no place is needed because of a fault."""
+    """Return the history of these job attempts, in order. A restart after a planned stop is not a fault."""
     served: dict[str, int] = {}
     training = 0.0
     ended, deaths, after_fault = 0, 0, False
@@ -142,16 +145,16 @@ def history(accounts: Sequence[Account]) -> History:
 
 
 def expected_mtbf(known: History, world: int, served: int, rank_of_place: int) -> float:
-    """Seconds between the faults for which a place is needed: what a fleet has seen, as if it were one fault, and what
-    this run has seen besides. `served`: how often the place, or one further away, was needed so far. If that is hardly
-    likely by what the fleet has seen, it says little about this run, and counts for as much less."""
+    """Return the seconds between the faults for which a tier is needed. The fleet's figure counts as one fault, and
+    this run's faults are added. `served`: how many faults needed the tier or a farther one. If that number is unlikely
+    for the fleet's figure, the figure gets less weight."""
     prior = min(FLEET_GPU_S / max(1, world), DAY_S) * FURTHER**rank_of_place
     weight = 1.0 if served < SEVERAL else _at_least(served, known.training_s / prior)
     return max(weight * prior + known.training_s, 1.0) / (weight + served)
 
 
 def _at_least(count: int, expected: float) -> float:
-    """How likely so many faults are, or more, where so many are expected (Poisson)."""
+    """Return the Poisson probability of at least `count` faults if `expected` are expected."""
     if expected <= 0:
         return 0.0 if count else 1.0
     fewer = math.fsum(math.exp(n * math.log(expected) - expected - math.lgamma(n + 1)) for n in range(min(count, 1000)))
@@ -167,13 +170,13 @@ def decide(
     world: int,
     held: Decision | None = None,
 ) -> Decision:
-    """For the places in order, memory first if there is one. What nothing is known about yet keeps its cadence, or gets
-    one by which its cost can be found out. `held`: what was decided before, perhaps by an earlier incarnation."""
+    """Choose the intervals of the tiers, memory first. A tier without a known cost keeps its interval, or gets one that
+    measures the cost. `held`: the decision before, perhaps of an earlier job attempt."""
     sure = {place.name: cost for place in places if enough(place, cost := costs.get(place.name)) and cost is not None}
     decision = Decision(step, {}, {}, {name: cost.save_s for name, cost in sure.items()}, {}, step_s=step_s)
     durable = [place.name for place in places if place.name != MEMORY]
     for place in places:
-        every, why = place.now, "as it was asked for"
+        every, why = place.now, "as configured"
         cost = sure.get(place.name)
         if isinstance(place.every, Auto) and place.every.every_s is not None:
             every, why = _timed(place.now, place.every.every_s, step_s)
@@ -201,7 +204,7 @@ def decide(
 
 
 def _timed(now: int, every_s: float, step_s: float) -> tuple[int, str]:
-    """As many steps as last so long, to two digits; what is within a tenth of that is left alone."""
+    """Return the steps in this time, to two digits. The present interval stays if it is within a tenth."""
     steps = max(1.0, every_s / max(step_s, 1e-6))
     if abs(now - steps) > TIMED * steps:
         now = max(1, int(float(f"{steps:.2g}")))
@@ -209,20 +212,20 @@ def _timed(now: int, every_s: float, step_s: float) -> tuple[int, str]:
 
 
 def _as_long(every: int, then_s: float, now_s: float) -> int:
-    """As many steps as last as long as these did, when a step took another time."""
+    """Return the steps that last as long as these did before the step duration changed."""
     if then_s <= 0 or 0.5 < now_s / then_s < 2:
         return every
     return max(1, nice_steps(every * then_s, now_s))
 
 
 def enough(place: TierCadence, cost: SaveCost | None) -> bool:
-    """Whether it is known what a save there costs."""
+    """Return True if the cost of a save there is known."""
     return cost is not None and cost.samples >= (SNAPSHOTS if place.name == MEMORY else SAMPLES)
 
 
 def _memory(place: TierCadence, auto: Auto, step_s: float, cost: SaveCost | None) -> tuple[int, str]:
     if cost is None:
-        return place.now, "until it is known what a snapshot costs"
+        return place.now, "until the cost of a snapshot is measured"
 
     def affordable(cost: SaveCost) -> int:
         steps = max(1, math.ceil(cost.save_s / (auto.budget * step_s) - 0.05))
@@ -230,30 +233,29 @@ def _memory(place: TierCadence, auto: Auto, step_s: float, cost: SaveCost | None
 
     every, sure = affordable(cost), ""
     if affordable(cost.shifted(-UNSURE)) <= place.now <= affordable(cost.shifted(UNSURE)):
-        every, sure = place.now, ", as far as that can be told"  # it may well be the right one
+        every, sure = place.now, ", within measurement error"
     share = cost.save_s / (every * step_s)
-    why = f"a snapshot takes {duration(cost.save_s)} from training, a step {duration(step_s)}: "
-    return every, f"{why}{share:.2%} of the time, of {auto.budget:.0%} that it may cost{sure}"
+    why = f"a snapshot costs {duration(cost.save_s)} of training, a step takes {duration(step_s)}: "
+    return every, f"{why}{share:.2%} of the time, of {auto.budget:.0%} allowed{sure}"
 
 
 def _mtbf_of_snapshots(auto: Auto, known: History, world: int) -> float:
-    """Seconds between faults after which only a snapshot helps; infinite if nobody knows."""
+    """Return the seconds between faults after which only a snapshot helps; infinite if unknown."""
     if auto.mtbf_s is not None:
         return auto.mtbf_s
     return expected_mtbf(known, world, known.deaths, 0) if known.deaths >= SEVERAL else math.inf
 
 
 def _against_faults(save_s: float, mtbf_s: float, step_s: float) -> float:
-    """Steps between snapshots by Young and Daly; of the round numbers one that is rather too small, since the sum of
-    both losses grows more slowly on that side."""
+    """Return the steps between snapshots by Young and Daly, rounded down, where the total cost grows more slowly."""
     best_s = best_interval(max(save_s, 1e-4), mtbf_s)
     return max(1, nice_steps(best_s / math.sqrt(2), step_s)) if best_s < math.inf else math.inf
 
 
 def _thick(save_s: float, interval_s: float, mtbf_s: float) -> str:
     return (
-        f"a snapshot takes {duration(save_s)} from training, {save_s / interval_s:.1%} of the time: more than its "
-        f"budget, as one is expected to be needed every {duration(mtbf_s)}, and steps that are done again cost more"
+        f"a snapshot costs {duration(save_s)} of training, {save_s / interval_s:.1%} of the time. That is above its "
+        f"budget, because a fault is expected every {duration(mtbf_s)} and repeating steps would cost more"
     )
 
 
@@ -262,24 +264,24 @@ def _durable(
 ) -> tuple[int, str]:
     if cost is None:
         if place.remote:
-            return place.now, "until it is known what a checkpoint costs"
-        return max(1, nice_steps(FIRST_S, step_s)), "to find out what a checkpoint costs"
+            return place.now, "until the cost of a checkpoint is measured"
+        return max(1, nice_steps(FIRST_S, step_s)), "to measure the cost of a checkpoint"
     least = least_interval(cost.write_s, shared=place.remote)
     best = best_interval(max(cost.save_s, 1e-4), mtbf_s)
     every = steps_apart(best, least, step_s, SLACK)
     low, high = (best_interval(max(cost.shifted(by).save_s, 1e-4), mtbf_s) for by in (-UNSURE, UNSURE))
     if nice_steps(max(low, least), step_s) <= place.now <= nice_steps(max(high, least), step_s):
         every = place.now
-    faults = "as you said" if given else f"{served} so far" if served else "none so far"
-    why = f"a checkpoint takes {duration(cost.save_s)} from training and {duration(cost.write_s)} to be durable; "
+    faults = "configured" if given else f"{served} so far" if served else "none so far"
+    why = f"a checkpoint costs {duration(cost.save_s)} of training and is durable after {duration(cost.write_s)}; "
     why += f"it is expected to be needed once in {duration(mtbf_s)} ({faults})"
     if least > best:
-        why += f"; not more often than every {duration(least)}, so that the tier is not busy all the time"
+        why += f"; at most every {duration(least)}, so that the tier is not busy all the time"
     return every, why
 
 
 def differs(decision: Decision, places: Sequence[TierCadence]) -> bool:
-    """Whether it is worth a change."""
+    """Return True if a decision differs enough to change the intervals."""
     for place in places:
         if isinstance(place.every, Auto) and place.every.every_s is not None:
             if decision.every[place.name] != place.now:
@@ -292,7 +294,7 @@ def differs(decision: Decision, places: Sequence[TierCadence]) -> bool:
 
 
 def lines(decision: Decision) -> list[str]:
-    """For people."""
+    """Return the decision as text, one line per tier."""
     return [
         f"{name}: every {every} step{'s' * (every != 1)}"
         + (f" ({decision.why[name]})" if decision.why.get(name) else "")

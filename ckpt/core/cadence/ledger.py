@@ -1,14 +1,15 @@
-"""What each incarnation of a job did, and when: `ledger/<epoch>.<nonce>.<rank>.json` in the run.
+"""The events of each job attempt with their times: `ledger/<term>.<nonce>.<rank>.json` in the run.
 
-One object an incarnation, kept by the writer of the rank that speaks for a place. A store cannot append, so the object
-is put anew as a whole, every few seconds and at every event: what a kill cuts off is what came since. It stays small,
-however long the job runs, since neighbouring rows are merged when there are many (`Rows`).
+There is one object per job attempt, kept by the writer of the rank that is responsible for a tier. A store cannot
+append, so the whole object is put again every few seconds and at every event. A kill loses only the events since. The
+object stays small however long the job runs, because neighbouring rows are merged (`append`).
 
     born -> opening -> opened -> restores, rows of steps, saves, faults -> end
 
-All times are seconds of the machine's monotonic clock, which never jumps and which all its processes share; `boot` says
-which machine and boot that is, and `anchor` is one moment by both clocks. What follows from it, over all incarnations,
-is in `ckpt.tools.observe.goodput.accounting`; who keeps it, in `ckpt.core.writer.bookkeeper`.
+All times are seconds of the machine's monotonic clock, which never jumps and which all its processes share. `boot`
+identifies the machine and its boot, and `anchor` is the same moment by both clocks.
+`ckpt.tools.observe.goodput.accounting` computes goodput from the accounts of all job attempts, and
+`ckpt.core.writer.bookkeeper` writes them.
 """
 
 from __future__ import annotations
@@ -28,26 +29,25 @@ from ckpt.errors import CorruptError, FormatError
 VERSION = 1
 PREFIX = "ledger/"
 MAX_SIZE = 4 << 20
-FINE_ROWS = 64  # the first rows after each start are not merged: what is recomputed is found in them
+FINE_ROWS = 64  # the first rows after each start are not merged, to find recomputed steps
 MOST_ROWS = 600
 MOST_LANDED = 256
-TOGETHER_S = 45.0  # faults whose times lie this close to the one before are of one incident: 30 s of grace, and more
-MOST_EVENTS = 256  # restores, faults and decisions that are kept of each kind: the first half, and the last
+TOGETHER_S = 45.0  # faults this close to the one before belong to one incident: 30 s of grace, and more
+MOST_EVENTS = 256  # restores, faults and decisions kept of each kind: the first half, and the last
 _NAME = re.compile(r"ledger/(\d+\.[0-9a-z]+)\.(\d+)\.json")
 T = TypeVar("T")
-Moment = Annotated[float, Meta(gt=-1e11, lt=1e11)]  # and seconds: beyond that, numbers are nonsense
+Moment = Annotated[float, Meta(gt=-1e11, lt=1e11)]  # in seconds; numbers beyond that are invalid
 StepNumber = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 
 
 @dataclass(slots=True)
 class StepRow:
-    """Consecutive steps. Sums over them, but for `at` and `step`, which are of the last one.
+    """Consecutive steps. All fields are sums over them, except `at` and `step`, which belong to the last one.
 
-    `at`: when it was done; `seconds`: from the end of the step before, or of the restore, without pauses; of that,
-    `stalled`: what saving made the training loop wait, and `slowed`: how much longer the steps took than those beside
-    which nothing is saved, the wait not counted (an estimate; in single rows it may be negative). `quiet`: steps
-    beside which nothing was saved. `paused`: in `Checkpointer.pause()`. `saves`, `skipped`: snapshots taken and left
-    out.
+    `at`: when it ended. `seconds`: since the end of the step or restore before, without pauses. `stalled`: of these,
+    the time that the training loop waited for saving. `slowed`: of these, the extra time compared with steps without
+    saves, without the wait (an estimate; in single rows it may be negative). `quiet`: steps without any save during
+    them. `paused`: time in `Checkpointer.pause()`. `saves`, `skipped`: snapshots taken and skipped.
     """
 
     at: Moment
@@ -72,9 +72,12 @@ _SUMS = _COLUMNS[2:]
 
 @dataclass(slots=True)
 class Restore:
-    """One call of restore(). `step`: None if there was nothing to restore; `source`: "memory" or the URL of the tier;
-    `attempt`: what was restored, "" for nothing; `epoch`: the one that it opened. `repaired`: pieces that came from a
-    further place; `passed_over`: newer checkpoints that could not be used, and `why` the first of them could not."""
+    """A call of restore().
+
+    `step`: None if there was nothing to restore. `source`: "memory" or the URL of the tier. `attempt`: the restored
+    checkpoint id, "" for none. `epoch`: the term that it opened. `repaired`: chunks that came from another tier.
+    `passed_over`: newer checkpoints that could not be used, and `why` the first of them could not.
+    """
 
     at: Moment
     seconds: Moment
@@ -89,8 +92,8 @@ class Restore:
 
 @dataclass(slots=True)
 class SaveTotals:
-    """Of one durable tier. `seconds`: from the order to write until committed, summed up; `nbytes`: of the states;
-    `stored`: of what was written for them."""
+    """The totals of a durable tier. `seconds`: from the order to write until the commit; `nbytes`: of the states;
+    `stored`: bytes that were written for them."""
 
     count: int = 0
     failed: int = 0
@@ -100,7 +103,7 @@ class SaveTotals:
     stored: int = 0
 
     def plus(self, other: SaveTotals | None) -> SaveTotals:
-        """Both together."""
+        """Return the sum of both."""
         if other is None:
             return self
         found = SaveTotals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(SaveTotals)))
@@ -110,8 +113,8 @@ class SaveTotals:
 
 @dataclass(slots=True)
 class LandedSave:
-    """One save that was ordered for a durable tier. `at`: when it was committed, or had failed; `seconds`: from the
-    order until then; `behind`: steps trained meanwhile; `nbytes`, `stored`: of it, as in `SaveTotals`."""
+    """A save that was ordered for a durable tier. `at`: when it was committed or failed; `seconds`: since the order;
+    `behind`: steps trained since; `nbytes`, `stored`: as in `SaveTotals`."""
 
     url: str
     at: float
@@ -128,8 +131,8 @@ _OF_LANDED = tuple(f.name for f in fields(LandedSave))
 
 @dataclass(slots=True)
 class SeenFault:
-    """A fault, or a call to save, in short. `at`: when it was noticed; `by`: "fault handler", in the training process,
-    or "writer"; `ends`: the incarnation."""
+    """A fault, or a request to save. `at`: when it was noticed; `by`: "fault handler", in the training process, or
+    "writer"; `ends`: True if it ended the job attempt."""
 
     at: Moment
     kind: str
@@ -140,15 +143,16 @@ class SeenFault:
     by: str = ""
 
     def last_thing(self, beat: float) -> bool:
-        """Whether no step was done after it, the last one at `beat`, and it may be why. A hang may that nobody was
-        told to leave for: somebody ended it by hand, or something else did. One that was seen before was survived."""
+        """Return True if no step ended after it and it may have ended the job attempt; `beat`: the end of the last
+        step. This includes a hang without an order to exit, which a user or another program ended. If it was noticed
+        before the last step, it was survived."""
         return self.at > beat if self.kind == "hang" else self.ends and self.at >= beat
 
 
 @dataclass(slots=True)
 class End:
-    """`how`: "closed" (as the user wanted), "left" (by an exception, or without the other ranks) or "died"; `at`: when
-    that was seen; `gone`: when the process was gone, or closing had ended."""
+    """The end of a job attempt. `how`: "closed" (by the user), "left" (by an exception, or without the other ranks) or
+    "died"; `at`: when that was noticed; `gone`: when the process ended, or closing ended."""
 
     how: str
     at: Moment
@@ -157,9 +161,9 @@ class End:
 
 @dataclass(slots=True)
 class Decision:
-    """A cadence from some step on. `every`: by place, "memory" or a URL, steps, 0 for never; `why`: by place, for
-    people. `costs`: by place, seconds that a save takes from training; `mtbf_s`: by place, what was assumed; `step_s`:
-    how long a step took then."""
+    """The save intervals from a step on. `every`: steps by tier ("memory" or a URL), 0 for never; `why`: the reasons as
+    text. `costs`: seconds of training that a save costs; `mtbf_s`: the assumed time between faults; `step_s`: the
+    duration of a step then."""
 
     step: int
     every: dict[str, int]
@@ -172,14 +176,21 @@ class Decision:
 
 @dataclass(slots=True)
 class Account:
-    """One incarnation. `epoch`: "<epoch>.<nonce>", the first one that it opened; `url`: of the nearest tier, and
-    `inode` of what makes it a run, by which a copy is known, 0 in object stores; `anchor`: the same moment by the wall
-    clock and by ours; `namespace`: of process numbers, on that machine; `born`: when the process was started, `opening`
-    and `opened`: when its Checkpointer began and was ready; `kept`: up to when this is complete; `step`, `beat`: the
-    last step that was done, and when (-1, 0);
-    `calls`: of step() so far. `stalls`: how many saves made training wait how long, by `stall_bucket`; `landed`: of
-    each tier its saves, some of them where there are many; `versions`: of programs. Older accounts have
-    none of these."""
+    """The record of one job attempt.
+
+    epoch: "<term>.<nonce>" of the first term that it opened.
+    url, inode: of the nearest tier, and of the file that identifies it as a run, to recognize a copy; 0 in object
+        stores.
+    anchor: the same moment by the wall clock and by the monotonic clock.
+    namespace: of process ids, on that machine.
+    born, opening, opened: when the process started, and when its Checkpointer began and was ready.
+    kept: when this object was last updated.
+    step, beat: the last step that ended, and when (-1, 0).
+    calls: number of calls of step().
+    stalls: number of saves by the time that training waited, by `stall_bucket`.
+    landed: saves of each tier, thinned out if there are many.
+    versions: of programs. Accounts of old versions have none of the last ones.
+    """
 
     epoch: str
     rank: int = 0
@@ -210,28 +221,28 @@ class Account:
 
     @property
     def key(self) -> str:
-        """Its name in a store."""
+        """Return its key in a store."""
         return f"{PREFIX}{self.epoch}.{self.rank}.json"
 
     @property
     def number(self) -> int:
-        """Of the epoch: incarnations of a run are in order by it."""
+        """Return its term. Job attempts of a run are ordered by it."""
         return int(self.epoch.partition(".")[0])
 
     @property
     def failed(self) -> bool:
-        """Whether its end was an interruption: it died, or left, or was closed after a fault after which no step was
-        done, as a hang that somebody ended by hand. False as long as no end is known."""
+        """Return True if it ended in an interruption: it died, or left, or was closed after a fault without a further
+        step, for example after a hang that a user ended. Return False as long as its end is unknown."""
         if self.end is None:
             return False
         return self.end.how != "closed" or any(seen.last_thing(self.beat) for seen in self.faults)
 
     def of(self, epoch: str) -> bool:
-        """Whether it opened this epoch, at its start or by a restore."""
+        """Return True if it opened this term, at its start or by a restore."""
         return epoch == self.epoch or any(restore.epoch == epoch for restore in self.restores)
 
     def wall(self, at: float) -> float:
-        """Seconds since 1970 of a moment in this account."""
+        """Return a moment in this account as seconds since 1970."""
         return self.anchor[0] + at - self.anchor[1]
 
     def to_bytes(self) -> bytes:
@@ -242,7 +253,7 @@ class Account:
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview) -> Account:
-        """CorruptError if it is cut off or is no account; FormatError if a newer version wrote it."""
+        """Decode an account. Raise CorruptError if it is invalid, FormatError if a newer version wrote it."""
         try:
             data = decoded(raw)
             if data.pop("version") > VERSION:
@@ -251,10 +262,10 @@ class Account:
             data["landed"] = _in_lines(data.get("landed") or dict.fromkeys(_OF_LANDED, ()), _OF_LANDED)
             account = typed(cls, data)
             if not _NAME.fullmatch(account.key):
-                raise ValueError("its epoch makes no sense")
+                raise ValueError("its epoch is invalid")
             return account
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"this is not the account of an incarnation, or not all of it: {error!r}") from None
+            raise CorruptError(f"this is not the account of a job attempt, or it is truncated: {error!r}") from None
 
 
 def _in_lines(columns: dict[str, list[Any]], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -263,13 +274,12 @@ def _in_lines(columns: dict[str, list[Any]], names: Sequence[str]) -> list[dict[
 
 
 def is_account(key: str) -> bool:
-    """Whether an object of this name is one."""
+    """Return True if an object of this name is an account."""
     return _NAME.fullmatch(key) is not None
 
 
 def append(rows: list[StepRow], row: StepRow, fine: int = FINE_ROWS) -> None:
-    """Add a row; where they are too many, merge pairs of neighbours, but not the first `fine` ones, and not across a
-    restore that went back."""
+    """Add a row. If there are too many, merge pairs, except the first `fine` rows and except across a rollback."""
     rows.append(row)
     if len(rows) <= MOST_ROWS:
         return
@@ -281,13 +291,13 @@ def append(rows: list[StepRow], row: StepRow, fine: int = FINE_ROWS) -> None:
 
 
 def stall_bucket(seconds: float) -> str:
-    """Eight of them a decade, by number: number n begins at 10 ** (n / 8) seconds."""
+    """Return the number of a bucket, eight per decade: bucket n begins at 10 ** (n / 8) seconds."""
     return str(min(32, max(-56, math.floor(8 * math.log10(seconds)))) if seconds > 0 else -56)
 
 
 def thinned(landed: Sequence[LandedSave]) -> list[LandedSave]:
-    """Where there is one too many, without one: of the tier that has most, the one that lies closest between its
-    neighbours. So what is kept is spread over all of the time, and the first and the newest are there."""
+    """Remove one save if there are too many: of the tier with the most saves, the one closest to its neighbours. The
+    kept saves are spread over all of the time, and include the first and the newest."""
     kept = list(landed)
     if len(kept) <= MOST_LANDED:
         return kept
@@ -301,7 +311,7 @@ def thinned(landed: Sequence[LandedSave]) -> list[LandedSave]:
 
 
 def bounded(events: Sequence[T]) -> list[T]:
-    """The first ones and the last ones, where there are too many."""
+    """Return the first and the last events if there are too many."""
     half = MOST_EVENTS // 2
     return list(events) if len(events) <= MOST_EVENTS else [*events[:half], *events[-half:]]
 

@@ -1,18 +1,18 @@
-"""How much of a job's time is training, before it has begun, and how far its saves are best apart: the equation of
-`ckpt.tools.observe.goodput.accounting`, at any scale. `every="auto"`, `ckpt plan` and `ckpt doctor` go by it.
+"""Predicts the share of a job's time that is useful training, and the best save interval. It solves the equation of
+`ckpt.tools.observe.goodput.accounting` for any scale. `every="auto"`, `ckpt plan` and `ckpt doctor` use it.
 
     effective = 1 - [perceive + restart + restore + recompute + saving, per fault] / time between faults
 
     Costs, of each tier -> predict() -> Forecast
 
-A whole job, and which costs it is expected to have, is in `ckpt.tools.observe.goodput.job_plan`.
+`ckpt.tools.observe.goodput.job_plan` estimates the costs of a whole job.
 
-Faults come at any moment, as a Poisson process, also while the job recovers. For one tier this is solved exactly (a
-renewal argument; Daly's complete model is the case of a save that blocks). With several tiers, how much of the farther
-one is lost is taken to first order; over 150,000 played faults, what is lost came out within 0.4 %, also where faults
-were as frequent as restarts. `tests/goodput/test_plan.py` plays such jobs, step by step.
+Faults come at any moment, as a Poisson process, also during recovery. For one tier, the solution is exact (a renewal
+argument; Daly's complete model is the case of a save that blocks). With several tiers, the loss at the farther one is a
+first-order approximation. In 150,000 simulated faults, the predicted loss was within 0.4 %, even with faults as
+frequent as restarts. `tests/goodput/test_plan.py` simulates such jobs, step by step.
 
-Everything is pure. Times are seconds, sizes bytes, rates bytes a second.
+All functions are pure. Times are seconds, sizes bytes, rates bytes a second.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from dataclasses import dataclass
 
 from ckpt.errors import UsageError
 
-MOST_S = 1e12  # seconds: more is a slip of the pen
+MOST_S = 1e12  # seconds: more is a typing error
 DAY_S = 86400.0
-BUSY = 2.0  # a folder may be written to for half of the time;
-BUSY_FAR, LEAST_FAR_S = 10.0, 60.0  # a shared tier for a tenth, since others pay for it too, and once a minute at most
-THICK = 0.1  # of the time between faults: intervals beyond that lose so much that a shared tier may be busier
+BUSY = 2.0  # writes may take half of the time of a folder
+BUSY_FAR, LEAST_FAR_S = 10.0, 60.0  # but a tenth of the time of a shared tier, and at most one write a minute
+THICK = 0.1  # of the time between faults: a longer interval loses so much that a shared tier may be busier
 
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
-    """A tier that is saved to. `cost_s`: what one save takes from training; `every_s`: seconds of training between
-    saves, infinite for never; `restore_s`: how long a restore from it takes; `write_s`: from the end of the step that
-    is saved until it is safe there; `served`: of the faults, the share after which this tier is restored from."""
+    """A tier that is saved to. `cost_s`: training time that one save costs. `every_s`: seconds of training between
+    saves, infinite for never. `restore_s`: duration of a restore from it. `write_s`: from the end of the saved step
+    until the save is durable there. `served`: the share of faults after which this tier is restored from."""
 
     name: str
     cost_s: float
@@ -46,8 +46,9 @@ class TierCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """`perceive_s`: from a fault to when it is noticed, on average; `restart_s`: from there to the call of restore();
-    `tiers`: the nearest first. A farther one serves the faults that nearer ones do not survive."""
+    """The costs of faults and saves. `perceive_s`: from a fault to its detection, on average. `restart_s`: from there
+    to the call of restore(). `tiers`: nearest first. A farther one serves the faults that nearer ones do not
+    survive."""
 
     perceive_s: float
     restart_s: float
@@ -56,7 +57,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """Of one tier. `recompute_s`: what is lost to a fault that it serves."""
+    """The forecast for a tier. `recompute_s`: training lost to a fault that it serves."""
 
     name: str
     served: float
@@ -67,9 +68,8 @@ class TierShare:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds per fault, and `effective`, the share of wall-clock that is training which is never done again.
-
-    `wall_s`: wall-clock from fault to fault, those during recovery counted."""
+    """Seconds per fault, and `effective`, the share of wall-clock time spent on training that is never repeated.
+    `wall_s`: wall-clock time between faults, including those during recovery."""
 
     mtbf_s: float
     wall_s: float
@@ -92,25 +92,24 @@ class Forecast:
 
 
 def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast:
-    """What follows from costs. `mtbf_s`: mean time between faults, of a job that trains and, if `recovering`, of one
-    that recovers as well: then what was noticed, started and read has to be so again. UsageError for what makes no
-    sense."""
+    """Return the forecast for these costs. Raise UsageError if a value is impossible. `mtbf_s`: mean time between
+    faults. `recovering`: if True, faults also occur during recovery, which then starts again."""
     _check(costs, mtbf_s)
     rate = 1.0 / mtbf_s
     used = [tier for tier in costs.tiers if tier.served > 0]
     slowing = sum(tier.cost_s / tier.every_s for tier in costs.tiers)
-    again = rate if recovering else 0.0  # of faults while the job recovers
+    again = rate if recovering else 0.0  # rate of faults during recovery
     visits = _visits(used, costs, again)
     total = sum(visits)
     stages = [0.0, 0.0, 0.0]
-    ends = [0.0] * len(used)  # how often a recovery ends with this tier
+    ends = [0.0] * len(used)  # how many recoveries end with this tier
     for i, (tier, count) in enumerate(zip(used, visits, strict=True)):
         past = 0.0
         for number, lasting in enumerate((costs.perceive_s, costs.restart_s, tier.restore_s)):
             stages[number] += count * _within(past, lasting, again)
             past += lasting
         ends[i] = count * math.exp(-again * past)
-    # Until the next fault: a save comes after the steps that it saves, so that half a save more is work.
+    # Until the next fault. A save follows the steps that it saves, so half a save more is training.
     extra = sum(end * tier.cost_s / 2 for end, tier in zip(ends, used, strict=True))
     work = min(mtbf_s, (mtbf_s + extra) / (1 + slowing))
     lost = [_lost(tier, rate * sum(ends[i:]), slowing) for i, tier in enumerate(used)]
@@ -124,8 +123,8 @@ def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast
 
 
 def _visits(used: Sequence[TierCost], costs: Costs, rate: float) -> list[float]:
-    """How often, per series of faults that follow each other before training goes on, a recovery from each tier is
-    begun. The farthest tier that any fault of the series needs is what counts, so there is no way back."""
+    """Return how many recoveries from each tier start, for each series of faults without training between them. The
+    farthest tier that any fault of the series needs is used."""
     found, nearer, began = [], 0.0, 0.0
     for tier in used:
         lasting = costs.perceive_s + costs.restart_s + tier.restore_s
@@ -138,23 +137,21 @@ def _visits(used: Sequence[TierCost], costs: Costs, rate: float) -> list[float]:
 
 
 def _within(past: float, lasting: float, rate: float) -> float:
-    """How long a stage that begins after `past` seconds lasts on average, if a fault ends it."""
+    """Return the mean duration of a stage that starts after `past` seconds, if a fault ends it."""
     return lasting if not rate else -math.exp(-rate * past) * math.expm1(-rate * lasting) / rate
 
 
 def _lost(tier: TierCost, rate: float, slowing: float) -> float:
-    """Work that a fault undoes: from the newest step that is safe in this tier. `rate`: of faults that need it.
-
-    In the mean time between such faults, 1 / rate, every interval that is survived to its end, and until it is safe,
-    is worth `every_s` of work.
-    """
+    """Return the training lost to a fault: everything since the newest durable step of this tier. `rate`: of the faults
+    that need this tier. In the mean time between such faults, 1 / rate, every interval that ends and becomes durable
+    before a fault adds `every_s` of training."""
     if rate <= 0:
         return 0.0
     done = (1 / rate + tier.cost_s / 2) / (1 + slowing)
     if math.isinf(tier.every_s):
         return done
     lap, behind = tier.every_s * (1 + slowing) * rate, tier.write_s - tier.cost_s
-    if max(lap, rate * abs(behind)) < 1e-6:  # the limit of what is below, which is the difference of two huge numbers
+    if max(lap, rate * abs(behind)) < 1e-6:  # the limit of the formula below, which subtracts two huge numbers
         return max(0.0, (tier.cost_s / 2 + behind) / (1 + slowing) + tier.every_s / 2)
     late = math.exp(-min(600.0, max(-50.0, rate * behind)))
     return max(0.0, done - (tier.every_s * late / math.expm1(lap) if lap < 600 else 0.0))
@@ -164,34 +161,37 @@ def _check(costs: Costs, mtbf_s: float) -> None:
     positive("the mean time between faults", mtbf_s)
     for tier in costs.tiers:
         if tier.served > 0 and math.isinf(tier.every_s):
-            raise UsageError(f"{tier.name} is never saved to, and {tier.served:.0%} of the faults need it")
+            raise UsageError(f"{tier.name} is never saved to, but {tier.served:.0%} of the faults need it")
     served = sum(tier.served for tier in costs.tiers)
     if not abs(served - 1) < 1e-6:
-        raise UsageError(f"the shares of faults that tiers serve sum to {served:g}, and it has to be 1")
+        raise UsageError(f"the shares of faults that tiers serve must sum to 1, not {served:g}")
 
 
 def positive(name: str, value: object, *, zero: bool = False, most: float = MOST_S) -> float:
-    """The number, if it is one that makes sense; UsageError if not."""
+    """Return the number as a float. Raise UsageError if it is not a number in range."""
     right = type(value) is int or (isinstance(value, float) and math.isfinite(value))
     if not right or not (0 if zero else 1e-9) <= value <= most:  # type: ignore[operator]
-        raise UsageError(f"{name} is {value!r}: it has to be a number {'from' if zero else 'above'} 0, to {most:g}")
+        raise UsageError(f"{name} is {value!r}: must be a number {'from' if zero else 'above'} 0, to {most:g}")
     return float(value)  # type: ignore[arg-type]
 
 
-# -- how far saves are apart --
+# -- save intervals --
 
 
 def best_interval(cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between saves, so that what saving costs and what faults undo is least in sum. `cost_s`: what
-    a save takes from training; `mtbf_s`: between the faults for which it is needed. Young's root of 2 x cost x MTBF
-    where the cost is small, Daly's higher order elsewhere. Infinite if either is; UsageError if one is negative, or no
-    number."""
+    """Return the seconds of training between saves that minimize the sum of saving cost and lost training.
+
+    `cost_s`: training time that a save costs. `mtbf_s`: seconds between the faults for which this save is needed.
+
+    Young's square root of 2 x cost x MTBF for small costs, Daly's higher order for others. Infinite if either value is.
+    Raises UsageError if one is negative or not a number.
+    """
     for name, value in (("cost_s", cost_s), ("mtbf_s", mtbf_s)):
         if not value >= 0:
-            raise UsageError(f"{name}={value!r} is no number of seconds")
+            raise UsageError(f"{name}={value!r}: must be a number of seconds from 0")
     if math.isinf(mtbf_s):
         return math.inf if cost_s > 0 else 0.0
-    if cost_s >= 2 * mtbf_s:  # then a save is hardly ever done in time
+    if cost_s >= 2 * mtbf_s:  # a save would rarely end before a fault
         return mtbf_s if cost_s < math.inf else math.inf
     half = cost_s / (2 * mtbf_s) if mtbf_s else 0.0
     young = math.sqrt(2 * cost_s) * math.sqrt(mtbf_s)
@@ -199,15 +199,15 @@ def best_interval(cost_s: float, mtbf_s: float) -> float:
 
 
 def least_interval(write_s: float, mtbf_s: float = math.inf, *, shared: bool = False) -> float:
-    """Seconds that saves to a durable tier are apart at the least, so that it is not busy all the time."""
+    """Return the minimum seconds between saves to a durable tier, so that it is not busy all the time."""
     gentle = max(BUSY_FAR * write_s, LEAST_FAR_S)
     return gentle if shared and gentle <= THICK * mtbf_s else BUSY * write_s
 
 
 def nice_steps(interval_s: float, step_s: float) -> int:
-    """The nearest of 1, 2, 5, 10, 20, … steps, by ratio; 0, which is never, for an infinite interval."""
+    """Return the nearest of 1, 2, 5, 10, 20, … steps, by ratio; 0 (never) for an infinite interval."""
     if not step_s > 0 or math.isinf(step_s) or not interval_s >= 0:
-        raise UsageError(f"an interval of {interval_s!r} s, in steps of {step_s!r} s, makes no sense")
+        raise UsageError(f"cannot divide an interval of {interval_s!r} s into steps of {step_s!r} s")
     steps = interval_s / step_s
     if math.isinf(steps):
         return 0
@@ -219,8 +219,8 @@ def nice_steps(interval_s: float, step_s: float) -> int:
 
 
 def steps_apart(interval_s: float, least_s: float, step_s: float, slack: float = 1.0) -> int:
-    """`nice_steps`, that last `least_s` at the least; shorter by the factor `slack` is good enough."""
+    """Return `nice_steps` for at least `least_s`. An interval shorter by the factor `slack` is accepted."""
     steps = nice_steps(max(interval_s, least_s), step_s)
     if not steps or steps * step_s * (1 + 1e-9) >= least_s / slack:
         return steps
-    return nice_steps(2 * least_s, step_s)  # the next, as the nearest was below
+    return nice_steps(2 * least_s, step_s)  # the next one, because the nearest was too short

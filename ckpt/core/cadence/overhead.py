@@ -1,8 +1,8 @@
-"""What saving takes from training, found out while it happens, by comparing steps. Pure.
+"""Measures the training time that saving costs, by comparing steps. Pure.
 
-A step beside which a snapshot is copied is compared with those beside which none was, a step beside which a checkpoint
-is written with those that are like it otherwise. Times vary, so that means over some dozens of steps are compared,
-without their extremes. What nothing can be compared with is not known: if every step takes a snapshot, only the wait.
+A step during a snapshot copy is compared with steps without any, and a step during a checkpoint write with otherwise
+equal steps. Durations vary, so trimmed means over dozens of steps are compared. Without comparable steps the cost is
+unknown: if every step takes a snapshot, only the wait is known.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-STEPS, SAVES = 128, 16  # of each kind that are remembered
-STALE = 512  # steps, after which one says nothing any more: trainings change
-ANEW = 8  # steps, after which what they take is worked out anew
-ENOUGH = 4  # of them, that say something
-MANY = 10  # values, of which the extremes can be left out; of fewer the median is taken
-TRIM = 0.1  # of the values at each end, which are left out of a mean
-LEAST = 0.1  # of the time that a save lasts, that it takes from training
-FAR = 3.0  # times what saving can have done to a step at the most: then it was something else
+STEPS, SAVES = 128, 16  # remembered values of each kind
+STALE = 512  # steps after which a value is outdated, because trainings change
+ANEW = 8  # steps after which a mean is computed again
+ENOUGH = 4  # values needed for a mean
+MANY = 10  # from this many values on, the extremes are left out; with fewer, the median is used
+TRIM = 0.1  # the share of values left out of a mean at each end
+LEAST = 0.1  # minimum share of a save's duration that counts as its cost
+FAR = 3.0  # if a step took longer than this many times the maximum effect of saving, something else slowed it
 
-Kind = tuple[bool, tuple[str, ...]]  # of a step: whether a snapshot was taken, and the places that were written to
+Kind = tuple[bool, tuple[str, ...]]  # of a step: True if a snapshot was taken, and the tiers that were written to
 
 
 class Meter:
-    """Of one incarnation. Feed it the steps in order, and the ends of saves."""
+    """Measures one job attempt. Call it for each step in order, and at the end of each save."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._known: dict[Kind, tuple[int, float | None]] = {}  # what steps take, and when that was found
+        self._known: dict[Kind, tuple[int, float | None]] = {}  # durations of steps, and since when
         self._steps: dict[Kind, deque[tuple[int, float]]] = {}
         self._copied: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=STEPS)  # steps with a snapshot
         self._stalls: deque[float] = deque(maxlen=STEPS)
-        self._open: dict[str, float] = {}  # what writes that have not ended have taken so far
-        self._taken: dict[str, deque[float]] = {}  # what each save has
+        self._open: dict[str, float] = {}  # the cost so far of each unfinished write
+        self._taken: dict[str, deque[float]] = {}  # the cost of each save
         self._lasted: dict[str, deque[float]] = {}
         self._all: deque[float] = deque(maxlen=STEPS)
 
     def step(
         self, seconds: float, stalled: float, snapshot: bool, writing: Iterable[str], beside_s: float = math.inf
     ) -> float:
-        """One step. How much longer it took than one beside which nothing is saved, without the wait; 0 if unknown.
+        """Record a step. Return how much longer it took than a step without saves, without the wait; 0 if unknown.
 
-        `beside_s`: how long something was written beside it. Saving cannot slow a step by more than that, nor can a
-        copy by more than a step: what took much longer, such as an evaluation, had other reasons.
+        `beside_s`: the time during which something was written. Saving cannot slow a step by more than that, and a copy
+            cannot slow it by more than one step. A much longer step, for example with an evaluation, had other reasons.
         """
         beside = tuple(sorted(writing))
         quiet, alike = self.quiet_s, self._usual((snapshot, ()))
@@ -65,8 +65,8 @@ class Meter:
         return _bounded(seconds - alike, beside_s) if beside and alike is not None else 0.0
 
     def saved(self, name: str, lasted_s: float | None) -> None:
-        """A checkpoint is complete in a place, `lasted_s` after it was ordered, and its steps have been fed; None: it
-        failed."""
+        """Record the end of a save to a tier, `lasted_s` after it was ordered; None if it failed. Its steps must have
+        been recorded before."""
         taken = self._open.pop(name, None)
         if lasted_s is None:
             return
@@ -76,16 +76,16 @@ class Meter:
 
     @property
     def step_s(self) -> float | None:
-        """What a step takes with all that is going on: the median."""
+        """Return the median duration of all steps."""
         return statistics.median(self._all) if len(self._all) >= ENOUGH else None
 
     @property
     def quiet_s(self) -> float | None:
-        """What a step takes beside which nothing is saved."""
+        """Return the duration of a step without any save."""
         return self._usual((False, ()))
 
     def _usual(self, kind: Kind) -> float | None:
-        """What such a step takes."""
+        """Return the mean duration of such a step."""
         known = self._known.get(kind)
         if known is None or self._number >= known[0] + ANEW:
             steps = self._steps.get(kind, ())
@@ -95,42 +95,42 @@ class Meter:
 
     @property
     def snapshot_s(self) -> float | None:
-        """What a snapshot takes from training, the wait included: that is the least, however the steps vary."""
+        """Return the training time that a snapshot costs, at least the wait."""
         waited, more = _mean(self._stalls), self._more()
         return None if waited is None or len(more) < ENOUGH else max(waited, middle(more))
 
     @property
     def snapshot_unsure_s(self) -> float:
-        """The standard error of that."""
+        """Return the standard error of `snapshot_s`."""
         more, plain = self._more(), [seconds for _, seconds in self._steps.get((False, ()), ())]
         return math.hypot(*(statistics.stdev(one) / len(one) ** 0.5 for one in (more, plain) if len(one) > 1))
 
     def _more(self) -> list[float]:
-        """How much longer steps with a snapshot took than those without, that had the same beside them."""
+        """Return the extra time of steps with a snapshot, compared with steps without one and with the same writes."""
         base = {beside: self._usual((False, beside)) for beside in {beside for _, beside in self._copied}}
         return [seconds - known for seconds, beside in self._copied if (known := base.get(beside)) is not None]
 
     @property
     def snapshots(self) -> int:
-        """From how many that is known."""
+        """Return the number of snapshots in that measurement."""
         return len(self._copied)
 
     def save_s(self, name: str) -> float | None:
-        """What a checkpoint in that place takes from training, beside the snapshot that it is made from. A share of the
-        time that it lasts is the least: at a cost that only looks like nothing one would save all the time. If it is
-        written beside every step, nothing can be compared, and that share is what is known."""
+        """Return the training time that a checkpoint in that tier costs, without its snapshot. It is at least a share
+        of the save's duration, because an apparent cost of zero would mean to save all the time. If every step has a
+        write during it, that share is all that is known."""
         least, taken = LEAST * self.write_s(name), self._taken.get(name, ())
         if taken:
             return max(middle(taken), least)
         return least if len(self._lasted.get(name, ())) >= ENOUGH else None
 
     def save_unsure_s(self, name: str) -> float:
-        """The standard error of that."""
+        """Return the standard error of `save_s`."""
         taken = self._taken.get(name, ())
         return statistics.stdev(taken) / len(taken) ** 0.5 if len(taken) > 1 else 0.0
 
     def write_s(self, name: str) -> float:
-        """How long it takes until it is durable."""
+        """Return the time until a save is durable."""
         lasted = self._lasted.get(name)
         return statistics.median(lasted) if lasted else 0.0
 
@@ -139,7 +139,7 @@ class Meter:
 
 
 def middle(values: Iterable[float]) -> float:
-    """The mean without the extremes; of few values the median."""
+    """Return the mean without the extremes, or the median of few values."""
     ordered = sorted(values)
     if len(ordered) < MANY:
         return statistics.median(ordered)

@@ -1,5 +1,5 @@
-"""How does one checkpoint get into one store, and out of it? Write, commit, parts, read, repair, retention, promote.
+"""Writes one checkpoint to one store and reads it back: encoding, commit, index, reading, repair, retention, promotion.
 
-In: plans and buffers, or an attempt. Out: files and records, or verified bytes. It knows the run log and the format; it
-may not know processes, ranks' conversations, the user's objects, or torch.
+In: plans and buffers, or a checkpoint id. Out: files and records, or verified bytes. This package knows the run log and
+the format. It does not know processes, communication between ranks, the user's objects, or torch.
 """

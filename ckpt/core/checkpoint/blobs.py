@@ -1,7 +1,7 @@
-"""Ranges of packs become blobs again: read, verified, decoded and handed over, a few batches at a time.
+"""Reads ranges of data files as chunks: read, verify, decode and deliver, a few batches at a time.
 
-plan_reads   table, blobs -> batches: near ranges together, and with each blob what it is based on
-fetch        batches -> bytes, each verified before anybody gets it
+plan_reads   table, chunks -> batches: neighbouring ranges together, and each chunk with its base
+fetch        batches -> bytes, each verified before delivery
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from ckpt.errors import CorruptError, StoreError
 from ckpt.store import PAGE, Store
 
 T = TypeVar("T")
-READ, FAR_READ = 8 << 20, 16 << 20  # bytes of one read, at most (a blob is never split); and where each is a request
+READ, FAR_READ = 8 << 20, 16 << 20  # maximum bytes of one read (a chunk is never split); the second for remote stores
 GAP = 64 << 10  # reading over a gap this small is cheaper than another read
 PARALLEL = 8
-SCRATCH = 10 << 20  # bytes of memory for a batch, at least: most need no more, and what is not touched costs nothing
+SCRATCH = 10 << 20  # minimum bytes of memory for a batch: most need no more, and untouched memory costs nothing
 ALIGNED = 64
 
 Sink = Callable[[int, memoryview], None]
-"""`sink(blob, data)`: verified bytes of a blob, by its number in the table. Called from several threads; the memory is
-reused after it returns."""
+"""`sink(blob, data)`: gets verified bytes of a chunk, by its number in the table. Called from several threads; the
+memory is reused after it returns."""
 
 OnDamage = Callable[[Sequence[int], CorruptError | StoreError], None]
-"""`on_damage(blobs, error)`: why these cannot be had from here. Called from several threads."""
+"""`on_damage(blobs, error)`: gets the error of chunks that cannot be read here. Called from several threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One range of one pack, and the numbers of the blobs in it."""
+    """A range of a data file, and the numbers of the chunks in it."""
 
     pack: str
     start: int
@@ -54,7 +54,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is read and decoded together. `blobs` are those that are wanted; `reads` have their bases as well."""
+    """Chunks that are read and decoded together. `blobs`: the requested chunks; `reads`: also cover their bases."""
 
     reads: tuple[Read, ...]
     blobs: tuple[int, ...]
@@ -65,7 +65,7 @@ class Batch:
 
 
 def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list[Batch]:
-    """Batches that cover the given blobs, in the order they lie on disk. `far`: in a remote place."""
+    """Return batches that cover the given chunks, in the order on disk. `far`: for a remote store."""
     most = FAR_READ if far else READ
     wanted = distinct(np.fromiter(blobs, np.int64))
     pack, offset, based = table.pack[wanted], table.offset[wanted], table.base[wanted] >= 0
@@ -86,7 +86,7 @@ def _batch(table: Table, pack: int, start: int, end: int, blobs: tuple[int, ...]
 
 
 def _apart(table: Table, columns: Sequence[I64], most: int) -> Iterator[Batch]:
-    """Of ranges that do not overlap what `near` says, without looking at each of them."""
+    """Yield the same groups as `near` for ranges that do not overlap, without a loop over them."""
     pack, low, high, nbytes, blobs = columns
     total = starts_of(np.cumsum(nbytes))
     breaks = np.flatnonzero((np.diff(pack) != 0) | (low[1:] > high[:-1] + GAP)) + 1
@@ -100,10 +100,10 @@ def _apart(table: Table, columns: Sequence[I64], most: int) -> Iterator[Batch]:
 
 
 def near(rows: Iterable[tuple[int, int, int, int, T]], most: int) -> Iterator[tuple[int, int, int, list[T]]]:
-    """Ranges of packs, joined where little lies between them: (pack, start, end, items).
+    """Join ranges of data files with small gaps: yield (pack, start, end, items).
 
-    `rows`: (pack, start, end, bytes of what it becomes, item), ascending. What is joined has at most `most` bytes, and
-    becomes as many.
+    `rows`: (pack, start, end, decoded bytes, item), ascending. A joined range has at most `most` bytes, stored and
+        decoded.
     """
     group: list[T] = []
     now = start = end = plain = 0
@@ -120,14 +120,14 @@ def near(rows: Iterable[tuple[int, int, int, int, T]], most: int) -> Iterator[tu
 
 
 def closure(table: Table, blobs: Iterable[int]) -> list[int]:
-    """These blobs behind the bases of all of them."""
+    """Return these chunks after their bases."""
     wanted = dict.fromkeys(blobs)
     bases = {base: None for base in table.base[list(wanted)].tolist() if base >= 0}
     return [*bases, *(blob for blob in wanted if blob not in bases)]
 
 
 def _with_bases(table: Table, group: list[int], most: int) -> Iterator[Read]:
-    """The ranges of a group and its bases."""
+    """Yield the ranges of a group and its bases."""
     rows = sorted((int(table.pack[b]), int(table.offset[b]), b) for b in closure(table, group) if table.stored[b])
     ranges = ((pack, offset, offset + int(table.stored[blob]), 0, blob) for pack, offset, blob in rows)
     for pack, start, end, blobs in near(ranges, most):
@@ -143,11 +143,9 @@ async def fetch(
     on_bytes: Callable[[int], None] | None = None,
     on_damage: OnDamage | None = None,
 ) -> None:
-    """Read, verify, decode and hand over. The first damaged blob raises CorruptError before any byte of it is handed
-    over.
-
-    With `on_damage`, that is told what cannot be had instead, and reading goes on. Memory in use: PARALLEL batches.
-    """
+    """Read, verify, decode and deliver chunks. The first damaged chunk raises CorruptError, before any of its bytes are
+    delivered. With `on_damage`, it is called for chunks that cannot be read, and reading continues. Memory in use:
+    PARALLEL batches."""
     queue, failed = iter(batches), False
 
     async def worker(pool: ThreadPoolExecutor) -> None:
@@ -172,7 +170,7 @@ async def fetch(
 
 
 async def _read(store: Store, batch: Batch, scratch: Scratch) -> list[memoryview | StoreError]:
-    """What the store gives for each read, or that it cannot."""
+    """Return the bytes or the StoreError of each read."""
     room = zip(batch.reads, scratch.take(batch), strict=True)
     works = [steady.get(store, read.pack, start=read.start, length=read.length, into=view) for read, view in room]
     found: list[memoryview | StoreError] = []
@@ -184,20 +182,20 @@ async def _read(store: Store, batch: Batch, scratch: Scratch) -> list[memoryview
 
 
 class Scratch:
-    """Memory of one worker, used again for each batch: fresh pages cost more than what is done with them."""
+    """Memory of one worker, reused for each batch, because fresh pages cost more than the work on them."""
 
     def __init__(self) -> None:
         self._stored = self._plain = memoryview(b"")
 
     def take(self, batch: Batch) -> list[memoryview]:
-        """Room for each read, as `Store.get` wants it."""
+        """Return memory for each read, as `Store.get` needs it."""
         sizes = [pages(read.length) + 2 * PAGE for read in batch.reads]
         self._stored = _at_least(self._stored, sum(sizes))
         ends = list(itertools.accumulate(sizes))
         return [self._stored[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def decoded(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Room for what is decoded, each piece at an address that suits any word."""
+        """Return memory for decoded chunks, each at an aligned address."""
         room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
         self._plain = _at_least(self._plain, sum(room))
         starts = [end - size for size, end in zip(room, itertools.accumulate(room), strict=True)]
@@ -207,9 +205,9 @@ class Scratch:
 def _at_least(memory: memoryview, size: int) -> memoryview:
     if len(memory) >= size:
         return memory
-    made = mmap.mmap(-1, max(size, SCRATCH), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    made = mmap.mmap(-1, max(size, SCRATCH), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     with contextlib.suppress(OSError):
-        made.madvise(mmap.MADV_HUGEPAGE)  # a few faults instead of thousands, and longer requests to the disk
+        made.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, and longer requests to the disk
     return memoryview(made)
 
 
@@ -221,7 +219,7 @@ def _deliver(
     sink: Sink | None,
     on_damage: OnDamage | None,
 ) -> None:
-    """Verify, decode and hand over what one batch has read."""
+    """Verify, decode and deliver the chunks of one batch."""
     stored: dict[int, memoryview] = {}
     lost: dict[int, CorruptError | StoreError] = {}
     for read, data in zip(batch.reads, got, strict=True):
@@ -244,11 +242,9 @@ def deliver(
     on_damage: OnDamage | None,
     places: Mapping[int, memoryview],
 ) -> None:
-    """Verify, decode and hand over blobs. `stored`: their bytes, and those of their bases; `lost`: why some are not.
-
-    `places`: where the plain bytes of some of them belong. They are decoded to there, or are there already, and the
-    sink is not told. `on_damage` None: CorruptError for the first damage.
-    """
+    """Verify, decode and deliver chunks. `stored`: their bytes, and those of their bases. `lost`: errors of chunks that
+    could not be read. `places`: final memory of some chunks. These are decoded to it, or are there already, and are not
+    passed to the sink. `on_damage`: None raises CorruptError at the first damage."""
     wanted = set(blobs)
     rows = closure(table, blobs)
     codecs = dict(zip(rows, table.codec[rows].tolist(), strict=True))
@@ -275,7 +271,7 @@ def deliver(
 
 
 def not_its_digest(table: Table, blob: int) -> CorruptError:
-    """What is stored of a blob is not what was."""
+    """Return the error for a chunk whose stored bytes do not match their digest."""
     pack, offset = table.place(blob)
     where = f"{int(table.stored[blob])} bytes at {offset} of {pack}"
     return CorruptError(f"{table.name_of(blob)} is damaged: {where} do not match their digest")
@@ -284,7 +280,7 @@ def not_its_digest(table: Table, blob: int) -> CorruptError:
 def _plain_of(
     table: Table, blob: int, stored: memoryview, plain: Mapping[int, memoryview], room: memoryview | None
 ) -> memoryview:
-    """The plain bytes of one blob. CorruptError unless both its digests are right."""
+    """Return the plain bytes of a chunk. Raise CorruptError unless both digests match."""
     if stored and blob_digest(stored) != table.stored_digest[blob].tobytes():
         raise not_its_digest(table, blob)
     if room is None:
@@ -294,5 +290,5 @@ def _plain_of(
     except CorruptError as error:
         raise CorruptError(f"{table.name_of(blob)} is damaged: {error}") from None
     if blob_digest(room) != table.digest[blob].tobytes():
-        raise CorruptError(f"{table.name_of(blob)} is damaged: what is decoded does not match its digest")
+        raise CorruptError(f"{table.name_of(blob)} is damaged: its decoded bytes do not match their digest")
     return room

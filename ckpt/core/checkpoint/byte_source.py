@@ -1,4 +1,4 @@
-"""Where the plain bytes of blobs come from: a slot of the arena, or what is stored somewhere; and those of bases."""
+"""Sources of the plain bytes of chunks: a slot of the arena or a store. Also loads the bases of deltas."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ckpt.events import log as logger
 from ckpt.store import Store
 
 Peek = Callable[[int], memoryview]
-"""The plain bytes of a blob, by its number."""
+"""Returns the plain bytes of a chunk, by its number."""
 
 
 class ByteSource(Protocol):
-    """Where the plain bytes of a snapshot come from."""
+    """A source of the plain bytes of a snapshot."""
 
     @property
     def digests(self) -> Digests | None:
-        """Of all blobs, if they are known."""
+        """The digests of all chunks, if known."""
 
     async def load(self, blobs: Sequence[int]) -> Peek:
-        """Have the bytes of these ready."""
+        """Prepare the bytes of these chunks."""
 
 
 @dataclass
 class InMemory:
-    """A slot of the arena: everything is there."""
+    """A slot of the arena, with all bytes in memory."""
 
     layout: Layout
     data: memoryview
@@ -53,7 +53,7 @@ class InMemory:
 
 @dataclass
 class InStore:
-    """Blobs of a table, in some store, by their numbers there."""
+    """Chunks of a table in a store, by their numbers there."""
 
     store: Store
     table: Table
@@ -63,7 +63,7 @@ class InStore:
         return self.table.digest[: self.table.owned]
 
     async def load(self, blobs: Sequence[int]) -> Peek:
-        """CorruptError or StoreError if any of them cannot be had."""
+        """Read chunks. Raise CorruptError or StoreError if one of them cannot be read."""
         found: dict[int, memoryview] = {}
         sizes = [int(self.table.length[blob]) for blob in blobs]
         room = memoryview(bytearray(sum(sizes)))
@@ -79,7 +79,7 @@ class InStore:
 
 
 Bases = Callable[[Previous, Sequence[int]], Awaitable[dict[int, memoryview]]]
-"""The plain bytes of blobs of the previous table, as far as they can be had and are sound."""
+"""Loads the plain bytes of chunks of the previous table, as far as they are readable and intact."""
 
 
 async def no_bases(previous: Previous, rows: Sequence[int]) -> dict[int, memoryview]:
@@ -87,7 +87,7 @@ async def no_bases(previous: Previous, rows: Sequence[int]) -> dict[int, memoryv
 
 
 def bases_in(store: Store) -> Bases:
-    """Bases read from the place itself."""
+    """Return a loader of bases from the tier itself."""
 
     async def load(previous: Previous, rows: Sequence[int]) -> dict[int, memoryview]:
         return await _peeked(InStore(store, previous.table), {row: row for row in rows})
@@ -96,7 +96,7 @@ def bases_in(store: Store) -> Bases:
 
 
 def bases_near(store: Store, find: Callable[[Attempt], Awaitable[Table | None]]) -> Bases:
-    """Bases read, by their digests, from a nearer place. `find`: this rank's table there of a checkpoint."""
+    """Return a loader of bases from a nearer tier, by digest. `find`: returns this rank's table there."""
 
     async def load(previous: Previous, rows: Sequence[int]) -> dict[int, memoryview]:
         found: dict[int, memoryview] = {}
@@ -116,6 +116,8 @@ async def _peeked(source: InStore, rows: dict[int, int]) -> dict[int, memoryview
     try:
         peek = await source.load(sorted(set(rows.values())))
     except (CorruptError, StoreError) as error:
-        logger.warning("no deltas against what is in %s: %s", source.store.url, error)
+        logger.warning(
+            "could not read the bases of deltas from %s, so chunks are stored whole: %s", source.store.url, error
+        )
         return {}
     return {row: peek(number) for row, number in rows.items()}

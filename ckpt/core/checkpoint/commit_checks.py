@@ -1,4 +1,4 @@
-"""What is checked before a COMMIT: parts fit, every element is there, bases are live. Nothing is read or written."""
+"""Checks before a COMMIT: manifests fit together, all elements are covered, sources are live. No reads or writes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckpt.core.format.table import merge
 from ckpt.core.log.records import RunState
 from ckpt.errors import CorruptError, SaveError
 
-WHOLE = 1 << 14  # rows of all tables (pieces and blobs): with more, the index is a directory of them
-WHOLE_NEXT = "the next save will be whole"  # in the reason of a failed save, so that the writers of all ranks see to it
+WHOLE = 1 << 14  # rows of all tables (pieces and chunks); with more, the index is a directory
+WHOLE_NEXT = "the next save will be whole"  # part of an error, which every writer recognizes
 
-# -- what is built on --
+# -- sources of an increment --
 
 
 def check_files(
@@ -29,35 +29,35 @@ def check_files(
     *,
     copied: bool = False,
 ) -> None:
-    """Raise SaveError unless the attempt wrote each of its packs itself, or a checkpoint that is live in this state
-    uses it.
+    """Raise SaveError unless each data file was written by this checkpoint, or is used by a live checkpoint.
 
-    No PLAN deletes a pack that a live checkpoint uses. The COMMIT that follows this state keeps the pack from then on.
+    No PLAN deletes a data file that a live checkpoint uses. The COMMIT that follows this state keeps the file from then
+    on.
 
     used: the files of live checkpoints, as far as they could be read.
-    copied: the packs were copied here with the attempt. Then it may also name packs of attempts that have not ended
-        here, because nobody deletes these.
+    copied: the data files were copied here with the checkpoint. Then it may also name files of checkpoints that have
+        not ended here, because nobody deletes these.
     """
     safe = set[str]().union(*(used[a] for a in used.keys() & state.commits.keys()))
     for key in sorted(packs):
         of = owner(key)
         if of != attempt and key not in safe and not (copied and of is not None and not state.ended(of)):
             then = "" if copied else f": {WHOLE_NEXT}"
-            raise SaveError(f"step {attempt.step} builds on {key}, which none of its sources uses any more{then}")
+            raise SaveError(f"step {attempt.step} builds on {key}, which no live checkpoint uses{then}")
 
 
 def check_live(state: RunState, attempt: Attempt, needs: Iterable[Attempt]) -> None:
-    """Raise SaveError unless every checkpoint that a HELD attempt builds on is live in this state."""
+    """Raise SaveError unless every checkpoint that a HELD one builds on is live in this state."""
     for base in needs:
         if base not in state.commits:
-            raise SaveError(f"step {attempt.step} builds on step {base.step}, which was given up")
+            raise SaveError(f"step {attempt.step} builds on step {base.step}, which was retired")
 
 
 def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> None:
     """Raise SaveError if a rank built on a checkpoint that the committing writer had found damaged before.
 
-    What was in flight at that time is at most `distrusted`, and passes. So does what is saved at a fault: no later save
-    could replace it, and the damage may be repaired.
+    Checkpoints in flight at that time are at most `distrusted`, and pass. So do emergency saves: no later save could
+    replace them, and the damage may be repaired.
     """
     if any(one.part.reason != "due" for one in parts):
         return
@@ -68,25 +68,27 @@ def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> N
 
 
 def vouches(state: RunState, base: WrittenPart) -> bool:
-    """Return True if a checkpoint may build on a part: it belongs to a live checkpoint."""
+    """Return True if a checkpoint may build on this manifest, because it belongs to a live checkpoint."""
     part = base.part
     found = state.commits.get(Attempt.parse(part.attempt))
     return found is not None and (part.rank, base.digest) in found.parts
 
 
 def check_needs(attempt: Attempt, needs: Collection[Attempt]) -> None:
-    """SaveError if nobody could read the record that says this."""
+    """Raise SaveError if the sources could not be recorded."""
     if len(needs) > MAX_NEEDS:
-        raise SaveError(f"step {attempt.step} builds on {len(needs)} older ones, which is too many: save it whole")
+        raise SaveError(
+            f"step {attempt.step} builds on {len(needs)} older checkpoints, which is too many: it must be full"
+        )
     if needs and max(needs) >= attempt:
-        raise SaveError(f"step {attempt.step} builds on step {max(needs).step}, which is not older: save it whole")
+        raise SaveError(f"step {attempt.step} builds on step {max(needs).step}, which is not older: it must be full")
 
 
-# -- what the ranks say --
+# -- the manifests of the ranks --
 
 
 def check_fit(parts: list[WrittenPart]) -> None:
-    """SaveError if the ranks do not agree about what they saved: some of it twice, or by nobody."""
+    """Raise SaveError if the ranks saved some elements twice or not at all."""
     ordered = sorted(parts, key=lambda w: w.part.rank)
     try:
         layouts = [Layout.from_json(w.part.layout) for w in ordered]
@@ -96,7 +98,7 @@ def check_fit(parts: list[WrittenPart]) -> None:
 
 
 def check_replicas(parts: Sequence[WrittenPart]) -> None:
-    """SaveError naming each tensor of which ranks hold different values although they should hold the same."""
+    """Raise SaveError listing the tensors that should be replicated but differ between ranks."""
     try:
         found = replicas.differing((w.part.rank, w.part.replicas) for w in parts)
     except CorruptError as error:
@@ -106,13 +108,13 @@ def check_replicas(parts: Sequence[WrittenPart]) -> None:
 
 
 def index_of(parts: Sequence[WrittenPart], kind: str = "COMMIT") -> bytes:
-    """The index of parts in rank order: all tables as one while that is small, so that restoring reads one file and a
-    lost table can be made again; else a directory of them. SaveError if the ranks do not agree about what they saved.
-    """
+    """Return the index of manifests in rank order. If it is small, it contains all tables, so that a restore reads one
+    file and a lost table can be recreated. Otherwise it is a directory. Raise SaveError if the manifests contradict
+    each other."""
     if not is_large(parts, kind):
         if any(w.pieces is not None for w in parts):
             step = Attempt.parse(parts[0].part.attempt).step
-            raise SaveError(f"what the ranks wrote of step {step} makes no checkpoint together")
+            raise SaveError(f"the manifests of step {step} do not form a checkpoint")
         return merge([w.table for w in parts]).to_bytes()
     try:
         return build([w.part for w in parts], [w.pieces or w.table for w in parts]).to_bytes()
@@ -121,14 +123,14 @@ def index_of(parts: Sequence[WrittenPart], kind: str = "COMMIT") -> bytes:
 
 
 def is_large(parts: Sequence[WrittenPart], kind: str) -> bool:
-    """Whether the index will be a directory. What lies on several disks is told by each, with its whole table."""
+    """Return True if the index is a directory. If the files are on several disks, each disk has a whole table."""
     if kind != "COMMIT" or not 1 < len(parts) == parts[0].part.world:
         return False
     return len(parts) > MANY or sum(len(w.table.shards) + len(w.table.length) for w in parts) > WHOLE
 
 
 def all_finite(said: list[bool | None]) -> bool | None:
-    """What ranks said, as one: one that has seen a NaN is enough."""
+    """Return False if any rank saw a NaN, None if a rank does not know, and True otherwise."""
     return False if False in said else None if None in said else True
 
 

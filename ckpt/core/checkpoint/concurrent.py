@@ -1,4 +1,4 @@
-"""Several coroutines at the same time, each to its own end."""
+"""Runs several coroutines concurrently, each to its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ AT_ONCE = 64
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from plain code, also where an event loop is already running (notebooks). ClosedError
-    in a thread that goes on when the interpreter ends, StoreError if no descriptor is left for an event loop."""
+    """Run a coroutine from synchronous code, even if an event loop is already running (notebooks). Raise ClosedError in
+    a thread that outlives the interpreter, StoreError if no file descriptor is left for an event loop."""
     with ThreadPoolExecutor(1, "ckpt-run") as pool:
         try:
             result = pool.submit(asyncio.run, work)
@@ -34,14 +34,14 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
-    """What they return, be it an error. The first error that one raises as it is, when all have ended."""
+    """Return all results. If some raise, wait for all and raise the first error unchanged."""
     tasks = [asyncio.ensure_future(work) for work in works]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]
 
 
 async def of_each(items: Sequence[S], work: Callable[[S], Awaitable[T]], at_once: int = AT_ONCE) -> list[T]:
-    """The same of every item, some at a time: there may be as many as a file says, and nothing behind them."""
+    """Call `work` for every item, at most `at_once` at a time, because a file may name very many."""
     found: list[T] = []
     for start in range(0, len(items), at_once):
         found += await all_of(map(work, items[start : start + at_once]))

@@ -1,10 +1,10 @@
-"""A snapshot becomes an increment, or is stored smaller: what a place does with blobs before they are written.
+"""Stores a snapshot in a tier, as an increment or compressed if that helps.
 
-    Encoder.write:  which checkpoint to build on -> digests -> plan -> encode -> packs -> table -> part
+    Encoder.write:  choose a checkpoint to build on -> digests -> plan -> encode -> data files -> table -> manifest
 
-An `Encoder` belongs to one place and one rank, and remembers what it has learnt: how fast the place takes bytes, how
-fast they are encoded here, and what becomes of tensors of each kind. Where nothing can be shared and nothing is
-compressed, a snapshot goes the quick way, as one raw pack (`ckpt.core.checkpoint.write.write_part`).
+An `Encoder` belongs to one tier and one rank. It remembers how fast the tier takes bytes, how fast they are encoded
+here, and which form suits each kind of tensor. If nothing can be shared and nothing is compressed, a snapshot is
+written directly as one raw data file (`ckpt.core.checkpoint.write.write_part`).
 """
 
 from __future__ import annotations
@@ -32,40 +32,37 @@ from ckpt.errors import CorruptError, FormatError, StoreError
 from ckpt.events import log as logger
 from ckpt.store import Store
 
-LITTLE = 4 << 20  # bytes of a part, below which "auto" does not compress: there is no time to be won
+LITTLE = 4 << 20  # bytes of a share below which "auto" does not compress, because it would save no time
 SHARING_PROBES = 32
-FASTER, STILL_FASTER = 0.7, 1.0  # of the speed of encoding, up to which a place counts as slow
-ENCODED_A_SECOND = 600e6  # bytes, by one thread, until it has been measured
-REMEMBERED = 4  # tables of checkpoints that we have written ourselves
-MEASURED = 16 << 20  # bytes; less says little about a speed
-LEARN = 0.3  # how much the newest measurement counts
+FASTER, STILL_FASTER = 0.7, 1.0  # a tier is slow below this share of the encoding speed
+ENCODED_A_SECOND = 600e6  # bytes, by one thread, until measured
+REMEMBERED = 4  # tables of checkpoints that this writer wrote
+MEASURED = 16 << 20  # bytes; a smaller amount gives no reliable speed
+LEARN = 0.3  # weight of the newest measurement
 
 
 @dataclass
 class Encoder:
-    """How one place stores the blobs of one rank.
-
-    `threads`: that encode; `pace`: called between two blobs in each of them, and may sleep; `idle()`: cores that nobody
-    has used of late.
-    """
+    """Stores the chunks of one rank in one tier. `threads`: number of encoding threads. `pace`: called between two
+    chunks in each thread; it may sleep. `idle`: returns the number of recently idle cores."""
 
     policy: Policy = field(default_factory=Policy)
     threads: int = 1
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
-    flow: UploadStats = field(default_factory=UploadStats)  # what is on its way, for those who watch
-    distrusted: Attempt | None = None  # nothing up to this one is built on, because some of it is damaged or gone
-    sink: float | None = None  # bytes a second that the place takes
-    rate: float = ENCODED_A_SECOND  # of one thread
+    flow: UploadStats = field(default_factory=UploadStats)  # progress of the present save, for monitoring
+    distrusted: Attempt | None = None  # build on none up to this one, because of damage
+    sink: float | None = None  # bytes a second that the tier takes
+    rate: float = ENCODED_A_SECOND  # bytes a second that one thread encodes
     kinds: dict[str, Learnt] = field(default_factory=dict)
     compressing: bool = False
-    sampled: bool = False  # whether deltas have ever been tried
+    sampled: bool = False  # True if deltas have been tried
     _written: dict[tuple[Attempt, int], WrittenPart] = field(default_factory=dict)
 
-    # -- what to build on --
+    # -- the checkpoint to build on --
 
     async def previous(self, log: RunLog, attempt: Attempt, layout: Layout) -> Previous | None:
-        """This rank's share of the newest checkpoint here; None if it has to be a full one."""
+        """Return this rank's share of the newest checkpoint here, or None if the next one must be full."""
         if not self.policy.incremental:
             return None
         history = [c for c in log.state.lineage() if c.attempt < attempt]
@@ -77,17 +74,19 @@ class Encoder:
             return None
         try:
             written = self._written.get((newest.attempt, layout.rank))
-            if written is None or not vouches(log.state, written):  # another writer's was committed
+            if written is None or not vouches(log.state, written):  # another writer's manifest was committed
                 written = await load_part(log.store, newest.attempt, layout.rank, expected=mine[1])
         except (CorruptError, FormatError, StoreError) as error:
-            logger.warning("step %d of %s is not built on: %s", newest.step, log.store.url, error)
+            logger.warning(
+                "cannot build on step %d of %s, so the next checkpoint is full: %s", newest.step, log.store.url, error
+            )
             return None
         if self.policy.full(log.state, attempt, written.part.chain):
             return None
         return Previous(written.part, written.table)
 
     def distrust(self, attempt: Attempt) -> None:
-        """Build on no attempt up to this one: the next checkpoint is full."""
+        """Build on no checkpoint up to this one: the next checkpoint is full."""
         self.distrusted = attempt if self.distrusted is None else max(attempt, self.distrusted)
 
     def remember(self, written: WrittenPart) -> None:
@@ -110,9 +109,9 @@ class Encoder:
         check: Callable[[], None] = lambda: None,
         log: RunLog | None = None,
     ) -> WrittenPart:
-        """Store one rank's share of an attempt; see `ckpt.core.checkpoint.write.write_part`.
+        """Store one rank's share of a checkpoint; see `ckpt.core.checkpoint.write.write_part`.
 
-        `log`: of the place. It is read again before anything is built on `previous`, which may have been given up.
+        `log`: of the tier. It is refreshed before anything is built on `previous`, which may have been retired.
         """
         compress = self._decide(store, snapshot.layout.arrangement.data_size)
         if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
@@ -139,31 +138,31 @@ class Encoder:
         return written
 
     def _decide(self, store: Store, nbytes: int) -> bool:
-        """Whether to compress: always, never, or where the place is slower than encoding."""
+        """Return True to compress: always, never, or if the tier is slower than encoding."""
         if self.policy.compression != "auto":
             return self.policy.compression == "zstd"
         if nbytes < LITTLE:
             return False
         if self.sink is None:
-            self.compressing = store.remote  # as a rule; a local disk is measured first
+            self.compressing = store.remote  # the default until measured; a local disk is measured first
         else:
             slow = STILL_FASTER if self.compressing else FASTER
             self.compressing = self.sink < slow * self.rate * min(self.threads, self.idle())
         return self.compressing
 
     def worth(self, store: Store, source: InStore, layout: Layout, previous: Previous | None) -> bool:
-        """Whether what lies in another store, raw, should be stored otherwise here than as a copy of its files."""
+        """Return True if raw bytes of another store should be encoded again here, instead of copied as files."""
         if self._decide(store, layout.arrangement.data_size):
             return True
         return bool((plan_blobs(layout, source.digests, previous).taken >= 0).any())
 
     @property
     def uses_bases(self) -> bool:
-        """Whether deltas were worth it, as far as anybody knows: at first they may be."""
+        """Return True if deltas were useful, or have not been tried."""
         return not self.sampled or any(learnt.form == "delta" for learnt in self.kinds.values())
 
     async def _shares(self, source: InMemory, previous: Previous | None) -> bool:
-        """Whether enough is what it was, going by a few blobs."""
+        """Return True if enough chunks are unchanged, judging by a few samples."""
         if previous is None:
             return False
         rows = previous.rows(source.layout)
@@ -181,7 +180,7 @@ class Encoder:
             self.sink = _mixed(self.sink, nbytes / seconds)
 
     def learn(self, stored: int, upload_s: float, plain: int, encode_s: float) -> None:
-        """`upload_s`: while anything was on its way; `encode_s`: of all threads together."""
+        """Record speeds. `upload_s`: time with writes in flight; `encode_s`: sum over all threads."""
         self._learn_sink(stored, upload_s)
         if plain >= MEASURED and encode_s > 0:
             self.rate = _mixed(self.rate, plain / encode_s)

@@ -1,6 +1,6 @@
-"""One snapshot on its way through an encoder: what is new in it, in which form that is stored, and the packs.
+"""Encodes one snapshot: finds what is new in it, chooses how to store each chunk, and writes data files.
 
-digests -> plan -> forms, by samples -> encoded in threads, a window at a time -> packs -> table -> part
+digests -> plan -> forms, by samples -> encoding in threads, one window at a time -> data files -> table -> manifest
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from ckpt.store import Store
 if TYPE_CHECKING:
     from ckpt.core.checkpoint.encode import Encoder
 
-SMALL = 4096  # bytes; a smaller blob is stored as it is
+SMALL = 4096  # bytes; smaller chunks are stored raw
 WINDOW = 32 << 20  # plain bytes whose bases are in memory at the same time
-PROBES = 5  # blobs of a kind that are looked at before the others
-WORTH, LEAST = 0.1, 256 << 10  # of the bytes, and bytes: for less a checkpoint does not come to depend on another
-SELF_CHECK = 16  # one of so many encoded blobs is decoded again before it is trusted
-WHOLE, WHOLE_AGAIN = 0.95, 0.97  # of the plain size, from which on nothing is encoded; the second: if it was before
-BASE, BASE_AGAIN = 0.85, 0.9  # of the size without a base, from which on it is not worth one
+PROBES = 5  # sampled chunks of each kind
+WORTH, LEAST = 0.1, 256 << 10  # share, bytes: a smaller saving is not worth a dependency on another checkpoint
+SELF_CHECK = 16  # one of this many encoded chunks is decoded again as a check
+# relative size from which on chunks are stored raw; the second value applies if they were encoded before
+WHOLE, WHOLE_AGAIN = 0.95, 0.97
+BASE, BASE_AGAIN = 0.85, 0.9  # size relative to the size without a base, from which on a base is not used
 
 
 @dataclass(slots=True)
 class Learnt:
-    """What is tried for blobs of one kind: nothing ("raw"), planes ("whole"), or a base as well ("delta")."""
+    """The encodings to try for chunks of one kind: none ("raw"), planes ("whole"), or also a base ("delta")."""
 
-    whole: float = 0.8  # stored / plain without a base
+    whole: float = 0.8  # stored / plain size without a base
     form: str = "whole"
 
     def choose(self, whole: Sequence[float], gains: Sequence[float]) -> str:
-        """By new samples; what was chosen before stays if it is nearly as good.
+        """Choose by new samples. The former choice stays if it is nearly as good.
 
-        `gains`: stored with a base / stored without, of those that have one. The best of them decides: an idle expert
-        among busy ones makes it worth while to look at all of them.
+        `gains`: sizes with a base relative to sizes without. The best sample decides: one idle expert among busy ones
+            is reason enough to try a base for all of them.
         """
         self.whole = _mean(whole)
         limit = WHOLE_AGAIN if self.form != "raw" else WHOLE
@@ -64,7 +65,7 @@ class Learnt:
 
 
 class PartEncoder:
-    """One part on its way through the encoder of its place."""
+    """Encodes the snapshot of one rank for one tier."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class PartEncoder:
         self.layout = snapshot.layout
         self.blobs = self.layout.arrangement.blobs
         self.digests: Digests
-        self.plan: BlobPlan  # what becomes of each blob
+        self.plan: BlobPlan  # how each chunk is stored
         self.forms: dict[str, str] = {}
         self.encode_s, self.plain = 0.0, 0
 
@@ -126,7 +127,7 @@ class PartEncoder:
         self.previous, self.plan = None, plan_blobs(self.layout, self.digests, None)
 
     async def _packed(self, check: Callable[[], None]) -> Packer:
-        """All that has to be stored anew, in packs."""
+        """Write all chunks that must be stored into data files."""
         todo = self.plan.anew
         anew = sum(self.blobs[blob].length for blob in todo)
         self.encoder.flow.expect(anew)
@@ -144,14 +145,14 @@ class PartEncoder:
         return packer
 
     def _worth(self) -> bool:
-        """Whether enough need not be stored again."""
+        """Return True if enough chunks need not be stored again."""
         taken = sum(self.blobs[blob].length for blob in np.flatnonzero(self.plan.taken >= 0))
         return bool(taken > max(LEAST, WORTH * self.layout.arrangement.data_size))
 
-    # -- what to do with blobs of each kind --
+    # -- the form for each kind of chunk --
 
     async def _choose(self) -> None:
-        """How blobs of each kind are stored, by samples of a few of each."""
+        """Choose how chunks of each kind are stored, from a few samples of each kind."""
         kinds: dict[str, list[int]] = {}
         for blob in self.plan.anew:
             if self.blobs[blob].length >= SMALL:
@@ -175,7 +176,7 @@ class PartEncoder:
         whole: dict[int, float],
         gains: dict[int, float],
     ) -> None:
-        """Of each blob, what it would take, and with a base: in `gains`, of what it takes without."""
+        """Estimate the size of each sample. `gains`: the size with a base, relative to the size without."""
         for blob in blobs:
             dtype, plain, base = self._tensor(blob).dtype, peek(blob), bases.get(int(self.plan.base[blob]))
             word = codec.word_of(dtype)
@@ -211,13 +212,13 @@ class PartEncoder:
         return peek, bases
 
     def _form(self, blob: int) -> str:
-        """What was chosen for a blob; empty while nothing has been."""
+        """Return the form that was chosen for a chunk, "" before any was chosen."""
         if not self.compress:
             return "raw"
         return self.forms.get(kind_of(self._tensor(blob)), "")
 
     async def _encoded(self, pool: ThreadPoolExecutor, todo: Sequence[int]) -> AsyncGenerator[Encoded, None]:
-        """The blobs in their order; while some are encoded the next window is loaded."""
+        """Yield the encoded chunks in order. The next window is loaded while one is encoded."""
         loop = asyncio.get_running_loop()
         windows = list(self._windows(todo))
         loading = asyncio.ensure_future(self._load(windows[0])) if windows else None
@@ -238,7 +239,7 @@ class PartEncoder:
                 raise
 
     def _encode(self, blob: int, peek: Peek, bases: dict[int, memoryview]) -> tuple[Encoded, float]:
-        """In a thread. The form that was chosen for its kind, unless another turns out to be smaller."""
+        """Encode a chunk in the form chosen for its kind, unless another form is smaller. Runs in a thread."""
         began, plain = time.perf_counter(), peek(blob)
         encoded = self._smallest(blob, plain, bases)
         if encoded.codec != RAW and blob % SELF_CHECK == 0:
@@ -264,12 +265,14 @@ class PartEncoder:
         return Encoded(blob, PLANES, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
 
     def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview]) -> None:
-        """Now and then: that it can be decoded. SaveError if not: something is wrong with this machine, or with us."""
+        """Raise SaveError if an encoded chunk cannot be decoded, because of a faulty machine or a bug."""
         room = memoryview(bytearray(len(plain)))
         codec.decode(encoded.codec, encoded.data, len(plain), bases.get(encoded.base), room)
         if blob_digest(room) != self.digests[encoded.blob].tobytes():
             name = self._tensor(encoded.blob).name
-            raise SaveError(f"{name} does not decode to what it was: it changed meanwhile, or the machine is faulty")
+            raise SaveError(
+                f"{name} does not decode to the saved bytes: they changed during the save, or the machine is faulty"
+            )
 
 
 def _digests(layout: Layout, data: memoryview) -> Digests:
@@ -277,7 +280,7 @@ def _digests(layout: Layout, data: memoryview) -> Digests:
 
 
 def _spread(blobs: Sequence[int]) -> list[int]:
-    """A few of them, from all over."""
+    """Return a few of these chunks, evenly spaced."""
     return list(dict.fromkeys(blobs[i * (len(blobs) - 1) // max(1, PROBES - 1)] for i in range(PROBES)))
 
 

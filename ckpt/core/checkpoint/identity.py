@@ -1,9 +1,9 @@
-"""What tells a run from another one that has the same path or URL, as this process sees it.
+"""Distinguishes runs that have the same path or URL, as this process sees them.
 
 A path alone does not identify a run. Two containers may mount different folders at one path, and two endpoints may have
-buckets of one name. The root id of FORMAT.json identifies a run; an empty folder gets one before anything else is done.
-A copied folder has the same root id, so device and inode of a folder count too. They may change while the folder stays
-the same one (FUSE, NFS, a restored backup): `Identity.root` decides then, together with a look at the folder itself.
+buckets of the same name. The root id of FORMAT.json identifies a run; an empty folder gets one before anything else. A
+copied folder has the same root id, so device and inode of a folder count too. They may change although the folder stays
+the same (FUSE, NFS, a restored backup). Then `Identity.root` and the folder itself decide.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ async def _seen(store: Store) -> Identity:
         root: str | None = read_format(await get_small(store, "FORMAT.json", MAX_FORMAT))
     except CorruptError as error:
         if (root := await infer_root(store)) is None:
-            raise FormatError(f"{store.url} is not a run, or nothing of its log is whole: {error}") from None
+            raise FormatError(f"{store.url} is not a run, or its log is damaged: {error}") from None
     assert root is not None
     return Identity(root, f"{root}\0{_where(store)}")
 
 
 def _where(store: Any) -> str:
-    """Return what tells this folder or endpoint from others of the same path or URL."""
+    """Return what distinguishes this folder or endpoint from others of the same path or URL."""
     if (folder := folder_of(store.url)) is not None:
         found = os.stat(folder)
         return f"{found.st_dev}:{found.st_ino}"
@@ -75,10 +75,10 @@ def _where(store: Any) -> str:
 
 
 def writer_keys(place: str) -> dict[int, str]:
-    """Return the keys of the writers on this machine that hold the run at a path, URL or memory:NAME, by local rank.
+    """Return the keys of the writers on this machine that own the run at a path, URL or memory:NAME, by local rank.
 
-    Writers of another run that has the same path or URL elsewhere are left out, if the run can be read from here. A
-    bucket is read only if there are several.
+    If the run can be read from here, writers of another run with the same path or URL are left out. A bucket is read
+    only if there are several.
     """
     found = channel.at_place(channel.run_key(place, 0))
     several = len({key.rpartition("-")[0] for key in found}) > 1
@@ -89,7 +89,7 @@ def writer_keys(place: str) -> dict[int, str]:
 
 
 def _read(place: str) -> Identity | None:
-    """Return None if the run cannot be read, or only from where its writer is."""
+    """Return the identity of the run at a path or URL, or None if it cannot be read from here."""
     from ckpt.core.checkpoint.concurrent import run
 
     async def read() -> Identity:
@@ -106,7 +106,7 @@ def _read(place: str) -> Identity | None:
 
 
 def key_of(folder: str | os.PathLike[str], local_rank: int = 0) -> str:
-    """Return the key of the writer that holds the run in a folder, or would hold it."""
+    """Return the key of the writer that owns the run in a folder, or would own it."""
     place = normalise(str(folder))
     found = _read(place)
     return channel.run_key(place, local_rank, "" if found is None else found.text)

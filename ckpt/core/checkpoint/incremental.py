@@ -1,13 +1,13 @@
-"""What becomes of each blob of a checkpoint: taken from an older one, or stored anew, and against what. Pure.
+"""Decides for each chunk of a checkpoint whether it is taken from an older one or stored, and against which base. Pure.
 
-A *full* checkpoint uses packs of its own only. An *increment* takes blobs that have not changed from the checkpoint
-before it in the same place, and may store others as deltas. `Previous` is this rank's share of that checkpoint.
+A *full* checkpoint uses only its own data files. An *increment* takes unchanged chunks from the checkpoint before it in
+the same tier, and may store others as deltas. `Previous` is this rank's share of that checkpoint.
 
-    plan_blobs   digests, previous -> where each blob may come from
-    Policy.full  whether a checkpoint has to share nothing
+    plan_blobs   digests, previous -> where each chunk may come from
+    Policy.full  whether a checkpoint must be full
 
-What an increment can be read by never grows long: what is taken from an older checkpoint is named in the table with
-the pack it lies in, however many checkpoints have taken it; and a delta is always against a blob that is stored whole.
+Reading an increment never needs a long chain. The table names each chunk from an older checkpoint with its data file,
+no matter how many checkpoints have reused it. The base of a delta is always stored whole.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 I64: TypeAlias = "npt.NDArray[np.int64]"
 Digests: TypeAlias = "npt.NDArray[np.uint8]"
 
-FULLS = 2  # so many full checkpoints come first: one bad blob must not be able to spoil all there is
-MOSTLY_DEAD = 0.25  # a pack of which less is still needed is not used any further: what is needed is stored anew
-MAX_OWNERS = 32  # checkpoints whose packs one uses
+FULLS = 2  # full checkpoints come first, so that one damaged chunk cannot damage all checkpoints
+MOSTLY_DEAD = 0.25  # if less of a data file is still needed, that part is stored again
+MAX_OWNERS = 32  # checkpoints whose data files one increment may use
 MAX_CHAIN = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a place stores blobs, as the user says it; see `ckpt.tiers.Tier`. `cadence`: steps between checkpoints."""
+    """How a tier stores chunks, see `ckpt.tiers.Tier`. `cadence`: steps between checkpoints."""
 
     incremental: bool = True
     compression: str = "auto"
@@ -46,9 +46,9 @@ class Policy:
     cadence: int = 1
 
     def full(self, state: RunState, attempt: Attempt, chain: int) -> bool:
-        """Whether a checkpoint has to be full, whatever could be shared. `chain`: increments since the last full one.
+        """Return True if a checkpoint must be full. `chain`: number of increments since the last full one.
 
-        A matter of the step, so that the shares of all ranks are full at the same time without a word between them.
+        This depends on the step, so that all ranks write full checkpoints at the same time without communication.
         """
         if not self.incremental or sum(not c.needs for c in state.lineage() if c.attempt < attempt) < FULLS:
             return True
@@ -58,7 +58,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A stored part, with its table. With thousands of ranks `pieces` stands in place of the table."""
+    """A manifest in a store, with its table. With thousands of ranks, `pieces` replaces the table."""
 
     part: Part
     digest: str
@@ -73,7 +73,7 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class Previous:
-    """One rank's share of an older checkpoint in the same place."""
+    """One rank's share of an older checkpoint in the same tier."""
 
     part: Part
     table: Table
@@ -84,7 +84,7 @@ class Previous:
 
     @cached_property
     def full(self) -> Attempt:
-        """The last full one, which it may be itself."""
+        """Return the last full checkpoint, which may be this one."""
         return Attempt.parse(self.part.full) if self.part.full else self.attempt
 
     @cached_property
@@ -92,7 +92,7 @@ class Previous:
         return {pack.key: pack for pack in self.part.packs}
 
     def rows(self, layout: Layout) -> I64:
-        """For every blob of a layout, in pack order: the blob of the same piece of the same tensor, -1 if none."""
+        """Return for every chunk of a layout, in file order, the chunk with the same piece, -1 if none."""
         there = {
             (s.name, s.instance, s.dtype, s.global_shape, s.offsets, s.sizes): i
             for i, s in enumerate(self.table.shards)
@@ -104,18 +104,18 @@ class Previous:
             at = there.get((tensor.name, tensor.instance, tensor.dtype, tensor.full, tensor.at, tensor.shape))
             blobs = range(0) if at is None else self.table.blobs(at)
             lengths = [min(BLOB, tensor.nbytes - start) for start in range(0, tensor.nbytes, BLOB)]
-            alike = self.table.length[blobs.start : blobs.stop].tolist() == lengths  # cut in the same way
+            alike = self.table.length[blobs.start : blobs.stop].tolist() == lengths  # divided in the same way
             found.append(np.arange(blobs.start, blobs.stop) if alike else np.full(count, -1))
         return np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class BlobPlan:
-    """One entry a blob, in pack order; -1: no.
+    """One entry for each chunk, in file order; -1 means none.
 
-    `taken`: the blob of the previous checkpoint that it is; `same`: the earlier blob of this one that it equals;
-    `base`: the blob of the previous table that it may be stored as a delta against. It is stored whole, in the last
-    full checkpoint: what is a delta depends on nothing between.
+    `taken`: the equal chunk of the previous checkpoint. `same`: the earlier chunk of this checkpoint with the same
+    bytes. `base`: the chunk of the previous table that it may be stored as a delta against. It is stored whole, in the
+    last full checkpoint, so a delta depends on no checkpoint between.
     """
 
     taken: I64
@@ -124,12 +124,12 @@ class BlobPlan:
 
     @property
     def anew(self) -> list[int]:
-        """The blobs that have to be stored."""
+        """Return the chunks that must be stored."""
         return np.flatnonzero((self.taken < 0) & (self.same < 0)).tolist()
 
 
 def plan_blobs(layout: Layout, digests: Digests, previous: Previous | None) -> BlobPlan:
-    """`digests`: of all blobs, in pack order. `previous`: None for a full checkpoint."""
+    """Plan all chunks. `digests`: of all chunks, in file order. `previous`: None for a full checkpoint."""
     count = len(digests)
     taken, base = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
     if previous is not None:
@@ -138,7 +138,7 @@ def plan_blobs(layout: Layout, digests: Digests, previous: Previous | None) -> B
         row = rows[there]
         equal = (table.digest[row] == digests[there]).all(1)
         taken[there[equal]] = row[equal]
-        # What it was a delta against, or that itself, if it is stored whole in the full one.
+        # The base of the former delta, or the chunk itself if the full checkpoint stores it whole.
         delta = table.base[row] >= table.owned
         whole = np.where(delta, table.base[row], row)
         from_full = np.array([owner(key) == previous.full for key in table.packs], np.bool_)[table.pack[whole]]
@@ -151,7 +151,7 @@ def plan_blobs(layout: Layout, digests: Digests, previous: Previous | None) -> B
 
 
 def _uses(table: Table, taken: I64, pack: int) -> npt.NDArray[np.bool_]:
-    """The blobs that are taken from a pack, or as a delta against something in it."""
+    """Return which chunks are taken from a data file, or are deltas against a chunk in it."""
     row = np.maximum(taken, 0)
     base = table.base[row]
     in_pack: npt.NDArray[np.bool_] = table.pack[row] == pack
@@ -160,7 +160,7 @@ def _uses(table: Table, taken: I64, pack: int) -> npt.NDArray[np.bool_]:
 
 
 def _given_up(previous: Previous, taken: I64) -> list[str]:
-    """The packs that are not worth being kept for what is still needed of them, and the oldest if they are too many."""
+    """Return the data files that are no longer worth keeping, because little of them is needed or they are too old."""
     table = previous.table
     rows = taken[taken >= 0]
     rows = np.unique(np.concatenate([rows, table.base[rows][table.base[rows] >= 0]]))
@@ -177,7 +177,7 @@ def _given_up(previous: Previous, taken: I64) -> list[str]:
 
 
 def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
-    """Among blobs that are stored anew: the first one of the same bytes."""
+    """Return for each chunk to store the first one with the same bytes."""
     same = np.full(len(digests), -1, np.int64)
     blobs, first = layout.arrangement.blobs, dict[tuple[bytes, int], int]()
     for blob in np.flatnonzero(taken < 0).tolist():
@@ -189,5 +189,5 @@ def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
 
 
 def kind_of(tensor: TensorSpec) -> str:
-    """Tensors of one kind are alike in what their bytes are like: exp_avg of all parameters, say."""
+    """Return the kind of a tensor. The bytes of a kind are similar, for example exp_avg of all parameters."""
     return f"{tensor.name.rpartition('.')[2]} {tensor.dtype}"

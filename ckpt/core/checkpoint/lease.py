@@ -1,16 +1,16 @@
-"""Who trains a run: `lease.json`, which the writer renews for as long as its trainer lives.
+"""Checks `lease.json`, which the writer renews as long as its trainer lives, to find a trainer that uses the run.
 
-A start must not end a training that goes on. `check_free` reads the lease and decides in this order:
+A start must not end a running training. `check_free` reads the lease and decides in this order:
 
-1. There is no lease, it says that its trainer has ended, or it is the caller's own: the run is free.
+1. The lease is missing, records that its trainer has ended, or is the caller's own: the run is free.
 2. The lease is the present owner's, and its process can be seen from here: the run is free if that process has ended.
 3. Otherwise the file is watched, for 30 s in a folder and 60 s in a bucket: the run is in use if the file changes.
 
 Rule 3 covers trainers on other machines and in other PID namespaces, copies of a run, a damaged lease, a lease of a
 newer version, and an owner that has written no lease yet. Clocks of two machines are never compared.
 
-A job that was fenced does not renew the lease. If it does so once more before it has read the log, the owner's next
-renewal replaces its words.
+A fenced job does not renew the lease. If it does so once more before it has read the log, the owner's next renewal
+replaces its content.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEY = "lease.json"
 VERSION = 1
 MAX_SIZE = 64 << 10
 RENEW_S, RENEW_REMOTE_S = 10.0, 20.0  # between two renewals, in a folder and in a bucket
-MISSED = 3  # renewals that did not come: nobody trains there
+MISSED = 3  # missed renewals after which no trainer is running
 DYING_S = 3.0  # how long a process that was killed may take to end
 LOOK_S, LOOK_REMOTE_S = 0.2, 2.0
 SAME_S = 1.0  # accuracy of the start time of a process
@@ -47,7 +47,7 @@ UNSEEN = "Nothing was changed. Make lease.json readable (mount, permissions, cre
 
 @dataclass
 class Lease:
-    """The words of one trainer.
+    """The content of lease.json, about one trainer process.
 
     term: "<term>.<nonce>" of the job that owns the run, as in the log.
     token: random, of the writer that renews the lease.
@@ -116,11 +116,11 @@ class Lease:
 async def check_free(
     log: RunLog, say: Callable[[str], None], ours: Callable[[Lease], bool] = lambda lease: False
 ) -> None:
-    """Return once nobody trains this run.
+    """Return once no trainer uses this run.
 
     say: called with a message if that takes a while.
     ours: True for a lease of a trainer that is known to have ended.
-    Raises InUseError if somebody trains the run, UnreadableError if the lease cannot be read now.
+    Raises InUseError if a trainer uses the run, UnreadableError if the lease cannot be read now.
     """
     began, first = time.monotonic(), None
     patience_s = MISSED * interval_s(log.store)
@@ -153,7 +153,7 @@ async def check_free(
 
 
 async def check_unused(specs: Sequence[dict[str, Any]]) -> None:
-    """Open these tiers and close them. Raises InUseError if somebody trains the run."""
+    """Open these tiers and close them. Raise InUseError if a trainer uses the run."""
     for spec in specs:
         place = await open_place(spec)
         try:
@@ -163,7 +163,7 @@ async def check_unused(specs: Sequence[dict[str, Any]]) -> None:
 
 
 async def fence(specs: Sequence[dict[str, Any]]) -> None:
-    """Fence the job that owns a run: it saves nothing in these tiers from now on, and its writers release its memory.
+    """Fence the job that owns a run: it can no longer save to these tiers, and its writers release its memory.
     Nothing is changed unless all tiers can be used."""
     places = list[OpenTier]()
     try:

@@ -1,7 +1,7 @@
-"""Where accounts are put, and found again: `ledger/` in the durable places.
+"""Writes and reads accounts in `ledger/` of the durable tiers.
 
-The lease goes the same way. At most one put per tier is under way, and the newest content follows it. So a tier that
-hangs delays neither the others nor the bookkeeper, and older content never lands last.
+The lease is written in the same way. Each tier has at most one put in flight, followed by a put of the newest content.
+A tier that hangs therefore delays neither the others nor the caller, and older content never replaces newer content.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ from ckpt.events import log
 from ckpt.store import Store, get_small
 
 KEEP_S, KEEP_REMOTE_S = 10.0, 60.0  # between two puts of an account, into a folder and into a bucket
-LOOK_BACK = 64  # incarnations that a cadence is derived from
-FIND_S, AGAIN_S = 30.0, 2.0  # for an account of before to be read
+LOOK_BACK = 64  # job attempts from which a save interval is derived
+FIND_S, AGAIN_S = 30.0, 2.0  # to read an earlier account
 
 Content = Callable[[OpenTier], bytes | None]  # None: this tier gets nothing
 
 
 @dataclass
 class _Kept:
-    """What was put into one tier.
-
-    at: when each key was put last, by the monotonic clock.
-    waiting: what will be put after the put under way, by key.
-    """
+    """The puts to one tier. `at`: when each key was put last, by the monotonic clock; `waiting`: contents to put after
+    the put in flight, by key."""
 
     at: dict[str, float] = field(default_factory=dict)
     failed: bool = False
@@ -43,17 +40,15 @@ class _Kept:
 
 
 class LedgerFiles:
-    """Everything runs in the writer's event loop. `tiers`: the durable places as they are now."""
+    """Writes accounts, in the writer's event loop. `tiers`: returns the present durable tiers."""
 
     def __init__(self, tiers: Callable[[], list[OpenTier]]) -> None:
         self._tiers = tiers
         self._kept: dict[str, _Kept] = {}
 
     def put(self, key: str, content: Content, interval_s: Callable[[Store], float], *, now: bool = False) -> None:
-        """Put an object into each tier for which this rank speaks, without waiting.
-
-        interval_s: seconds between two puts of this key, by store. now: put it at once.
-        """
+        """Put into each tier that this rank is responsible for, without waiting. `interval_s`: seconds between two puts
+        of this key, by store; `now`: put it immediately."""
         for tier in self._tiers():
             if not tier.opened or tier.role.place > 0:
                 continue
@@ -74,13 +69,13 @@ class LedgerFiles:
                 if (data := content(tier)) is not None:
                     await tier.log.store.put(key, data)
                 kept.failed = False
-            except Exception as error:  # said once, and training goes on
+            except Exception as error:  # logged once; training continues
                 if not kept.failed:
-                    log.warning("the ledger could not be put into %s: %s", tier.url, error)
+                    log.warning("could not write run metrics to %s: %s", tier.url, error)
                 kept.failed = True
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for what is on its way; for the nearest tier first."""
+        """Wait for puts in flight, nearest tier first."""
         end = time.monotonic() + timeout_s
         for tier in self._tiers():
             kept = self._kept.get(tier.url)
@@ -94,7 +89,7 @@ def interval_s(store: Store) -> float:
 
 
 async def find(tiers: list[OpenTier], key: str) -> Account | None:
-    """An account that was put into the nearest tier; None if there is none, or it cannot be read after all."""
+    """Return an account from the nearest tier. Return None if there is none, or if it cannot be read."""
     end = time.monotonic() + FIND_S
     while tiers:
         try:
@@ -103,14 +98,14 @@ async def find(tiers: list[OpenTier], key: str) -> Account | None:
             return None
         except CheckpointError as error:
             if not isinstance(error, StoreError) or time.monotonic() > end:
-                log.warning("what the ledger said of this start is lost: %s", error)
+                log.warning("could not read the run metrics of this job attempt: %s", error)
                 return None
             await asyncio.sleep(AGAIN_S)
     return None
 
 
 async def account_keys(store: Store) -> list[str]:
-    """Of all accounts, by incarnation; of one, the lowest rank last."""
+    """Return the keys of all accounts, by job attempt and then by descending rank."""
     listed = await steady.listing(store, ledger.PREFIX)
     return sorted([info.key for info in listed if ledger.is_account(info.key)], key=_order)
 
@@ -126,7 +121,7 @@ UNREADABLE = (CorruptError, FormatError, NotFoundError)
 async def newest_accounts(
     store: Store, most: int, passing: tuple[type[CheckpointError], ...] = UNREADABLE
 ) -> list[Account]:
-    """The last so many, in order, without those that raise such errors."""
+    """Return the newest accounts in order, without those that raise such errors."""
     found: list[Account] = []
     for key in (await account_keys(store))[-most:]:
         with contextlib.suppress(*passing):
@@ -135,14 +130,14 @@ async def newest_accounts(
 
 
 async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Account]:
-    """The last incarnations, as the nearest tier has them."""
+    """Return the accounts of the last job attempts from the nearest tier."""
     try:
         return ledger.in_order(await newest_accounts(tiers[0].log.store, most, (CheckpointError,))) if tiers else []
     except StoreError as error:
-        log.info("the ledger of earlier incarnations cannot be read: %s", error)
+        log.info("could not read the run metrics of earlier job attempts: %s", error)
         return []
 
 
 def last_decision(accounts: list[Account]) -> Decision | None:
-    """What the last incarnation saved by, so that the next one need not find it out again."""
+    """Return the last save intervals, so that the next job attempt need not measure them again."""
     return next((one.decisions[-1] for one in reversed(accounts) if one.decisions), None)

@@ -1,8 +1,8 @@
-"""What was lost to damage, and what that cost: a restore that comes back to an older step says so.
+"""Finds checkpoints that were lost to damage, so that a restore of an older step reports the loss.
 
-A damaged log record does not say any more what it said. That it made a checkpoint of an attempt shows in the index
-file, which is stored just before: an attempt with an index and without an end in the log is what may be lost. The same
-holds if the newest record is missing, which leaves no gap in the log.
+The content of a damaged log record is unknown. But an index file is stored just before the record that commits its
+checkpoint. A checkpoint with an index and without an end in the log may therefore be lost. The same applies if the
+newest record is missing, which leaves no gap in the log.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, in_history
 from ckpt.events import log as logger
 
-UNCLEAR = "may have been taken back"  # so says a reason for an ABORT of what nobody can vouch for
+UNCLEAR = "may have been taken back"  # part of the reason in an ABORT of a checkpoint whose commit is uncertain
 SHOWN = 4  # problems in one message
-RECORDED_S = 0.5  # from an index to the record that names it
+RECORDED_S = 0.5  # from an index to its record
 NO_RECORD = "no log record says"
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A checkpoint that was newer and could not be used, or the newest step that was lost to some damage."""
+    """A newer checkpoint that could not be used, or the newest step that was lost to some damage."""
 
     step: int
     tier: str
@@ -33,8 +33,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Loss:
-    """Damage in one place. `attempts`: what may be lost by it, in any order; not all of them if they are many, but the
-    newest of each incarnation."""
+    """Damage in one tier. `attempts`: checkpoints that may be lost, in any order. If there are many, it has only the
+    newest of each job attempt."""
 
     tier: str
     reason: str
@@ -42,7 +42,7 @@ class Loss:
 
 
 async def of_log(log: RunLog) -> list[Loss]:
-    """What may be lost with damaged or missing records. StoreError if that cannot be read now."""
+    """Return the possible losses by damaged or missing records. Raise StoreError if that cannot be read now."""
     lost = await _unrecorded(log)
     if lost and not log.state.damaged:  # a running job writes the record right after the index
         await asyncio.sleep(RECORDED_S)
@@ -56,13 +56,13 @@ async def of_log(log: RunLog) -> list[Loss]:
 
 
 async def warn(log: RunLog) -> None:
-    """Log a warning for what may be lost with damaged or missing records."""
+    """Log a warning for each possible loss by damaged or missing records."""
     for loss in await of_log(log):
         logger.warning("%s: %s", loss.tier, loss.reason)
 
 
 async def _unrecorded(log: RunLog) -> set[Attempt]:
-    """Return the attempts that have an index, and no record that ends them."""
+    """Return the checkpoints that have an index but no record that ends them."""
     begun = [info.key async for info in log.store.list(STEPS)]
     state = log.state
     with_index = {a for key in begun if (a := owner(key)) is not None and key == index_key(a)}
@@ -77,7 +77,7 @@ def _unrecorded_steps(lost: Iterable[Attempt]) -> str:
         which = f"steps {shown} are checkpoints, but each has"
     return (
         f"{NO_RECORD} that {which} an index: the newest record is missing, or the job was stopped just before it wrote "
-        "one. The next start of the job records what is whole"
+        "one. The next start of the job records complete checkpoints"
     )
 
 
@@ -87,7 +87,7 @@ def records(damaged: Sequence[int]) -> str:
 
 
 def one_by_one(damaged: Iterable[int]) -> list[str]:
-    """A line for each record, or for many that follow one another."""
+    """Return a line for each damaged record, or one for many consecutive records."""
     spans: list[list[int]] = []
     for seq in sorted(damaged):
         if spans and seq == spans[-1][1] + 1:
@@ -106,13 +106,13 @@ def one_by_one(damaged: Iterable[int]) -> list[str]:
 def _may_have(lost: Iterable[Attempt]) -> str:
     steps = sorted({attempt.step for attempt in lost})
     if not steps:
-        return ", and what it said is not known"
+        return ", and its content is unknown"
     shown = ", ".join(map(str, steps[-SHOWN:]))
     return f", and may have made step{'s' * (len(steps) > 1)} {shown} a checkpoint"
 
 
 def of_each(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
-    """The newest of each incarnation."""
+    """Return the newest checkpoint of each job attempt."""
     found: dict[tuple[int, str], Attempt] = {}
     for attempt in sorted(attempts):
         found[attempt.epoch, attempt.nonce] = attempt
@@ -122,8 +122,8 @@ def of_each(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
 def passed_over(
     losses: Iterable[Loss], chosen: Attempt | None, acquires: Iterable[Acquire] = (), *, step: int | None = None
 ) -> list[Skipped]:
-    """What of it is newer than what was chosen instead, and belongs to the present history; with `step`, what is of
-    that step, unless it was found."""
+    """Return the losses that are newer than the chosen checkpoint and belong to the present history; with `step`, those
+    of that step, unless it was found."""
     found = []
     known = sorted(acquires, key=lambda acquire: acquire.epoch)
     for loss in losses:
@@ -141,7 +141,7 @@ def listed(damage: Iterable[Loss | Skipped]) -> str:
 
 
 def in_words(skipped: Sequence[Skipped], chosen: int) -> str:
-    """One line about all of them: what it cost."""
+    """Describe all losses in one line."""
     last = max(one.step for one in skipped)
     count = max(0, last - chosen)
     steps = "1 step" if count == 1 else f"{count} steps"

@@ -1,7 +1,7 @@
-"""A durable tier as a writer holds it open: its log, what is on its way there, and how it is kept tidy.
+"""A durable tier that a writer has open: its log, its saves in flight, and its clean-up.
 
-Older checkpoints go only once a newer one has been read back and found sound. In a remote place that would cost as
-much as the uploads themselves, so there it is done now and then: the newest one that was read back always stays.
+Older checkpoints are deleted only after a newer one was read back and found intact. In a remote store that would cost
+as much as the uploads. There it happens only now and then, and the newest checkpoint that was read back always stays.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ckpt.core.log.trimming import Trimmer
 from ckpt.errors import CheckpointError, FencedError, RunGoneError, is_unreadable
 from ckpt.store import Store, is_temporary, open_store, remember_options
 
-READ_BACK_EVERY = 10  # checkpoints, in a remote place
-LIST_EVERY = 32  # clean-ups, in a remote place: between them only what is known by name goes
-OPENING_S = 30.0  # how long a remote place is tried when it is opened: an address may be wrong, and somebody waits
-PATIENCE_S = 300.0  # and for each request later
-REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # of a spec: how the place is reached
+READ_BACK_EVERY = 10  # checkpoints, in a remote store
+LIST_EVERY = 32  # clean-ups, in a remote store: between them only files of known names are deleted
+OPENING_S = 30.0  # retries while a remote store is opened: its address may be wrong, and the user waits
+PATIENCE_S = 300.0  # and for each later request
+REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # the keys of a spec that affect the connection
 
 
 @dataclass
 class OpenTier:
-    """One durable tier of the run.
+    """A durable tier of the run.
 
-    `every`: steps between its checkpoints; `grace_s`: how long readers of what is retired may go on.
+    `every`: steps between its checkpoints; `grace_s`: seconds for which readers may still use retired checkpoints.
     """
 
     url: str
@@ -53,24 +53,24 @@ class OpenTier:
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     verified: set[Attempt] = field(default_factory=set)
     in_flight: set[Attempt] = field(default_factory=set)
-    sources: dict[Attempt, set[Attempt]] = field(default_factory=dict)  # what attempts in flight may be built on
-    promoting: Counter[Attempt] = field(default_factory=Counter)  # read from here, on their way to further tiers
+    sources: dict[Attempt, set[Attempt]] = field(default_factory=dict)  # checkpoints that those in flight may build on
+    promoting: Counter[Attempt] = field(default_factory=Counter)  # being copied from here to other tiers
     encoder: Encoder = field(default_factory=Encoder)
-    anchors: dict[str, Attempt] = field(default_factory=dict)  # what further tiers take deltas against, by their URL
-    read_back: set[Attempt] = field(default_factory=set)  # sound when they were read
-    notes: Mapping[int, str] | None = None  # of steps that training wants kept; None: it has not said
+    anchors: dict[str, Attempt] = field(default_factory=dict)  # base checkpoints for other tiers, by URL
+    read_back: set[Attempt] = field(default_factory=set)  # intact when they were read
+    notes: Mapping[int, str] | None = None  # notes by step, of steps that training wants kept; None: not yet known
     noting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiting: int = 0  # checkpoints on their way here, those that wait for their turn among them
-    spec: dict[str, Any] = field(default_factory=dict, repr=False)  # perhaps secrets
+    waiting: int = 0  # checkpoints on their way here, including those in the queue
+    spec: dict[str, Any] = field(default_factory=dict, repr=False)  # may contain secrets
     opened: bool = True
-    root: str = ""  # the id of the run that it must be, if that is known before it is opened
-    outdated: list[Store] = field(default_factory=list)  # what is on its way goes on with them
+    root: str = ""  # the run id that is required, if known before opening
+    outdated: list[Store] = field(default_factory=list)  # still used by saves in flight
     sweeping: asyncio.Task[None] | None = None
     sweeps: int = 0
-    leaving: set[str] = field(default_factory=set)  # names that are deleted when the grace is over
+    leaving: set[str] = field(default_factory=set)  # files that are deleted after the grace period
     graces: set[asyncio.Task[None]] = field(default_factory=set)
-    warned: set[Attempt] = field(default_factory=set)  # of what cannot be read the user has been told
-    tidied: set[Attempt] = field(default_factory=set)  # aborted ones, of which nothing is left
+    warned: set[Attempt] = field(default_factory=set)  # unreadable ones that the user was warned of
+    tidied: set[Attempt] = field(default_factory=set)  # aborted ones without files
     trimmer: Trimmer = field(default_factory=Trimmer)
 
     @property
@@ -83,15 +83,15 @@ class OpenTier:
 
     @property
     def room(self) -> str:
-        """What would make some in a folder whose disk is full."""
+        """Return how to free space on the full disk of a folder."""
         there = self.log.state.commits
         if not (fewer := len(retention.choose(self.log.state, retention.Keep(3), self.verified))):
-            return f"Free some elsewhere on that disk: the newest checkpoints are all that {self.url} keeps"
-        what = f"`ckpt prune {self.url} --keep-last 3` deletes {fewer} of {len(there)} checkpoints"
-        return f"Free some: {what}, and keep=3 on its Tier does so from now on"
+            return f"Free space elsewhere on that disk: {self.url} keeps only the newest checkpoints"
+        prune = f"`ckpt prune {self.url} --keep-last 3` deletes {fewer} of {len(there)} checkpoints"
+        return f"Free space: {prune}, and keep=3 on its Tier does so from now on"
 
     async def prepare(self) -> None:
-        """Open the place now if it could not be opened before. Raises RunGoneError if it is no longer this run."""
+        """Open the tier now if that failed before. Raise RunGoneError if it no longer has this run."""
         if not self.opened:
             if self.root:
                 await self.log.check_same()
@@ -101,12 +101,12 @@ class OpenTier:
             await self.log.check_same()
 
     def set_every(self, steps: int) -> None:
-        """Another cadence."""
+        """Set the save interval."""
         self.every = steps
         self.encoder.policy = replace(self.encoder.policy, cadence=steps)
 
     def builds_on(self, attempt: Attempt, source: Attempt) -> None:
-        """Keep a checkpoint from our own clean-up while an attempt that may use its packs is in flight."""
+        """Protect a checkpoint from this job's clean-up while one in flight may use its data files."""
         self.sources = {one: found for one, found in self.sources.items() if one in self.in_flight}
         self.sources.setdefault(attempt, set()).add(source)
 
@@ -116,7 +116,7 @@ class OpenTier:
             del self.promoting[attempt]
 
     async def drop_uploads(self, mine: Acquire, wanted: set[Attempt]) -> None:
-        """Abort what earlier incarnations were uploading when they died, and delete their temporary files."""
+        """Abort the unfinished uploads of earlier job attempts, and delete their temporary files."""
 
         def keep(key: str) -> bool:
             attempt = owner_of(key)
@@ -129,16 +129,16 @@ class OpenTier:
         try:
             dropped = await self.store.drop_uploads(keep)
         except CheckpointError as error:
-            events.log.warning("unfinished uploads to %s cannot be looked for: %s", self.url, error)
+            events.log.warning("could not list unfinished uploads to %s: %s", self.url, error)
             return
         if dropped:
             events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
 
     async def remove_rest(self, attempt: Attempt, rank: int | None = None) -> None:
-        """Delete the files of an attempt that was being written when the run was deleted or replaced.
+        """Delete the files of a checkpoint that was being written when the run was deleted or replaced.
 
-        No other run has files of these names. A restart in the emptied location would be refused because of them.
-        Files of a committed checkpoint stay: the location may only have looked as if the run was gone.
+        No other run has files of these names, but a restart in the emptied location would fail because of them. Files
+        of a committed checkpoint stay, because the run may only have been unreachable.
 
         rank: whose files, default: those of all ranks.
         """
@@ -149,17 +149,16 @@ class OpenTier:
             own = [key for key in keys if owner_of(key) == attempt and (rank is None or rank_of(key) in (rank, None))]
             await retention.delete_in_order(self.store, own)
         except CheckpointError as error:
-            events.log.warning("files of step %d may be left in %s: %s", attempt.step, self.url, error)
+            events.log.warning("could not delete all files of step %d in %s: %s", attempt.step, self.url, error)
 
     async def sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
-        """Retention, and of old log records. Errors are no reason to stop anything else: clean-up is tried again after
-        the next checkpoint."""
+        """Apply retention, and trim the log. Errors are logged, and the next checkpoint retries the clean-up."""
         try:
             await self._sweep(mine, tell)
         except FencedError:
-            pass  # the next save says so
+            pass  # the next save raises it
         except CheckpointError as error:
-            events.log.warning("clean-up of %s has to wait: %s", self.url, error)
+            events.log.warning("could not clean up %s, retrying later: %s", self.url, error)
         await self.trimmer.step(self.log, mine)
 
     async def _sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
@@ -173,15 +172,15 @@ class OpenTier:
             return
         history = state.lineage()
         if not history:
-            return  # all there is was undone by a rollback; the next checkpoint will make it superfluous
+            return  # a rollback undid all checkpoints; the next checkpoint makes them obsolete
         newest = history[0]
         recent = {c.attempt for c in history[: READ_BACK_EVERY if self.store.remote else 1]}
         if not recent & self.verified:
-            # What it took over from one that was read back need not be read again: it costs more than to write it.
+            # Data from checkpoints that were read back is not read again, because reading costs more than writing.
             new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
             problems = await verify(self.store, newest, new=new)
             if problems:
-                # Others may have been committed on the damaged bytes while these were read.
+                # Other checkpoints may have been built on the damaged bytes during this read.
                 self.encoder.distrust(max([newest.attempt, *self.log.state.commits, *self.in_flight]))
                 tell(DamagedNote(self.url, newest.step, problems[:10]))
                 return
@@ -203,62 +202,62 @@ class OpenTier:
             self.tidied |= left - self.in_flight
 
     def _pinned(self, state: RunState) -> set[Attempt]:
-        """Also the sources of what is in flight, and what training wants kept, for which no record may have landed."""
+        """Return checkpoints that must stay: sources of those in flight, and steps that training wants kept."""
         wanted = {attempt for attempt in state.commits if attempt.step in (self.notes or ())}
         sources = set[Attempt]().union(*(self.sources.get(attempt, ()) for attempt in self.in_flight))
         return {*self.promoting, *self.anchors.values(), *sources, *wanted}
 
     def noted(self) -> dict[int, str]:
-        """What training wants kept, and why: as it has said, or the log says since an earlier incarnation."""
+        """Return the notes of steps that training wants kept: this job's, or otherwise the log's."""
         if self.notes is not None:
             return dict(self.notes)
         kept = {one.step: words_of(self.log.state.kept.get(one.attempt, ""))[0] for one in self.log.state.lineage()}
         return {step: ours for step, ours in kept.items() if ours}
 
     def steps(self) -> set[int]:
-        """Of checkpoints of the present history, and of those to be."""
+        """Return the steps of the present history and of the checkpoints in flight."""
         return {one.step for one in self.log.state.lineage()} | {attempt.step for attempt in self.in_flight}
 
     async def keep_noted(self, mine: Acquire) -> CheckpointError | None:
-        """Have the log say what training wants kept; if that fails, why, and it is tried before the next clean-up."""
+        """Record which steps training wants kept. Return the error if that fails; the next clean-up retries it."""
         try:
             async with self.noting:
                 if self.notes is not None:
                     await retention.keep_steps(self.log, mine, self.notes)
         except FencedError as error:
-            return error  # the next save says so
+            return error  # the next save raises it
         except CheckpointError as error:
-            events.log.warning("%s: which checkpoints are kept cannot be written down now: %s", self.url, error)
+            events.log.warning("%s: could not record which checkpoints to keep, retrying later: %s", self.url, error)
             return error
         return None
 
     async def _warn(self, tell: Callable[[Note], None]) -> None:
-        """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""
+        """Warn once of each unreadable checkpoint, because nothing is cleaned up while it exists."""
         unread: dict[Attempt, CheckpointError] = {}
         await retention.files_of(self.log, self.log.state.commits.values(), unread)
-        if unread.keys() - self.warned:  # a predecessor that is still leaving may have retired it meanwhile
+        if unread.keys() - self.warned:  # an older writer that is still running may have retired it
             await self.log.refresh()
             unread = {attempt: why for attempt, why in unread.items() if attempt in self.log.state.commits}
         for attempt in sorted(unread.keys() - self.warned):
-            error, what = unread[attempt], f"step {attempt.step} of {self.url} cannot be read"
+            error, problem = unread[attempt], f"step {attempt.step} of {self.url} cannot be read"
             if is_unreadable(error):
-                _say(tell, f"{what} now. Nothing is cleaned up there until it can be read again: {error}")
+                _say(tell, f"{problem} now. Clean-up there stops until it can be read again: {error}")
             else:
-                mend = f"`ckpt repair {self.url}` says what can be mended"
-                _say(tell, f"{what}, so nothing is cleaned up there while it stays: {error}. {mend}")
+                repair = f"`ckpt repair {self.url}` shows what can be repaired"
+                _say(tell, f"{problem}, so clean-up there stops: {error}. {repair}")
         self.warned = set(unread)
 
     async def _give_up_old(self, mine: Acquire) -> None:
-        """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""
+        """Abort old HELD checkpoints. Newer steps were committed or are HELD, so these will never be committed."""
         history, held = self.log.state.lineage(), sorted(self.log.state.held, reverse=True)
         old = set(held[max(self.keep.last, retention.ALWAYS) :])
         if len(history) >= retention.ALWAYS:
             old |= {attempt for attempt in held if attempt < history[retention.ALWAYS - 1].attempt}
         for attempt in sorted(old - self.in_flight):
-            await commit.abort(self.log, mine, attempt, "other nodes do not hold their parts", held=True)
+            await commit.abort(self.log, mine, attempt, "other nodes do not have their files", held=True)
 
     async def _delete_later(self, keys: Sequence[str]) -> None:
-        """If we leave before, the next incarnation finds them."""
+        """Delete files after the grace period. If the writer ends before, the next job attempt deletes them."""
         self.leaving.update(keys)
         task = asyncio.create_task(self._delete(keys))
         self.graces.add(task)
@@ -269,14 +268,12 @@ class OpenTier:
         try:
             await retention.delete_in_order(self.store, keys)
         except CheckpointError as error:
-            events.log.warning("%d files of %s could not be deleted now: %s", len(keys), self.url, error)
+            events.log.warning("could not delete %d files of %s: %s", len(keys), self.url, error)
         self.leaving.difference_update(keys)
 
     async def close(self, mine: Acquire | None, tell: Callable[[Note], None]) -> None:
-        """Note what is to be kept, tidy up once more, and let go of the store.
-
-        A remote place is left as it is: to read a large checkpoint back could take longer than anybody waits at an end.
-        """
+        """Record which steps to keep, clean up once more, and close the store. A remote store is not cleaned up,
+        because reading back a large checkpoint could take too long at the end of a job."""
         if self.sweeping is not None:
             if self.store.remote:
                 self.sweeping.cancel()
@@ -284,7 +281,7 @@ class OpenTier:
         if mine is not None and self.opened:
             await self.keep_noted(mine)
             if self.sweeping is not None and not self.store.remote:
-                await self.sweep(mine, tell)  # it may have lagged behind the last commits
+                await self.sweep(mine, tell)  # the last clean-up may have ended before the last commits
         for task in list(self.graces):
             task.cancel()
         await asyncio.gather(*self.graces, return_exceptions=True)
@@ -298,11 +295,11 @@ def _say(tell: Callable[[Note], None], text: str) -> None:
 
 
 async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "", again: bool = False) -> OpenTier:
-    """What a trainer says of a tier, opened: created if it is not there, refused if it cannot be trusted.
+    """Open a tier as the trainer configured it. Create the run if it does not exist.
 
-    `spec`: see `ckpt.tiers.Tier.spec`. `later`: a remote place that cannot be opened now is opened when it is needed.
-    `root`: the id of the run that it must be, "" for any; RunGoneError if it is another one or none. `again`: the
-    trainer has opened it before: then it is opened when it is that run again.
+    `spec`: see `ckpt.tiers.Tier.spec`. `later`: if a remote store cannot be opened now, open it when it is needed.
+    `root`: the required run id, "" for any. Raises RunGoneError if the store has another run or none. `again`: the
+    trainer has opened it before. If the run is missing now, open it when it is back.
     """
     store = store_of(spec)
     log = RunLog(store)
@@ -319,7 +316,7 @@ async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "
             await store.aclose()
             raise
         place.opened = False
-        events.log.warning("%s cannot be opened now: %s", place.url, error)
+        events.log.warning("could not open %s, retrying later: %s", place.url, error)
     except BaseException:
         await store.aclose()
         raise
@@ -329,7 +326,7 @@ async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "
 
 
 async def renew(place: OpenTier, spec: dict[str, Any]) -> None:
-    """What the next incarnation of the trainer may say otherwise: credentials and limits among it."""
+    """Apply the settings of the trainer's next job attempt, for example new credentials or limits."""
     _settings(place, spec)
     if any(spec.get(key) != place.spec.get(key) for key in REACHING):
         place.outdated.append(place.store)
@@ -356,7 +353,7 @@ def _settings(place: OpenTier, spec: dict[str, Any]) -> None:
 
 
 def store_of(spec: Mapping[str, Any], *, writable: bool = True) -> Any:
-    """Return the store of a tier, with its credentials and limits. A folder is created if it is to be writable."""
+    """Return the store of a tier, with its credentials and limits. A folder is created if it should be writable."""
     url = str(spec["url"])
     os.environ.update(spec.get("environment") or {})
     remember_options(url, spec.get("options"))

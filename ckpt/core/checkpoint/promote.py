@@ -1,9 +1,9 @@
-"""From one store to another: a checkpoint's files, byte for byte, each blob verified on the way.
+"""Copies a checkpoint's files from one store to another, byte for byte, and verifies each chunk.
 
     pending -> copy_part of every rank -> commit
 
-Names are the same in all tiers, so what was copied before a crash is found again and not copied twice. Nothing counts
-in the target before its log says so.
+Names are the same in all tiers, so files copied before a crash are found and not copied again. Nothing counts in the
+target before its log records it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from ckpt.store import PAGE, Store, get_small
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-BACKLOG = 3  # checkpoints that a new incarnation still takes to a further tier
+BACKLOG = 3  # checkpoints that a new job attempt still copies to another tier
 
 OnBytes = Callable[[int], None] | None
 
 
 def pending(near: RunState, far: RunState, every: int, *, before: int) -> list[Commit]:
-    """Checkpoints of the present history that are due in a further tier and not there yet, newest first. Pure.
+    """Return the checkpoints that are scheduled for another tier and are not there yet, newest first. Pure.
 
-    Of epochs before this one: those are the same whenever a rank looks. Only what is newer than all that the further
-    tier has, and of that the last few: a run that was long without its bucket does not first make up for all of it.
+    Only checkpoints of earlier terms count, because these are the same on all ranks. Of these, only the last few that
+    are newer than everything in the other tier are returned: after a long outage of a bucket, a run does not copy all
+    that it missed.
     """
     history = [c for c in near.lineage() if c.attempt.epoch < before]
     there = [a for a in far.commits if a.epoch < before and a in {c.attempt for c in history}]
@@ -58,20 +59,20 @@ async def copy_part(
     used: Set[str] = frozenset(),
     on_bytes: OnBytes = None,
 ) -> WrittenPart:
-    """Copy the part of one rank and the packs that it uses, also those of older attempts.
+    """Copy the manifest of one rank and the data files that it uses, including those of older checkpoints.
 
-    What is complete in the target stays as it is. CorruptError if the source is damaged, or if a pack that the target
+    Complete files in the target stay. Raise CorruptError if the source is damaged, or if a data file that the target
     uses has other bytes.
 
-    expected: the digest of the part, if it is known.
-    used: packs that checkpoints in the target use.
+    expected: the digest of the manifest, if known.
+    used: data files that checkpoints in the target use.
     """
     written = await load_part(source, attempt, rank, expected=expected)
     key = manifest_key(attempt, rank)
     if await _holds(target, key, written.digest):
         if on_bytes is not None:
             on_bytes(sum(pack.size for pack in written.part.packs))
-        return written  # the part comes last, so its packs are there
+        return written  # the manifest is copied last, so its data files are complete
     for pack in written.part.packs:
         await _copy_pack(source, target, pack, written.table, pack.key in used, on_bytes)
     await _put_once(target, key, await steady.get(source, key, limit=MAX_JSON))
@@ -100,20 +101,20 @@ async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table,
         there = -1
     if used and there >= 0 and (there != pack.size or not await _same(target, pack, table)):
         raise CorruptError(
-            f"{target.url} uses a {pack.key} that is damaged, or another one: mend it with `ckpt repair`, or copy "
+            f"{target.url} has a damaged or different {pack.key} in use: repair it with `ckpt repair`, or copy "
             "to a new location"
         )
     if there == pack.size and (target.remote or used):
         if on_bytes is not None:
             on_bytes(pack.size)
-        return  # objects appear whole, or not at all; a file has its full size before its first byte
+        return  # objects appear whole or not at all; a file has its full size before its first byte
     if there >= 0:
         await target.delete(pack.key)
     await upload_from(target, pack.key, pack.size, VerifiedRanges(source, pack, table).read, on_bytes)
 
 
 async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
-    """Whether a pack holds what a table says of it."""
+    """Return True if a data file matches its entries in a table."""
     sound = VerifiedRanges(store, pack, table)
     try:
         for offset in range(0, pack.size, CHUNK):
@@ -124,7 +125,7 @@ async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
 
 
 class VerifiedRanges:
-    """Ranges of a pack, of which every blob of the table that they touch has been verified."""
+    """Reads ranges of a data file, and verifies every chunk that they touch."""
 
     def __init__(self, source: Store, pack: PackInfo, table: Table) -> None:
         self._source, self._pack = source, pack
@@ -135,7 +136,7 @@ class VerifiedRanges:
         self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[mine][order]]
 
     async def read(self, offset: int, length: int) -> memoryview:
-        """CorruptError if anything in this range is damaged."""
+        """Read a range. Raise CorruptError if anything in it is damaged."""
         first = int(np.searchsorted(self._stops, offset, "right"))
         last = int(np.searchsorted(self._starts, offset + length, "left"))
         start, stop = offset, offset + length
@@ -162,19 +163,19 @@ class VerifiedRanges:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a checkpoint takes in its packs."""
+    """The number of files of a checkpoint, and their bytes."""
 
     files: int
     nbytes: int
 
 
 async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) -> Size:
-    """How much there is to copy. CorruptError or NotFoundError if it is not whole.
+    """Return how much must be copied. Raise CorruptError or NotFoundError if the checkpoint is incomplete.
 
-    `counted`: packs that count no more, since another checkpoint brings them; those of this one are added.
+    `counted`: data files that another checkpoint copies already. Those of this checkpoint are added.
     """
     packs: dict[str, int] = {}
-    for rank, digest in commit.parts:  # one at a time: there may be thousands
+    for rank, digest in commit.parts:  # one at a time, because there may be thousands
         written = await load_part(log.store, commit.attempt, rank, expected=digest)
         packs |= {pack.key: pack.size for pack in written.part.packs}
     if counted is not None:

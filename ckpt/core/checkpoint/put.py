@@ -1,4 +1,4 @@
-"""Verified bytes from memory that was read to where they belong, many pieces in one go."""
+"""Copies verified bytes from read buffers to their final addresses, many pieces per call."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ckpt.core.format.columns import I64, Bytes
 from ckpt.core.format.digest import blob_digest
 
 Room = Callable[[I64], I64]
-"""`room(blobs)`: addresses of memory that shall hold the plain bytes of each of these, all of them and nothing else; 0
-for those that have no such place."""
+"""`room(blobs)`: the address of memory for the plain bytes of each of these chunks, of exactly their size; 0 for chunks
+without such an address."""
 
 
 def address_of(memory: memoryview) -> int:
-    """Where it lies. It must be held on to as long as that matters."""
+    """Return the address of memory. The caller must keep the memory alive."""
     found: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
     return found.ctypes.data
 
 
 def memory_at(address: int, length: int) -> memoryview:
-    """The other way round. Whoever gave the address holds on to it."""
+    """Return the memory at an address. The owner of the address must keep it alive."""
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
 def put(memory: memoryview, starts: I64, lengths: I64, digests: Bytes | None, places: I64) -> list[int]:
-    """Copy pieces of `memory` to addresses. The numbers of those that are not what their digests say: what lies in
-    their places is nothing to be used.
+    """Copy pieces of `memory` to addresses. Return the numbers of pieces that do not match their digests. The bytes at
+    their addresses must not be used.
 
-    `digests`: None if nobody knows them.
+    `digests`: None if they are unknown.
     """
     base, wrong, library = address_of(memory), list[int](), kernels.find()
     expected = itertools.repeat(None) if digests is None else map(bytes, digests)
@@ -42,7 +42,7 @@ def put(memory: memoryview, starts: I64, lengths: I64, digests: Bytes | None, pl
         if digest is not None and length >= kernels.SMALL and library is not None:
             right = library.copy_digest(place, base + start, length) == digest
         elif right := digest is None or blob_digest(memory[start : start + length]) == digest:
-            ctypes.memmove(place, base + start, length)  # without the GIL, and while the cache still has it
+            ctypes.memmove(place, base + start, length)  # without the GIL, and while the bytes are in the cache
         if not right:
             wrong.append(i)
     return wrong

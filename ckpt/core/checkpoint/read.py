@@ -1,9 +1,9 @@
-"""Back from a store: which checkpoints there are, and what one consists of.
+"""Reads checkpoints from a store: which exist, and what each contains.
 
     open_run -> choose a commit -> load_manifest -> plan_reads -> fetch
 
-Reading needs no torch: bytes are handed to a sink, which the caller gives. Who reads a run needs no other module: how
-blobs are read is in `blobs`, of which files a checkpoint is put together in `parts`.
+Reading needs no torch: bytes go to a sink that the caller provides. Readers of a run need only this module. `blobs`
+reads chunks, and `parts` reads manifests and indexes.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Note = Callable[[str], None]
-KEPT = 1 << 19  # blobs of tables that are kept for what is wanted next
+KEPT = 1 << 19  # chunks of tables that are cached for the next call
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without reading tensors. `parts` are in rank order."""
+    """A checkpoint without its tensors. `parts`: its manifests in rank order."""
 
     commit: Commit
     parts: tuple[Part, ...]
@@ -68,7 +68,7 @@ class Manifest:
         return self.commit.attempt
 
     def layout(self, rank: int = 0, known: Layout | None = None) -> Layout:
-        """`known`: what is taken for it if it is the same."""
+        """Return the layout of a rank. `known`: a layout that is used instead of parsing if it is the same."""
         part = next(part for part in self.parts if part.rank == rank)
         same = known is not None and known.digest == part.layout_digest and known.as_json == part.layout
         layout = known if known is not None and same else Layout.from_json(part.layout)
@@ -79,11 +79,11 @@ class Manifest:
         return layout
 
     def saved(self, known: Layout | None = None) -> SavedState:
-        """The checkpoint as one state. CorruptError if only some of the ranks' parts are in this place."""
+        """Return the checkpoint as one state. Raise CorruptError if this tier has only some ranks' manifests."""
         if len(self.parts) != self.commit.world:
             raise CorruptError(
-                f"this tier holds {len(self.parts)} of the {self.commit.world} parts of step {self.commit.step}: the "
-                "others are on the disks of other nodes"
+                f"this tier has only {len(self.parts)} of the {self.commit.world} ranks' manifests of step "
+                f"{self.commit.step}: the others are on the disks of other nodes"
             )
         return SavedState(
             [self.layout(part.rank, known) for part in self.parts], [part.values for part in self.parts], self.table
@@ -91,7 +91,7 @@ class Manifest:
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
-    """The log of an existing run. FormatError if there is none."""
+    """Open the log of an existing run. Raise FormatError if there is none."""
     log = RunLog(store if store is not None else open_store(url))
     try:
         await log.open()
@@ -103,7 +103,7 @@ async def open_run(url: str, store: Store | None = None) -> RunLog:
 
 @contextlib.asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Store]:
-    """The store of a run whose log has been read already."""
+    """Open the store of a run whose log has been read already."""
     store = open_store(url)
     try:
         yield store
@@ -112,7 +112,7 @@ async def opened(url: str) -> AsyncIterator[Store]:
 
 
 def choose(log: RunLog, step: Which = None) -> Commit:
-    """The newest checkpoint that nobody called broken, that of a step, or the best. Else NoCheckpointError."""
+    """Return the newest finite checkpoint, the one of a step, or the best. Raise NoCheckpointError if it is missing."""
     if step == BEST:
         return _best(log)
     history = log.state.lineage()
@@ -124,7 +124,7 @@ def choose(log: RunLog, step: Which = None) -> Commit:
             return commit
     steps = ", ".join(str(c.step) for c in history[:20]) or "none"
     wanted = "a checkpoint" if number(step) is None else f"step {step}"
-    raise NoCheckpointError(f"{log.store.url} does not hold {wanted} (steps there: {steps})")
+    raise NoCheckpointError(f"{log.store.url} does not have {wanted} (steps there: {steps})")
 
 
 def _best(log: RunLog) -> Commit:
@@ -132,13 +132,13 @@ def _best(log: RunLog) -> Commit:
     scored = [a for a, note in state.kept.items() if note.startswith(MARK + THE_BEST) and a in state.commits]
     if not scored:
         raise NoCheckpointError(
-            f"no checkpoint of {log.store.url} is known as the best: `ckpt.Best` or a callback says which is"
+            f"{log.store.url} has no best checkpoint: score checkpoints with `ckpt.Best` or a callback"
         )
     return state.commits[max(scored)]
 
 
 async def consists_of(store: Store, commit: Commit) -> Manifest | Directory:
-    """What a checkpoint consists of, verified. CorruptError or NotFoundError if nobody can say."""
+    """Return the verified contents of a checkpoint. Raise CorruptError or NotFoundError if they cannot be read."""
     index = await index_or_none(store, commit)
     return index if isinstance(index, Directory) else await load_manifest(store, commit, index)
 
@@ -146,7 +146,7 @@ async def consists_of(store: Store, commit: Commit) -> Manifest | Directory:
 async def load_saved(
     store: Store, commit: Commit, others: Sequence[str] = (), note: Note = lambda text: None, *, keep: bool = False
 ) -> SavedState:
-    """A checkpoint as one state: `saved_by` what it consists of."""
+    """Return a checkpoint as one state, see `saved_by`."""
     return saved_by(await consists_of(store, commit), commit, (store.url, *others), note, keep=keep)
 
 
@@ -159,11 +159,9 @@ def saved_by(
     *,
     keep: bool = False,
 ) -> SavedState:
-    """A checkpoint as one state. What a directory leaves to further files is read when it is wanted.
-
-    `urls`: the place, and others for such files that are lost there, which `note` is told. `known`: a layout that need
-    not be read once more if it is that of a part. `keep`: tables that were wanted last are kept for the next.
-    """
+    """Return a checkpoint as one state. With a directory, further files are read when they are needed. `urls`: the
+    tier, and others for files that are lost there. `note` is called with a message about these. `known`: a layout that
+    is used instead of parsing if it is the same. `keep`: cache the tables of the last call for the next one."""
     if isinstance(found, Manifest):
         return found.saved(known)
     directory = found
@@ -188,7 +186,7 @@ def saved_by(
 async def _from_any(
     urls: Sequence[str], load: Callable[[Store], Coroutine[Any, Any, T]], note: Callable[[str], None]
 ) -> T:
-    """Small files, from the first place that has them all: their digests are known."""
+    """Load small files from the first tier that has them all. Their digests are known."""
     failure: CorruptError | StoreError | None = None
     for url in urls:
         try:
@@ -199,7 +197,7 @@ async def _from_any(
                 failure = error
             continue
         if failure is not None:
-            logger.warning("%s; %s has what is needed", failure, url)
+            logger.warning("%s; the files were read from %s instead", failure, url)
             note(f"manifests of ranks came from {url}")
         return found
     assert failure is not None
@@ -207,9 +205,9 @@ async def _from_any(
 
 
 async def load_manifest(store: Store, commit: Commit, index: Table | Directory | None = None) -> Manifest:
-    """Read the parts of a checkpoint, all verified. CorruptError or NotFoundError if one is damaged or gone.
+    """Read the manifests of a checkpoint, verified. Raise CorruptError or NotFoundError if one is damaged or missing.
 
-    A damaged index is no problem, because the parts have all that it has. `index`: if it has been read already.
+    A damaged index is only logged, because the manifests contain the same data. `index`: if it has been read already.
     """
     try:
         index = await load_index(store, commit) if index is None else index
@@ -222,8 +220,8 @@ async def load_manifest(store: Store, commit: Commit, index: Table | Directory |
 async def in_turn(
     store: Store, commit: Commit, index: Table | Directory | None
 ) -> AsyncIterator[Coroutine[Any, Any, Manifest]]:
-    """The same, to be awaited one after the other: of many ranks some at a time, without their layouts, so that what
-    all of them say need not be in memory. `index`: None if it cannot be read."""
+    """Yield coroutines that read the manifests, to be awaited in order. With many ranks, each reads some of them,
+    without layouts, so that not all are in memory at once. `index`: None if it cannot be read."""
     sizes, parts = await sizes_of_many(store, commit.attempt, len(commit.parts)), commit.parts
     few = len(parts) if isinstance(index, Table) else MANY
     for start in range(0, len(parts), few):
@@ -237,7 +235,7 @@ async def _manifest(
     index: Table | Directory | None,
     sizes: Mapping[str, int],
 ) -> Manifest:
-    """Of some of the parts; an index that is a table is of all of them."""
+    """Read some of the manifests. An index that is a table covers all of them."""
     attempt, layout_of = commit.attempt, unpress if len(wanted) == len(commit.parts) else no_layout
 
     async def load(row: tuple[int, str]) -> Part:
@@ -247,19 +245,19 @@ async def _manifest(
 
     parts = tuple(await of_each(wanted, load))
     if any(part.world != commit.world for part in parts):
-        raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")
+        raise CorruptError(f"the manifests of step {commit.step} have another number of ranks than its record")
     table = index if isinstance(index, Table) else merge([table_of(part) for part in parts])
     packs = {pack.key: pack.size for part in parts for pack in part.packs}
     ends = np.zeros(len(table.packs), np.int64)
     np.maximum.at(ends, table.pack, table.offset + table.stored)
     for key, end in zip(table.packs, ends.tolist(), strict=True):
         if end > packs.get(key, -1):
-            raise CorruptError(f"{index_key(commit.attempt)} points behind the end of {key}")
+            raise CorruptError(f"{index_key(commit.attempt)} points beyond the end of {key}")
     return Manifest(commit, parts, table)
 
 
 async def index_or_none(store: Store, commit: Commit) -> Table | Directory | None:
-    """Return None if it is damaged or gone. The parts have all that it has."""
+    """Return the index, or None if it is damaged or missing. The manifests contain the same data."""
     try:
         return await load_index(store, commit)
     except (CorruptError, NotFoundError):
@@ -267,8 +265,8 @@ async def index_or_none(store: Store, commit: Commit) -> Table | Directory | Non
 
 
 async def tables_of(store: Store, commit: Commit, names: Collection[str] = frozenset()) -> AsyncIterator[Table]:
-    """All that a checkpoint stores; of many ranks one after the other, first those that have something of tensors of
-    these names. CorruptError or StoreError if it cannot be read."""
+    """Yield the tables of a checkpoint. With many ranks, they are read in turn, starting with ranks that have tensors
+    of these names. Raise CorruptError or StoreError if it cannot be read."""
     index = await index_or_none(store, commit)
     if isinstance(index, Table):
         yield index
@@ -282,7 +280,7 @@ async def tables_of(store: Store, commit: Commit, names: Collection[str] = froze
 
 
 async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> AsyncIterator[Table]:
-    """Those of these ranks, of which so few are in memory that it does not matter how many there are."""
+    """Yield the tables of these ranks, a few at a time to limit memory."""
     wanted = list(dict.fromkeys(ranks))
     for start in range(0, len(wanted), MANY):
         for table in (await load_tables(store, commit, wanted[start : start + MANY])).values():
@@ -290,7 +288,7 @@ async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> 
 
 
 async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
-    """The packs that a checkpoint uses, also those of older ones. CorruptError or StoreError if nobody can say."""
+    """Return the data files that a checkpoint uses, including older ones. Raise CorruptError or StoreError."""
     index = await index_or_none(store, commit)
     if isinstance(index, Directory):
         return frozenset(index.packs)
@@ -300,7 +298,7 @@ async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
 async def saved_of(
     log: RunLog, step: Which, others: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
 ) -> tuple[Commit, SavedState]:
-    """A checkpoint as one state, see `load_saved`; tables are kept."""
+    """Return a checkpoint and its state, see `load_saved`. Tables are cached."""
     commit = choose(log, step)
     async with there(log, commit):
         return commit, await load_saved(log.store, commit, others, note, keep=True)
@@ -308,20 +306,20 @@ async def saved_of(
 
 @contextlib.asynccontextmanager
 async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
-    """CorruptError says what it means that a checkpoint cannot be read."""
+    """Explain a CorruptError: the checkpoint is damaged, or was retired during the read."""
     try:
         yield
     except (CorruptError, NotFoundError, TruncatedError) as error:
-        what = f"is damaged ({error})" if await still_live(log, commit) else "was given up while it was read"
-        raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
+        cause = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
+        raise CorruptError(f"step {commit.step} {cause}: choose another, see `ckpt ls`") from None
 
 
 async def still_live(log: RunLog, commit: Commit) -> bool:
-    """Whether what could not be read ought to be there; a running job may have retired it."""
+    """Return True if an unreadable checkpoint should exist. A running job may have retired it."""
     return commit.attempt in (await log.refresh()).commits
 
 
-# -- whether it is sound --
+# -- verification --
 
 
 async def verify(
@@ -333,11 +331,11 @@ async def verify(
     on_bytes: Callable[[int], None] | None = None,
     on_unreadable: Callable[[StoreError], None] | None = None,
 ) -> list[str]:
-    """Read every byte of a checkpoint; the problems found, none if it is sound.
+    """Read every byte of a checkpoint. Return the problems, [] if it is intact.
 
-    `data` False: everything but the tensors' bytes. `new`: of these, only what it did not take from older checkpoints.
-    `on_unreadable`: called with each error that says nothing about the stored bytes. Without it, the first such error
-    is raised.
+    data: if False, read everything except the tensors' bytes.
+    new: of these, read only the bytes that were not taken from older checkpoints.
+    on_unreadable: called with each error that does not prove damage. Without it, the first such error is raised.
     """
     problems: list[str] = []
 
@@ -360,7 +358,7 @@ async def verify(
     async for share in in_turn(store, commit, index):
         manifest = await check(share)
         for part in manifest.parts if manifest else ():
-            if isinstance(index, Table):  # else the manifest was made of these
+            if isinstance(index, Table):  # otherwise the manifest was made of these
                 await check(asyncio.to_thread(table_of, part))
             for pack in part.packs:
                 if not new or owner(pack.key) == commit.attempt:
@@ -373,19 +371,19 @@ async def verify(
 
 
 def _check_parses(manifest: Manifest, index: Table | Directory | None) -> None:
-    """Raise CorruptError unless layouts, names and plain values of these parts are what a restore can read."""
+    """Raise CorruptError unless a restore can read the layouts, names and plain values of these manifests."""
     values = {part.rank: part.values for part in manifest.parts}
     if isinstance(index, Directory):
         SavedState.listed(index, no_tables, no_tables).check_values(values)
     elif len(values) == manifest.commit.world <= MANY:
         manifest.saved().check_values(values)
-    elif manifest.commit.world <= MANY:  # the other parts are on the disks of other nodes
+    elif manifest.commit.world <= MANY:  # the other manifests are on the disks of other nodes
         for rank in values:
             manifest.layout(rank)
 
 
 def no_tables(ranks: Sequence[int]) -> dict[int, Any]:
-    """In place of what a check does not read."""
+    """Replace the loader of data that a check does not read."""
     return {}
 
 
@@ -408,7 +406,7 @@ async def _verify_blobs(
 
 
 def _distinct(table: Table, blobs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Of blobs that say the same of the same few bytes, which become very many, one: to say it again costs nothing."""
+    """Drop repeated chunks that expand the same few bytes, so that no small file makes verification very long."""
     swelling = (table.codec[blobs] != RAW) & (table.stored[blobs] * 256 < table.length[blobs])
     some = blobs[swelling]
     columns = (table.pack, table.offset, table.stored, table.codec, table.base, table.length)

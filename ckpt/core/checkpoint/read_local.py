@@ -1,12 +1,12 @@
-"""From a folder to where the bytes belong, in a few long streams through the page cache.
+"""Reads files of a folder into their final memory, in a few long streams through the page cache.
 
-A restore reads nearly all of a few large files. Each thread takes one contiguous stretch, so that the kernel reads
-ahead of it; whole pieces of a tensor are read, or decoded, into the tensor itself, and verified there while the
-processor's cache still has them. Nothing is copied twice.
+A restore reads nearly all bytes of a few large files. Each thread reads one contiguous stretch, so that the kernel
+reads ahead. Whole pieces of a tensor are read, or decoded, directly into the tensor, and verified there while the bytes
+are still in the processor's cache. Nothing is copied twice.
 
-Through the page cache, since that is what measured fastest, cold too: on Linux 6.18 over a virtual disk, two such
-streams read 4.6 GB/s for 0.05 CPU seconds a GB, and O_DIRECT, in ten forms tried, 2.1 to 3.8; what is in the cache
-comes at 20 GB/s. What is about the disk itself (`verify`, reading back) goes past the cache: `read.fetch`.
+The page cache measured fastest, even when cold. On Linux 6.18 with a virtual disk, two such streams read 4.6 GB/s for
+0.05 CPU seconds a GB, and O_DIRECT, in ten variants, 2.1 to 3.8 GB/s; cached bytes come at 20 GB/s. Checks of the disk
+itself (`verify`, reading back) bypass the cache: `read.fetch`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from ckpt.errors import CorruptError, StoreError
 from ckpt.store import Store
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0))))
-LEAST = 64 << 10  # bytes of a piece that is worth a place of its own in a read
+LEAST = 64 << 10  # bytes of the smallest piece that is read directly to its address
 
 
 async def fetch(
     store: Store, table: Table, batches: Sequence[Batch], sink: Sink, on_damage: OnDamage, room: Room | None = None
 ) -> None:
-    """Like `read.fetch`, of a place that is not remote. A blob that has `room` lies there in the end, verified, and is
-    not handed to `sink`; if it is damaged, `on_damage` is told, and what lies there is nothing to be used.
-    """
+    """Like `read.fetch`, for a local store. A chunk with an address in `room` is read to it and verified, and is not
+    passed to `sink`. If it is damaged, `on_damage` is called, and the bytes at the address must not be used."""
     stretches = _stretches(batches, STREAMS)
     if not stretches:
         return
@@ -47,7 +46,7 @@ async def fetch(
 
 
 def _stretches(batches: Sequence[Batch], count: int) -> list[Sequence[Batch]]:
-    """As many runs of batches, of about as many bytes each."""
+    """Divide the batches into runs with about the same number of bytes."""
     total, seen = sum(batch.nbytes for batch in batches), 0
     found: list[list[Batch]] = [[] for _ in range(count)]
     for batch in batches:
@@ -73,7 +72,7 @@ def _run(
             views, found = _views(table, read, spare, places, small)
             try:
                 _scatter(store, read, views)
-            except StoreError:  # of a place that cannot be read, or is not there: the rest may be
+            except StoreError:  # missing or unreadable in some places: read the chunks separately
                 small.clear()
                 found = _one_by_one(store, table, read, _views(table, read, spare, places, small)[1], lost)
             stored.update(found)
@@ -83,7 +82,7 @@ def _run(
 
 
 def _put(table: Table, read: Read, spare: memoryview, small: dict[int, int], on_damage: OnDamage) -> None:
-    """Bring what is small to its places."""
+    """Copy small chunks to their addresses."""
     blobs = np.fromiter(small, np.int64, len(small))
     places = np.fromiter(small.values(), np.int64, len(small))
     starts = table.offset[blobs] - read.start
@@ -99,7 +98,7 @@ def _one_by_one(
     places: dict[int, memoryview],
     lost: dict[int, CorruptError | StoreError],
 ) -> dict[int, memoryview]:
-    """Those of a read's blobs that can be read."""
+    """Read the chunks of a read separately, and return those that can be read."""
     found: dict[int, memoryview] = {}
     for blob, place in places.items():
         start, length = int(table.offset[blob]), int(table.stored[blob])
@@ -113,13 +112,13 @@ def _one_by_one(
 
 
 def _scatter(store: Store, read: Read, views: Sequence[memoryview]) -> None:
-    near: Any = store  # by the contract of a store that is not remote
+    near: Any = store  # stores that are not remote have this method
     near.scatter(read.pack, read.start, views)
 
 
 def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, memoryview], dict[int, int]]:
-    """Where blobs belong: large ones, as memory to read or decode into; and small ones, by the address, which are
-    copied there out of one long read."""
+    """Return the memory for large chunks, which are read or decoded into it, and the addresses of small ones, which are
+    copied from one long read."""
     if room is None:
         return {}, {}
     blobs = np.array(batch.blobs, np.int64)
@@ -137,10 +136,11 @@ def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, me
 def _views(
     table: Table, read: Read, spare: memoryview, places: dict[int, memoryview], small: Container[int]
 ) -> tuple[list[memoryview], dict[int, memoryview]]:
-    """Where the bytes of one read go, one piece after another, and where each blob lies then that is not small.
+    """Return where the bytes of a read go, in order, and the memory of each chunk that is not small.
 
-    Raw blobs go to their places, and what lies between them to the spare memory, at the same offset as in the read.
-    What several blobs are stored as (equal pieces are stored once) goes there too, and loses its places.
+    Raw chunks go to their addresses, and the bytes between them to spare memory, at the same offset as in the read.
+    Stored bytes that several chunks share (equal pieces are stored once) go to spare memory too, and their addresses
+    are removed.
     """
     views: list[memoryview] = []
     found: dict[int, memoryview] = {}
@@ -149,7 +149,7 @@ def _views(
     starts = table.offset[blobs]
     ends = starts + table.stored[blobs]
     shared = np.zeros(len(blobs), np.bool_)
-    meets = np.maximum.accumulate(ends)[:-1] > starts[1:]  # ascending by where they begin
+    meets = np.maximum.accumulate(ends)[:-1] > starts[1:]  # in ascending order of their starts
     shared[1:] |= meets
     shared[:-1] |= ends[:-1] > starts[1:]
     sizes = table.stored[blobs].tolist()
@@ -159,7 +159,7 @@ def _views(
             continue
         at = offset - read.start
         if plain and several:
-            places.pop(blob, None)  # it is handed to the sink
+            places.pop(blob, None)  # it is passed to the sink instead
         if plain and blob in places:
             if at > done:
                 views.append(spare[done:at])

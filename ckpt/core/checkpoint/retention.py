@@ -1,7 +1,7 @@
-"""Which checkpoints stay, and how the others go.
+"""Decides which checkpoints stay, and deletes the others.
 
-`why_kept` has the rules, and is pure. `retire` makes it so: list the files, read the log, append PLAN at exactly the
-next record, and only delete what the landed PLAN names. A run with a damaged log record is never cleaned up.
+`why_kept` has the rules, and is pure. `retire` applies them: list the files, read the log, append PLAN at exactly the
+next record, and delete only the files in the PLAN. A run with a damaged log record is never cleaned up.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import Store
 
-ALWAYS = 2  # so that one bad file can never be fatal
-READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions: they take files away from who reads them
+ALWAYS = 2  # so that one damaged file is never fatal
+READER_GRACE_S = 600.0  # in a remote store, between a PLAN and its deletions, because readers may be using the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,22 @@ def default_grace_s(store: Store) -> float:
 
 
 def as_keep(keep: object) -> Keep:
-    """What stands for a `Keep`: "all", or how many of the newest. UsageError for anything else."""
+    """Convert "all", or a number of checkpoints, to a `Keep`. Raise UsageError for anything else."""
     if isinstance(keep, Keep):
         return keep
     if keep == "all":
         return Keep(every=1)
     if type(keep) is int:
         return Keep(last=keep)
-    raise UsageError(f'keep is "all", a number of checkpoints, or a Keep, not {keep!r}')
+    raise UsageError(f'keep must be "all", a number of checkpoints, or a Keep, not {keep!r}')
 
 
 def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[Attempt, str]:
-    """Of every checkpoint that stays, why: a KEEP, the newest two, the newest verified and the last finite one among
-    them, whatever `keep` says. Pure.
+    """Return the reason for every checkpoint that stays. Pure.
 
-    So do the newest two full ones, since many increments may depend on one blob of a full one; and what an attempt that
-    is HELD builds on.
+    Whatever `keep` is, these stay: checkpoints with a KEEP record, the newest two, the newest verified and the newest
+    finite one, the newest two full ones (because many increments may depend on one chunk of a full one), and those that
+    a HELD checkpoint builds on.
     """
     history, checked = state.lineage(), set(verified)
     rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
@@ -87,7 +87,7 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[A
     rules: list[tuple[str, list[Commit]]] = [
         *((f"kept: {note}", [c for c in ordered if c.attempt == attempt]) for attempt, note in state.kept.items()),
         ("the newest two stay", newest),
-        ("one of the last two full ones", [c for c in full if c not in newest]),
+        ("one of the newest two full ones", [c for c in full if c not in newest]),
         ("in use by one that is being written", [c for c in ordered if c.attempt in pinned]),
         ("the newest finite one", [c for c in ordered if c.finite is not False][:1]),
         (f"of the last {keep.last}", [] if keep.all else due[: keep.last]),
@@ -103,24 +103,24 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[A
     for reason, commits in rules:
         for commit in commits:
             found.setdefault(commit.attempt, []).append(reason)
-    # What was persisted at a death does not push the regular ones out; it goes once a newer regular one is there,
-    # or enough of its own kind, in a storm of restarts.
+    # An emergency save does not replace a scheduled one. It goes when a newer scheduled one exists, or when there are
+    # enough emergency saves, in a series of restarts.
     ring = history[: history.index(due[0]) if due and due[0] in history else None]
     for commit in [c for c in ordered if c.attempt in checked][:1]:
         found.setdefault(commit.attempt, ["the one that was read back"])
     for commit in ring[: max(keep.last, ALWAYS)]:
-        found.setdefault(commit.attempt, ["persisted at a death, after the regular ones"])
+        found.setdefault(commit.attempt, ["an emergency save after the scheduled ones"])
     return {attempt: "; ".join(reasons) for attempt, reasons in found.items()}
 
 
 def _within(commits: Sequence[Commit], hours: float | None) -> list[Commit]:
-    """Return those committed at most `hours` before the newest. A run that paused for a month loses nothing by it."""
+    """Return those committed at most `hours` before the newest. A run that paused for a month loses nothing."""
     newest = max((c.time for c in commits), default=0.0)
     return [] if hours is None else [c for c in commits if newest - c.time <= hours * 3600]
 
 
 def _newest_of_each(commits: Sequence[Commit], count: int, period: Callable[[int], int]) -> list[Commit]:
-    """Return the first commit of each of the `count` latest periods. period: numbers the period of a day since 1970."""
+    """Return the first commit of each of the `count` latest periods. `period`: the period of a day since 1970."""
     first: dict[int, Commit] = {}
     for commit in commits:
         if commit.finite is not False:
@@ -129,13 +129,13 @@ def _newest_of_each(commits: Sequence[Commit], count: int, period: Callable[[int
 
 
 def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
-    """The checkpoints to give up: all that `why_kept` has no reason for. Pure."""
+    """Return the checkpoints to retire: all that `why_kept` has no reason for. Pure."""
     return state.commits.keys() - why_kept(state, keep, verified).keys()
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What a PLAN record says: checkpoints given up, and files that go."""
+    """The contents of a PLAN record: checkpoints to retire, and files to delete."""
 
     retire: Set[Attempt] = frozenset()
     delete: tuple[str, ...] = ()
@@ -145,9 +145,9 @@ class Sweep:
 
 
 async def land(log: RunLog, mine: Acquire | None, decide: Callable[[RunState], Sweep | None]) -> Sweep | None:
-    """Land a PLAN that says what `decide` does of the newest state, unless that is nothing; what it has said.
+    """Append a PLAN with the result of `decide` for the newest state, if it is not empty, and return it.
 
-    Nothing is deleted here. `mine`: None fences nobody.
+    Nothing is deleted here. `mine`: the owner; None skips the ownership check.
     """
     request = f"plan:{mine.nonce if mine else secrets.token_hex(4)}"
     decided: list[Sweep | None] = []
@@ -176,16 +176,17 @@ async def retire(
     spared: Set[str] = frozenset(),
     delete: Callable[[Sequence[str]], Awaitable[None]] | None = None,
 ) -> set[Attempt]:
-    """Give up what `keep` does not ask for, and delete every file that nothing needs. Returns what was given up.
+    """Retire the checkpoints that `keep` does not protect, and delete unneeded files. Return the retired checkpoints.
 
-    Nothing happens unless a checkpoint that stays is among `verified`. `mine`: None fences nobody. `pinned`: others of
-    a state that stay as well. Without `orphans` only the files of what is given up go, and nothing needs to be listed.
-    `spared` files are somebody else's to delete. `delete`: what to do with the names that a landed PLAN lists; by
-    default they go at once.
+    Nothing happens unless a checkpoint that stays is among `verified`.
+
+    `mine`: the owner; None skips the ownership check. `pinned`: returns other checkpoints of a state that stay as well.
+    `orphans`: if False, only files of retired checkpoints are deleted, and nothing is listed. `spared`: files that the
+    caller deletes. `delete`: deletes the files of a landed PLAN, default: immediately.
     """
     checked = set(verified)
     listed: list[str] = []
-    if orphans:  # The listing comes first: a file that appears later belongs to an attempt that is not in it.
+    if orphans:  # List first: a file that appears later belongs to a checkpoint that is not in the listing.
         listed = [info.key async for info in log.store.list(STEPS)]
         await log.refresh()
     used = await files_of(log, log.state.commits.values())
@@ -213,10 +214,10 @@ def plan_deletion(
     used: Mapping[Attempt, Set[str]],
     listed: Sequence[str] | None,
 ) -> list[str] | None:
-    """The files that go if these are given up; None if nothing may go at all. Pure.
+    """Return the files to delete when these checkpoints are retired, or None if nothing may be deleted. Pure.
 
-    `used`: the files of each live checkpoint, as far as they can be read; `listed`: all files there are, None: only
-    those of what is given up.
+    used: the files of each live checkpoint, as far as they can be read.
+    listed: all existing files, or None: only those of retired checkpoints.
     """
     staying = state.commits.keys() - retiring
     if state.damaged or not staying & verified or not staying <= used.keys():
@@ -231,15 +232,13 @@ def plan_deletion(
 
 
 def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
-    """Note the packs of a checkpoint for `files_of`, so that it need not read them."""
+    """Remember the data files of a checkpoint for `files_of`, so that it need not read them."""
     _cache[(log.store.url, attempt)] = frozenset(packs)
 
 
 async def delete_unused(log: RunLog, keys: Iterable[str]) -> None:
-    """Delete files of an aborted attempt, except those that a live checkpoint uses, which a copy may have brought here.
-
-    Delete nothing if the files of a live checkpoint cannot be read.
-    """
+    """Delete files of an aborted checkpoint, except those that a live checkpoint uses, which a copy may have brought
+    here. Delete nothing if the files of a live checkpoint cannot be read."""
     used = await files_of(log, log.state.commits.values())
     if log.state.commits.keys() <= used.keys():
         needed = set[str]().union(*used.values())
@@ -255,8 +254,8 @@ async def delete_in_order(store: Store, keys: Iterable[str]) -> None:
 async def files_of(
     log: RunLog, commits: Iterable[Commit], unread: dict[Attempt, CheckpointError] | None = None
 ) -> dict[Attempt, set[str]]:
-    """The files that each live checkpoint needs, also those of older ones. What cannot be read keeps everything: it is
-    left out, and `unread` gets why."""
+    """Return the files that each live checkpoint needs, including those of older ones. An unreadable checkpoint is left
+    out, which protects all files, and `unread` gets the error."""
     found: dict[Attempt, set[str]] = {}
     for commit in list(commits):
         keys = {index_key(commit.attempt), *(manifest_key(commit.attempt, rank) for rank, _ in commit.parts)}
@@ -266,7 +265,7 @@ async def files_of(
                 packs = await packs_of(log.store, commit)
             except (CorruptError, StoreError) as error:
                 if unread is None:
-                    logger.warning("step %d cannot be read, so nothing is cleaned up: %s", commit.step, error)
+                    logger.warning("step %d cannot be read, so clean-up stops: %s", commit.step, error)
                 else:
                     unread[commit.attempt] = error
                 continue
@@ -278,38 +277,36 @@ async def files_of(
 _cache: dict[tuple[str, Attempt], frozenset[str]] = {}
 
 
-# -- what stays whatever the rules say --
+# -- checkpoints that stay regardless of the rules --
 
 
 async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acquire | None = None) -> None:
-    """Never retire a checkpoint, and why; None: it may go again. NoCheckpointError if it was retired meanwhile.
-
-    `mine`: a training says so, and what was said by hand stays; None: it is said by hand, which fences nobody, and what
-    training says stays, unless it may go.
-    """
+    """Keep a checkpoint for the reason in `note`, or release it (None). Raise NoCheckpointError if it was retired
+    before. `mine`: the training that keeps it; notes by hand stay. None: kept by hand, without an ownership check; the
+    note of the training stays, unless the checkpoint is released."""
     token = secrets.token_hex(4)
 
     def make(state: RunState) -> Record | None:
         if attempt not in state.commits and note is not None:
-            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was given up a moment ago")
+            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was retired a moment ago")
         before = state.kept.get(attempt, "")
         ours, by_hand = words_of(before)
         if mine is not None:
             ours = note or ""
         else:
             ours, by_hand = ours if note is not None else "", note or ""
-        said = BY_HAND.join(one for one in (ours and MARK + ours, by_hand) if one)[:LONGEST]
-        if said == before:
+        text = BY_HAND.join(one for one in (ours and MARK + ours, by_hand) if one)[:LONGEST]
+        if text == before:
             return None
-        body = {"checkpoint": str(attempt), "note": said, "keep": bool(said)}
+        body = {"checkpoint": str(attempt), "note": text, "keep": bool(text)}
         return Record("KEEP", body, f"keep:{attempt}:{token}")
 
     await log.append(make, owner=mine)
 
 
 async def keep_steps(log: RunLog, mine: Acquire, notes: Mapping[int, str]) -> None:
-    """Keep the checkpoints of these steps, as far as they are there, and let go what was kept so before and is not
-    among them, unless somebody keeps it by hand as well."""
+    """Keep the existing checkpoints of these steps, and release others that a training kept before, unless they are
+    also kept by hand."""
     state = await log.refresh()
     newest = {commit.step: commit.attempt for commit in reversed(state.lineage())}
     wanted = {newest[step]: note for step, note in notes.items() if step in newest}

@@ -1,9 +1,9 @@
-"""RUN@STEP: how a checkpoint is named, the same in every command and in `ckpt.load`.
+"""Parses references to checkpoints, RUN@STEP, for all commands and `ckpt.load`.
 
-RUN is a folder or URL. RUN@500 is its checkpoint of step 500, RUN@latest the newest one, RUN@best the
-best of those that were scored (`ckpt.Best`). Only a last @ before digits or
-one of those words counts: that of a user or a bucket's key elsewhere in a URL does not. A folder whose own name ends
-like that is meant where there is one; a place in a bucket with such a name is given with a slash behind it.
+RUN is a folder or URL. RUN@500 is its checkpoint of step 500, RUN@latest the newest one, RUN@best the best of the
+scored ones (`ckpt.Best`). Only a last @ before digits or one of these words counts, so a user name or a bucket key
+elsewhere in a URL may contain @. If a folder of the full name exists, that folder is meant. For a bucket prefix of such
+a name, add a slash.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ LATEST, BEST = "latest", "best"
 WORDS = (LATEST, BEST)
 
 Which = int | str | None
-"""A step, one of `WORDS`, or None where nothing was said."""
+"""A step, one of `WORDS`, or None if unspecified."""
 
 _STEP = re.compile(rf"(.+)@([0-9]+|{'|'.join(WORDS)})", re.DOTALL)
 
 
 def split(text: str | Path, step: int | None = None) -> tuple[str, Which]:
-    """The run, and which checkpoint of it. `step`: what was said besides, by `--step`; UsageError if they differ."""
+    """Return the run, and which checkpoint of it. `step`: from the option `--step`. Raise UsageError if they differ."""
     found = _STEP.fullmatch(str(text))
     if found is None or _is_folder(str(text)):
         return str(text), step
     named = found[2] if found[2] in WORDS else int(found[2])
     if step not in (None, named):
-        raise UsageError(f"{text} asks for @{named}, and besides for step {step}: say it once")
+        raise UsageError(f"{text} names @{named}, but the step option is {step}: use only one of them")
     return found[1], named
 
 
@@ -40,5 +40,5 @@ def _is_folder(text: str) -> bool:
 
 
 def number(wanted: Which) -> int | None:
-    """The step, where one was named by its number."""
+    """Return the step if it was given as a number."""
     return wanted if isinstance(wanted, int) else None

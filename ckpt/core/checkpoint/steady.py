@@ -6,7 +6,7 @@ Every reader of index, parts, tables and data files comes through here. Three ou
     NotFoundError    the file is lost: it stayed absent for WINDOW_S, while its run and its folder could be listed
     UnreadableError  nothing is known about the bytes (`is_unreadable`): the caller must not treat them as lost
 
-A mount that is away for a moment, a stale NFS handle, a process without free descriptors or a proxy that answers 400 or
+A mount that is away for a moment, a stale NFS handle, a process without free descriptors or a proxy that returns 400 or
 404 look like loss to a single request. So each failure is retried for WINDOW_S. All reads of one store share that time,
 because a store that is down would otherwise cost it once per file.
 """
@@ -67,7 +67,7 @@ async def _steadily(store: Store, key: str, read: Callable[[], Awaitable[T]]) ->
             missing = isinstance(error, NotFoundError)
             if not missing and not is_unreadable(error):
                 raise
-            # What is worth a retry, a remote store has retried already, for longer than we would.
+            # A remote store has already retried this error, for longer than this window.
             left = 0.0 if store.remote and error.retryable else _faults(store).left()
             if left <= 0:
                 if missing:
@@ -79,8 +79,8 @@ async def _steadily(store: Store, key: str, read: Callable[[], Awaitable[T]]) ->
 
 
 async def files(read: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that reads files outside of any store in a thread, again for WINDOW_S while they cannot be read.
-    Raise UnreadableError after that. The OSError of an absent file is raised unchanged."""
+    """Call a function that reads files outside any store in a thread, and retry for WINDOW_S while they cannot be read.
+    Then raise UnreadableError. The OSError of an absent file is raised unchanged."""
     while True:
         try:
             return await asyncio.to_thread(read, *arguments)
@@ -101,7 +101,7 @@ class _Faults:
         self._last = self._until = float("-inf")
 
     def left(self) -> float:
-        """Return for how many seconds a failure that was met just now may be retried."""
+        """Return for how many seconds a new failure may be retried."""
         now = time.monotonic()
         if now - self._last > QUIET_S:
             self._until = now + WINDOW_S

@@ -1,9 +1,10 @@
-"""Whether a remote place guarantees what a run needs, tried with one small object before a run begins there.
+"""Tests with one small object whether a remote store has the guarantees that a run needs, before a run is created
+there.
 
 An error names the missing guarantee as docs/guide/storage.md does.
 
-The object has a name that `ckpt doctor` knows for one of ours, and is removed again. An answer that was lost is no
-lie: the bytes of each try are its own, so that whoever repeats a request cannot take another's object for theirs.
+The object has a name that `ckpt doctor` recognizes, and is deleted afterwards. Each try writes its own bytes, so that a
+retried request after a lost reply is not mistaken for another process's object.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from typing import Any
 from ckpt.errors import AccessError, CheckpointError, ExistsError, FormatError, NotFoundError, StoreError
 from ckpt.store import Store, exists
 
-PREFIX = "doctor-"  # so begins all that is written to a place only to try it out
+PREFIX = "doctor-"  # prefix of all test objects
 CREATE, READ, RANGES = "create if absent", "read after write", "ranges"
-START, LENGTH = 7, 13  # of a range: neither the object's beginning nor its end
+START, LENGTH = 7, 13  # a range with neither the beginning nor the end of the object
 
 
 async def check_empty(store: Store) -> None:
-    """FormatError if somebody else's files are there. A run, or what is only a trial, is none."""
+    """Raise FormatError if the store has files other than a run or test objects."""
     async for info in store.list():
         if info.key == "FORMAT.json":
-            return  # another rank or job was quicker
-        if not info.key.startswith(PREFIX):  # `ckpt doctor` is at work, or another start tries the place out
+            return  # another rank or job created the run first
+        if not info.key.startswith(PREFIX):  # `ckpt doctor` or another start is testing the store
             if await exists(store, "FORMAT.json"):
                 return
             raise FormatError(
-                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another "
+                f"{store.url} is not empty and not a run: it has {info.key}, but no FORMAT.json. Choose another "
                 "location"
             )
 
 
 async def try_out(store: Store) -> None:
-    """Raise StoreError with the place, the guarantee that is missing, and what it did instead."""
+    """Test the guarantees. Raise StoreError with the store, the missing guarantee, and the observed behaviour."""
     folder = f"{PREFIX}{int(time.time())}-{secrets.token_hex(4)}/"
     key = f"{folder}probe"
     first, second = secrets.token_hex(32).encode(), secrets.token_hex(32).encode()
@@ -53,7 +54,7 @@ async def try_out(store: Store) -> None:
         except NotFoundError:
             raise refused(store, READ, "an object that was just stored cannot be found") from None
         if found != first:
-            raise refused(store, CREATE, "it says that an object is there already, and overwrites it all the same")
+            raise refused(store, CREATE, "it reports that an object exists, but overwrites it")
         if key not in [info.key async for info in store.list(folder)]:
             raise refused(store, READ, "an object that was just stored is not listed")
         await check_ranges(store, key, first)
@@ -63,8 +64,8 @@ async def try_out(store: Store) -> None:
 
 
 async def check_ranges(store: Store, key: str, whole: bytes) -> None:
-    """StoreError unless a part of an object is read as what it is."""
-    what = f"asked for {LENGTH} bytes of an object from byte {START} on, it"
+    """Raise StoreError unless a range of an object is read correctly."""
+    request = f"a request for {LENGTH} bytes of an object from byte {START}"
     try:
         got = bytes(await store.get(key, start=START, length=LENGTH))
     except (AccessError, NotFoundError):
@@ -72,15 +73,13 @@ async def check_ranges(store: Store, key: str, whole: bytes) -> None:
     except StoreError as error:
         if error.retryable:
             raise
-        raise refused(store, RANGES, f"{what} does not give them ({error})") from None
+        raise refused(store, RANGES, f"{request} fails ({error})") from None
     if got != whole[START : START + LENGTH]:
-        raise refused(store, RANGES, f"{what} gives others")
+        raise refused(store, RANGES, f"{request} returns other bytes")
 
 
 def created_twice(store: Store) -> StoreError:
-    return refused(
-        store, CREATE, "it lets an object be created twice, so that two jobs could overwrite each other's commits"
-    )
+    return refused(store, CREATE, "an object can be created twice, so two jobs could overwrite each other's commits")
 
 
 def refused(store: Store, guarantee: str, did: str) -> StoreError:

@@ -1,4 +1,4 @@
-"""What is on its way to one durable tier, and what went there in all. Numbers only: whoever writes counts."""
+"""Progress of the save to a durable tier, and totals. Numbers only, updated by the code that writes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MOST_TEXT = 300  # characters of an error that are kept
 
 @dataclass(slots=True)
 class UploadStats:
-    """One checkpoint at a time is written to a place. Sizes are bytes.
+    """The progress and totals of a tier, to which one checkpoint at a time is written. Sizes are bytes.
 
-    `step`: of what is being written, None for nothing; `done` of `total` bytes of its state; `began`: when, by the
-    monotonic clock; `moved`: when bytes got there last; `rate`: bytes of state a second of the last one that was
-    written. In all: `saves` that became checkpoints, `failed`, `left_out` since the place was too slow, `raw` bytes of
-    states and `stored` bytes of what was written for them. `error`: why the last one failed, "" if another has
-    succeeded since.
+    `step`: of the checkpoint that is being written, None if there is none. `done`, `total`: bytes of its state.
+    `began`, `moved`: start of the write, and when bytes arrived last, by the monotonic clock. `rate`: bytes of state a
+    second of the last checkpoint that was written. `saves`, `failed`, `left_out`: checkpoints that were committed, that
+    failed, and that were skipped because the tier was too slow. `raw`, `stored`: bytes of all states, and bytes that
+    were written for them. `error`: why the last one failed, "" if another has succeeded since.
     """
 
     step: int | None = None
@@ -38,7 +38,7 @@ class UploadStats:
 
     @contextlib.contextmanager
     def writing(self, step: int, total: int) -> Iterator[None]:
-        """Around the writing of a state of so many bytes."""
+        """Track the writing of a state of `total` bytes."""
         self.step, self.done, self.total, self.began = step, 0, total, time.monotonic()
         try:
             yield
@@ -47,28 +47,28 @@ class UploadStats:
             self.step = None
 
     def expect(self, total: int) -> None:
-        """So many bytes of it have to be stored: the rest is there already."""
+        """Set the bytes that must be stored. The rest is there already."""
         self.total = total
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes are there."""
+        """Count bytes that have arrived."""
         self.done += nbytes
         self.moved = time.monotonic()
 
     @property
     def speed(self) -> float:
-        """Bytes a second of what is being written."""
+        """Return the bytes a second of the present write."""
         return self.done / max(time.monotonic() - self.began, 1e-6)
 
     def committed(self, raw: int, stored: int) -> None:
-        """It is a checkpoint now."""
+        """Count a committed checkpoint."""
         self.saves += 1
         self.raw += raw
         self.stored += stored
         self.error = ""
 
     def fail(self, error: BaseException) -> None:
-        """It will be none."""
+        """Count a failed or skipped checkpoint."""
         if isinstance(error, SkippedError):
             self.left_out += 1
         else:

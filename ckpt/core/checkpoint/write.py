@@ -1,6 +1,7 @@
-"""Write a snapshot from memory to a store: first its packs, then its part. The packs are durable before the part.
+"""Writes a snapshot from memory to a store: first its data files, then its manifest. The data files are durable before
+the manifest.
 
-Nothing here makes a checkpoint exist; that is one record in the log (`ckpt.core.checkpoint.commit`).
+This module does not create a checkpoint. Only a record in the log does (`ckpt.core.checkpoint.commit`).
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from ckpt.errors import (
 from ckpt.failpoints import point
 from ckpt.store import PAGE, Store
 
-CHUNK = 8 << 20  # one write; large enough for full speed, small enough for several in flight
+CHUNK = 8 << 20  # bytes of one write: large enough for full speed, small enough for several in flight
 IN_FLIGHT = 4
-PARTS_IN_FLIGHT = 8  # handed to a store that takes parts, which sends as many at once as it finds right
+PARTS_IN_FLIGHT = 8  # for a store with multipart uploads, which limits parallel requests itself
 
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """One rank's frozen state. `data` lies in the order of `layout.arrangement`; `values` are tagged plain values."""
+    """The frozen state of a rank. `data` has the order of `layout.arrangement`; `values` are tagged plain values."""
 
     attempt: Attempt
     layout: Layout
@@ -62,20 +63,20 @@ async def write_part(
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
-    """Store the share of one rank, all of it raw. After an error nothing of it counts.
+    """Store the share of one rank, all of it raw. After an error, nothing of it counts.
 
-    numbers: of data files, none of which was used before for this checkpoint and rank.
-    check: raises if the snapshot has changed meanwhile. It is called before anything counts.
+    numbers: of data files; none was used before for this checkpoint and rank.
+    check: raises if the snapshot has changed. It is called before anything counts.
     """
     layout, rank = snapshot.layout, snapshot.layout.rank
     key = data_key(snapshot.attempt, rank, 0 if numbers is None else next(numbers))
     header = layout.arrangement.header(metadata_of(key))
-    digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # meanwhile
-    digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # what was written may fail first
+    digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # in the background
+    digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # the write may fail first
     try:
         await _write_pack(store, key, header, snapshot.data, on_bytes)
     except BaseException:
-        await asyncio.wait((digesting,))  # it reads memory that is somebody else's from then on
+        await asyncio.wait((digesting,))  # it reads memory that the caller may change afterwards
         raise
     try:
         digests = await digesting
@@ -97,13 +98,13 @@ async def finish_part(
     base: Previous | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
-    """Store the manifest, after the data files. If this fails before anybody can have seen it, delete the data files
-    that were written for it.
+    """Store the manifest, after the data files. If this fails before the manifest can have been seen, delete the data
+    files that were written for it.
 
-    The manifest of a rank is created once. If it is there, a writer that died has stored it, or a request was repeated.
-    Then that manifest counts if it has the same content, and else this checkpoint fails.
+    The manifest of a rank is created once. If it exists, a dead writer stored it, or a request was repeated. Then the
+    existing manifest counts if it has the same content. Otherwise this checkpoint fails.
 
-    packs: all that the table names, also those of older checkpoints.
+    packs: all data files that the table names, including those of older checkpoints.
     base: the checkpoint that it was built on.
     """
     attempt, rank = snapshot.attempt, snapshot.layout.rank
@@ -127,14 +128,14 @@ async def finish_part(
         if there.digest != file_digest(raw_part):
             await drop(store, [key for key in own if key not in there.packs])
         return there
-    # After any other error here the part may be there all the same, and others may have found it and the pack: only
-    # the log can say that they do not count, and the clean-up takes them.
+    # After other errors the manifest may exist, and other ranks may have found it. Only the log can abort it, and the
+    # clean-up deletes its files.
     point("part.stored")
     return WrittenPart(part, file_digest(raw_part), table)
 
 
 async def _stored_before(store: Store, part: Part, table: Table) -> WrittenPart:
-    """Return the part of this rank that is in the store. SaveError unless it has the same content."""
+    """Return the manifest of this rank from the store. Raise SaveError unless it has the same content."""
     attempt = Attempt.parse(part.attempt)
     what = f"step {attempt.step}: {manifest_key(attempt, part.rank)} in {store.url}"
     try:
@@ -168,7 +169,7 @@ def _part(snapshot: RankSnapshot, table: bytes, packs: list[PackInfo], reason: s
 
 
 async def drop(store: Store, packs: Iterable[str]) -> None:
-    """Without their part no record can ever name them; do not leave gigabytes on a disk that may be full."""
+    """Delete data files without a manifest. No record can name them, and the disk may be full."""
     for pack in packs:
         with contextlib.suppress(StoreError):
             await store.delete(pack)
@@ -177,7 +178,7 @@ async def drop(store: Store, packs: Iterable[str]) -> None:
 async def _write_pack(
     store: Store, key: str, header: bytes, data: memoryview, on_bytes: Callable[[int], None] | None
 ) -> None:
-    """Header and data as one object, in ranges as the store wants them."""
+    """Write header and data as one object, in ranges that suit the store."""
 
     async def piece(offset: int, length: int) -> memoryview:
         start = offset - len(header)
@@ -197,16 +198,17 @@ async def upload_from(
     *,
     first: int = 0,
 ) -> None:
-    """Store `size` bytes under a new key: `piece(offset, length)` gives them, range by range, several at a time.
+    """Store `size` bytes under a new key. `piece(offset, length)` returns them, range by range, several at a time.
 
-    `first`: how long the first range should be, where the store takes any: what is behind it need not be copied to be
-    in one piece with it. What a piece raises, and what the store raises, ends the upload; nothing of it is left then.
+    first: length of the first range, if the store takes any, so that the data after the header need not be copied.
+
+    An error of a piece or of the store aborts the upload, which then leaves nothing.
     """
     upload = await store.upload(key, size=size)
     point("pack.opened")
     try:
         length = upload.part or CHUNK
-        room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # as far as it is limited
+        room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # if it is limited
         window = asyncio.Semaphore(max(1, min(PARTS_IN_FLIGHT, room)) if upload.part else IN_FLIGHT)
 
         async def write(offset: int, end: int) -> None:
@@ -220,7 +222,7 @@ async def upload_from(
 
         async with asyncio.TaskGroup() as group:
             for offset, end in _ranges(size, length, 0 if upload.part else first):
-                await window.acquire()  # the ranges are begun in their order
+                await window.acquire()  # ranges start in order
                 group.create_task(write(offset, end))
         await upload.finish()
     except BaseException as error:
@@ -231,31 +233,31 @@ async def upload_from(
 
 
 def _ranges(size: int, length: int, first: int) -> list[tuple[int, int]]:
-    """(start, end) of the ranges of an object: one of `first` bytes, unless that is 0, and then of `length` each."""
+    """Return (start, end) of the ranges of an object: one of `first` bytes, if not 0, then of `length` each."""
     starts = [*([0] if first else ()), *range(first, size, length)]
     return list(zip(starts, [*starts[1:], size], strict=False))
 
 
 def page_aligned(size: int) -> memoryview:
-    """Memory whose address suits direct I/O."""
+    """Return memory at an address that suits direct I/O."""
     return memoryview(mmap.mmap(-1, max(PAGE, pages(size))))[:size]
 
 
 def _page_aligned(data: bytes) -> memoryview:
-    """A copy whose address suits direct I/O."""
+    """Return a copy at an address that suits direct I/O."""
     view = page_aligned(len(data))
     view[:] = data
     return view
 
 
 def digest_blobs(layout: Layout, data: memoryview) -> bytes:
-    """The digests of all blobs, joined, in pack order."""
+    """Return the digests of all chunks, joined, in file order."""
     return b"".join(blob_digest(data[b.offset : b.offset + b.length]) for b in layout.arrangement.blobs)
 
 
 def build_table(layout: Layout, pack: str, digests: bytes | None, begin: int | None = None) -> Table:
-    """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros. `begin`:
-    where the data begins there, if not behind the header of the pack."""
+    """Return the table of one rank's pieces in a raw data file. `digests`: None if unknown, then zeros. `begin`: where
+    the data begins, default: after the header."""
     arrangement = layout.arrangement
     if begin is None:
         begin = len(arrangement.header(metadata_of(pack)))

@@ -1,6 +1,6 @@
 """Boxes: rectangular pieces of an array, and runs of its elements in row-major order. Pure numbers.
 
-A box is (offsets, sizes), one number a dimension; an array without dimensions has one box, ((), ()).
+A box is (offsets, sizes) with one number per dimension. An array without dimensions has one box, ((), ()).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ I64: TypeAlias = "npt.NDArray[np.int64]"
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes of one array have in common; None if that is nothing."""
+    """Return the intersection of two boxes of one array, or None if it is empty."""
     starts = tuple(map(max, a[0], b[0]))
     ends = (min(i + m, j + n) for i, m, j, n in zip(*a, *b, strict=True))
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -30,12 +30,12 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """The same box, with offsets counted from the start of `outer`."""
+    """Return the same box with offsets relative to `outer`."""
     return tuple(i - j for i, j in zip(box[0], outer[0], strict=True)), box[1]
 
 
 def boxes_of_run(sizes: Dims, start: int, stop: int) -> list[Box]:
-    """Elements `start` to `stop` of an array, in row-major order, as few boxes in the same order."""
+    """Return elements `start` to `stop` of an array, in row-major order, as few boxes in the same order."""
     if start >= stop:
         return []
     if not sizes:
@@ -59,20 +59,20 @@ def _one_row(row: int, sizes: Dims, start: int, stop: int) -> list[Box]:
 
 
 def run_of(box: Box, sizes: Dims) -> tuple[int, int]:
-    """The shortest run of elements of an array that holds a box (not empty) of it."""
+    """Return the shortest run of elements of an array that contains a box, which must not be empty."""
     strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
     first = sum(i * s for i, s in zip(box[0], strides, strict=True))
     return first, first + 1 + sum((n - 1) * s for n, s in zip(box[1], strides, strict=True))
 
 
 Runs = Sequence[tuple[int, int]]
-"""Rising runs of indices: (first, how many)."""
+"""Ascending runs of indices: (first, count)."""
 
 
 def boxes_of_runs(runs: Sequence[Runs]) -> list[tuple[Box, Dims]]:
-    """An array that holds these indices of every dimension of a larger one, as boxes of that.
+    """Return the boxes of a larger array for an array that has these indices of every dimension.
 
-    Each box comes with the offsets at which it lies in the array itself. No box if the array is empty.
+    Each box comes with its offsets in the array itself. There are no boxes if the array is empty.
     """
     placed = [_placed(each) for each in runs]
     return [
@@ -82,7 +82,7 @@ def boxes_of_runs(runs: Sequence[Runs]) -> list[tuple[Box, Dims]]:
 
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:
-    """Neighbours joined, empty ones dropped, and of each the place of its first index: (first, how many, place)."""
+    """Join neighbouring runs and drop empty ones: (first, count, position of the first index)."""
     found: list[tuple[int, int, int]] = []
     place = 0
     for first, count in runs:
@@ -95,7 +95,7 @@ def _placed(runs: Runs) -> list[tuple[int, int, int]]:
 
 
 def take(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
-    """The indices at places `start` to `stop` of the runs."""
+    """Return the indices at positions `start` to `stop` of the runs."""
     found: list[tuple[int, int]] = []
     place = 0
     for first, count in runs:
@@ -107,12 +107,12 @@ def take(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 class TangledError(ValueError):
-    """Boxes that overlap in so many ways that counting them takes too long."""
+    """Boxes overlap in so many ways that counting them takes too long."""
 
 
 @dataclass
 class Effort:
-    """What counting may cost, in units of some 30 microseconds. Boxes that do not overlap cost about one each."""
+    """The cost limit of counting, in units of about 30 microseconds. A box without overlaps costs about one."""
 
     left: int = 1 << 17
 
@@ -123,10 +123,10 @@ class Effort:
 
 
 def times_covered(shape: Dims, boxes: Iterable[Box], effort: Effort | None = None) -> tuple[int, int]:
-    """How often boxes inside an array cover its elements: (least, most). (1, 1) for an array without elements.
+    """Return how often boxes cover the elements of an array: (minimum, maximum). (1, 1) for an array without elements.
 
-    Boxes can be made that take time beyond all bounds, a dozen in eight dimensions: TangledError if there is not
-    enough `effort` left, which several calls may share.
+    A dozen boxes in eight dimensions can take extremely long. Raise TangledError if not enough `effort` is left, which
+    several calls may share.
     """
     if math.prod(shape) == 0:
         return 1, 1
@@ -146,7 +146,7 @@ def _times(shape: I64, starts: I64, ends: I64, effort: Effort) -> tuple[int, int
     cut = np.flatnonzero((starts.min(0) > 0) | (starts.max(0) > 0) | (ends.min(0) < shape))
     if not len(cut):
         return len(starts), len(starts)
-    # One dimension at a time: between two neighbouring cuts of it, the same boxes are there all along.
+    # One dimension at a time: between two neighbouring cuts, the set of boxes is constant.
     dim, rest = cut[0], cut[1:]
     cuts = np.unique(np.concatenate([[0, shape[dim]], starts[:, dim], ends[:, dim]]))
     if not len(rest):

@@ -1,16 +1,16 @@
-"""How the bytes of a blob are stored: raw or smaller, and always the same bits when read back. Pure functions, no I/O.
+"""Encodes the bytes of a chunk, raw or smaller. Decoding returns exactly the same bits. Pure functions, no I/O.
 
-    raw     as they are
-    planes  cut into byte planes, which zstd compresses
-    delta   the same of the XOR with an older blob of the same length
+    raw     unchanged
+    planes  divided into byte planes, which zstd compresses
+    delta   the same for the XOR with an older chunk of the same length
 
 Plane k holds byte k of every word: the planes of 3 words of 4 bytes, 0123 4567 89ab, are 048 159 26a 37b. The exponents
 of a tensor are similar and the low bits of its mantissas are noise, so planes compress better than words. The stored
 form of `planes` and `delta` is one byte, the size of a word (1, 2, 4 or 8), and a zstd frame for each plane, the lowest
 first.
 
-Every function releases the interpreter's lock while it works on the bytes, and any thread may call it. Each thread
-keeps the memory for the planes of one blob. Speeds and sizes: benchmarks/results/codecs.json.
+Every function releases the interpreter's lock during its work on the bytes, and may be called from any thread. Each
+thread keeps memory for the planes of one chunk. Speeds and sizes: benchmarks/results/codecs.json.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ _WORDS = {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
     "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F4_E2M1X2": 1,
 }  # fmt: skip
-_PIECE = 256 << 10  # bytes of words that are cut or joined at once: they and their planes stay in a core's cache
-_KEPT = 4 << 20  # bytes of planes that a thread keeps the memory for
+# bytes of words that are divided or joined in one pass; with their planes they fit into a core's cache
+_PIECE = 256 << 10
+_KEPT = 4 << 20  # maximum bytes of planes for which a thread keeps memory
 _MAX_WINDOW = 1 << 23  # bytes; the largest window that every zstd decoder accepts
 _MAGIC = b"\x28\xb5\x2f\xfd"  # of a zstd frame
-_PLACES, _SAMPLE = 8, 8 << 10  # places of a blob that an estimate looks at, and bytes in each
+_PLACES, _SAMPLE = 8, 8 << 10  # number and size of the samples of an estimate
 
 
 def word_of(dtype: str) -> int:
-    """Return the size in bytes of the words of a dtype, by our names. Raises UsageError for any other."""
+    """Return the size in bytes of the words of a dtype, by our names. Raise UsageError for any other."""
     if dtype not in _WORDS:
         raise UsageError(f"not a dtype: {dtype!r}")
     return _WORDS[dtype]
 
 
 def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> bytes:
-    """Return the stored form. It may be longer than `plain`: store that raw then.
+    """Return the stored form. If it is longer than `plain`, the caller should store the chunk raw.
 
-    `word`: see `word_of`. `base`: bytes of the same length, for DELTA only. Raises UsageError if `plain` is not a whole
-    number of words or the base does not fit.
+    `word`: see `word_of`. `base`: bytes of the same length, for DELTA only. Raise UsageError if `plain` is not a whole
+        number of words or the base does not fit.
     """
     length = memoryview(plain).nbytes
     _check_base(codec, length, base, UsageError)
@@ -70,12 +71,12 @@ def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> 
 def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: memoryview) -> None:
     """Fill `into`, `length` bytes, with the plain bytes.
 
-    Raises CorruptError if `encode` cannot have made `stored` of so many bytes, before any memory is allocated for what
-    it claims to hold; `into` is then undefined. Bytes that pass may still be wrong: compare their digest. Raises
+    Raise CorruptError if `encode` cannot have produced `stored` from `length` bytes, before any memory is allocated for
+    its claimed contents. `into` is then undefined. The bytes may still be wrong: compare their digest. Raise
     FormatError for a codec that this version does not know.
     """
     if into.nbytes != length:
-        raise UsageError(f"{into.nbytes} bytes of space for {length}")
+        raise UsageError(f"cannot decode {length} bytes into {into.nbytes} bytes")
     _check_base(codec, length, base, CorruptError)
     out = np.frombuffer(into, np.uint8)
     view = memoryview(stored).cast("B")
@@ -86,7 +87,7 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
         return
     word = view[0] if len(view) else 0
     if word not in _UNSIGNED or length % word:
-        raise CorruptError(f"an encoded blob of {length} bytes has an impossible header")
+        raise CorruptError(f"an encoded chunk of {length} bytes has an impossible header")
     frames, size = list[memoryview](), length // word
     left = view[1:]
     for _ in range(word):
@@ -94,7 +95,7 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
         frames.append(left[:end])
         left = left[end:]
     if left:
-        raise CorruptError(f"{len(left)} bytes follow the planes of an encoded blob")
+        raise CorruptError(f"{len(left)} bytes follow the planes of an encoded chunk")
     planes = _local.room("planes", length).reshape(word, size)
     for frame, plane in zip(frames, planes, strict=True):
         _decompress(frame, plane)
@@ -102,7 +103,7 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
 
 
 def estimate(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> float:
-    """Return bytes stored for a plain byte, from samples: fast, and near enough to choose by."""
+    """Return stored bytes for each plain byte, estimated from samples."""
     length = memoryview(plain).nbytes
     if not length:
         return 1.0
@@ -121,8 +122,8 @@ def estimate(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -
 def _check_base(codec: int, length: int, base: Buffer | None, error: type[Exception]) -> None:
     if codec not in CODECS:
         raise FormatError(
-            f"a blob is stored by codec {codec}, which this version does not know: the checkpoint was written by a "
-            "newer one, upgrade with `pip install -U everystep`"
+            f"a chunk uses codec {codec}, which this version does not know: the checkpoint was written by a "
+            "newer version, upgrade with `pip install -U everystep`"
         )
     there = None if base is None else memoryview(base).nbytes
     wanted = length if codec == DELTA else None
@@ -144,7 +145,7 @@ def _pieces(words: Array) -> Iterator[slice]:
 
 
 def _cut(words: Array, base: Array | None, planes: Array) -> None:
-    """Cut words, or their XOR with those of a base, into planes: the rows, the lowest byte first."""
+    """Divide words, or their XOR with those of a base, into planes: the rows, the lowest byte first."""
     for part in _pieces(words):
         piece, spare = words[part], _local.room("spare", _PIECE).view(words.dtype)[: part.stop - part.start]
         if base is not None:
@@ -156,7 +157,7 @@ def _cut(words: Array, base: Array | None, planes: Array) -> None:
 
 
 def _join(planes: Array, base: Array | None, words: Array) -> None:
-    """Fill `words` with those that `_cut` made these planes of."""
+    """Fill `words` from the planes that `_cut` made."""
     bytes_of = words.view(np.uint8).reshape(len(words), words.itemsize)
     for part in _pieces(words):
         for k, plane in enumerate(planes):
@@ -169,16 +170,16 @@ def _join(planes: Array, base: Array | None, words: Array) -> None:
 
 
 def _frame_end(stored: memoryview, size: int) -> int:
-    """Return where the zstd frame of a plane ends. Raises CorruptError unless its headers promise `size` bytes."""
+    """Return where the zstd frame of a plane ends. Raise CorruptError unless its headers announce `size` bytes."""
     try:
         header = zstandard.get_frame_parameters(stored)
         at = zstandard.frame_header_size(stored)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a plane is not a zstd frame: {error}") from None
     if bytes(stored[:4]) != _MAGIC or header.content_size != size or header.dict_id:
-        raise CorruptError(f"a plane is a zstd frame of something else than {size} bytes")
+        raise CorruptError(f"a plane is not a zstd frame of {size} bytes")
     if header.window_size > max(_MAX_WINDOW, size):
-        raise CorruptError(f"a plane asks for a window of {header.window_size} bytes")
+        raise CorruptError(f"a plane needs a window of {header.window_size} bytes")
     last = False
     while not last and at + 3 <= len(stored):
         block = int.from_bytes(stored[at : at + 3], "little")
@@ -186,14 +187,14 @@ def _frame_end(stored: memoryview, size: int) -> int:
         at += 3 + (1 if kind == 1 else block >> 3)  # kind 1: one byte, repeated
     at += 4 if header.has_checksum else 0
     if not last or at > len(stored):
-        raise CorruptError("a plane is less than one zstd frame")
+        raise CorruptError("a plane is an incomplete zstd frame")
     return at
 
 
 def _decompress(frame: memoryview, plane: Array) -> None:
-    """Fill a plane. Raises CorruptError unless that is what the frame contains."""
+    """Fill a plane. Raise CorruptError if the frame has other contents."""
     try:
-        # zstd decompresses straight into memory for all of a frame that it is given whole.
+        # zstd decompresses a complete frame directly into the given memory.
         found = _local.decompressor.stream_reader(frame).readinto(plane.data)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a plane does not decompress: {error}") from None
@@ -202,10 +203,11 @@ def _decompress(frame: memoryview, plane: Array) -> None:
 
 
 class _Local(threading.local):
-    """What each thread has for itself: zstd contexts cannot be shared, and fresh memory costs page faults."""
+    """The state of each thread: zstd contexts cannot be shared, and new memory costs page faults."""
 
     def __init__(self) -> None:
-        # Huffman coding and hardly any search: exponents have no repeats. Higher levels are slower and no smaller.
+        # Huffman coding with almost no search, because exponents have no repeats. Higher levels are slower and no
+        # smaller.
         entropy = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7,
             target_length=0, write_content_size=True, write_checksum=False, write_dict_id=False,
@@ -215,7 +217,7 @@ class _Local(threading.local):
         self._kept: dict[str, Array] = {}
 
     def room(self, name: str, size: int) -> Array:
-        """Return memory for so many bytes, valid until the next call with that name."""
+        """Return memory for `size` bytes, valid until the next call with that name."""
         kept = self._kept.get(name)
         if kept is None or len(kept) < size:
             kept = np.empty(size, np.uint8)

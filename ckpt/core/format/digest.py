@@ -1,10 +1,10 @@
-"""Digests: of blobs, and of small files.
+"""Digests of chunks and of small files.
 
 Why xxh3-128: on one core of the machines measured, xxh3-128 ran at 15-37 GB/s, crc32c at 12, blake3 at 2.6-7.6 and
-sha256 at 1.5-2.0, while an NVMe drive takes 1-8 GB/s. The writer shares its cores with training, so a digest slower
-than the disk would cost training time; xxh3-128 costs next to nothing. It detects damage (an accident has one chance in
-2**128), it does not stop a forger: whoever can write to the store can also write a valid checkpoint. Records and tables
-are small and use SHA-256, which any tool can check.
+sha256 at 1.5-2.0, while an NVMe drive writes 1-8 GB/s. The writer shares its cores with training, so a digest slower
+than the disk would cost training time. It detects damage (an accident has one chance in 2**128) but not forgery:
+anybody with write access to the store can also write a valid checkpoint. Records and tables are small and use SHA-256,
+which any tool can check.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ DIGEST_SIZE = 16
 
 
 def blob_digest(data: Buffer) -> bytes:
-    """16 bytes: XXH3-128 in canonical (big-endian) form."""
+    """Return 16 bytes: XXH3-128 in canonical (big-endian) form."""
     return xxhash.xxh3_128_digest(data)
 
 
 def blob_hasher() -> xxhash.xxh3_128:
-    """For bytes that come in pieces: `update` with each, then `digest` is that of `blob_digest`."""
+    """Return a hasher for bytes that come in pieces: `update` with each, then `digest` equals `blob_digest`."""
     return xxhash.xxh3_128()
 
 
 class RangeHasher:
-    """Digests of ranges (from, to) of a file whose bytes come by in their order. Ranges may overlap."""
+    """Computes digests of ranges (from, to) of a file whose bytes arrive in order. Ranges may overlap."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        self._waiting = sorted(ranges, reverse=True)  # the next is the last
+        self._waiting = sorted(ranges, reverse=True)  # the next one is last
         self._open: list[tuple[int, int, xxhash.xxh3_128]] = []
 
     def feed(self, start: int, view: memoryview) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """The ranges that end in these bytes, and their digests."""
+        """Yield the ranges that end in these bytes, with their digests."""
         end, still = start + len(view), list[tuple[int, int, xxhash.xxh3_128]]()
         while self._waiting and self._waiting[-1][0] < end:
             self._open.append((*self._waiting.pop(), blob_hasher()))
@@ -51,5 +51,5 @@ class RangeHasher:
 
 
 def file_digest(data: Buffer) -> str:
-    """SHA-256 of a small file, in hex."""
+    """Return the SHA-256 of a small file, in hex."""
     return hashlib.sha256(data).hexdigest()

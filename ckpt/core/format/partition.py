@@ -1,9 +1,9 @@
-"""Who stages what, as pure values: every rank computes its own share, and all shares fit together.
+"""Divides replicated tensors among ranks: every rank computes its own share, and all shares fit together. Pure values.
 
-What several ranks hold alike (data parallel replicas) is cut into slices *before* it is copied, one slice a replica:
-each rank stages and writes its slice only. All tensors that the same ranks hold alike are laid end to end, in the order
-of their names, and that line is cut into pieces of equal bytes. A cut falls between rows, so that slices are boxes.
-No rank needs to ask another: the line depends only on what is held alike.
+Replicated pieces (data parallel replicas) are divided into slices *before* they are copied. Each rank stages and writes
+only its slice. All tensors with the same replicas are concatenated in the order of their names, and the result is
+divided into slices of equal bytes. The boundaries are between rows, so that slices are boxes. This needs no
+communication, because it depends only on the replicated tensors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from ckpt.core.format.boxes import Box, Dims, boxes_of_run
 from ckpt.core.format.layout import BITS
 
-GRAIN = 64 << 10  # bytes; smaller pieces are not cut
-LEAST = 1 << 10  # bytes of a slice, if others can do without: who wants all of a line reads from fewer ranks then
-GLOBAL = -1  # the instance of a tensor that all ranks hold together
+GRAIN = 64 << 10  # bytes; smaller pieces are not divided
+LEAST = 1 << 10  # minimum bytes of a slice, so that a reader of the whole tensor needs fewer ranks
+GLOBAL = -1  # the instance of a tensor that all ranks share
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which rank of how many this is."""
+    """The rank of this process, and the world size."""
 
     rank: int = 0
     size: int = 1
@@ -30,10 +30,10 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A piece of a tensor that this rank has: a box of the `full` tensor, held alike by `replicas` (ascending).
+    """A piece of a tensor on this rank: a box of the `full` tensor, replicated on `replicas` (ascending).
 
-    Ranks that do not hold one tensor together, but have one each of the same name, are told apart by `instance`: the
-    lowest rank of those that hold it together, `GLOBAL` if all do.
+    Several ranks may have different tensors of the same name. `instance` distinguishes them: the lowest rank of those
+    that share the tensor, or `GLOBAL` if all ranks do.
     """
 
     name: str
@@ -56,30 +56,30 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What to stage of holding number `holding`: a box inside it."""
+    """The part of holding number `holding` to stage: a box inside it."""
 
     holding: int
     box: Box
 
 
 def share(holdings: Sequence[Holding], seat: Seat) -> list[Cut]:
-    """What this rank stages of what it holds, in the order of `holdings`."""
+    """Return the part of its holdings that this rank stages, in the order of `holdings`."""
     lines: dict[tuple[int, ...], list[int]] = {}
     for i, holding in enumerate(holdings):
         lines.setdefault(holding.replicas, []).append(i)
     found: list[Cut] = []
     for replicas, members in lines.items():
         if seat.rank not in replicas:
-            continue  # another rank's is the one that counts
+            continue  # another rank saves it
         members.sort(key=lambda i: (holdings[i].name, holdings[i].instance, holdings[i].offsets))
         found += _slices(holdings, members, replicas.index(seat.rank), len(replicas))
     return sorted(found, key=lambda cut: (cut.holding, cut.box))
 
 
 def _slices(holdings: Sequence[Holding], members: list[int], number: int, count: int) -> list[Cut]:
-    """Slice `number` of `count` of the line."""
+    """Return slice `number` of `count` of the concatenated tensors."""
     total = sum(holdings[i].elements * holdings[i].item_size for i in members)
-    count = min(count, max(1, total // LEAST))  # of a few numbers that thousands hold, the first ones take some each
+    count = min(count, max(1, total // LEAST))  # if thousands of ranks have a few numbers, the first ranks take all
     if number >= count:
         return []
     low, high = total * number // count, total * (number + 1) // count
@@ -88,7 +88,7 @@ def _slices(holdings: Sequence[Holding], members: list[int], number: int, count:
     for i in members:
         holding = holdings[i]
         if not holding.elements:
-            if not math.prod(holding.full) and number == 0:  # somebody has to name it
+            if not math.prod(holding.full) and number == 0:  # one rank must name it
                 found.append(Cut(i, (tuple(0 for _ in holding.sizes), holding.sizes)))
             continue
         start, stop = (_cut(holding, at - position) for at in (low, high))
@@ -98,11 +98,11 @@ def _slices(holdings: Sequence[Holding], members: list[int], number: int, count:
 
 
 def _cut(holding: Holding, at: int) -> int:
-    """The element of a holding before which a cut at byte `at` of it falls."""
+    """Return the element of a holding at which a cut at its byte `at` is made."""
     size, grain = holding.elements, 1
     if at <= 0 or at >= size * holding.item_size:
         return 0 if at <= 0 else size
-    for length in reversed(holding.sizes):  # as many whole rows as fit into a grain
+    for length in reversed(holding.sizes):  # as many complete rows as fit into a grain
         if grain * length * holding.item_size > GRAIN:
             break
         grain *= length
@@ -112,7 +112,7 @@ def _cut(holding: Holding, at: int) -> int:
 
 
 def partner(rank: int, nodes: tuple[int, ...]) -> int | None:
-    """The rank on the next node that keeps a second copy of a rank's memory; None if there is one node only."""
+    """Return the rank on the next node that keeps a second copy of a rank's memory, or None with a single node."""
     count = max(nodes) + 1
     if count == 1:
         return None

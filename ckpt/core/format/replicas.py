@@ -1,10 +1,10 @@
-"""What each rank says of the tensors that it should hold equal to other ranks, and where two ranks differ.
+"""Digests of replicated tensors, and a comparison that finds ranks with different values.
 
-Each rank stages a slice of such a tensor, so slices of ranks that have drifted apart would make a tensor that no rank
-ever had. A part therefore carries digests of the whole tensors, as `{"sums": {group: digest}, "rows": text}`. A group
-stands for the ranks that hold the same tensors. The rows are only read where the sums differ. They are compressed JSON:
-for each group a list of `[name, instance, offsets, elements, digest]`. Two rows are comparable if they agree in all but
-the digest; `elements` says which elements of the tensor it was made of.
+Each rank stages a slice of such a tensor. If the replicas differ, the slices would form a tensor that no rank ever had.
+A manifest therefore contains digests of the whole tensors, as `{"sums": {group: digest}, "rows": text}`. A group stands
+for the ranks with the same tensors. The rows are read only if the sums differ. They are compressed JSON: for each group
+a list of `[name, instance, offsets, elements, digest]`. Two rows are comparable if they agree in all fields except the
+digest; `elements` identifies the elements that were digested.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ckpt.errors import CorruptError
 
 Row = tuple[str, int, tuple[int, ...], str, str]
 Replicas = dict[str, Any]
-"""As a part has it."""
+"""The digests as a manifest contains them."""
 
-DIFFER = "different values of what they should hold equal"  # so says the error that names them
+DIFFER = "different values of replicated tensors"  # part of the error of a failed save, recognized by the trainer
 SHOWN = 5  # names
 
 
 def replicas(rows: Mapping[tuple[int, ...], list[Row]]) -> Replicas:
-    """Return what a part carries. `rows`: by the ranks that hold these tensors."""
+    """Return the digests for a manifest. `rows`: by the ranks with these tensors."""
     if not rows:
         return {}
     named = {file_digest(canonical(list(ranks)))[:16]: sorted(found) for ranks, found in rows.items()}
@@ -34,27 +34,27 @@ def replicas(rows: Mapping[tuple[int, ...], list[Row]]) -> Replicas:
     return {"sums": sums, "rows": press(canonical(named))}
 
 
-def differing(said: Iterable[tuple[int, Replicas]]) -> dict[str, list[int]]:
-    """Return the tensors that ranks hold differently, with all ranks that hold them. `said`: by rank.
+def differing(saved: Iterable[tuple[int, Replicas]]) -> dict[str, list[int]]:
+    """Return the tensors that differ between ranks, with all ranks that have them. `saved`: by rank.
 
-    CorruptError if it is not what `replicas` returns.
+    Raise CorruptError if a rank's digests are malformed.
     """
     try:
-        told = [(rank, one) for rank, one in said if one]
+        digested = [(rank, one) for rank, one in saved if one]
         sums: dict[str, set[str]] = {}
-        for _, one in told:
+        for _, one in digested:
             for group, digest in one["sums"].items():
                 sums.setdefault(group, set()).add(digest)
         odd = {group for group, digests in sums.items() if len(digests) > 1}
         seen: dict[tuple[Any, ...], dict[str, list[int]]] = {}
-        for rank, one in told:
+        for rank, one in digested:
             if not odd.isdisjoint(one["sums"]):
                 for group in odd & unpress(one["rows"]).keys():
                     for name, instance, offsets, elements, digest in unpress(one["rows"])[group]:
                         label = str(name), instance, tuple(offsets), elements, group
                         seen.setdefault(label, {}).setdefault(digest, []).append(rank)
     except ODD as error:
-        raise CorruptError(f"what a part says of replicated tensors is damaged: {error!r}") from error
+        raise CorruptError(f"the digests of replicated tensors in a manifest are damaged: {error!r}") from error
     found: dict[str, set[int]] = {}
     for (name, *_), digests in seen.items():
         if len(digests) > 1:
@@ -63,11 +63,11 @@ def differing(said: Iterable[tuple[int, Replicas]]) -> dict[str, list[int]]:
 
 
 def in_words(found: Mapping[str, list[int]]) -> str:
-    """Name the tensors and the ranks, and say what to do."""
+    """Return a message with the tensors, the ranks and the remedy."""
     names = ", ".join([*list(found)[:SHOWN], *([f"{len(found) - SHOWN} more"] if len(found) > SHOWN else [])])
     ranks = sorted({rank for each in found.values() for rank in each})
     listed = ", ".join([*map(str, ranks[:8]), *(["…"] if len(ranks) > 8 else [])])
     return (
-        f"ranks {listed} hold {DIFFER}: {names}. A checkpoint would mix them. Find out what lets the ranks drift "
+        f"ranks {listed} have {DIFFER}: {names}. A checkpoint would mix them. Find out why the ranks differ "
         "(no_sync(), an unequal number of steps, a faulty device) or synchronize them before saving"
     )

@@ -1,6 +1,5 @@
-"""Saved shards: rectangular pieces of tensors. A large checkpoint has millions, so they are kept as columns: a
-`SavedShard` is made of a row only when somebody asks for it.
-"""
+"""Saved shards: rectangular pieces of tensors. A large checkpoint has millions, so they are stored as columns. A
+`SavedShard` is created from a row only when it is needed."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ DTYPES = (
 )  # fmt: skip
 DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 MAX_DIM = 2**62
-EXACT = 2**53  # below, a float says of a product of numbers what it is
+EXACT = 2**53  # below this, a float represents a product exactly
 
 
 @dataclass(frozen=True, slots=True)
 class SavedShard:
-    """A rectangular piece of one global tensor."""
+    """A rectangular piece of a global tensor."""
 
     name: str
     dtype: str
@@ -53,7 +52,7 @@ class SavedShard:
 class SavedShards(Sequence[SavedShard]):
     """Many shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` are global shape, offsets and sizes of shard i.
 
-    `dtype` counts in `DTYPES`. Equal to any sequence of the same shards.
+    `dtype` is an index into `DTYPES`. Equal to any sequence of the same shards.
     """
 
     __slots__ = ("dim_starts", "dims", "dtype", "instance", "names", "rank")
@@ -73,7 +72,7 @@ class SavedShards(Sequence[SavedShard]):
 
     @classmethod
     def of_layout(cls, layout: Layout) -> SavedShards:
-        """What a rank stages, in the order of its pack."""
+        """Return the shards that a rank stages, in the order of its data file."""
         found = layout.made_of_it.get(cls)
         if found is None:
             rows = [layout.tensors[i] for i in layout.arrangement.order]
@@ -145,11 +144,11 @@ class SavedShards(Sequence[SavedShard]):
 
     @property
     def item_sizes(self) -> I64:
-        """Bytes of an element of each."""
+        """Return the bytes per element of each shard."""
         return np.array([BITS[dtype] // 8 for dtype in DTYPES], np.int64)[self.dtype]
 
     def by_dims(self) -> Iterator[tuple[int, I64, I64]]:
-        """(dimensions, shards of so many, their rows of `dims`), for each number of dimensions that there is."""
+        """Yield (number of dimensions k, shards with k dimensions, their rows of `dims`) for each k that occurs."""
         count = np.diff(self.dim_starts)
         for length in np.flatnonzero(np.bincount(count)).tolist():
             mine = count == length
@@ -157,7 +156,7 @@ class SavedShards(Sequence[SavedShard]):
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
-        """Which of them are all of their tensors."""
+        """Return which of them are complete tensors."""
         found = np.ones(len(self), np.bool_)
         for k, rows, dims in self.by_dims():
             found[rows] = (dims[:, k : 2 * k] == 0).all(1) & (dims[:, 2 * k :] == dims[:, :k]).all(1)
@@ -165,7 +164,7 @@ class SavedShards(Sequence[SavedShard]):
 
 
 def volume(sizes: I64, item: I64) -> I64:
-    """Bytes of boxes of these sizes, one a row, with items of so many bytes; -1 where it is beyond all measure."""
+    """Return the bytes of boxes, one a row of sizes, with items of `item` bytes; -1 if a result is too large."""
     with np.errstate(over="ignore", invalid="ignore"):
         rough = sizes.prod(1, dtype=np.float64) * item
         if len(rough) and rough.max() < EXACT:
@@ -183,7 +182,7 @@ def _shard(name: str, dtype: int, row: list[int], rank: int, instance: int) -> S
 
 
 def check_shards(shards: SavedShards, what: str) -> I64:
-    """Every shard is a box inside its tensor. The bytes of each, -1 where that is beyond all measure."""
+    """Check that every shard is a box inside its tensor. Return the bytes of each, -1 if that is too large."""
     lengths = np.diff(shards.dim_starts)
     odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
     impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # or negative
@@ -195,6 +194,6 @@ def check_shards(shards: SavedShards, what: str) -> I64:
         outside = (dims[:, k : 2 * k] + dims[:, 2 * k :] > dims[:, :k]).any(1)
         if outside.any():
             i = int(rows[np.argmax(outside)])
-            raise CorruptError(f"{what}: shard {i}, of {shards.names[i]}, lies outside its tensor")
+            raise CorruptError(f"{what}: shard {i}, of {shards.names[i]}, is outside its tensor")
         sizes[rows] = volume(dims[:, 2 * k :], shards.item_sizes[rows])
     return sizes

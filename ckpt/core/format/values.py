@@ -1,10 +1,10 @@
-"""Plain values as JSON, and back, with every type kept.
+"""Encodes plain values as JSON and decodes them, with all types preserved.
 
-JSON alone would turn tuples into lists, int keys into strings and lose NaN. So what JSON cannot say is tagged:
-`{"$": tag, "v": ...}`. Nothing is ever evaluated or imported on the way back; an unknown tag is an error.
+JSON alone would turn tuples into lists and int keys into strings, and has no NaN. Such values are tagged: `{"$": tag,
+"v": ...}`. Decoding never evaluates or imports anything; an unknown tag is an error.
 
-Tensors and arrays are not stored here: `encode` hands them to its caller, who stores the bytes elsewhere and returns
-the tagged reference that stands in their place.
+Tensors and arrays are not stored here. `encode` passes them to its caller, which stores the bytes elsewhere and returns
+a tagged reference that replaces them.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 Json = Any
 Path = tuple[str | int, ...]
 MAX_DEPTH = 100
-MANY = 64  # values of a list that are worth a look at all of them at once
+MANY = 64  # lists longer than this are checked in one pass
 _DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?")
 
 
 def show(path: Path) -> str:
-    """A path as a user would write it: `model.layers.0`. Surrogates, which are not valid Unicode, are escaped."""
+    """Return a path as users write it: `model.layers.0`. Surrogates, which are not valid Unicode, are escaped."""
     text = ".".join(str(part) for part in path) or "(the state itself)"
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
-    """What takes a text apart into the longest of `names` and, behind a dot, a key: both may have dots of their own."""
+    """Return a function that splits a text into the longest of `names` and a key after it. Both may contain dots."""
     known = set(names)
-    lengths = sorted({len(name) for name in known}, reverse=True)  # few, whatever dots somebody has put into a text
+    lengths = sorted({len(name) for name in known}, reverse=True)  # few, even if a text has many dots
 
     def split(text: str) -> tuple[str, str] | None:
         ends = (end for end in lengths if text[end : end + 1] == "." and text[:end] in known)
@@ -56,7 +56,7 @@ def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
 
 
 def unlike(text: str, taken: Container[str]) -> str:
-    """The text, or one that begins so and is not taken."""
+    """Return the text, with `#` appended until it is not in `taken`."""
     while text in taken:
         text += "#"
     return text
@@ -64,12 +64,12 @@ def unlike(text: str, taken: Container[str]) -> str:
 
 INSTEAD = {
     "torch.utils.data": (
-        "torch's DataLoader cannot say where it is: use ckpt.Loader or torchdata's StatefulDataLoader. "
+        "torch's DataLoader has no state that can be saved: use ckpt.Loader or torchdata's StatefulDataLoader. "
     ),
-    "argparse.": "vars(...) of it can be. ",
-    "builtins.generator": "Save what it is made from, such as the torch.Generator that draws the order. ",
+    "argparse.": "Save vars(...) of it. ",
+    "builtins.generator": "Save what it is made from, for example the torch.Generator that draws the order. ",
 }
-"""What to do about objects that people put into a state first."""
+"""Alternatives to objects that users often put into a state."""
 
 
 def refuse(path: Path, value: object) -> StateError:
@@ -84,7 +84,7 @@ def refuse(path: Path, value: object) -> StateError:
 
 
 def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | None] | None = None) -> Json:
-    """The value as JSON. `extern` may claim any object that is not a plain value by returning its reference."""
+    """Encode a value as JSON. `extern` may return a reference for any object that is not a plain value."""
     if len(path) > MAX_DEPTH:
         raise StateError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH}, or containing itself")
     kind = type(value)
@@ -115,7 +115,7 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         return {"$": "deque", "v": [encode(v, (*path, i), extern) for i, v in enumerate(value)], "maxlen": value.maxlen}
     if kind in (set, frozenset):
         items = [encode_key(item, path, extern) for item in value]
-        # Sorted, so that equal sets are stored alike: their order differs from process to process.
+        # Sorted, because the order of equal sets differs between processes.
         return {"$": kind.__name__, "v": sorted(items, key=lambda item: json.dumps(item, sort_keys=True))}
     if kind in (range, slice):
         bounds = [encode(v, path, extern) for v in (value.start, value.stop, value.step)]
@@ -128,11 +128,11 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         return {"$": "decimal", "v": str(value)}
     if kind in _PATHS:
         return {"$": "path", "v": encode(str(value)), **({} if kind is _PATHS[0] else {"class": kind.__name__})}
-    if kind in _TIMES and repr(_decode_time(said := _encode_time(value))) == repr(value):  # else its zone has a name
-        return said
+    if kind in _TIMES and repr(_decode_time(time := _encode_time(value))) == repr(value):  # not for a named time zone
+        return time
     if extern is not None and (reference := extern(value, path)) is not None:
         return reference
-    numpy = sys.modules.get("numpy")  # a numpy value can only be here if numpy is
+    numpy = sys.modules.get("numpy")  # a numpy value requires that numpy is imported
     if numpy is not None and isinstance(value, numpy.generic) and _is_plain_scalar(value):
         return {"$": "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
     raise refuse(path, value)
@@ -159,7 +159,7 @@ def _decode_time(data: Json) -> timedelta | date:
 
 
 def _are_numbers(values: list[Any]) -> bool:
-    """Whether all are floats, or integers, that are JSON as they are: a history is looked at at every step."""
+    """Return True for floats only or integers only that JSON represents exactly. Fast, for long histories."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(min(values) > -(2**53) and max(values) < 2**53)
@@ -191,7 +191,7 @@ def encode_key(key: object, path: Path, extern: Callable[[object, Path], Json | 
 
 
 def _decode_key(data: Json, extern: Callable[[Json], object] | None, depth: int) -> Any:
-    """Decode a key of a dict or an element of a set. Raises CorruptError for values that cannot be one."""
+    """Decode a key of a dict or an element of a set. Raise CorruptError for values that cannot be one."""
     if type(data) is str or type(data) is int:
         return data
     if depth > 2 * MAX_DEPTH or not _is_key(data):
@@ -200,7 +200,7 @@ def _decode_key(data: Json, extern: Callable[[Json], object] | None, depth: int)
 
 
 def part_of(key: object) -> str | int:
-    """Return the part of a path that names this key."""
+    """Return the path component for this key."""
     return key if type(key) is str or type(key) is int else str(key)
 
 
@@ -212,7 +212,7 @@ _KEY_TAGS = {
 
 
 def _is_key(data: Json, depth: int = 0) -> bool:
-    """Return True if an encoded value has a hash that depends on nothing but its value."""
+    """Return True if an encoded value has a hash that depends only on its value."""
     if type(data) is not dict:
         return data is None or type(data) in (bool, int, float, str)
     if type(tag := data.get("$")) is not str or tag not in _KEY_TAGS or depth > MAX_DEPTH:
@@ -234,7 +234,7 @@ _KINDS = {
 
 
 def kind_of(data: Json) -> str:
-    """In words, what kind of value is encoded, as far as that must not change from one save to the next."""
+    """Describe the kind of an encoded value, for comparison between saves."""
     if isinstance(data, dict):
         return _KINDS.get(str(data["$"]), "unknown") if "$" in data else "a dict"
     if isinstance(data, (bool, int, float)):
@@ -243,12 +243,12 @@ def kind_of(data: Json) -> str:
 
 
 def pairs(items: dict[str, Json]) -> Json:
-    """A dict of values that are encoded already, in its order."""
+    """Return a dict of already encoded values, in its order."""
     return {"$": "dict", "v": [[encode(key), value] for key, value in items.items()]}
 
 
 def unpaired(data: Json) -> dict[str, Json] | None:
-    """What is in an encoded dict with text keys, still encoded; None if it is none."""
+    """Return the still encoded values of an encoded dict with text keys, or None for other data."""
     if type(data) is not dict or "$" not in data:
         return data if type(data) is dict else None
     rows = data.get("v") if data["$"] in ("dict", "ordered") else None
@@ -259,7 +259,7 @@ def unpaired(data: Json) -> dict[str, Json] | None:
 
 
 def is_text(value: str) -> bool:
-    """False with surrogates inside: two of them side by side would come back from JSON as one character."""
+    """Return False for text with surrogates. Two adjacent surrogates would be decoded from JSON as one character."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -268,7 +268,7 @@ def is_text(value: str) -> bool:
 
 
 def decode(data: Json, extern: Callable[[Json], object] | None = None, depth: int = 0) -> Any:
-    """The value again. `extern` turns references back into what they stand for."""
+    """Decode a value. `extern` resolves references."""
     if depth > 2 * MAX_DEPTH:
         raise CorruptError("plain values are nested too deeply")
     if data is None or type(data) in (bool, int, float, str):
@@ -288,7 +288,7 @@ def decode(data: Json, extern: Callable[[Json], object] | None = None, depth: in
 def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None, depth: int) -> Any:
     tag = data["$"]
     if tag in ("tuple", "dict", "ordered", "counter", "deque", "set", "frozenset") and type(data["v"]) is not list:
-        raise CorruptError(f"a {tag} is not a list of what is in it")
+        raise CorruptError(f"a {tag} does not contain a list")
     if tag == "str":
         return bytes.fromhex(data["v"]).decode("utf-32-be", "surrogatepass")
     if tag == "int":
@@ -338,7 +338,7 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
 
 
 def plain_dtype(text: object) -> np.dtype[Any]:
-    """The dtype that numpy calls so. Only the plain form: numpy itself also reads structures and expressions."""
+    """Return the dtype of this plain numpy name. numpy itself would also parse structures and expressions."""
     import numpy as np
 
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
@@ -347,15 +347,15 @@ def plain_dtype(text: object) -> np.dtype[Any]:
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return True if numpy finds this very dtype again by its name: none of other packages, none with fields."""
+    """Return True if numpy finds exactly this dtype by its name. False for fields and dtypes of other packages."""
     if dtype.hasobject or dtype.names is not None or dtype.metadata or not dtype.itemsize:
         return False
-    if dtype.isbuiltin == 1 and dtype.kind in "biufc" and dtype.char not in "qQ":  # almost all arrays, at every step
+    if dtype.isbuiltin == 1 and dtype.kind in "biufc" and dtype.char not in "qQ":  # the common case at every step
         return True
     try:
         found = plain_dtype(dtype.str)
-        return bool(found == dtype) and found.char == dtype.char  # long and long long are equal, and two types
-    except (CorruptError, TypeError):  # numpy knows no such name
+        return bool(found == dtype) and found.char == dtype.char  # long and long long are equal but different types
+    except (CorruptError, TypeError):  # numpy does not know the name
         return False
 
 

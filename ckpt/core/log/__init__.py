@@ -1,5 +1,5 @@
-"""What has happened to a run? The log of records that alone decides what is a checkpoint, and who may write.
+"""The history of a run: a log of records, which alone decides which checkpoints exist and which job may write.
 
-In: a store, and records to append. Out: `RunState`, folded from all records in order. It may not know what is in a
-checkpoint, how parts are written, or who waits for a commit; nor torch.
+In: a store, and records to append. Out: `RunState`, a fold over all records in order. This package does not know the
+contents of a checkpoint, how its files are written, or who waits for a commit. It does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Sets of very many attempts, small in memory and on disk: their steps mostly follow one another in equal strides."""
+"""A compact set of checkpoint ids, in memory and on disk. Their steps usually have equal strides."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.errors import CorruptError
 
 Group = tuple[int, str]  # epoch and nonce
-MOST = 20_000_000  # steps that one file may say: more would be an attack on memory
+MOST = 20_000_000  # steps in one file: more would exhaust memory
 
 
 class Attempts(MutableSet[Attempt]):
-    """A set of attempts, by incarnations."""
+    """A set of checkpoint ids, grouped by job attempt."""
 
     def __init__(self, attempts: Iterable[Attempt] = ()) -> None:
         self._steps: dict[Group, set[int]] = {}
-        self._rows: dict[Group, list[list[int]]] = {}  # as `to_json` says them, as far as it is known
+        self._rows: dict[Group, list[list[int]]] = {}  # cached rows of `to_json`
         for attempt in attempts:
             self.add(attempt)
 
@@ -60,8 +60,7 @@ class Attempts(MutableSet[Attempt]):
         self._steps.get((value.epoch, value.nonce), set()).discard(value.step)
 
     def to_json(self) -> dict[str, list[list[int]]]:
-        """By `<term>-<nonce>`: rows of the first step, how far it is to the next one, and how many there are. The same
-        for the same set, however it came about."""
+        """Return rows of [first step, stride, count], by `<term>-<nonce>`. Equal sets give equal rows."""
         for group, steps in self._steps.items():
             if group not in self._rows:
                 rows = self._rows[group] = []
@@ -72,8 +71,7 @@ class Attempts(MutableSet[Attempt]):
 
     @classmethod
     def from_json(cls, groups: dict[str, list[Any]], most: int = MOST) -> Attempts:
-        """Make the set again. Raises CorruptError, ValueError or TypeError if it is impossible, or if it has more than
-        `most` steps. A number alone is a step."""
+        """Decode a set. Raise CorruptError, ValueError or TypeError for impossible sets or more than `most` steps."""
         found, left = cls(), min(most, MOST)
         for name, rows in groups.items():
             any_one = _at_step(name, 0)
@@ -94,7 +92,7 @@ def _at_step(group: str, step: int) -> Attempt:
 
 
 def _extend(rows: list[list[int]], step: int) -> None:
-    """Strides as long as they go, from the first step on: a later one is added."""
+    """Add a step, higher than all others, to rows of equal strides as long as possible."""
     if rows:
         first, stride, count = last = rows[-1]
         if count == 1 or step == first + stride * count:

@@ -19,7 +19,7 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.store import Store
 
 MAX_RECORD = 256 << 20  # bytes
-LOOKS = 8  # listings, if each one names a SNAPSHOT that is deleted before it is read
+MAX_RELISTS = 8  # listings in a row in which a SNAPSHOT was deleted before it was read
 NOTHING: Mapping[int, bytes] = MappingProxyType({})
 
 
@@ -33,7 +33,7 @@ def sequence(key: str) -> int | None:
     return int(name) if len(name) == 12 and name.isdigit() and name.isascii() else None
 
 
-def is_place(seq: int) -> bool:
+def is_snapshot_number(seq: int) -> bool:
     """Return True if the record with this number is a SNAPSHOT, unless the log was damaged when it was put."""
     return seq > 0 and seq % SNAPSHOT_EVERY == 0
 
@@ -57,36 +57,36 @@ class Listed:
 
 
 class LogFiles:
-    """Read the files of one log. `root`: the id of the run."""
+    """Reads the files of one log. `root`: the id of the run."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.root = ""
-        self._intact: dict[int, bool] = {}  # numbers at which a SNAPSHOT was read, and if it is intact
-        self._ordinary: set[int] = set()  # those at which an intact record of another type was read
+        self._intact: dict[int, bool] = {}  # numbers of SNAPSHOTs that were read, and whether they are intact
+        self._ordinary: set[int] = set()  # multiples at which an intact record of another type was read
         self._states: dict[int, RunState] = {}  # parsed SNAPSHOTs of the last listing, for `RunLog._restart`
 
-    async def look(self, own: Mapping[int, bytes] = NOTHING) -> Listed:
-        """List the log, and read the SNAPSHOTs that are new. `own`: a record that was put just now.
+    async def list_records(self, own: Mapping[int, bytes] = NOTHING) -> Listed:
+        """List the log, and read the SNAPSHOTs that are new. `own`: a record that was just put.
 
         A listing needs no order and may come in pages. It contains every file that exists during the whole call. Files
         that are created or deleted during the call may be missing, so callers compare the floors of two listings.
         """
-        for _ in range(LOOKS):
+        for _ in range(MAX_RELISTS):
             sizes = {n: info.size async for info in self.store.list("log/") if (n := sequence(info.key)) is not None}
             sizes.update({seq: len(raw) for seq, raw in own.items()})
             snapshots, vanished = list[int](), None
-            for seq in sorted(filter(is_place, sizes), reverse=True):
+            for seq in sorted(filter(is_snapshot_number, sizes), reverse=True):
                 if seq not in self._intact:
                     try:
                         raw = own[seq] if seq in own else await self.read(seq, sizes[seq])
                     except StoreError as error:
                         if error.retryable or not snapshots:
                             raise
-                        continue  # a bad sector under the older one: the newest is enough
+                        continue  # a bad sector in the older one: the newest is enough
                     if raw is None and sizes[seq] <= MAX_RECORD:
                         vanished = seq
-                        break  # deleted meanwhile, so there are newer ones
+                        break  # deleted during the call, so there are newer ones
                     state = self.snapshot(seq, raw)
                     self._intact[seq] = state is not None
                     if state is not None:
@@ -100,17 +100,17 @@ class LogFiles:
                 self._states = {seq: state for seq, state in self._states.items() if seq in snapshots}
                 below = [seq for seq in sizes if seq < floor]
                 return Listed({seq: size for seq, size in sizes.items() if seq >= floor}, below, snapshots)
-        raise self._away(record_key(vanished or 0))
+        raise self._not_found(record_key(vanished or 0))
 
-    def _away(self, key: str) -> StoreError:
-        """Return the error for a file of the log that is listed, and that the store says is not there."""
+    def _not_found(self, key: str) -> StoreError:
+        """Return the error for a log file that is listed but that the store cannot find."""
         return StoreError(f"{key} in {self.store.url} is listed, but cannot be read now", retryable=True)
 
     async def read(self, seq: int, size: int | None) -> bytes | None:
-        """Return a record, None if it is not there or too large to be one.
+        """Return the bytes of a record, or None if it is missing or too large.
 
-        From a remote place it is read twice, if need be: it may have been damaged on its way. A store lists a pipe, a
-        link or a folder under its name as empty: what was there is lost.
+        A damaged record of a remote store is read twice, because it may have been damaged in transit. A pipe, a link or
+        a folder under a record's name is listed as empty: the record is lost.
         """
         if size is None or size > MAX_RECORD:
             return None
@@ -133,20 +133,20 @@ class LogFiles:
         return True
 
     def unsealed(self, seq: int, raw: bytes | None) -> dict[str, Any]:
-        """Return what a record says. CorruptError unless it is this one, of this run."""
+        """Decode a record. Raise CorruptError unless it has this number and belongs to this run."""
         if raw is None:
             raise CorruptError("missing")
         record = unseal(raw, f"log record {seq}")
         if record.get("seq") != seq or record.get("root") != self.root:
-            raise CorruptError(f"log record {seq} belongs elsewhere")
+            raise CorruptError(f"log record {seq} belongs to another run or number")
         return record
 
     def snapshot(self, seq: int, raw: bytes | None) -> RunState | None:
-        """Return the state that a SNAPSHOT describes, itself included; None if it is none, or is damaged."""
+        """Return the state that a SNAPSHOT describes, with itself, or None if it is damaged or of another type."""
         try:
             record = self.unsealed(seq, raw)
             if record["type"] != "SNAPSHOT":
-                self._ordinary.add(seq)  # the log was damaged when it was put
+                self._ordinary.add(seq)  # the log was damaged when this was put
                 return None
             state = expand(record["body"], seq)
             state.requests[str(record["id"])] = seq

@@ -30,10 +30,10 @@ from random import SystemRandom
 
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import MAX_FORMAT, read_format, seal, unseal
-from ckpt.core.log.files import MAX_RECORD, NOTHING, Listed, LogFiles, is_place, record_key, sequence
+from ckpt.core.log.files import MAX_RECORD, NOTHING, Listed, LogFiles, is_snapshot_number, record_key, sequence
 from ckpt.core.log.records import (
-    IN_WORDS,
     SNAPSHOT_EVERY,
+    TITLES,
     TYPES,
     Acquire,
     Commit,
@@ -63,16 +63,16 @@ from ckpt.store import Store, get_small
 
 __all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "infer_root", "live_packs", "record_key"]
 
-_DICE = SystemRandom()  # the training's own random numbers are not ours to draw
-MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to be read, and is left out
-MOST_LOOKS = 1000  # at a log that changes all the time
-MAX_GAP = 100_000  # missing records, in all, before ones that are believed to belong to the log
-VANISHED_S = 1.0  # for FORMAT.json to vanish from a folder, once a record did
-BATCH = 1024  # records that are read before any is taken in
+_DICE = SystemRandom()  # never changes the random numbers of the training
+MAX_PARTS = 1_000_000  # with more, a SNAPSHOT could be too large to read, so none is made
+MAX_LISTINGS = 1000  # listings of a log that keeps changing
+MAX_GAP = 100_000  # missing records in total; a record further away does not belong to the log
+VANISHED_S = 1.0  # after a record vanished from a folder, FORMAT.json may follow this much later
+BATCH = 1024  # records read before any is applied
 
 
 class RunLog(LogFiles):
-    """The log of one store, and its fold. Not safe for concurrent appends from one object; use one lock or task.
+    """The log of a store, and its fold. Not safe for concurrent appends from one object; use one lock or task.
 
     `whole`: read and check every record that counts, not only those from the newest SNAPSHOT on.
     """
@@ -80,7 +80,7 @@ class RunLog(LogFiles):
     def __init__(self, store: Store, *, whole: bool = False) -> None:
         super().__init__(store)
         self.state = RunState()
-        self.floor = 0  # the highest that was seen
+        self.floor = 0  # the highest that was listed
         self._whole, self._begun = whole, False
         self._damaged: set[int] = set()  # as in the state
         self._missing = 0  # records that were skipped
@@ -88,7 +88,7 @@ class RunLog(LogFiles):
         self._lock = asyncio.Lock()
 
     async def same(self) -> bool:
-        """Whether what is there is still the run that was opened: not if it was moved away, emptied or replaced."""
+        """Return True if the store still has the run that was opened. It may have been moved, deleted or replaced."""
         try:
             return read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT)) == self.root
         except (NotFoundError, CorruptError):
@@ -97,22 +97,22 @@ class RunLog(LogFiles):
                 raise UnreadableError(
                     f"{self.store.url} cannot be read now: it lists records of a run, and returns none of them"
                 ) from None
-            return root == self.root and not await self._beheaded()
+            return root == self.root and not await self._newest_missing()
 
-    async def _beheaded(self) -> bool:
-        """Return True if the two newest records that were read are not both there: the run is being deleted."""
-        newest = self.state.next_seq - 1  # before the listing, since another task may append meanwhile
+    async def _newest_missing(self) -> bool:
+        """Return True if one of the two newest known records is missing, because the run is being deleted."""
+        newest = self.state.next_seq - 1  # before the listing, because another task may append during it
         known = {newest - 1, newest} - self._damaged
-        seen = await self.look()
+        seen = await self.list_records()
         return any(seq >= max(0, seen.floor) and seq not in seen.sizes for seq in known)
 
     async def check_same(self) -> None:
-        """RunGoneError if it is not."""
+        """Raise RunGoneError if the store no longer has this run."""
         if not await self.same():
             raise RunGoneError.of(self.store.url)
 
     async def replaced(self) -> bool:
-        """Return True if another run has begun there: another root id, and a log that has records."""
+        """Return True if the store has another run: another root id, and a log with records."""
         try:
             if read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT)) == self.root:
                 return False
@@ -121,7 +121,7 @@ class RunLog(LogFiles):
         return await infer_root(self.store) not in (None, self.root)
 
     async def open(self) -> None:
-        """Read FORMAT.json and fold the log. FormatError if this is not a run."""
+        """Read FORMAT.json and fold the log. Raise FormatError if this is not a run."""
         try:
             self.root = read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT))
         except (NotFoundError, CorruptError) as error:
@@ -129,8 +129,8 @@ class RunLog(LogFiles):
             if root is None and isinstance(error, NotFoundError):
                 raise FormatError(f"no run at {self.store.url}: it has no FORMAT.json") from None
             if root is None:
-                raise FormatError(f"{self.store.url} is not a run, or nothing of its log is whole: {error}") from None
-            logger.warning("%s: FORMAT.json is lost (%s); the log says what it was", self.store.url, error)
+                raise FormatError(f"{self.store.url} is not a run, or its log is damaged: {error}") from None
+            logger.warning("%s: FORMAT.json is unreadable (%s); using the run id in the log", self.store.url, error)
             self.root = root
         self.watch()
         await self.refresh()
@@ -141,48 +141,47 @@ class RunLog(LogFiles):
             watch(self.check_same)
 
     async def refresh(self) -> RunState:
-        """Fold what was appended since. Damaged and missing records are skipped and listed in `state.damaged`."""
+        """Apply the records appended since. Damaged and missing records are skipped and listed in `state.damaged`."""
         async with self._lock:
             return await self._refresh()
 
     async def _refresh(self, own: Mapping[int, bytes] = NOTHING) -> RunState:
-        """`own`: a record that was put just now, whether it is listed or not; it need not be read."""
-        seen, lacking = await self._look_on(own), list[int]()
-        for _ in range(MOST_LOOKS):
+        """Refresh. `own`: a record that was just put. It is applied even if it is not listed, and is not read."""
+        seen, lacking = await self._list_known(own), list[int]()
+        for _ in range(MAX_LISTINGS):
             if not self._begun:
-                before, seen = seen, await self._look_on(own)
+                before, seen = seen, await self._list_known(own)
                 if seen.floor != before.floor:
                     continue
             if (not self._begun or self.state.next_seq < seen.floor) and not await self._restart(seen):
-                seen = await self._look_on(own)
+                seen = await self._list_known(own)
                 continue
             batch = self._batch(seen)
             if not batch:
                 self._states.clear()
                 return self.state
             raws = await self._read_all(batch, seen, own)
-            before, seen = seen, await self._look_on(own)
+            before, seen = seen, await self._list_known(own)
             if seen.floor != before.floor:
-                continue  # records of the batch may be deleted, and others may be in their places
+                continue  # records of the batch may have been deleted, and others created under their numbers
             missing = [seq for seq, raw in raws.items() if raw is None]
             if missing and missing != lacking:
-                lacking = missing  # once more
+                lacking = missing  # list and read once more
                 continue
             if missing and seen.snapshots and missing[0] < seen.snapshots[0] and not self._whole:
-                self._begun = False  # they were deleted, or lost: a newer SNAPSHOT has what they did
+                self._begun = False  # deleted or lost: a newer SNAPSHOT contains their effect
                 continue
             for seq in missing:
                 if seen.sizes.get(seq, MAX_RECORD + 1) <= MAX_RECORD:
-                    raise self._away(record_key(seq))
+                    raise self._not_found(record_key(seq))
             for seq, raw in raws.items():
                 self._apply(seq, raw)
-        raise self._away("log/")
+        raise self._not_found("log/")
 
     async def _restart(self, seen: Listed) -> bool:
-        """Continue from a SNAPSHOT, if there is a newer one. Return False if it was deleted or damaged meanwhile.
-
-        That is the newest, or with `whole` the one at the floor. Without any, start at the first record that counts.
-        """
+        """Continue from a newer SNAPSHOT, if there is one. Return False if it was deleted or damaged during the call.
+        It is the newest, or with `whole` the one at the floor. Without a SNAPSHOT, start at the first record that
+        counts."""
         at = seen.snapshots[-1 if self._whole else 0] if seen.snapshots else 0
         if at >= self.state.next_seq and at > 0:
             found = self._states.get(at) or self.snapshot(at, await self.read(at, seen.sizes.get(at)))
@@ -191,13 +190,13 @@ class RunLog(LogFiles):
                 return False
             found.damaged = self.state.damaged
             self.state = found
-            if self._whole and len(seen.snapshots) == 1:  # nobody folds those before, but all of them count
+            if self._whole and len(seen.snapshots) == 1:  # these records count, though the fold does not need them
                 before = range(max(0, at - SNAPSHOT_EVERY), at)
                 for seq, raw in (await self._read_all(before, seen, NOTHING)).items():
                     if not self._is_sound(seq, raw):
                         self._note_damage(seq)
         elif not self._begun and seen.sizes and (first := self._first_that_counts(sorted(seen.sizes))) > 0:
-            self._note_damage(first - 1)  # both SNAPSHOTs are damaged, and what they summarised was deleted
+            self._note_damage(first - 1)  # both SNAPSHOTs are damaged, and the records before them were deleted
             self.state.next_seq = first
         self._begun = True
         return True
@@ -208,15 +207,15 @@ class RunLog(LogFiles):
         That is the beginning, or the older of the two newest damaged SNAPSHOTs, because a suspended writer may have put
         records below it. Intact records of other types at these numbers were put after the damage, and all count.
         """
-        places = [seq for seq in numbers if is_place(seq) and seq not in self._ordinary]
+        places = [seq for seq in numbers if is_snapshot_number(seq) and seq not in self._ordinary]
         return places[-2] if numbers[0] > 0 and len(places) > 1 else numbers[0]
 
-    async def _look_on(self, own: Mapping[int, bytes]) -> Listed:
-        """List the log. RunGoneError if the newest record that we know has vanished with the run."""
-        seen = await self.look(own)
+    async def _list_known(self, own: Mapping[int, bytes]) -> Listed:
+        """List the log. Raise RunGoneError if the newest known record and the run are gone."""
+        seen = await self.list_records(own)
         self.floor = max(self.floor, seen.floor)
         newest = self.state.next_seq - 1
-        trimmed = newest < max([seen.floor, *seen.snapshots[:1]])  # then trimming has deleted it
+        trimmed = newest < max([seen.floor, *seen.snapshots[:1]])  # trimming has deleted it
         if not trimmed and newest >= 0 and newest not in seen.sizes and newest not in self._damaged:
             await self._check_vanished()
         return seen
@@ -230,17 +229,17 @@ class RunLog(LogFiles):
             await self.check_same()
 
     def _end(self, seen: Listed) -> int:
-        """The number behind the last record that belongs to the log."""
+        """Return the number after the last record that belongs to the log."""
         end, gap = self.state.next_seq, max(0, MAX_GAP - self._missing)
         for seq in sorted(seen.sizes):
             if end <= seq <= end + gap:
                 end, gap = seq + 1, gap - (seq - end)
             elif seq >= end:
-                self._note_damage(seq)  # so far off that it cannot be one of ours
+                self._note_damage(seq)  # too far away to belong to the log
         return end
 
     def _batch(self, seen: Listed) -> range:
-        """The numbers that are taken in next: of BATCH records, and of all that are missing between them."""
+        """Return the numbers to apply next: BATCH records, and all missing numbers between them."""
         first, end = self.state.next_seq, self._end(seen)
         there = sorted(seq for seq in seen.sizes if first <= seq < end)
         return range(first, there[BATCH] if len(there) > BATCH else end)
@@ -261,11 +260,11 @@ class RunLog(LogFiles):
         try:
             record = self.unsealed(seq, raw)
             if record.get("prev") != state.last:
-                self._note_damage(seq - 1)  # this one is whole, so the one before is not what it was
+                self._note_damage(seq - 1)  # this record is intact, so the one before it was changed
             if record["type"] not in TYPES:
                 raise FormatError(f"log record {seq} is a {record['type']!r}: written by a newer version, upgrade")
             if record["type"] != "SNAPSHOT" or not state.damaged:
-                fold(state, record)  # else it may know more than we do
+                fold(state, record)  # otherwise the SNAPSHOT may contain records that are damaged here
         except (CorruptError, KeyError):
             self._note_damage(seq)
         state.next_seq, state.last = seq + 1, file_digest(raw or b"")
@@ -278,12 +277,14 @@ class RunLog(LogFiles):
     async def append(
         self, make: Callable[[RunState], Record | None], *, owner: Acquire | None, deadline_s: float = 60.0
     ) -> RunState:
-        """Append what `make` says of the newest state; called again whenever another record came first.
+        """Append the record that `make` returns for the newest state. `make` is called again if another record was put
+        first.
 
-        `make` returns None when there is nothing left to do. `owner` is the incarnation that writes: FencedError if a
-        newer one has taken over (None: whoever owns the run). Returns the state with the record in it, and durable.
-        When an answer is lost, the log is read again to see whether the record has landed; OutcomeUnknownError if that
-        cannot be found out within `deadline_s`. Nothing must be deleted then.
+        `make`: returns None if there is nothing to append. `owner`: the job attempt that writes, default None: any
+        owner. Raises FencedError if a newer one owns the run. `deadline_s`: seconds for retries.
+
+        Returns the state including the record, once it is durable. If a reply was lost, the log is read again to find
+        the record. Raises OutcomeUnknownError if that fails. Then the caller must not delete anything.
         """
         end = time.monotonic() + deadline_s
         async with self._lock:
@@ -298,7 +299,7 @@ class RunLog(LogFiles):
                 self.check_owner(owner)
                 if self._tried.get(record.id, state.requests_from) < state.requests_from:
                     raise OutcomeUnknownError(
-                        f"whether {IN_WORDS[record.type]} is recorded in {self.store.url} is not known: too many "
+                        f"cannot tell whether {TITLES[record.type]} is recorded in {self.store.url}: too many "
                         "records followed, and the log no longer names this request"
                     )
                 due = self._snapshot_due()
@@ -309,15 +310,15 @@ class RunLog(LogFiles):
                     return self.state
 
     async def _land(self, record: Record, end: float) -> bool:
-        """Put it where the next record belongs. False: another one is there, or perhaps this one; it has to be read."""
+        """Put a record at the next number. Return False if a record, possibly this one, is there and must be read."""
         state = self.state
         raw, seq = self._sealed(record, state), state.next_seq
         try:
             await self.store.put(record_key(seq), raw, create=True)
         except ExistsError:
             if not self.store.remote:
-                self._tried.pop(record.id, None)  # a folder loses no reply, so ours is not there
-            await self._check_place(seq)
+                self._tried.pop(record.id, None)  # a folder loses no reply, so the other record is not ours
+            await self._check_obstacle(seq)
             if time.monotonic() > end:
                 raise
             await asyncio.sleep(_DICE.uniform(0, 0.02))
@@ -333,13 +334,13 @@ class RunLog(LogFiles):
         return counts
 
     async def _confirm(self, record: Record, seq: int, raw: bytes, end: float) -> bool:
-        """Return True if what was put counts. It does not below the floor: we were so late that its place was free."""
+        """Return True if the record counts. It does not count below the floor, where its number was free again."""
         while True:
             try:
                 await self._refresh({seq: raw})
                 await self._check_before(seq, raw)
             except RunGoneError:
-                await self._take_back(seq, raw)
+                await self._delete_own(seq, raw)
                 raise
             except StoreError as error:
                 await self._unknown(record, error, end)
@@ -347,37 +348,37 @@ class RunLog(LogFiles):
                 return record.id in self.state.requests
 
     async def _check_before(self, seq: int, raw: bytes) -> None:
-        """RunGoneError if the record before vanished from a folder while this one was put: the run is being deleted."""
+        """Raise RunGoneError if the record before vanished from a folder during the put: the run is being deleted."""
         if not self.store.remote and seq > self.floor and seq - 1 not in self._damaged:
             try:
                 await self.store.head(record_key(seq - 1))
             except NotFoundError:
-                if (await self.look()).floor < seq:
+                if (await self.list_records()).floor < seq:
                     await self._check_vanished()
 
-    async def _take_back(self, seq: int, raw: bytes) -> None:
-        """Delete a record that was put while the run was being deleted: a start would take it for a damaged run."""
+    async def _delete_own(self, seq: int, raw: bytes) -> None:
+        """Delete a record that was put while the run was being deleted. The next start would report a damaged run."""
         with contextlib.suppress(StoreError):
             if bytes(await self.store.get(record_key(seq))) == raw:
                 await getattr(self.store, "discard", self.store.delete)(record_key(seq))
 
     async def _unknown(self, record: Record, error: StoreError, end: float, *, put: bool = True) -> None:
-        """A disk that fails is no network that lost a reply: there nothing is tried twice."""
+        """Retry after a lost reply of a remote store. An error of a local disk is raised immediately."""
         if not (error.retryable and self.store.remote) or time.monotonic() > end:
             raise not_recorded(record, self.store, error, put=put) from error
         await asyncio.sleep(_DICE.uniform(0, 0.2))
 
-    async def _check_place(self, seq: int) -> None:
-        """StoreError if there is no record where one is in the way, but something else, which never becomes one."""
+    async def _check_obstacle(self, seq: int) -> None:
+        """Raise StoreError if the name of the record is taken by something else, for example a folder."""
         if self.store.remote:
-            return  # an answer may be older than what there is
+            return  # a reply may be outdated
         try:
             await self.store.head(record_key(seq))
         except NotFoundError:
-            if (await self.look()).floor > seq:
+            if (await self.list_records()).floor > seq:
                 return  # it was deleted
             raise StoreError(
-                f"{record_key(seq)} in {self.store.url} is not a file, so nothing can be recorded there: move it away"
+                f"{record_key(seq)} in {self.store.url} is not a file, so no record can be created there: remove it"
             ) from None
 
     def _snapshot_due(self) -> Record | None:
@@ -392,11 +393,11 @@ class RunLog(LogFiles):
         if owner is None or not self.state.acquires:
             return
         newest = self.state.acquires[-1]
-        # An older one only means that what we have read of the log is older than we are.
+        # An older owner only means that this log was read before our own record.
         if newest.epoch >= owner.epoch and (newest.epoch, newest.nonce) != (owner.epoch, owner.nonce):
             raise FencedError(
-                f"another job took {self.store.url} over, and this one saves nothing there any more. Stop this one, or "
-                "give it a folder of its own"
+                f"another job took ownership of {self.store.url}, so this one can no longer save there. Stop this job, "
+                "or give it a folder of its own"
             )
 
     def _sealed(self, record: Record, state: RunState) -> bytes:
@@ -414,15 +415,15 @@ class RunLog(LogFiles):
 
 
 def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) -> StoreError:
-    """A folder that allows nothing has nothing new; from elsewhere an answer may have been lost before."""
-    what = IN_WORDS[record.type]
+    """Return the error for a failed append. A folder without permission has no new record; a bucket may have it."""
+    title = TITLES[record.type]
     if isinstance(error, AccessError) and not put and not store.remote:
-        return AccessError(f"{what} cannot be recorded: {error}")
-    return OutcomeUnknownError(f"whether {what} is recorded in {store.url} is not known: {error}")
+        return AccessError(f"{title} cannot be recorded: {error}")
+    return OutcomeUnknownError(f"cannot tell whether {title} is recorded in {store.url}: {error}")
 
 
 async def infer_root(store: Store) -> str | None:
-    """The id of a run by the first sound record of its log: one bad file must not make a run unreadable."""
+    """Return the run id in the first intact record of the log. A single damaged file must not make a run unreadable."""
     for key in sorted([info.key async for info in store.list("log/") if sequence(info.key) is not None]):
         try:
             root = unseal(await get_small(store, key, MAX_RECORD), key).get("root")

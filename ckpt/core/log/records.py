@@ -1,14 +1,14 @@
-"""What the records of a run log say, by type, and the state of a run, which is a fold over all of them:
+"""The contents of the records of a run log, by type, and the state of a run, which is a fold over all of them:
 
-ACQUIRE   term, nonce, restored       a job takes the run over, or goes back to `restored` (a checkpoint id or null)
-HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
-COMMIT    checkpoint, world, manifests, index, finite, reason    it exists (there: its other parts do too);
+ACQUIRE   term, nonce, restored       a job takes ownership, or rolls back to `restored` (a checkpoint id or null)
+HELD      as COMMIT                   on a disk that only some ranks share: their manifests are here
+COMMIT    checkpoint, world, manifests, index, finite, reason    the checkpoint exists, with the files of every rank;
           time                        when it was committed, in seconds since 1970;
-          needs                       which older checkpoints it was built on, if it was
-ABORT     checkpoint, reason          it never will
-PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
-KEEP      checkpoint, note, keep      never retire this one; `keep` false takes that back
-SNAPSHOT  everything that follows from the records before it
+          needs                       the older checkpoints that it was built on, if any
+ABORT     checkpoint, reason          the checkpoint will never exist
+PLAN      retire, delete, reason      checkpoints to retire and files to delete; the reason, if it is not retention
+KEEP      checkpoint, note, keep      never retire this checkpoint; `keep` false cancels that
+SNAPSHOT  the state after all records before it
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ckpt.core.log.attempts import MOST, Attempts
 from ckpt.errors import CorruptError
 
 SNAPSHOT_EVERY = 256
-KEPT_REQUESTS = 512  # records before a SNAPSHOT whose request ids it keeps
-LOOSE = {"reasons", "requests"}  # of a SNAPSHOT: only the last ones, and versions may differ in how many
+KEPT_REQUESTS = 512  # SNAPSHOT keeps the request ids of this many records before it
+LOOSE = {"reasons", "requests"}  # only the last ones are in a SNAPSHOT, and versions may differ in how many
 LAST_TIME = 253_402_300_800  # seconds from 1970 to the year 10,000
-MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
+MAX_REASONS = 64  # a SNAPSHOT keeps why this many of the last checkpoints ended
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
-MARK = "kept by training: "  # so begin notes of KEEP records that a training has written; others are left alone
-THE_BEST = "best, "  # and then so the note of the best of those that were scored
-LONGEST = 500  # characters of a note
-FEW_ENDED, ENDED_EACH = 4096, 64  # a SNAPSHOT may name so many ended attempts, and so many for each record before it
-BY_HAND = "; by hand: "  # and what follows in it, if anything, is not training's to take away
+MARK = "kept by training: "  # prefix of KEEP notes written by a training; others are left alone
+THE_BEST = "best, "  # then the note of the best scored checkpoint starts like this
+LONGEST = 500  # characters in a note
+FEW_ENDED, ENDED_EACH = 4096, 64  # ended checkpoints in a SNAPSHOT, in all and for each record before it
+BY_HAND = "; by hand: "  # separates a note by hand, which a training must not remove
 
 
 def words_of(note: str) -> tuple[str, str]:
-    """What training says in the note of a KEEP record, and what somebody else; "" for nothing."""
+    """Return the parts of a KEEP note that training and a user wrote, "" if there is none."""
     if not note.startswith(MARK):
         return "", note
     ours, _, others = note.removeprefix(MARK).partition(BY_HAND)
@@ -46,7 +46,7 @@ def words_of(note: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What an append wants to add. `id` names the request: the same id is never appended twice."""
+    """A record to append. `id` identifies the request: the same id is never appended twice."""
 
     type: str
     body: dict[str, Any]
@@ -55,7 +55,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """An incarnation, or a rollback inside one."""
+    """A job attempt, or a rollback within one."""
 
     epoch: int
     nonce: str
@@ -64,17 +64,21 @@ class Acquire:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A checkpoint. `parts`: (rank, digest of its manifest) of every rank whose part is in this place, of `world`
-    ranks that saved; `index`: digest of the merged table; `needs`: the older checkpoints that it was built on, in their
-    order: it uses packs that they use. They may be retired since: what keeps the packs is that this one uses them;
-    `time`: of the commit, in seconds since 1970."""
+    """A checkpoint.
+
+    parts: (rank, digest of its manifest) for every rank whose files are in this store, of `world` ranks that saved.
+    index: digest of the index.
+    needs: the older checkpoints that it was built on, in their order. It uses some of their data files. They may have
+        been retired since; their data files stay as long as this checkpoint uses them.
+    time: of the commit, in seconds since 1970.
+    """
 
     attempt: Attempt
     world: int
     parts: tuple[tuple[int, str], ...]
     index: str
     finite: bool | None = None
-    reason: str = "due"  # or "ring": persisted at a fault, besides the cadence; "late": after the trainer's death
+    reason: str = "due"  # or "ring": an emergency save, or "late": saved after the trainer's death
     needs: tuple[Attempt, ...] = ()
     time: float = 0.0
 
@@ -84,12 +88,12 @@ class Commit:
 
     @property
     def whole(self) -> bool:
-        """Whether this place has the parts of all ranks."""
+        """Return True if this store has the manifest of every rank."""
         return len(self.parts) == self.world
 
     @property
     def full(self) -> bool:
-        """Whether all its bytes are in packs of its own. Else it is an increment."""
+        """Return True if all its bytes are in its own data files. Otherwise it is an increment."""
         return not self.needs
 
 
@@ -98,18 +102,18 @@ class RunState:
     """The fold of a log up to `next_seq`."""
 
     next_seq: int = 0
-    last: str = ""  # SHA-256 of the newest record's bytes
+    last: str = ""  # SHA-256 of the bytes of the newest record
     acquires: list[Acquire] = field(default_factory=list)
-    commits: dict[Attempt, Commit] = field(default_factory=dict)  # live ones
-    held: dict[Attempt, Commit] = field(default_factory=dict)  # our parts of it are here; not known of the others
+    commits: dict[Attempt, Commit] = field(default_factory=dict)  # live checkpoints
+    held: dict[Attempt, Commit] = field(default_factory=dict)  # this node's files are here
     retired: Attempts = field(default_factory=Attempts)
     aborted: Attempts = field(default_factory=Attempts)
-    reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
-    kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
-    requests: dict[str, int] = field(default_factory=dict)  # those of all records from `requests_from` on
+    reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted or rolled back
+    kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that gives the reason
+    requests: dict[str, int] = field(default_factory=dict)  # of all records from `requests_from` on
     requests_from: int = 0
     damaged: list[int] = field(default_factory=list)
-    seen_epoch: int = 0  # the highest that a record names: the ACQUIRE itself may be damaged or deleted
+    seen_epoch: int = 0  # the highest term in any record, because the ACQUIRE record may be damaged or deleted
 
     @property
     def epoch(self) -> int:
@@ -119,17 +123,17 @@ class RunState:
         return attempt in self.commits or attempt in self.retired or attempt in self.aborted
 
     def lineage(self) -> list[Commit]:
-        """Live checkpoints of the present history, newest first.
+        """Return the live checkpoints of the present history, newest first.
 
-        An epoch that went back to an attempt continues from there: what was saved beyond it is not part of the history
-        any more, even before the new epoch has saved anything. So a rollback cannot be undone by a restart.
+        A job attempt that rolled back to a checkpoint continues from it. Later steps of older attempts leave the
+        history immediately, even before the new attempt has saved anything, so a restart cannot undo a rollback.
         """
         history = in_history(self.acquires, self.commits)
         return [self.commits[attempt] for attempt in history]
 
 
 def in_history(acquires: Iterable[Acquire], attempts: Iterable[Attempt]) -> list[Attempt]:
-    """The attempts that belong to the present history, newest first; see `RunState.lineage`."""
+    """Return the checkpoint ids in the present history, newest first; see `RunState.lineage`."""
     restored = {a.epoch: a.restored for a in acquires}
     by_epoch: dict[int, list[Attempt]] = {}
     for attempt in attempts:
@@ -138,7 +142,7 @@ def in_history(acquires: Iterable[Acquire], attempts: Iterable[Attempt]) -> list
     limit: tuple[float, float] = (float("inf"), float("inf"))
     for epoch in sorted(restored.keys() | by_epoch.keys(), reverse=True):
         if epoch > limit[0]:
-            continue  # an incarnation that a later one went back behind
+            continue  # a later job attempt rolled back to before this one
         last_step = limit[1] if epoch == limit[0] else float("inf")
         here = [a for a in by_epoch.get(epoch, ()) if a.step <= last_step]
         found += sorted(here, key=lambda a: a.step, reverse=True)
@@ -149,7 +153,7 @@ def in_history(acquires: Iterable[Acquire], attempts: Iterable[Attempt]) -> list
 
 
 def fold(state: RunState, record: dict[str, Any]) -> None:
-    """Apply one record. CorruptError if its body is impossible, before anything is changed."""
+    """Apply one record. Raise CorruptError if its body is impossible, before anything is changed."""
     try:
         kind, body, request, seq = record["type"], record["body"], str(record["id"]), record["seq"]
         epoch = record.get("term", 0)
@@ -208,15 +212,15 @@ def _keep(state: RunState, body: dict[str, Any]) -> None:
 
 
 def _snapshot(state: RunState, body: dict[str, Any]) -> None:
-    mine = summary(state)
-    differs = [key for key in mine.keys() - LOOSE if body[key] != mine[key]]  # what a later version adds is its own
+    own = summary(state)
+    differs = [key for key in own.keys() - LOOSE if body[key] != own[key]]  # keys of later versions are ignored
     most = {"retired": len(state.retired), "aborted": len(state.aborted)}
-    if any(key not in most or _ended(body[key], most[key]) != mine[key] for key in differs):
-        raise CorruptError("a snapshot says something else than the records before it")
+    if any(key not in most or _ended(body[key], most[key]) != own[key] for key in differs):
+        raise CorruptError("a snapshot contradicts the records before it")
 
 
 def _ended(groups: Any, most: int) -> Any:
-    """As we say it."""
+    """Return the groups as `summary` writes them."""
     return Attempts.from_json(groups, most).to_json()
 
 
@@ -225,24 +229,24 @@ _FOLDS = {
     "KEEP": _keep, "SNAPSHOT": _snapshot,
 }  # fmt: skip
 TYPES = tuple(_FOLDS)
-IN_WORDS = {  # for people
-    "ACQUIRE": "this job's start",
-    "HELD": "what this node saved",
+TITLES = {  # for messages
+    "ACQUIRE": "this job's ownership",
+    "HELD": "this node's part of the checkpoint",
     "COMMIT": "the checkpoint",
-    "ABORT": "the end of a save",
-    "PLAN": "the list of checkpoints that go",
+    "ABORT": "the abort of a save",
+    "PLAN": "the list of checkpoints to delete",
     "KEEP": "the note that keeps a checkpoint",
     "SNAPSHOT": "a summary of the log",
 }
 
 
 def _checked(body: dict[str, Any]) -> Commit:
-    """Of a COMMIT or HELD: parts are in the order of ranks, numbers and digests can be made into names."""
+    """Return the checkpoint of a COMMIT or HELD record. Raise CorruptError unless its ranks and values are valid."""
     attempt = Attempt.parse(body["checkpoint"])
     parts = tuple((rank, digest) for rank, digest in body["manifests"])
     world, index, finite = body["world"], body["index"], body["finite"]
     if type(world) is not int or not 1 <= len(parts) <= world <= MAX_WORLD or not _is_digest(index):
-        raise CorruptError(f"checkpoint {attempt} is not whole")
+        raise CorruptError(f"checkpoint {attempt} has an impossible world or index")
     last = -1
     for rank, digest in parts:
         if type(rank) is not int or not _is_digest(digest):
@@ -259,7 +263,7 @@ def _checked(body: dict[str, Any]) -> Commit:
 
 
 def commit_body(commit: Commit) -> dict[str, Any]:
-    """What a COMMIT or HELD record says. Of a full checkpoint it says no needs, as before there were increments."""
+    """Return the body of a COMMIT or HELD record. It has no `needs` if the checkpoint is full."""
     body: dict[str, Any] = {
         "checkpoint": str(commit.attempt),
         "world": commit.world,
@@ -273,7 +277,7 @@ def commit_body(commit: Commit) -> dict[str, Any]:
 
 
 def summary(state: RunState) -> dict[str, Any]:
-    """The body of a SNAPSHOT at `state.next_seq`: the same, whoever makes it and however far back he has read."""
+    """Return the body of a SNAPSHOT at `state.next_seq`. It is the same in every process."""
     seq = state.next_seq
     return {
         "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in state.acquires],
@@ -288,7 +292,7 @@ def summary(state: RunState) -> dict[str, Any]:
 
 
 def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
-    """Return the state that the SNAPSHOT with the number `seq` describes. Raises CorruptError if it is impossible."""
+    """Return the state that the SNAPSHOT with the number `seq` describes. Raise CorruptError if it is impossible."""
     most = FEW_ENDED + ENDED_EACH * seq
     try:
         state = RunState(
@@ -313,10 +317,10 @@ def _is_digest(text: object) -> bool:
 
 
 def live_packs(state: RunState, packs: Iterable[str], used: Iterable[str]) -> set[str]:
-    """Of the listed packs, those that must stay: `used` by live checkpoints, or of an attempt still open.
+    """Return the listed data files that must stay: those `used` by live checkpoints, or owned by an unfinished one.
 
-    An open attempt may also refer to files of older checkpoints. They stay only as long as a live one uses them:
-    its COMMIT checks that.
+    An unfinished checkpoint may also refer to files of older checkpoints. They stay only as long as a live one uses
+    them. Its COMMIT checks that.
     """
     protected = set(used)
     return {key for key in packs if key in protected or (a := owner(key)) is None or not state.ended(a)}

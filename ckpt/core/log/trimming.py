@@ -1,4 +1,4 @@
-"""Delete the records below the floor, so that the log stays short.
+"""Deletes the records below the floor, so that the log stays short.
 
 The owner of the run does it in the background, after a save. Readers start at one of the two newest SNAPSHOTs, so they
 miss nothing. A slow reader whose records are deleted starts again at a newer SNAPSHOT.
@@ -15,29 +15,29 @@ from ckpt.errors import CheckpointError, FencedError
 from ckpt.events import log as logger
 from ckpt.failpoints import point
 
-GRACE_S = 60.0  # in a remote place, between a new floor and the deletion
+GRACE_S = 60.0  # in a remote store, between a new floor and the deletion
 AT_ONCE = 64  # files
 
 
 class Trimmer:
-    """Trim the log of one place."""
+    """Trims the log of a store."""
 
     def __init__(self) -> None:
         self._floor, self._since = 0, 0.0  # the newest floor, and when it was first listed
-        self._done = False  # whether everything below it is deleted
+        self._done = False  # True if everything below it is deleted
 
     async def step(self, log: RunLog, owner: Acquire | None) -> None:
         """Delete the records below a new floor. An error is logged, and the next step tries again.
 
-        owner: the owner on whose behalf this runs; None skips the check. If a record that counts is damaged, nothing
-        is deleted.
+        owner: the owner on whose behalf this runs; None skips the check. If a record that counts is damaged, nothing is
+            deleted.
         """
         newest = (log.state.next_seq - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
         if newest <= SNAPSHOT_EVERY or log.state.damaged or (self._done and newest == self._floor + SNAPSHOT_EVERY):
             return
         try:
             log.check_owner(owner)
-            seen = await log.look()
+            seen = await log.list_records()
             if seen.floor != self._floor:
                 self._floor, self._since, self._done = seen.floor, time.monotonic(), False
             if log.store.remote and time.monotonic() < self._since + GRACE_S:
@@ -46,9 +46,9 @@ class Trimmer:
                 await _delete(log, seen)
                 self._done = True
         except FencedError:
-            pass  # the next save says so
+            pass  # the next save raises it
         except CheckpointError as error:
-            logger.warning("%s: old records of the log are deleted later: %s", log.store.url, error)
+            logger.warning("%s: could not delete old log records, retrying later: %s", log.store.url, error)
 
 
 async def _stays(log: RunLog, seen: Listed) -> bool:

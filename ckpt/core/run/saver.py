@@ -268,7 +268,8 @@ class Saver:
         try:
             self._make_memory(step, sizes, deadline, required=required)
         except SkippedError:
-            if tiers and self._run.supervisor.memory.next.refused(sum(sizes)):
+            supervisor = self._run.supervisor
+            if tiers and supervisor.memory.next.refused_any and supervisor.failure is None:
                 return False
             raise
         return True
@@ -351,15 +352,18 @@ class Saver:
                     on_bytes=on_bytes,
                 )
             )
-        except CheckpointError as error:
+        except BaseException as error:
+            why = error if isinstance(error, CheckpointError) else repr(error)
             snapshot.error = SaveError(
-                f"step {attempt.step} was not written to {url}: {error}. Memory has no room for it, so it is not saved"
+                f"step {attempt.step} was not written to {url}: {why}. Memory has no room for it, so it is not saved"
             )
-            run.errors.note(snapshot.error, save)
             snapshot.writes = dict.fromkeys(snapshot.writes, Write.FAILED)
             self._retract(attempt, list(snapshot.writes), snapshot.error)
-            publish("failed", attempt.step, tier=url, error=str(error))
+            publish("failed", attempt.step, tier=url, error=str(why))
+            run.errors.note(snapshot.error, save)
             save.set_failed(snapshot.error)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
         finally:
             snapshot.copied.set()
         if snapshot.error is None:

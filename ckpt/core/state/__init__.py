@@ -1,5 +1,5 @@
-"""What is the user's state, as a layout and values, and how does it get back into the objects?
+"""Reads the user's state as a layout and values, and restores it into the objects.
 
-In: modules, optimizers and whatever else a state holds. Out: a `Reading` of live tensors, and tensors put into place.
-It may not copy, write or wait: it knows torch, and neither stores nor processes.
+In: modules, optimizers and all other entries of the state. Out: a `Reading` with live tensors; restored objects.
+This package knows torch. It does not know stores or processes, and it does not copy, write or wait.
 """

@@ -1,19 +1,19 @@
-"""The port for everything in a state that is not a dense tensor, a DTensor, an ordinary module or optimizer, a Stateful
-object or a plain value.
+"""The interface for everything in a state that is not a dense tensor, a DTensor, an ordinary module or optimizer, a
+Stateful object or a plain value.
 
-The core asks two questions, and only whoever registered here answers them:
+There are two kinds of adapters:
 
-- **An object** (`StateAdapter`): flat shards, modules and optimizers whose own `state_dict()` or loader does more than
-  torch's. An adapter is a class of nodes. `owns(value)` claims an object, and the node made of it reads and restores it
-  as every `StateNode` does: `read` returns named tensors (dense, DTensor, or boxes of a whole), plain values and facts;
-  `prepare` tells the `Placement` where the saved tensors go.
-- **A tensor** (`TensorAdapter`): subclasses that are made of other tensors, such as those of torchao. `owns(kind)`
-  claims a class, `flatten` takes one tensor apart by one level, and `unflatten` makes it again. Names, DTensors around
-  or inside it, comparison and filling stay in `ckpt.core.state.wrappers` and `ckpt.core.state.rewrap`.
+- **For an object** (`StateAdapter`): flat shards, and modules and optimizers whose own `state_dict()` or loader does
+  more than torch's. An adapter is a class of nodes. `owns(value)` claims an object, and its node reads and restores it
+  like every `StateNode`: `read` returns named tensors (dense, DTensor, or boxes of a whole), plain values and facts;
+  `prepare` matches the saved tensors in the `Placement`.
+- **For a tensor** (`TensorAdapter`): subclasses that are made of other tensors, for example those of torchao.
+  `owns(kind)` claims a class, `flatten` takes one tensor apart by one level, and `unflatten` builds it again. Names,
+  DTensors around or inside it, comparison and filling stay in `ckpt.core.state.wrappers` and `ckpt.core.state.rewrap`.
 
-The first adapter that owns an object gets it. The core reads what nobody claims by itself, and never imports an
-adapter: `ckpt.adapters` registers those that exist, and whoever reads a state (`ckpt.checkpointer`, the integrations)
-imports that package. Registering is global, because a class means the same in every state of a process.
+The first adapter that owns an object gets it. The core reads all other objects itself, and never imports an adapter.
+`ckpt.adapters` registers the existing ones, and every reader of a state (`ckpt.checkpointer`, the integrations) imports
+that package. Registration is global, because a class means the same in every state of a process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StateAdapter(Protocol):
 
 
 class TensorAdapter(Protocol):
-    """Takes tensors of some subclasses apart, by one level, and makes them again."""
+    """Takes tensors of some subclasses apart, by one level, and builds them again."""
 
     def owns(self, kind: type, /) -> bool:
         """Return True if tensors of this class are made of other tensors."""
@@ -51,7 +51,7 @@ class TensorAdapter(Protocol):
         """Raise StateError if something in the tensor would be lost."""
 
     def unflatten(self, kind: type, form: WrapperForm, inner: Mapping[str, Tensor], /) -> Tensor:
-        """Make a tensor of that class around these. Raise MismatchError if that cannot be done."""
+        """Build a tensor of that class around these. Raise MismatchError if that cannot be done."""
 
 
 objects: list[StateAdapter] = []

@@ -1,8 +1,8 @@
-"""The user's state, read between two steps of training.
+"""Reads the user's state between two steps of training.
 
-`Capture` walks the nested dict once (`Walk`), and from then on reads it in well under a millisecond for a
-thousand tensors when nothing in its structure (`ckpt.core.state.structure`) has changed. A `Reading` is one moment: the
-layout, live tensors in the layout's order, and plain values. Nothing is copied here.
+`Capture` walks the nested dict once (`Walk`). If nothing in its structure (`ckpt.core.state.structure`) has changed,
+later readings take well under a millisecond for a thousand tensors. A `Reading` is the state at one moment: the layout,
+live tensors in the layout's order, and plain values. Nothing is copied here.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from ckpt.errors import MismatchError, StateError
 
 @dataclass(frozen=True)
 class Reading:
-    """`tensors[i]` is `layout.tensors[i]`, live: what this rank stages. `guarded[i]`: only optimizer steps change it;
-    `early`: the numbers of all others.
+    """The state at one moment.
 
-    The tensors are detached: they hold on to the memory itself, so `p.data = ...` cannot free what is being copied.
-    `counters`: of each tensor, what counts the writes to it: itself, and what is around it if it is a part of another.
-    `spots`: where to look in all that can be guarded, to see whether somebody else writes to it.
+    `tensors`: the live tensors that this rank stages, in the order of the layout. They are detached and keep their
+    memory alive, so `p.data = ...` cannot free memory during a copy. `guarded`: for each tensor, True if only optimizer
+    steps change it. `early`: the indices of all other tensors. `counters`: for each tensor, the object that counts the
+    writes to it and to the wrappers around it. `spots`: where to sample the guarded tensors, to detect writes by other
+    code.
     """
 
     layout: Layout
@@ -60,14 +61,14 @@ class Reading:
     values: list[Json]
     counters: Sequence[Versioned]
     spots: list[SampledPlaces] = field(default_factory=list)
-    replicas: list[SampledReplicas] = field(default_factory=list)  # what other ranks hold as well, whoever stages it
+    replicas: list[SampledReplicas] = field(default_factory=list)  # tensors that other ranks have too
 
 
 SINGLE = Seat()
 
 
 class Capture:
-    """Reads one state again and again. StateError names the path of anything that cannot be saved."""
+    """Reads one state repeatedly. Raises StateError with the path of an entry that cannot be saved."""
 
     def __init__(self, state: dict[str, Any], seat: Seat = SINGLE) -> None:
         if type(state) is not dict:
@@ -77,11 +78,11 @@ class Capture:
         self._names = Names()
         self._named: list[list[StateEntry]] = []
         self._structure: Structure | None = None
-        self._holds = False  # the structure, as far as it is known
-        self._unfinished = False  # whether a reading was begun, and has not come to its end
+        self._holds = False  # True if `_structure` is valid
+        self._unfinished = False  # True if a reading was started and has not ended
         self._announced: list[Any] | None = None  # None: every optimizer is trusted
-        self.apart: set[str] = set()  # names that ranks should hold alike, and do not
-        self.eager: set[str] = set()  # names whose copy may not overlap training: something else writes to them
+        self.apart: set[str] = set()  # names that should be replicated, but differ between ranks
+        self.eager: set[str] = set()  # names whose copy may not overlap training, because other code writes to them
 
     @property
     def nodes(self) -> list[StateNode]:
@@ -89,49 +90,49 @@ class Capture:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers whose steps change the guarded tensors."""
+        """Return the optimizers whose steps change the guarded tensors."""
         return list(dict.fromkeys(one for node in self._walk.stepped if (one := node.optimizer) is not None))
 
     @property
     def layout(self) -> Layout | None:
-        """As the state was when it was last read, if it is known."""
+        """Return the layout of the last reading, or None if it is no longer valid."""
         return self._structure.layout if self._structure is not None and self._holds else None
 
     def name_of(self, param: Tensor) -> str:
-        """What a parameter is called, "" if nothing in the state names it."""
+        """Return the name of a parameter, or "" if the state has no name for it."""
         if (entry := self._names.get(id(param))) is not None:
             return entry.name
         return next((name for node in self._walk.optimizers if (name := node.own_name(param))), "")
 
     @property
     def has_scaler(self) -> bool:
-        """A GradScaler skips optimizer steps on its own account."""
+        """Return True if the state has a GradScaler, which may skip optimizer steps."""
         return any(
             isinstance(n, StatefulNode) and isinstance(n.target, (Scaler, torch.amp.GradScaler)) for n in self.nodes
         )
 
     @property
     def has_unguarded(self) -> bool:
-        """Some optimizer's steps run no hooks: they cannot be counted."""
+        """Return True if some optimizer's steps run no hooks, so that they cannot be counted."""
         return any(node.unguarded for node in self._walk.stepped)
 
     def unguard(self, optimizer: Any) -> None:
-        """This optimizer changes its tensors without saying so: copy them before step() returns, from now on."""
+        """Copy the tensors of this optimizer before step() returns from now on, because its steps run no hooks."""
         for node in self._walk.stepped:
             if not node.unguarded and steps_for(optimizer, node.optimizer):
                 node.unguarded = True
                 self.forget()
 
     def guard_again(self) -> None:
-        """Whoever changes tensors without an optimizer's step says so beforehand: see `Checkpointer.fence`."""
+        """Trust all optimizers again. Code that changes tensors outside steps calls `Checkpointer.fence`."""
         for node in self._walk.stepped:
             if node.unguarded:
                 node.unguarded = False
                 self.forget()
 
     def concerns(self, optimizer: Any) -> bool:
-        """Whether a step of this optimizer may change what is saved: of a probe, say, that trains a model of its own it
-        is known that it does not."""
+        """Return True if a step of this optimizer may change the saved state. Return False for example for a probe that
+        trains a model of its own."""
         known = self._structure if self._holds else None
         if known is None or known.copied or any(steps_for(optimizer, one) for one in self.optimizers):
             return True
@@ -140,27 +141,27 @@ class Capture:
         return not theirs or 0 in theirs or not theirs.isdisjoint(known.storages)
 
     def trust(self, announced: list[Any]) -> None:
-        """`announced`: the optimizers whose hook ran before this step. Any other may have stepped without it, as in a
-        graph that was captured before we came, and may do so again while its tensors are copied. So these are copied
+        """Set the optimizers whose hook ran before this step. Any other may have stepped without it, for example in a
+        graph captured before the Checkpointer existed, and may do so again during a copy. So its tensors are copied
         before step() returns, until its hook runs."""
         self._announced = announced
 
     def _silent(self) -> frozenset[int]:
-        """The ids of our optimizers that are not trusted."""
+        """Return the ids of this state's optimizers that are not trusted."""
         if self._announced is None:
             return frozenset()
-        heard = self._announced
+        announced = self._announced
 
         def trusted(optimizer: Any) -> bool:
-            if any(one is optimizer for one in heard):
+            if any(one is optimizer for one in announced):
                 return True
-            return all(any(steps_for(one, part) for one in heard) for part in parts_of(optimizer))
+            return all(any(steps_for(one, part) for one in announced) for part in parts_of(optimizer))
 
         return frozenset(id(one) for one in self.optimizers if not trusted(one))
 
     @property
     def replicated(self) -> list[LocalPiece]:
-        """What other ranks hold as well, of that which only optimizers change."""
+        """Return the replicated tensors that only optimizers change."""
         known = self._structure if self._holds else None
         return [] if known is None else known.guards(self._silent()).replicated
 
@@ -169,19 +170,19 @@ class Capture:
         return any(p.grad is not None for optimizer in self.optimizers for p in params_of(optimizer))
 
     def copy_eagerly(self, names: set[str]) -> None:
-        """Something besides optimizers writes to these: copy them before step() returns, from now on."""
+        """From now on, copy these before step() returns, because other code than optimizers writes to them."""
         if not names <= self.eager:
             self.eager |= names
             self.forget()
 
     def keep_apart(self, names: set[str]) -> None:
-        """Save these for each rank by itself from now on."""
+        """From now on, save these for each rank separately."""
         if not names <= self.apart:
             self.apart |= names
             self.forget()
 
     def forget(self) -> None:
-        """Build the layout anew at the next reading."""
+        """Build the layout again at the next reading."""
         self._holds = False
 
     # -- reading --
@@ -198,8 +199,8 @@ class Capture:
         self._walk = walk
 
     def read(self) -> Reading:
-        """The state as it is now."""
-        # Ctrl-C, or a signal handler that is in here, may have come into a reading.
+        """Read the present state."""
+        # Ctrl-C or a signal handler may have interrupted an earlier reading.
         if self._unfinished or self._walk.moved():
             self._walk_again()
         self._unfinished = True
@@ -221,7 +222,7 @@ class Capture:
         return Reading(known.layout, tensors, guards.guarded, guards.early, values, counters, spots, replicas)
 
     def _pieces(self) -> list[Contents]:
-        """Modules and plain tensors first: optimizers need to know what parameters are called."""
+        """Read all nodes, optimizers last, because they need the names of parameters."""
         found: dict[int, Contents] = {}
         for i, node in enumerate(self.nodes):
             if not isinstance(node, OptimizerNode):
@@ -235,9 +236,10 @@ class Capture:
             or any(a is not b for a, b in zip(sources, self._named, strict=True))
         ):
             self._named, names = sources, Names()
-            for entry in [*(e for fixed in sources for e in fixed), *stepped]:  # frozen ones too: they may thaw
+            # including frozen ones, which may be unfrozen later
+            for entry in [*(e for fixed in sources for e in fixed), *stepped]:
                 names.setdefault(id(entry.owner.tensor), entry.owner)
-            if _who(names) != _who(self._names):  # optimizers look at the identity of this dict
+            if _who(names) != _who(self._names):  # optimizers compare the identity of this dict
                 self._names = names
         self._names.note(sources, loose)
         for i, node in enumerate(self.nodes):
@@ -245,13 +247,13 @@ class Capture:
                 found[i] = node.read(self._names)
         return [found[i] for i in range(len(self.nodes))]
 
-    # -- putting back --
+    # -- restoring --
 
     def place(self, saved: SavedState, *, strict: bool = True) -> Placement:
-        """Where the tensors of a saved state go. Changes nothing; what does not fit is among its `problems`.
+        """Match the tensors of a saved state with the live ones, without changes. Mismatches are in its `problems`.
 
-        If the class of an object in the state has a method `match_structure`, it may first change the structure of the
-        other entries. It gets each saved entry by its path.
+        If the class of an object in the state has a method `match_structure`, that method may first change the
+        structure of the other entries. It gets each saved entry by its path.
         """
         found = saved.nodes(self.seat.rank)
         targets: list[Any] = [getattr(node, "target", None) for node in self.nodes]
@@ -273,7 +275,8 @@ class Capture:
             )
         for form in (form for one in found for form in forms_of(one.facts).values()):
             placement.shapes[form.name] = form.whole or form.size
-        # With the same number of ranks, an entry that only other ranks saved is theirs: rank 0 may have a logger alone.
+        # With the same number of ranks, an entry that only other ranks saved is theirs: for example, only rank 0 has a
+        # logger.
         expected = saved.paths(self.seat.rank) if saved.world == self.seat.size else None
         for one in found:
             node = live.pop(one.path, None)
@@ -297,12 +300,12 @@ class Capture:
         return placement
 
 
-MODULES = {"module", "custom module"}  # with or without more than parameters and buffers
-BY_DCP = "dcp"  # the kind of the one entry of what torch's DCP has saved
+MODULES = {"module", "custom module"}  # the second kind has entries other than parameters and buffers
+BY_DCP = "dcp"  # the kind of the single entry of a checkpoint saved by torch's DCP
 
 
 def _plain_again(node: StateNode, saved: SavedNode) -> bool:
-    """What `state_dict()` said is stored like any dict, and what other programs saved does not say which it was."""
+    """Return True if a plain dict is restored where another program saved a `state_dict()` as a plain dict."""
     return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
 
 
@@ -310,11 +313,11 @@ def _who(names: Names) -> dict[int, tuple[str, object]]:
     return {key: (entry.name, entry.alike) for key, entry in names.items()}
 
 
-# -- what the state consists of --
+# -- the entries of the state --
 
 
 class Walk:
-    """One walk through the state. StateError names the path of what cannot be saved."""
+    """The nodes of one walk through the state. Raises StateError with the path of an entry that cannot be saved."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._shape: list[tuple[Any, list[Any]]] = []
@@ -328,8 +331,8 @@ class Walk:
             for name, inner in forgotten(outer.optimizer):
                 if id(inner) not in listed:
                     raise StateError(
-                        f"{show(outer.path)}: its state_dict() says nothing of the optimizer in {name}, whose state "
-                        "would be lost: put that one into the state as well"
+                        f"{show(outer.path)}: its state_dict() omits the optimizer in {name}, whose state would be "
+                        "lost: add that optimizer to the state"
                     )
         seen: dict[int, Path] = {}
         for node in self.nodes:
@@ -339,13 +342,13 @@ class Walk:
                     raise StateError(f"{show(node.path)} is the same object as {show(seen[id(one)])}: list it once")
 
     def moved(self) -> bool:
-        """Whether the user has put other objects into the state since."""
+        """Return True if the user has put other objects into the state since."""
         return any(list(_keys(container)) != keys for container, keys in self._shape) or any(
             container[key] is not value for container, key, value in self._objects
         )
 
     def _find(self, container: Any, path: Path) -> Iterator[StateNode]:
-        """A node for everything in a dict or list; containers of stateful things are walked into."""
+        """Yield a node for each entry of a dict or list, and for the entries of containers with stateful objects."""
         if len(path) > MAX_DEPTH:
             raise StateError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH}, or containing itself")
         self._shape.append((container, list(_keys(container))))
@@ -368,7 +371,7 @@ class Walk:
             elif type(value) in (dict, list, tuple) and _holds_objects(value):
                 yield from self._find(value, here)
             elif isinstance(container, tuple):
-                raise StateError(f"{show(here)}: cannot be set again in a tuple beside objects; use a list")
+                raise StateError(f"{show(here)}: a plain value in a tuple with objects cannot be restored: use a list")
             else:
                 yield PlainNode(here, container, key)
                 continue
@@ -380,7 +383,7 @@ def _keys(container: Any) -> Any:
 
 
 def _holds_objects(value: Any, depth: int = 0) -> bool:
-    """Whether a container has something with a state of its own inside."""
+    """Return True if a container has an object with state of its own inside."""
     if depth > MAX_DEPTH:
         return False
     if type(value) in (dict, list, tuple):

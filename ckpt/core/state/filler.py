@@ -1,7 +1,6 @@
-"""Verified bytes into tensors, from whichever tier: no second copy of the state is ever made.
+"""Copies verified bytes into tensors, from any tier, without a second copy of the state.
 
-What was saved in pieces, and is wanted in other pieces, meets here: each overlap of a saved box and a wanted box is
-copied.
+If the state is now sharded differently, each overlap of a saved box and a target box is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.state.sharding import slices
 from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes
 
-# Bytes that came over a network may be read-only memory; nothing here writes to what it reads.
+# Bytes from a network may be read-only memory. This module only reads them.
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, __name__)
 
 I64 = npt.NDArray[np.int64]
@@ -40,15 +39,15 @@ class Target:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Self:
-        """A tensor that takes all of the saved one."""
+        """Return a target for all of the saved tensor."""
         return cls(tensor, ((0,) * tensor.dim(), tuple(tensor.shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """Where a shard and a target meet. `region`: in the shard; `view`: of the target, of the same shape.
+    """The overlap of a shard and a target. `region`: in the shard; `view`: of the target, with the same shape.
 
-    `run`: the bytes of the shard that are the region, if they are one run and the target takes them as one.
+    `run`: the byte range of the region in the shard, if the region is contiguous in both shard and target.
     """
 
     region: Box
@@ -57,9 +56,9 @@ class _Overlap:
 
 
 class Filler:
-    """Puts verified blobs into tensors. `add` may be called from several threads for different blobs.
+    """Copies verified chunks into tensors. Several threads may call `add` for different chunks.
 
-    `blobs`: the numbers of all that are wanted, ascending.
+    `blobs`: the numbers of all chunks to read, ascending.
     """
 
     def __init__(
@@ -70,10 +69,10 @@ class Filler:
         *,
         in_place: bool = True,
     ) -> None:
-        """`lying`: shards by their numbers, and tensors of the same form, each of which takes all of its shard."""
+        """Find the chunks to read. `lying`: shard numbers, each with a tensor of the same form that takes all of it."""
         self._saved = saved
         self._later: list[tuple[Tensor, Tensor]] = []
-        self._met: list[tuple[I64, Target]] = []  # shards, and a target that they meet
+        self._met: list[tuple[I64, Target]] = []  # shards, and a target that they overlap
         self._whole = list(lying)
         self._overlaps: dict[int, list[_Overlap]] = {}
         self._filled = [tensor for _, tensor in lying] + [one.tensor for targets in fills.values() for one in targets]
@@ -96,7 +95,7 @@ class Filler:
             self._find_addresses(numbers)
 
     def _find_addresses(self, numbers: I64) -> None:
-        """Where whole shards (`numbers`: of `_whole`) may be put as they are: in host memory, each in one place."""
+        """Find addresses for whole shards that go into one host tensor unchanged. `numbers`: the shards of `_whole`."""
         tensors = [tensor for _, tensor in self._whole]
         places = [*tensors, *(target.tensor for _, target in self._met)]
         crowded = _crowded(places)
@@ -108,7 +107,7 @@ class Filler:
         self._address[numbers[alone]] = addresses[alone]
 
     def _blobs_for(self, target: Target, numbers: I64, k: int) -> I64:
-        """The blobs of these shards, of `k` dimensions, that have something of a target."""
+        """Return the chunks of these shards, of `k` dimensions, that overlap a target."""
         shards = self._saved.table.columns
         dims = shards.dims[shards.dim_starts[numbers][:, None] + np.arange(k, 3 * k)] if k else numbers[:, None][:, :0]
         low, high = dims[:, :k], dims[:, :k] + dims[:, k:]
@@ -123,7 +122,7 @@ class Filler:
 
     @cached_property
     def _hits(self) -> dict[int, list[Target]]:
-        """The targets of each shard. Made when the first blob comes that has no place of its own."""
+        """Return the targets of each shard. Computed at the first chunk without an address of its own."""
         found: dict[int, list[Target]] = {}
         for number, tensor in self._whole:
             found.setdefault(number, []).append(Target.whole(tensor))
@@ -136,14 +135,14 @@ class Filler:
         return _overlap(self._saved.table.shards[number].box, target)
 
     def _overlaps_of(self, number: int) -> list[_Overlap]:
-        """Where a shard goes. Worked out when it comes: there may be hundreds of thousands."""
+        """Return the overlaps of a shard, computed when its first chunk arrives. There may be hundreds of thousands."""
         if number not in self._overlaps:
             found = (self._overlap(number, target) for target in self._hits.get(number, ()))
             self._overlaps[number] = [overlap for overlap in found if overlap is not None]
         return self._overlaps[number]
 
     def _ready(self, target: Target, spec: TensorSpec) -> Target:
-        """A target that takes bytes as they are; one of another dtype (under strict=False) is filled at the end."""
+        """Return a target that takes the saved bytes unchanged. One of another dtype (strict=False) is filled last."""
         tensor = target.tensor.detach()
         if DTYPE_NAME[tensor.dtype] == spec.dtype and not tensor.is_conj() and not tensor.is_neg():
             return Target(tensor, target.box)
@@ -152,7 +151,7 @@ class Filler:
         return Target(whole, target.box)
 
     def _needed(self, number: int, overlap: _Overlap) -> Iterable[int]:
-        """The blobs of a shard that hold something of an overlap."""
+        """Return the chunks of a shard that contain bytes of an overlap."""
         shard, saved = self._saved.table.shards[number], self._saved
         item = BITS[shard.dtype] // 8
         blobs = saved.table.blobs(number)
@@ -169,9 +168,8 @@ class Filler:
         return found
 
     def places(self, blobs: I64) -> I64:
-        """Where the bytes of blobs may be put instead of adding them, 0 for nowhere: if all of a blob belongs in one
-        place, in host memory, and nowhere else.
-        """
+        """Return the address for each chunk's bytes, or 0 if they must go through `add`. A chunk has an address if all
+        of it goes to one position in host memory, and nowhere else."""
         shards = self._saved.shard_of_blob[blobs]
         found = self._address[shards]
         found[found > 0] += self._saved.position[blobs][found > 0]
@@ -181,7 +179,7 @@ class Filler:
         return found
 
     def _place(self, blob: int, number: int) -> int:
-        """Of a blob of a shard that is divided otherwise than the tensors here."""
+        """Return the address for a chunk of a shard that is sharded differently from the tensors here."""
         overlaps = self._overlaps_of(number)
         if len(overlaps) != 1 or id(self._hits[number][0].tensor) in self._crowded:
             return 0
@@ -209,32 +207,32 @@ class Filler:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Tensors that could not take bytes as they are."""
+        """Fill the tensors of other dtypes."""
         for target, whole in self._later:
             target.copy_(whole)
-        # Autograd must know, though torch has not seen who wrote.
+        # Autograd must know of the writes, which torch did not see.
         filled = [tensor for tensor in self._filled if not tensor.is_inference()]
         try:
             torch.autograd.graph.increment_version(filled)
-        except TypeError:  # of a torch that takes one at a time
+        except TypeError:  # an older torch, which takes one tensor at a time
             for tensor in filled:
                 torch.autograd.graph.increment_version(tensor)
 
 
 def _is_whole(target: Target, spec: TensorSpec) -> bool:
-    """Whether all of a saved tensor is one run of bytes in its target."""
+    """Return True if all of a saved tensor is one byte range in its target."""
     return target.box[1] == spec.shape and target.tensor.is_contiguous() and target.tensor.numel() > 0
 
 
 def _ranges(starts: I64, numbers: I64) -> I64:
-    """The blobs of these shards."""
+    """Return the chunks of these shards."""
     counts = starts[numbers + 1] - starts[numbers]
     found: I64 = np.repeat(starts[numbers] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
     return found
 
 
 def _crowded(views: Sequence[Tensor]) -> npt.NDArray[np.bool_]:
-    """Those of which another shares memory: while one is verified, the other must not be written."""
+    """Return which views share memory with another. While one is verified, the other must not be written."""
     starts = np.fromiter(map(Tensor.data_ptr, views), np.int64, len(views))
     ends = starts + np.fromiter(map(_reach, views), np.int64, len(views))
     there = np.flatnonzero(ends > starts)
@@ -249,7 +247,7 @@ def _crowded(views: Sequence[Tensor]) -> npt.NDArray[np.bool_]:
 
 
 def _reach(view: Tensor) -> int:
-    """Bytes of host memory from its first element to behind its last."""
+    """Return the number of bytes of host memory from the first element to the end of the last."""
     if not view.is_cpu or not view.numel():
         return 0
     if view.is_contiguous():
@@ -262,7 +260,7 @@ _ITEM = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 def _overlap(box: Box, target: Target) -> _Overlap | None:
     if box == target.box and target.tensor.is_contiguous() and target.tensor.numel():
-        view = as_bytes(target.tensor)  # all of one is all of the other: what most restores consist of
+        view = as_bytes(target.tensor)  # exactly the same box: the usual case in a restore
         return _Overlap(within(box, box), view, (0, view.numel()))
     common = intersect(box, target.box)
     if common is None:
@@ -277,7 +275,7 @@ def _overlap(box: Box, target: Target) -> _Overlap | None:
 
 
 def _scatter(source: Tensor, start: int, sizes: tuple[int, ...], item: int, overlap: _Overlap) -> None:
-    """The elements of one blob that belong to a region, into a view of another order in memory."""
+    """Copy the elements of a chunk that are in a region into a view with another memory order."""
     elements = source.view(_ITEM[item]) if source.data_ptr() % item == 0 else source.clone().view(_ITEM[item])
     place = 0
     for box in boxes_of_run(sizes, start // item, (start + len(source)) // item):

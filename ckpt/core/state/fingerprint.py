@@ -1,15 +1,15 @@
-"""Has somebody written to what is being copied? A few elements of every tensor tell, for some thousand reads.
+"""Detects writes to tensors during a copy, by sampling a few elements of every tensor (a few thousand reads).
 
-Version counters tell of writes that torch counts, each after it has ended, and of nothing that goes through `.data`, a
-numpy view, a fused kernel or a replayed graph. So the elements at some places are noted while the training stands still
-in `step()`, and looked at again when the copies have ended, in the copy and, on the host, in the tensors themselves:
+Version counters detect writes that torch counts, and only after each has ended. They miss writes through `.data`, numpy
+views, fused kernels and replayed graphs. So some elements are sampled in `step()`, while the training stands still.
+They are compared when the copies have ended, in the copy and, on the host, in the tensors too:
 
-- The copy differs: a write came before the copy of that element. Of each tensor the first element is looked at, the
-  last, and, where there are few tensors, so many between them, at others each time, that few changed ones are met.
-- The tensor differs, though its copy may not: a write is under way, or has just ended. Writes begin with the first
-  element, so one that has reached nothing by now has not begun before the copy ended.
+- The copy differs: the element was written before it was copied. The first and last element of each tensor are
+  compared. With few tensors, many elements between them are compared too, others each time.
+- The tensor differs, though its copy may not: a write is in progress, or has just ended. Writes start at the first
+  element. If it is unchanged now, no write had started before the copy ended.
 
-What it cannot see: a write that torch does not count and that leaves all of these elements as they are.
+It cannot detect a write that torch does not count and that leaves all sampled elements unchanged.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from ckpt.events import log
 
 Array = npt.NDArray[np.int64]
 
-ELEMENTS = 4096  # in all, shared out evenly; but two of each tensor in any case
-TURNS_LOG2 = 4  # 2 to this fingerprints later the same places come again
-_WHERE = {2, 4, 5, 7}  # what is a place in a row, see `_row`
+ELEMENTS = 4096  # in total, distributed evenly; but at least two of each tensor
+TURNS_LOG2 = 4  # the same positions are sampled again after 2 to this fingerprints
+_WHERE = {2, 4, 5, 7}  # the columns of a row that are positions, see `_row`
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Places in the memory of one device, in words of one width."""
+    """Sampled positions in the memory of one device, in words of one width."""
 
-    memory: Tensor  # from the first of the tensors to the end of the last, whatever lies between them
-    numbers: Tensor  # of each place: which tensor of the layout it is in
-    live: tuple[Tensor, Tensor, Tensor]  # on the device: see `_places`
-    slot: tuple[Tensor, Tensor, Tensor]  # the same within a slot, on the host
-    storages: dict[int, torch.UntypedStorage]  # by number of the tensor
-    memories: list[tuple[int, int]]  # where these storages were, and how large
+    memory: Tensor  # from the start of the first tensor to the end of the last, with everything between them
+    numbers: Tensor  # for each position: the index of its tensor in the layout
+    live: tuple[Tensor, Tensor, Tensor]  # on the device, see `_places`
+    slot: tuple[Tensor, Tensor, Tensor]  # the same positions in a slot, on the host
+    storages: dict[int, torch.UntypedStorage]  # by index of the tensor
+    memories: list[tuple[int, int]]  # address and size of these storages
 
     @property
     def device(self) -> torch.device:
         return self.memory.device
 
     def freed(self) -> set[int]:
-        """Return the numbers of tensors whose memory is not there any more, so that nothing here can be read."""
+        """Return the indices of tensors whose memory was freed. Nothing can be read in this group then."""
         now = _memories(self.storages.values())
         if now == self.memories:
             return set()
@@ -68,7 +68,7 @@ class _Group:
 
 
 class SampledPlaces:
-    """Where to look in tensors of a layout (`numbers`), for as long as each of them stays where it is."""
+    """Where to sample the tensors `numbers` of a layout, as long as none of them moves."""
 
     def __init__(self, layout: Layout, numbers: Sequence[int], tensors: Sequence[Tensor]) -> None:
         self._turn = 0
@@ -76,31 +76,31 @@ class SampledPlaces:
         rows: dict[tuple[torch.device, int], list[list[int]]] = {}
         storages: dict[tuple[torch.device, int], dict[int, torch.UntypedStorage]] = {}
         for number, tensor in zip(numbers, tensors, strict=True):
-            # What is negated or conjugated when it is read is stored otherwise than it is copied.
+            # Negated and conjugated views are stored differently from their copies.
             if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
                 width, row = _row(number, tensor, layout.arrangement.offsets[number])
                 rows.setdefault((tensor.device, width), []).append(row)
                 storages.setdefault((tensor.device, width), {})[number] = tensor.untyped_storage()
-                if tensor.itemsize == 16:  # the other half of complex numbers
+                if tensor.itemsize == 16:  # the imaginary half of complex numbers
                     rows[tensor.device, width].append([n + 8 * (i in _WHERE) for i, n in enumerate(row)])
         between = max(0, ELEMENTS // max(1, len(tensors)) - 2)
         for (device, width), found in rows.items():
-            if device.type in ("cpu", "cuda"):  # of others an address may mean something else
+            if device.type in ("cpu", "cuda"):  # on other devices an address may have another meaning
                 self._groups.append(_group(device, width, np.array(found, np.int64), between, storages[device, width]))
             else:
                 log.warning("on %s only writes that torch counts are noticed during a copy", device)
 
     def look(self, turn: int | None = None) -> Fingerprint:
-        """The elements as they are now; on a device, when it has done what is queued on its current stream.
+        """Sample the elements now. On a device, this runs after the work queued on its current stream.
 
-        turn: which elements, modulo 16, default: others than the last time.
+        turn: which elements to sample, modulo 16, default: others than the last time.
         """
         self._turn = (self._turn + 1 if turn is None else turn) % (1 << TURNS_LOG2)
         return Fingerprint(self._groups, self._turn)
 
 
 class Fingerprint:
-    """Some elements of some tensors at one moment."""
+    """Sampled elements of some tensors at one moment."""
 
     def __init__(self, groups: list[_Group], turn: int) -> None:
         self._groups, self._turn = groups, turn
@@ -108,7 +108,7 @@ class Fingerprint:
         self._held: list[Tensor] = []
 
     def fetch(self, streams: dict[torch.device, Any]) -> None:
-        """Have the host hold all of it when these streams have come so far."""
+        """Copy the samples to the host when these streams have reached this point."""
         for i, group in enumerate(self._groups):
             if group.device in streams:
                 found = self._found[i]
@@ -116,10 +116,10 @@ class Fingerprint:
                     here = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
                     here.copy_(found, non_blocking=True)
                 self._found[i] = here
-                self._held.append(found)  # until then
+                self._held.append(found)  # until the copy has ended
 
     def digests(self) -> dict[int, bytes]:
-        """Return a digest of the elements of each tensor, by number. Waits for a device."""
+        """Return a digest of the sampled elements of each tensor, by index. Waits for devices."""
         words: dict[int, list[bytes]] = {}
         for group, found in zip(self._groups, self._found, strict=True):
             numbers, here = group.numbers.numpy(), found.cpu().numpy()
@@ -129,14 +129,14 @@ class Fingerprint:
         return {number: blob_digest(b"".join(found)) for number, found in words.items()}
 
     def changed(self) -> set[int]:
-        """The numbers of tensors on the host that are not now what they were."""
+        """Return the indices of host tensors that have changed since."""
         both = [pair for pair in zip(self._groups, self._found, strict=True) if pair[0].device.type == "cpu"]
         freed = {id(group): group.freed() for group, _ in both}
         found = _differing((group, was, group.look(self._turn)) for group, was in both if not freed[id(group)])
         return found.union(*freed.values())
 
     def differing(self, slot: Tensor) -> set[int]:
-        """The numbers of tensors whose copy is not what they were. `slot`: its bytes. After `fetch`."""
+        """Return the indices of tensors whose copy in `slot` differs from the sample. Call `fetch` first."""
         both = zip(self._groups, self._found, strict=True)
         return _differing((group, was, group.look_in(slot, self._turn)) for group, was in both)
 
@@ -146,15 +146,16 @@ def _differing(found: Iterable[tuple[_Group, Tensor, Tensor]]) -> set[int]:
 
 
 def _places(of: tuple[Tensor, Tensor, Tensor], turn: int) -> Tensor:
-    """`of`: where each is at first, through how many elements it moves (empty if none does), and how far apart."""
+    """Return positions at a turn. `of`: first positions, number of elements over which each moves (empty if none
+    moves), and their distance."""
     where, span, apart = of
     return where if not len(span) else where + ((span * turn) >> TURNS_LOG2) * apart
 
 
 def _row(number: int, tensor: Tensor, offset: int) -> tuple[int, list[int]]:
-    """How wide the words are that a tensor and its copy consist of, and where it lies, in bytes: its number, elements,
-    address, distance of elements, address of the last; place in the slot, distance there, place of the last. Of one
-    that is not contiguous only the elements along its longest dimension count."""
+    """Return the word width of a tensor and its copy, and its position in bytes: index, number of elements, address,
+    element distance, address of the last; offset in the slot, distance there, offset of the last. In a non-contiguous
+    tensor, only elements along its longest dimension count."""
     size, address, count = tensor.itemsize, tensor.data_ptr(), tensor.numel()
     apart = apart_there = size
     last = last_there = (count - 1) * size
@@ -180,7 +181,7 @@ def _group(
     between: int,
     storages: dict[int, torch.UntypedStorage],
 ) -> _Group:
-    """The first element of each row, the last, and others from all parts of it."""
+    """Return a group that samples the first and last element of each row, and elements between them."""
     number, count, address, apart, last, offset, apart_there, last_there = rows.T
     parts = np.minimum(between, count)
     row = np.repeat(np.arange(len(rows)), parts)

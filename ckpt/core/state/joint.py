@@ -1,4 +1,4 @@
-"""Several optimizers as one: of a pipeline's parts that are on this rank, and elsewhere on other ranks, or whole."""
+"""Presents several optimizers as one, for pipeline stages that are on this rank but elsewhere on several ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IN_TURN = ("params", "param_names")  # of groups: what belongs to each of them, one after another
+IN_TURN = ("params", "param_names")  # the keys of a group that are concatenated
 
 
 class Joint(torch.optim.Optimizer):
-    """Optimizers with alike groups of other parameters each, as the one that they are where nothing is divided.
+    """Presents optimizers with equal groups of different parameters as a single optimizer.
 
-    A view: what is read of it is theirs, and so is what is written; it steps when all of them do. `parts`: in order.
+    It is a view: reads and writes go to the parts. It steps when all parts have stepped. `parts`: in order.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        """ValueError if they have other numbers of groups."""
+        """Join optimizers. Raise ValueError if their numbers of groups differ."""
         if len({len(one.param_groups) for one in parts}) != 1:
             raise ValueError("optimizers with other numbers of groups are not alike")
         self.parts = tuple(parts)
@@ -32,7 +32,7 @@ class Joint(torch.optim.Optimizer):
 
 
 class _Group(MutableMapping[str, Any]):
-    """Groups that stand in the same place."""
+    """The groups with the same index in all parts."""
 
     def __init__(self, alike: Sequence[dict[str, Any]]) -> None:
         self._alike = alike
@@ -58,7 +58,7 @@ class _Group(MutableMapping[str, Any]):
 
 
 class _States(MutableMapping[Tensor, dict[str, Any]]):
-    """What is kept of each parameter. Torch's own makes what is looked for, so that it is asked first."""
+    """The state of all parameters. Check for a parameter first: torch's defaultdict would create a missing entry."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = parts
@@ -85,7 +85,7 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
         return sum(len(part.state) for part in self._parts)
 
     def values(self) -> Any:
-        """In turn, without looking any up."""
+        """Return the values of all parts in order, without lookups."""
         return chain.from_iterable(part.state.values() for part in self._parts)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""How a module is read, and put back."""
+"""Reads modules and restores them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TWO_TENSORS = (
 
 
 class ModuleNode:
-    """An nn.Module: parameters and persistent buffers, in place. None of its own code is called: whatever its
-    `state_dict()` returns beside them is read by an adapter."""
+    """Reads and restores the parameters and persistent buffers of an `nn.Module`, in place. It calls none of the
+    module's own code: an adapter reads any other entries of its `state_dict()`."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class ModuleNode:
         self._replicas: dict[int, Replicas] = {}
         self._there, self._memories = Places(), Memories()
         self._piece: Contents | None = None
-        self._forms: dict[str, WrapperForm] = {}  # of what is made of several tensors
+        self._forms: dict[str, WrapperForm] = {}  # forms of the wrapper tensors, by name
 
     @property
     def kind(self) -> str:
@@ -53,12 +53,12 @@ class ModuleNode:
         if self._piece is None:
             reshard(self.whole)
         if self._piece is None or self.changed():
-            self._piece = None  # should reading fail half-way, what is noted meanwhile must not pass for unchanged
+            self._piece = None  # if reading fails midway, the next call must read again
             self._piece = self._read(list(named_modules(self.whole)))
         return self._piece
 
     def changed(self) -> bool:
-        """Whether the module has other tensors than were read, or has them elsewhere; sharded, if it gathers them."""
+        """Return True if tensors were replaced or moved since the last reading. Reshard it first if necessary."""
         if not self._differs():
             return False
         reshard(self.whole)
@@ -70,7 +70,7 @@ class ModuleNode:
     def _read(self, modules: Sequence[NamedModule]) -> Contents:
         owners: list[dict[str, Any]] = []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
-        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []  # and what is no tensor yet
+        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []  # child modules, and tensors that are None
         self._there, self._memories = Places(), Memories()
         self._replicas = replicated_by_ddp(self.whole)
         live: dict[str, tuple[list[StateEntry], WrapperForm | None]] = {}
@@ -83,7 +83,7 @@ class ModuleNode:
                     name = self._saved_as(f"{prefix}.{key}" if prefix else key)
                     if name is None or key in module._non_persistent_buffers_set:
                         continue
-                    if tensor is None:  # it may become one
+                    if tensor is None:  # it may be set later
                         children.append((owner, key, None))
                         continue
                     if name in live and not is_one(live[name][0][0].owner.tensor, tensor):
@@ -95,7 +95,7 @@ class ModuleNode:
         return Contents([e for entries, _ in live.values() for e in entries], facts=facts_of(self._forms.values()))
 
     def _saved_as(self, name: str) -> str | None:
-        """Return what a tensor of the module is called in the checkpoint, None if it is not saved as it lies."""
+        """Return the name of a tensor in the checkpoint. Return None if it is not saved directly."""
         return name
 
     def _entry(self, name: str, tensor: Tensor) -> StateEntry:
@@ -116,17 +116,17 @@ class ModuleNode:
 
 
 def memory_id(tensor: Tensor) -> object:
-    """Equal for tensors of one memory."""
+    """Return a key that is equal for tensors in the same storage."""
     return storage_of(tensor) or id(tensor)
 
 
 def view_id(tensor: Tensor) -> object:
-    """Equal for the same view of one memory."""
+    """Return a key that is equal for the same view of the same storage."""
     if (memory := memory_id(tensor)) == id(tensor):
         return memory
     return memory, local(tensor).storage_offset(), tensor.shape, local(tensor).stride()
 
 
 def is_one(a: Tensor, b: Tensor) -> bool:
-    """Return True for one tensor, or for the same view of one memory."""
+    """Return True for the same tensor, or the same view of the same storage."""
     return a is b or view_id(a) == view_id(b)

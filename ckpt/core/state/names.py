@@ -1,4 +1,4 @@
-"""What parameters are called, and which memory the state holds beside optimizers."""
+"""The names of parameters, and the memory of the state outside optimizers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from ckpt.core.state.sharding import StateEntry, local
 
 
 class Names(dict[int, StateEntry]):
-    """Parameters and plain tensors that optimizers may step, by id; and the memory of all that the state holds beside
-    optimizers: `fixed` what stays from step to step, `loose` what is read anew.
-    """
+    """The parameters and plain tensors that optimizers may step, by id, and the memory of all entries outside
+    optimizers. `fixed` entries stay from step to step; each reading creates the `loose` ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,12 +20,12 @@ class Names(dict[int, StateEntry]):
         self._spans: tuple[list[Span] | None, list[Span] | None] = None, None
 
     def note(self, fixed: list[list[StateEntry]], loose: list[StateEntry]) -> None:
-        """What the state holds now. Looked at when somebody asks."""
+        """Set the present entries. Their memory is computed when it is needed."""
         same = len(fixed) == len(self._fixed) and all(a is b for a, b in zip(fixed, self._fixed, strict=True))
         self._fixed, self._loose, self._spans = fixed, loose, (self._spans[0] if same else None, None)
 
     def hold(self, span: Span | None) -> bool:
-        """Whether the state holds all of a tensor's memory, be it as parts of it, or as a part of something."""
+        """Return True if the state contains all of a tensor's memory, in one entry or in several."""
         if span is None:
             return False
         fixed, loose = self._spans
@@ -41,7 +40,7 @@ Span = tuple[str, int, float]
 
 
 def span_of(tensor: Tensor) -> Span | None:
-    """A device, and the addresses on it that a tensor fills; None if it leaves gaps there, or has no memory."""
+    """Return the device and address range of a tensor. Return None if it has gaps or no memory."""
     mine = local(tensor)
     if not mine.numel() or not mine.data_ptr():
         return None
@@ -58,7 +57,7 @@ def _inside(span: Span, spans: list[Span]) -> bool:
 
 
 def _joined(entries: list[StateEntry]) -> list[Span]:
-    """All that these tensors fill, as spans that do not touch, ascending."""
+    """Return the memory of these tensors as ascending spans that do not touch."""
     found: list[Span] = []
     for device, start, stop in sorted(span for e in entries if (span := span_of(e.tensor)) is not None):
         if found and found[-1][0] == device and start <= found[-1][2]:

@@ -1,12 +1,12 @@
-"""The kinds of things a state is made of: how each is read, and how it is put back.
+"""The kinds of entries of a state: how each is read, and how it is restored.
 
-Reading gives `StateEntry`s (a name, a live tensor) and plain values. What is the same from step to step is cached and
-only checked by identity, since reading happens between two steps of training. Putting back has two halves: `prepare`
-says where every tensor goes and finds every mismatch before anything is changed; `finish`, after the tensors are
-filled, sets plain values and attaches what had to be created.
+Reading returns `StateEntry`s (a name, a live tensor) and plain values. Entries that stay the same from step to step are
+cached and only compared by identity, because reading happens between two steps of training. Restoring has two halves.
+`prepare` matches every tensor and finds every mismatch before anything is changed. `finish`, after the tensors are
+filled, sets plain values and attaches created tensors.
 
 Modules are in `ckpt.core.state.module_node`, optimizers in `ckpt.core.state.optimizer_node`. Adapters have nodes for
-kinds that the core does not know (`ckpt.core.state.adapter`).
+the kinds that the core does not know (`ckpt.core.state.adapter`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from ckpt.core.state.wrappers import inside, is_wrapped, sign, take_apart
 
 @dataclass
 class Contents:
-    """What a node consists of now. `fixed` is the same object as before if nothing in it changed."""
+    """The contents of a node now. `fixed` is the same object as before if nothing in it changed."""
 
     fixed: list[StateEntry]
-    loose: list[StateEntry] = field(default_factory=list)  # made anew by every reading
+    loose: list[StateEntry] = field(default_factory=list)  # created by each reading
     values: Json = None
-    facts: dict[str, Any] = field(default_factory=dict)  # plain, and part of the layout
+    facts: dict[str, Any] = field(default_factory=dict)  # plain values that are part of the layout
 
     @property
     def names(self) -> list[str]:
         return [entry.name for entry in (*self.fixed, *self.loose)]
 
 
-_NOTHING: list[StateEntry] = []  # one object, so that "nothing fixed" is seen as unchanged
+_NOTHING: list[StateEntry] = []  # one object, so that an empty list compares as unchanged
 
 
 class StateNode(Protocol):
@@ -63,19 +63,19 @@ class StateNode(Protocol):
     def kind(self) -> str: ...
 
     def read(self, names: Names) -> Contents:
-        """`names`: what is known of parameters."""
+        """Read the entry. `names`: the known parameters."""
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        """Say where tensors go. Problems are noted in the placement, not raised."""
+        """Match the saved tensors with the live ones. Problems are recorded in the placement, not raised."""
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        """The same where the whole state is as it was saved: its fixed tensors are filled as they lie, nobody looks at
-        each. False if there is more to it."""
+        """Prepare an entry of a state that is exactly as it was saved: its fixed tensors are filled without checking
+        each. Return False if the entry needs more than that."""
 
 
 @runtime_checkable
 class SteppedNode(StateNode, Protocol):
-    """One whose tensors an optimizer changes. `unguarded`: the optimizer's steps run no hooks."""
+    """An entry whose tensors an optimizer changes. `unguarded`: the optimizer's steps run no hooks."""
 
     unguarded: bool
 
@@ -84,10 +84,10 @@ class SteppedNode(StateNode, Protocol):
 
 
 class Collector:
-    """Takes tensors and arrays out of plain values, leaving references.
+    """Replaces tensors and arrays in plain values by references.
 
-    `objects`: encodes the objects of an optimizer; without it they are refused.
-    `exact`: whoever gets the values back needs tensors of the same type, such as a Parameter. StateError for others.
+    objects: encodes the objects of an optimizer; without it, objects raise StateError.
+    exact: also keep the type of each tensor, for example Parameter, and raise StateError for other types.
     """
 
     def __init__(self, objects: ObjectEncoder | None = None, *, exact: bool = False) -> None:
@@ -123,13 +123,11 @@ class Collector:
 
 _FORM = attrgetter("shape", "dtype")
 _NBYTES, _NUMBER = torch.UntypedStorage.nbytes, 8
-_TOGETHER = (
-    256  # tensors of which all is asked before any of the next: what torch keeps of them stays near the processor
-)
+_TOGETHER = 256  # tensors checked together, so that torch's data on them stays in the processor's cache
 
 
 class Places:
-    """What dicts hold under which keys, and how much. Asked at every step, so no Python runs for each of them."""
+    """The values of dicts under some keys, and sizes. Checked at every step, so without Python code for each key."""
 
     def __init__(self, places: Sequence[tuple[Any, Any, object]] = (), sizes: Sequence[Any] = ()) -> None:
         self._asks = [owner.get if isinstance(owner, dict) else partial(_get, owner) for owner, _, _ in places]
@@ -137,7 +135,7 @@ class Places:
         self._sized, self._sizes = list(sizes), list(map(len, sizes))
 
     def differs(self) -> bool:
-        """Whether any holds another object there, or more or fewer."""
+        """Return True if a key has another value, or a container another size."""
         if list(map(len, self._sized)) != self._sizes:
             return True
         return not all(map(is_, map(call, self._asks, self._keys), self._values))
@@ -152,7 +150,7 @@ def _get(members: Any, key: str) -> object:
 
 
 class Memories:
-    """Where tensors have their memory, and in which form. Asked at every step, so what can be looked up once is."""
+    """The addresses and forms of tensors. Checked at every step, so lookups are cached."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._wrapped = [(t, sign(t)) for t in tensors if is_wrapped(t)]
@@ -168,7 +166,7 @@ class Memories:
 
 
 class _Some:
-    """Some of these tensors."""
+    """The addresses and forms of one batch of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -184,12 +182,12 @@ class _Some:
         now = self._now()
         if _places(now) != self._were or list(map(_NBYTES, self._storages)) != self._sizes:
             return True
-        # Another view of the same memory, or more of it: `.data` was set, or `t_()` or `resize_()` called.
+        # Another view of the same memory, or more of it, after `.data = …`, `t_()` or `resize_()`.
         if self._guards is not None and self._guards(*now):
             return False
         if _shapes(now) != self._forms:
             return True
-        self._guards = guards(now)  # they tell modes of torch and frozen tensors apart, too
+        self._guards = guards(now)  # these guards also depend on torch's modes and on requires_grad
         return False
 
 
@@ -203,13 +201,13 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages that can shrink at their address, each once. `_places` notices another address.
+    """Return the storages that can shrink at their address, each once. `_places` detects another address.
 
-    A storage of one number is left out, because nothing smaller would hold it: they are a quarter of an AdamW state.
+    A storage of one number is left out, because it cannot shrink: a quarter of an AdamW state are such.
     """
     found = dict[int, torch.UntypedStorage]()
     for one in tensors:
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have none
             storage = one.untyped_storage()
             if storage.nbytes() > _NUMBER:
                 found[storage._cdata] = storage
@@ -222,26 +220,27 @@ def _shapes(tensors: Sequence[Tensor]) -> list[object]:
 
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Says whether these tensors surely have the shape, strides and dtype that they have now, in one call of torch, a
-    fifth of the time that asking each takes. It is what compiled code asks, and private to torch: None without it."""
+    """Return a function that checks in one call of torch that these tensors have their present shape, strides and
+    dtype. It takes a fifth of the time of checking each. Compiled code uses it, and it is private to torch. Return None
+    without it."""
     try:
         make = torch._C._dynamo.guards.TensorGuards
         check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check if check(*tensors) else None
-    except Exception:  # of another version, or tensors that it cannot guard
+    except Exception:  # another version, or tensors that it cannot check
         return None
 
 
 class StatefulNode:
-    """Anything with state_dict and load_state_dict."""
+    """Reads and restores any object with state_dict and load_state_dict."""
 
     kind = "stateful"
 
     def __init__(self, path: Path, target: Stateful) -> None:
         self.path, self.target = path, target
-        self._said = ""  # what kind of value
-        self._tensors, self._values = True, None  # whether there were any, and the plain values
-        # As the script made it, to report what the checkpoint overrides.
+        self._said = ""  # the kind of value that it last returned
+        self._tensors, self._values = True, None  # whether it had tensors, and its plain values
+        # The settings of the script, to report which ones the checkpoint overrides.
         self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
 
     def read(self, names: Names) -> Contents:
@@ -274,7 +273,7 @@ class StatefulNode:
             placement.finish(self.path, finish, last=last)
 
     def _build(self, saved: SavedNode, placement: Placement) -> Callable[[], Any] | None:
-        """What makes the state to load; None, and a problem, if it cannot be had."""
+        """Return a function that builds the state to load. If that is impossible, record a problem and return None."""
         return placement.build(saved.values, like={})
 
     def _load(self, state: Any) -> None:
@@ -284,13 +283,13 @@ class StatefulNode:
         return False
 
     def may_have_moments(self) -> bool:
-        """Return False if an optimizer that the object holds is not saved with it: a scheduler has only numbers."""
+        """Return False if the saved values cannot contain an optimizer's state: a scheduler has only numbers."""
         if isinstance(self.target, torch.optim.Optimizer) or self._tensors:
             return True
         return '"param_groups"' in json.dumps(self._values)
 
     def _is_alike(self, values: Json, placement: Placement) -> bool:
-        """Whether what was saved is of the kind that it says of itself now: a dict, as a rule."""
+        """Return True if the saved value is of the kind that the object returns now, usually a dict."""
         if (found := kind_of(values)) == self._said:
             return True
         placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._said} here")
@@ -326,7 +325,7 @@ class PlainNode:
 
 
 def write_back(live: Any, value: Any) -> Any:
-    """`value`, inside the user's own containers and arrays where they are of the same type."""
+    """Return `value`, in the user's own containers and arrays if they have the same type."""
     if type(live) is not type(value):
         return value
     if isinstance(live, dict):
@@ -351,7 +350,7 @@ def write_back(live: Any, value: Any) -> Any:
     if isinstance(live, bytearray):
         try:
             live[:] = value
-        except BufferError:  # a memoryview of it does not let it grow or shrink
+        except BufferError:  # a memoryview of it prevents a change of size
             return value
         return live
     if isinstance(live, np.ndarray) and (live.dtype, live.shape) == (value.dtype, value.shape) and live.flags.writeable:

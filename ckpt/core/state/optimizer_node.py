@@ -1,4 +1,4 @@
-"""How an optimizer is read, and put back."""
+"""Reads optimizers and restores them."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 from ckpt.errors import CorruptError, MismatchError, StateError
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
-DEPTH = 3  # how many containers deep an optimizer may hold others
+DEPTH = 3  # how many containers deep an optimizer may contain others
 
 
 class OptimizerNode:
-    """A torch optimizer: state by parameter name, written back directly (its own loader would cast dtypes).
+    """Reads and restores a torch optimizer. State is saved by parameter name and written back directly, because the
+    optimizer's own loader would cast dtypes.
 
-    What it steps and nothing else in the state holds, such as fp32 masters, is saved with it.
-
-    State that is not a dict of a parameter, such as `state["global"]`, is saved among the values, as `more`. Hooks and
-    loaders of the optimizer are not called, and its state may consist only of tensors and plain values: whatever does
-    more than that is read by an adapter.
+    Parameters that it steps and that no other entry contains, for example fp32 masters, are saved with it. State that
+    is not a dict of a parameter, for example `state["global"]`, is saved among the values, as `more`. Hooks and loaders
+    of the optimizer are not called, and its state may consist only of tensors and plain values. Adapters read all other
+    optimizers.
     """
 
     kind = "optimizer"
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self.path, self.optimizer = path, optimizer
-        self.unguarded = False  # its steps run no hooks
-        self.settings = settings_of(optimizer)  # as the script that began the run has said them
+        self.unguarded = False  # True if its steps run no hooks
+        self.settings = settings_of(optimizer)  # the settings of the script that began the run
         self._names: Names | None = None
         self._piece: Contents | None = None
         self._state: object = None
-        self._params, self._dicts = list[Any](), list[dict[Any, Any]]()  # the keys of its state; what parameters have
+        self._params, self._dicts = list[Any](), list[dict[Any, Any]]()  # keys of its state; dicts of parameters
         self._with_dicts: list[bool] = []  # which of the keys are parameters that have a dict
         self._groups: list[list[Tensor]] = []
         self._there, self._memories = Places(), Memories()
-        self._others: list[tuple[str, dict[str, Any], Any]] = []  # no tensors, or under keys that are not text
+        self._others: list[tuple[str, dict[str, Any], Any]] = []  # values that are not tensors or have other keys
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
-        self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
-        self._called: dict[int, str] = {}  # what the parameters are called, by id
-        self._held: list[bool] = []  # which of them something else holds
+        self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters named by their position
+        self._called: dict[int, str] = {}  # names of the parameters, by id
+        self._held: list[bool] = []  # which of them another entry contains
         self._own: dict[str, StateEntry] = {}
-        self._encoder: ObjectEncoder | None = None  # of objects, if it may have any
+        self._encoder: ObjectEncoder | None = None  # encodes objects, if it may have any
 
     def read(self, names: Names) -> Contents:
         if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
@@ -105,12 +105,12 @@ class OptimizerNode:
         return (*self.path, "more", name if type(name) is str else part_of(decode(name, as_plain)))
 
     def changed(self) -> bool:
-        """Whether the optimizer has other tensors than were read, or has them elsewhere."""
+        """Return True if the optimizer's tensors were replaced or moved since they were read."""
         optimizer = self.optimizer
         state: MutableMapping[Any, Any] = optimizer.state
         if state is not self._state or len(state) != len(self._params):
             return True
-        # In the order in which they came, since to look a tensor up runs Python.
+        # Compare in order of insertion, because a lookup by tensor runs Python code.
         dicts = compress(state.values(), self._with_dicts) if self._more else state.values()
         if not (all(map(is_, state, self._params)) and all(map(is_, dicts, self._dicts))):
             return True
@@ -121,7 +121,7 @@ class OptimizerNode:
                 return True
         if self._there.differs() or self._memories.changed():
             return True
-        # A key that was None may have become a tensor, or have gone where another one came.
+        # A key that was None may now have a tensor, or may be gone while another key was added.
         return any(
             key not in values or (_is_entry(key, values[key]) and id(values[key]) not in self._called)
             for _, values, key in self._others
@@ -133,19 +133,19 @@ class OptimizerNode:
         self.settings = [
             *self.settings,
             *settings_of(self.optimizer)[len(self.settings) :],
-        ]  # of a group that came late
+        ]  # a group may have been added later
         self._others, self._more, self._there, self._memories = [], [], Places(), Memories()
         self._params, self._dicts, self._with_dicts = list(self.optimizer.state), [], []
-        dicts: dict[str, str] = {}  # by parameter, how its dict is made if it is not a plain one
+        dicts: dict[str, str] = {}  # by parameter: the type of its dict, if it is not a plain one
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
-        not_plain: list[tuple[Path, Tensor, Tensor]] = []  # of the state, and their parameters
+        not_plain: list[tuple[Path, Tensor, Tensor]] = []  # in the state, and their parameters
         called, shares = self.param_names(names), self._shares()
         self._called, with_state = called, list[str]()
         for param, values in self.optimizer.state.items():
             name = called.get(id(param)) if isinstance(param, Tensor) else None
             if name is None and isinstance(param, Tensor):
-                raise StateError(f"{show(self.path)}: holds state of a tensor that is in none of its groups")
+                raise StateError(f"{show(self.path)}: has state of a tensor that is in none of its groups")
             self._with_dicts.append(name is not None and isinstance(values, dict))
             if name is None or not isinstance(values, dict):
                 owner = {"key": encode_key(param, self.path, Collector())} if name is None else {"param": name}
@@ -175,7 +175,7 @@ class OptimizerNode:
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         facts = {"params": params, "with_state": with_state}
-        # Those beside which there is a DTensor are plain shares, see _alike().
+        # Plain shards next to a DTensor, see _alike().
         plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
         facts |= {PLAIN: plain} if plain else {}
         kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
@@ -199,11 +199,11 @@ class OptimizerNode:
         return [names.hold(span) for _, _, span in self._nameless]
 
     def own_name(self, param: Tensor) -> str:
-        """What a parameter is called that is saved with the optimizer; "" if it is not."""
+        """Return the name of a parameter that is saved with the optimizer, or "" if it is saved elsewhere."""
         return next((entry.owner.name for entry in self._own.values() if entry.owner.tensor is param), "")
 
     def param_names(self, names: Names) -> dict[int, str]:
-        """By id; a parameter that nothing else in the state names is called by its place."""
+        """Return the names by id. A parameter without a name in the state is named by its position."""
         return {
             id(p): names[id(p)].name if id(p) in names else f"{i}.{j}"
             for i, group in enumerate(self.optimizer.param_groups)
@@ -211,21 +211,21 @@ class OptimizerNode:
         }
 
     def _decoder(self, values: Json) -> ObjectDecoder | None:
-        """Return what restores objects, if the optimizer may have any."""
+        """Return the decoder of objects, or None if the optimizer has none."""
         return None
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         called = self.param_names(placement.names)
         mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         if not is_optimizer(saved):
-            raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of an optimizer")
+            raise CorruptError(f"{show(self.path)}: the stored data is not the state of an optimizer")
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
         start = show((*self.path, "params")) + "."
         names = placement.compare(self.path, [name for name in saved.names if name.startswith(start)], self._own)
         for name in matching(names, self._own, saved.facts, saved.names, placement):
             placement.fill(name, self._own[name])
         if kind := self._other_kind(saved):
-            here = "was" if placement.strict else "begins anew, as it was"
+            here = "was" if placement.strict else "starts without state, because it was"
             placement.problem(f"{show(self.path)} {here} saved by an optimizer of another kind: {kind}")
             return
         self._compare_groups(mine, saved.facts["params"], placement)
@@ -253,7 +253,7 @@ class OptimizerNode:
         self._prepare_loader(saved, placement, objects)
 
     def _prepare_loader(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> None:
-        """Say what is left to do for the optimizer's own loader, if it is called."""
+        """Prepare a call of the optimizer's own loader, in subclasses that call it."""
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         values = saved.values
@@ -265,22 +265,22 @@ class OptimizerNode:
         return True
 
     def _put(self, state: dict[Any, Any]) -> None:
-        """Make the optimizer's state consist of these entries."""
+        """Replace the optimizer's state by these entries."""
         if not _filled(self.optimizer.state, state):
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
 
     def _other_kind(self, saved: SavedNode) -> str:
-        """What tells that another kind of optimizer was saved, "" if nothing: both have settings that the other has
-        not. Versions of torch only add some, and so do schedulers and scripts."""
+        """Return how the saved kind of optimizer differs from this one, or "" if it does not: each has settings that
+        the other lacks. Versions of torch, schedulers and scripts only add settings."""
         theirs = [key for group in saved.values["groups"] for key in group if key not in SCHEDULED]
         own = [key for key in getattr(self.optimizer, "defaults", {}) if key not in theirs]
         here = {key for group in self.optimizer.param_groups for key in group}
         odd = [key for key in dict.fromkeys(theirs) if key not in here]
-        return f"the checkpoint's settings have {_first(odd)}, and here are {_first(own)}" if own and odd else ""
+        return f"the checkpoint has the settings {_first(odd)}, this optimizer has {_first(own)}" if own and odd else ""
 
     def _groups_of(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> Callable[[], None]:
-        """What sets the groups to what was saved of them."""
+        """Return the function that restores the settings of the groups."""
         settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
         groups = [placement.build(self._usable(live, group, placement), objects=objects) for live, group in settings]
         then = saved.values.get("settings") or self.settings  # an older version did not save them
@@ -302,9 +302,9 @@ class OptimizerNode:
         saved: SavedNode,
         placement: Placement,
     ) -> None:
-        """Find the tensors of the state their places. Where one cannot be had, its parameter begins anew."""
+        """Match the tensors of the state. If one cannot be restored, its parameter starts without state."""
         prefix = show((*self.path, "state")) + "."
-        nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
+        nested = set(references(saved.values["state"]))  # inside lists and dicts, not values of their own
         forms = forms_of(saved.facts)
         wholes = {name: form.name for form in forms.values() for name in form.names}
         split, odd, plain = splitter(fresh), set[str](), set(saved.facts.get(PLAIN, ()))
@@ -325,7 +325,7 @@ class OptimizerNode:
     def _other_state(
         self, fresh: dict[str, dict[Any, Any]], saved: SavedNode, placement: Placement, objects: ObjectDecoder | None
     ) -> list[tuple[str, Any, Callable[[], Any]]]:
-        """Build what is not a tensor. A parameter begins anew if that is not clear."""
+        """Build the values that are not tensors. If a value is ambiguous, its parameter starts without state."""
         rows = {(name, _words(key)): (key, value) for name, key, value in saved.values["state"] if name in fresh}
         unclear = {name for name, _ in self._note_differing(rows, _rows_of_params, placement)}
         found = []
@@ -363,7 +363,7 @@ class OptimizerNode:
     def _note_differing(
         self, rows: Mapping[Row, Any], rows_of: Callable[[Json], Iterable[tuple[Row, Json]]], placement: Placement
     ) -> set[Row]:
-        """If the number of ranks changed, note a problem for each value that they saved differently. Return these."""
+        """If the number of ranks changed, record a problem for each value that they saved differently. Return these."""
         if not rows or not placement.resized:
             return set()
         said: dict[Row, dict[str, list[int]]] = {}
@@ -373,7 +373,7 @@ class OptimizerNode:
                     if row in rows:
                         said.setdefault(row, {}).setdefault(_words(value), []).append(rank)
         except ODD as error:
-            raise CorruptError(f"{show(self.path)}: what a rank stored is not the state of an optimizer") from error
+            raise CorruptError(f"{show(self.path)}: a rank's stored data is not the state of an optimizer") from error
         differing = {row: words for row, words in said.items() if len(words) > 1}
         for row, words in differing.items():
             ranks = sorted(rank for each in words.values() for rank in each)
@@ -381,7 +381,7 @@ class OptimizerNode:
         return set(differing)
 
     def _usable(self, live: MutableMapping[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
-        """The settings of a group that are of the kind that they are here, or were or are None."""
+        """Return the saved settings of a group that are of the same kind here, or None on one side."""
         found = {}
         for key, value in saved.items():
             if key in IN_TURN:
@@ -390,7 +390,7 @@ class OptimizerNode:
             if len(kinds) < 2 or kinds == {"a number", "a tensor"}:
                 found[key] = value
             else:
-                placement.problem(f"{show(self.path)}: {key} is {kind_of(value)} in the checkpoint, and not here")
+                placement.problem(f"{show(self.path)}: {key} is {kind_of(value)} in the checkpoint, but not here")
         return found
 
     def _kind_of(self, value: object) -> str:
@@ -402,7 +402,7 @@ class OptimizerNode:
     def _begin_anew(
         self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
     ) -> None:
-        """What was learnt about a parameter of another shape does not fit this one: it would fail at the next step."""
+        """Drop the state of parameters whose shape has changed, because the next step would fail with it."""
         if placement.strict:
             return
         shapes = {name: tensor.spec.whole or tensor.spec.shape for (name, _), tensor in placement.saved.tensors.items()}
@@ -412,23 +412,23 @@ class OptimizerNode:
             if shape is not None and tuple(shape) != tuple(params[name][0].shape):
                 del fresh[name]
                 placement.problem(
-                    f"{show((*self.path, 'state', name))}: begins anew, as its parameter has another shape"
+                    f"{show((*self.path, 'state', name))}: starts without state, because its parameter's shape differs"
                 )
 
     def _compare_groups(self, mine: list[list[str]], theirs: list[list[str]], placement: Placement) -> None:
-        """Where several ranks saved or restore, one rank's groups hold some of the parameters of all."""
+        """Compare the parameter groups. In a multi-rank job, one rank's groups may have only some of the parameters."""
         if mine == theirs or (not placement.alone and _fit(mine, theirs)):
             return
         have, want = {n for g in mine for n in g}, {n for g in theirs for n in g}
         if placement.strict:
             odd = sorted(have ^ want if placement.alone else have - want)
-            what = f"not in both: {_first(odd)}" if odd else "other order"
-            text = f"the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; {what})"
+            difference = f"not in both: {_first(odd)}" if odd else "other order"
+            text = f"the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; {difference})"
         else:
             new = sorted(have - want)
-            begin = f"{len(new)} begin anew ({_first(new)})" if new else "in other groups"
+            start = f"{len(new)} start without state ({_first(new)})" if new else "the groups are others"
             whose = "its settings" if len(mine) <= len(theirs) else f"the settings of its first {len(theirs)} groups"
-            text = f"{len(have & want)} parameters go on, {begin}; {whose} are the checkpoint's"
+            text = f"{len(have & want)} parameters keep their state, {start}; {whose} are the checkpoint's"
         placement.problem(f"{show(self.path)}: {text}")
 
     def _target(
@@ -443,9 +443,12 @@ class OptimizerNode:
         shares: set[str],
         kind: dict[str, Json] | None,
     ) -> Tensor | None:
-        """The live tensor if there is one that fits, else a new one, where torch itself would put it. None, and a
-        problem, if it is made of several (`form`) and cannot be had. `plain`: it was saved as a plain shard next to a
-        DTensor; `shares`: the keys of those that are such here; `kind`: what was saved if it is not a plain tensor."""
+        """Return the live tensor if it fits, otherwise a new one on the device that torch would choose. Return None,
+        and record a problem, if the tensor cannot be restored.
+
+        `form`: of the saved wrapper, None for a plain tensor. `plain`: True if it was saved as a plain shard next to a
+        DTensor. `shares`: the keys of such tensors here. `kind`: the saved kind, None for a plain tensor.
+        """
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         if kind is not None and isinstance(live, Tensor) and not _is_of_kind(live, kind, param):
             live = None
@@ -467,26 +470,26 @@ class OptimizerNode:
                     placement.filled(full, entry)
                 return live
         if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
-            return param.detach()  # it was the weight itself: so SAM leaves it
+            return param.detach()  # it was the weight itself, as SAM leaves it
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
-            return None  # a problem has been noted
+            return None  # the problem is recorded
         like = None if self._lay_otherwise(full, param, placement) else local(param)
         return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=like)
 
     def _lay_otherwise(self, full: str, param: Tensor, placement: Placement) -> bool:
-        """Return True if a tensor had another memory layout than its parameter, which lies here as it did then."""
+        """Return True if a tensor had another memory layout than its parameter, whose layout is unchanged."""
         held = placement.names.get(id(param))
         own = placement.saved_order(self.own_name(param) if held is None else held.name)
         return own == (order_of(local(param)) or []) and placement.saved_order(full) not in (own, None)
 
 
 def _is_entry(key: object, value: object) -> bool:
-    """Return True for a tensor of the state that has an entry of its own. An expanded one is saved as a value."""
+    """Return True for a tensor of the state with an entry of its own. An expanded tensor is saved as a value."""
     return type(key) is str and isinstance(value, Tensor) and not dims_of_expansion(value)
 
 
 def _kind_of(value: Tensor, param: Tensor, path: Path) -> dict[str, Json]:
-    """Return what a tensor of the state is, for `_as_kind`; nothing for a plain one. StateError if it is lost."""
+    """Return the kind of a tensor, for `_as_kind`; {} for a plain one. Raise StateError if it would be lost."""
     if is_wrapped(value):
         return {}
     if type(value) is type(param) and type(value) not in PLAIN_TENSORS and not is_dtensor(value):
@@ -500,7 +503,7 @@ def _is_of_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> bool:
 
 
 def _as_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> Tensor:
-    """Return a tensor with the same memory. `like`: of the class of its parameter."""
+    """Return a tensor of this kind with the same memory. `like`: of the class of its parameter."""
     return of_kind(value.as_subclass(type(param)) if kind.get("like") else value, kind)
 
 
@@ -511,7 +514,7 @@ _DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
 
 
 def _kind_of_dict(values: dict[Any, Any], path: Path) -> str:
-    """Return which of `_DICTS` makes a dict like this one. Raises StateError if none does."""
+    """Return the entry of `_DICTS` that makes a dict like this one. Raise StateError if none does."""
     kind, make = type(values), getattr(values, "default_factory", None)
     name = f"defaultdict({getattr(make, '__name__', make)})" if kind is defaultdict else kind.__qualname__
     if name in _DICTS and type(_DICTS[name]()) is kind and getattr(_DICTS[name](), "default_factory", None) is make:
@@ -522,7 +525,7 @@ def _kind_of_dict(values: dict[Any, Any], path: Path) -> str:
     )
 
 
-Row = tuple[str, str]  # what tells a plain value of the state from the others
+Row = tuple[str, str]  # identifies a plain value of the state
 
 
 def _words(value: Json) -> str:
@@ -563,19 +566,19 @@ def inside(optimizer: Any) -> list[torch.optim.Optimizer]:
 def all_of_one_state(optimizer: Any) -> list[Any]:
     """Return the optimizer, and those inside it that have the same state."""
     found = [optimizer]
-    for outer in found:  # which grows
+    for outer in found:  # the list grows during the loop
         same = (one for one in inside(outer) if getattr(one, "state", None) is optimizer.state)
         found += [one for one in same if not any(one is known for known in found)]
     return found
 
 
 def forgotten(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Yield the optimizers inside of one that its `state_dict()` says nothing of, and what they are called there.
+    """Yield the inner optimizers that are missing from the optimizer's `state_dict()`, with the names that hold them.
 
     SAM has one in an attribute, and others have several in a list or a dict.
     """
     if isinstance(optimizer, Joint):
-        return  # its state is theirs
+        return  # its state consists of theirs
     for outer in all_of_one_state(optimizer):
         for name, inner in _held_optimizers(vars(outer)):
             if inner.state is not optimizer.state:
@@ -585,7 +588,7 @@ def forgotten(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.opt
 def _held_optimizers(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """Yield the optimizers in attributes, and in lists, tuples and dicts in them."""
     for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        part = key if type(key) in (str, int) else type(key)  # to print a tensor would wait for its device
+        part = key if type(key) in (str, int) else type(key)  # printing a tensor would wait for its device
         here = f"{name}[{part!r}]" if depth else f".{key}"
         if isinstance(one, torch.optim.Optimizer):
             yield here, one
@@ -594,7 +597,7 @@ def _held_optimizers(value: Any, name: str = "", depth: int = 0) -> Iterator[tup
 
 
 def _filled(live: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:
-    """Whether the state consists of these very tensors in these places already, and of nothing else."""
+    """Return True if the state already consists of exactly these tensors in this order."""
     if len(live) != len(wanted) or not all(a is b for a, b in zip(live, wanted, strict=True)):
         return False
     for param, values in wanted.items():
@@ -603,7 +606,7 @@ def _filled(live: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:
             continue
         if type(have) is not dict or type(values) is not dict or len(have) != len(values):
             return False
-        # In the same order. A key may be a tensor, which must not be compared.
+        # Compare in order. A key may be a tensor, which must not be compared by value.
         if list(map(hash, have)) != list(map(hash, values)):
             return False
         if any(have.get(key, _NOT_THERE) is not value for key, value in values.items()):
@@ -615,7 +618,7 @@ _NOT_THERE = object()
 
 
 def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
-    """Optimizer state lies on the ranks like the parameter it belongs to."""
+    """Return the ranks or DTensor of a parameter. Its optimizer state is distributed in the same way."""
     if is_dtensor(param):
         return param
     entry = names.get(id(param))
@@ -623,11 +626,11 @@ def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
 
 
 def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas | Tensor | None:
-    """As `_beside`. A plain tensor next to a DTensor is its shard only if it is a `share`."""
+    """Return what `_beside` returns, but a plain tensor next to a DTensor is its shard only if it is a `share`."""
     beside = _beside(param, names)
     if not is_dtensor(beside) or share or is_dtensor(value) or is_wrapped(value):
         return beside
-    return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: all have the same
+    return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: equal on all ranks
 
 
 def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
@@ -635,14 +638,14 @@ def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
 
 
 def _takes(live: Tensor, value: Tensor) -> bool:
-    """Return True if a tensor among the settings can be filled, and is of the dtype and kind that were saved."""
+    """Return True if a tensor among the settings can be filled, and has the saved dtype and kind."""
     kind = plain_kind(value)
     return live.shape == value.shape and live.dtype == value.dtype and (not kind or kind == plain_kind(live))
 
 
 @torch.no_grad()
 def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: Container[int]) -> None:
-    """`own`: the ids of the optimizer's parameters, which a setting may refer to."""
+    """Restore the settings of a group. `own`: the ids of the optimizer's parameters, to which a setting may refer."""
     for key, value in saved.items():
         live = group.get(key)
         if live is value:
@@ -650,8 +653,8 @@ def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: C
         if id(value) in own:
             group[key] = value
         elif isinstance(live, Tensor) and isinstance(value, Tensor) and _takes(live, value):
-            live.copy_(value)  # a captured graph reads this very tensor
+            live.copy_(value)  # a captured graph reads this tensor object
         elif isinstance(live, torch.device) and isinstance(value, torch.device):
-            continue  # the device of this rank, which need not be that of the rank that saved
+            continue  # keep this rank's device, which may differ from the saved one
         else:
             group[key] = value

@@ -1,6 +1,6 @@
-"""Where the tensors of a checkpoint go: matched against the live state first, filled afterwards (`state.filler`).
+"""Matches the tensors of a checkpoint with the live state, before they are filled (`state.filler`).
 
-`Placement` is built without changing anything and lists every mismatch, so that one error tells all.
+`Placement` is built without changing anything. It collects every mismatch, so that one error lists all.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # other packages may
 
 
 def comes_from_user(error: BaseException) -> bool:
-    """Return True if an error says nothing about stored bytes: resources are short, or other code than ours failed.
+    """Return True if an error does not show damaged bytes: resources are short, or code outside this library failed.
 
-    Malformed values raise errors in this library, torch, numpy or the standard library. An object of the user, or of
-    a package that the user has chosen, has a frame of its own in the traceback.
+    Malformed values raise errors in this library, torch, numpy or the standard library. An object of the user, or of a
+    package that the user has chosen, has a frame of its own in the traceback.
     """
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
         return True
     for frame, _ in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         standard = file.startswith("<frozen") or (file.startswith(_STANDARD) and "-packages" not in file)
-        compiled = file.endswith(".pyx")  # of numpy, without its path
+        compiled = file.endswith(".pyx")  # numpy's, without its path
         if not (standard or compiled or file.startswith(_LIBRARIES)):
             return True
     return False
@@ -71,8 +71,8 @@ def comes_from_user(error: BaseException) -> bool:
 
 @dataclass
 class Placement:
-    """`fills`: for every saved tensor that this rank wants, the live or new tensors that it goes to; `lying`: by the
-    numbers of shards, live tensors that are all as they were saved, and take all of it."""
+    """The matched tensors of a restore. `fills`: for every saved tensor that this rank reads, the live or new tensors
+    that take it; `lying`: live tensors that take all of a shard unchanged, by shard number."""
 
     saved: SavedState
     strict: bool
@@ -81,12 +81,12 @@ class Placement:
     fills: dict[Key, list[Target]] = field(default_factory=dict)
     lying: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    overruled: list[str] = field(default_factory=list)  # of the script's settings, known when all is finished
-    cast: dict[str, str] = field(default_factory=dict)  # where lenient: by names, the dtypes here
-    apart: set[str] = field(default_factory=set)  # replicas here, of which each rank had saved its own
+    overruled: list[str] = field(default_factory=list)  # settings of the script that are overridden
+    cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the dtype here, by name
+    apart: set[str] = field(default_factory=set)  # replicas here that each rank saved separately
     finishers: list[Callable[[], object]] = field(default_factory=list)
-    last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of saved tensors that are made of others
+    last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers, which may draw random numbers
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of saved wrapper tensors
     _keys: dict[tuple[str, int | None, bool], Key | None] = field(default_factory=dict)
     _reader: int | None = None
     _asked: dict[tuple[str, int, bool, int | None], tuple[StateEntry, Key | None]] = field(default_factory=dict)
@@ -94,29 +94,29 @@ class Placement:
     _cut: dict[tuple[str, int], tuple[StateEntry, list[LocalPiece]]] = field(default_factory=dict)
     _created: dict[Key, Tensor] = field(default_factory=dict)
     _filled: dict[Key, Tensor] = field(default_factory=dict)  # live tensors of optimizers
-    _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
-    _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # what is filled, and what such a call will fill
+    _handed: set[Key] = field(default_factory=set)  # created only for a load_state_dict, which copies them
+    _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # tensors that are filled here or by such a call
     _called: dict[Key, set[str]] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
-        """One rank saved this and one restores it: then everything must be there on both sides."""
+        """Return True if one rank saved this and one restores it. Then both sides must have the same entries."""
         return self.saved.world == self.seat.size == 1
 
     @property
     def resized(self) -> bool:
-        """Whether the number of ranks has changed."""
+        """Return True if the number of ranks has changed."""
         return self.saved.world != self.seat.size
 
     def key(self, name: str, instance: int | None = None, *, lenient: bool = True) -> Key | None:
-        """The saved tensor that a name means here; None, and a problem, if that is not clear."""
-        if self._reader is not None:  # as that rank saw it
+        """Return the saved tensor for a name on this rank. If it is ambiguous, record a problem and return None."""
+        if self._reader is not None:  # as that rank named it
             found = self.saved.resolve(name, self._reader, self.saved.world, instance, lenient=True)
             return found if isinstance(found, tuple) else None
         if (name, instance, lenient) not in self._keys:
             found = self.saved.resolve(name, self.seat.rank, self.seat.size, instance, lenient=lenient)
             if found is None:
-                raise CorruptError(f"the checkpoint refers to {name}, which it does not hold")
+                raise CorruptError(f"the checkpoint refers to {name}, which is not in it")
             if isinstance(found, Ambiguous):
                 self.problem(self.unclear(name, found.ranks))
                 found = None
@@ -124,34 +124,34 @@ class Placement:
         return self._keys[name, instance, lenient]
 
     def spec(self, name: str) -> TensorSpec:
-        """Of the saved tensor, whole."""
+        """Return the spec of a whole saved tensor."""
         key = self.key(name)
         found = key if key is not None else (name, self.saved.instances(self.saved.canonical(name, self.seat.rank))[0])
         return self.saved.tensors[found].spec
 
     def saved_order(self, name: str) -> list[int] | None:
-        """Return the order of the dimensions of a saved tensor in memory, [] if it was contiguous.
+        """Return the order of the dimensions of a saved tensor in memory, or [] if it was contiguous.
 
-        None if the checkpoint has no such tensor, or if it is not clear which one is meant.
+        Return None if the checkpoint has no such tensor, or if the name is ambiguous.
         """
         key = self.saved.resolve(name, self.seat.rank, self.seat.size, None, lenient=True)
         return self.saved.order(key, self.seat.rank) or [] if isinstance(key, tuple) else None
 
     def unclear(self, name: str, ranks: Sequence[int]) -> str:
-        """Say that ranks saved different values under one name."""
+        """Return the message for a name under which ranks saved different values."""
         return (
-            f"{name} was saved by ranks {', '.join(map(str, ranks[:8]))} with values of their own, which differ: it is "
-            f"not clear what this rank should take. {self.saved.world} ranks saved it, and {self.seat.size} restore it"
+            f"{name} has different values on ranks {', '.join(map(str, ranks[:8]))}: it is unclear which one this rank "
+            f"should restore, because {self.saved.world} ranks saved it and {self.seat.size} restore it"
         )
 
     def problem(self, text: str) -> None:
         self.problems.append(text)
 
     def finish(self, path: Path, work: Callable[[], object], *, last: bool = False) -> None:
-        """Do this when the tensors are filled.
+        """Run this after the tensors are filled.
 
-        An error of the user's own code is raised as it is: the stored bytes match their digests, so an older
-        checkpoint would not help, and its steps would be lost for good.
+        An error of the user's own code is raised unchanged. The stored bytes match their digests, so restoring an older
+        checkpoint would not help, and would lose steps.
         """
 
         def named() -> None:
@@ -162,11 +162,11 @@ class Placement:
             except Exception as error:
                 if comes_from_user(error):
                     error.add_note(
-                        f"everystep: {show(path)} raised this while it was restored. The checkpoint is intact. The "
-                        "state is partly overwritten: do not train on it, start again"
+                        f"everystep: {show(path)} raised this error during its restore. The checkpoint is intact. The "
+                        "state is partly overwritten: do not continue training with it. Restart the process"
                     )
                     raise
-                raise CorruptError(f"{show(path)} does not take what was saved of it: {error!r}") from error
+                raise CorruptError(f"{show(path)} cannot load its saved state: {error!r}") from error
 
         (self.last if last else self.finishers).append(named)
 
@@ -175,23 +175,23 @@ class Placement:
         return key is not None and self._form(entry) == (self.saved.tensors[key].spec.shape, self.spec(name).dtype)
 
     def _form(self, entry: StateEntry) -> tuple[tuple[int, ...], str | None]:
-        """The shape of the whole tensor, and the dtype."""
+        """Return the shape of the whole tensor, and the dtype."""
         here = self._pieces(entry)
         alike: Any = entry.alike
-        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # perhaps an empty share
+        of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # the share may be empty
         whole = tuple(alike.shape if of_more else entry.tensor.shape)
         shape = here[0].holding.full if here else whole
         return shape, DTYPE_NAME.get(entry.tensor.dtype)
 
     def _pieces(self, entry: StateEntry) -> list[LocalPiece]:
-        """Of a live tensor, worked out once. None of one whose dtype cannot be saved."""
+        """Return the pieces of a live tensor, cached. Return [] if its dtype cannot be saved."""
         key = entry.name, id(entry.tensor)  # kept alive by the entry
         if key not in self._cut:
             self._cut[key] = entry, pieces(entry, self.seat) if DTYPE_NAME.get(entry.tensor.dtype) else []
         return self._cut[key][1]
 
     def compare(self, path: Path, saved: Iterable[str], live: Mapping[str, StateEntry]) -> list[str]:
-        """Note every difference; the names that can be filled."""
+        """Record every difference, and return the names that can be filled."""
         names = set(saved)
         for name in sorted(live.keys() - names):
             self.problem(f"{name} is not in the checkpoint")
@@ -215,7 +215,7 @@ class Placement:
 
     def _key_for(self, name: str, entry: StateEntry) -> Key | None:
         asked = name, id(entry.tensor), entry.guarded, self._reader
-        if asked not in self._asked:  # several times of each tensor
+        if asked not in self._asked:  # asked several times for each tensor
             self._asked[asked] = entry, self._look_up(name, entry)
         return self._asked[asked][1]
 
@@ -227,21 +227,21 @@ class Placement:
             return self.key(name, instance, lenient=not entry.guarded)
         key = self.key(name, None, lenient=not entry.guarded)
         if key is not None and key[1] != GLOBAL and not self.saved.identical(key[0]):
-            self.apart.add(entry.name)  # replicas that had drifted: each rank goes on with its own
+            self.apart.add(entry.name)  # replicas that differed: each rank keeps its own
         return key
 
     def filled(self, name: str, entry: StateEntry) -> None:
-        """Have the values of this optimizer refer to a live tensor by other names of the same saved one, too."""
+        """Make values of this optimizer that refer to the same saved tensor by other names use this live tensor too."""
         if (key := self._key_for(name, entry)) is not None:
             self._filled.setdefault(key, entry.tensor)
 
     def were_one(self, name: str, other: str) -> bool:
-        """Whether two names were one tensor when they were saved."""
+        """Return True if two names were the same tensor when they were saved."""
         rank = self.seat.rank
         return self.saved.canonical(name, rank) == self.saved.canonical(other, rank)
 
     def fill(self, name: str, entry: StateEntry) -> None:
-        """Fill what this rank has of a tensor."""
+        """Fill this rank's part of a tensor."""
         key = self._key_for(name, entry)
         if key is None:
             return
@@ -250,19 +250,19 @@ class Placement:
             self.fills.setdefault(key, []).append(Target(piece.tensor, (piece.holding.offsets, piece.holding.sizes)))
 
     def watch(self, name: str, entry: StateEntry) -> None:
-        """The user's own code will fill this tensor: only what it shares memory with matters here."""
+        """Record a tensor that the user's own code will fill, to check which memory it shares."""
         key = self._key_for(name, entry)
-        if key is not None and not isinstance(entry.alike, Division):  # divided memory is told by what it is called
+        if key is not None and not isinstance(entry.alike, Division):  # such tensors are identified by name
             self._live.setdefault(key, []).append(local(entry.tensor))
             self._called.setdefault(key, set()).add(name)
 
     def key_to_create(
         self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False, plain: bool = False
     ) -> Key | None:
-        """Return the saved tensor for one that must be created, by the rules for a live tensor in its place.
+        """Return the saved tensor for one that must be created, by the rules for a live tensor in its position.
 
-        Return None, and note a problem, if it is not clear which one is meant. `guarded`: as in `StateEntry`. `plain`:
-        as in `create`.
+        Return None, and record a problem, if the name is ambiguous. `guarded`: as in `StateEntry`. `plain`: as in
+        `create`.
         """
         if self._reader is not None:
             return self.key(name)
@@ -277,7 +277,7 @@ class Placement:
         return self._to_create[asked][1]
 
     def _becomes(self, name: str, spec: TensorSpec, beside: Replicas | Tensor | None, plain: bool) -> Tensor | None:
-        """Return what optimizer state next to a DTensor becomes like: it, its shard if `plain`, or None for neither."""
+        """Return the model for state next to a DTensor: the DTensor, its shard if `plain`, or None for neither."""
         if not isinstance(beside, Tensor) or not is_dtensor(beside):
             return None
         if tuple(beside.shape) != spec.shape or name.endswith(".step"):
@@ -299,14 +299,14 @@ class Placement:
         guarded: as in `StateEntry`.
         plain: state of a DTensor becomes a plain tensor like its local shard.
         like: a tensor whose memory layout the new one gets if both have the same shape. Otherwise the new one gets the
-            layout that was saved.
+            saved layout.
         """
         key = self.key_to_create(name, beside, guarded=guarded, plain=plain)
         spec = self.spec(name)
         if key is None:
-            if not self.strict:  # nobody would look at the problem, and there are no values to hand out
-                raise MismatchError(f"it is not clear whose {name} this rank should take")
-            return empty(spec, device)  # a problem has been noted
+            if not self.strict:  # the problem would not be raised, and there are no values to return
+                raise MismatchError(f"{name} differs between ranks: it is unclear which one to restore here")
+            return empty(spec, device)  # the problem is recorded
         if key not in self._created:
             if (parent := self._becomes(name, spec, beside, plain)) is not None:
                 made = torch.empty_like(parent, dtype=TORCH_DTYPE[spec.dtype], requires_grad=False)
@@ -331,18 +331,19 @@ class Placement:
         guarded: bool | Container[str] = False,
         objects: ObjectDecoder | None = None,
     ) -> Callable[[], Any]:
-        """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones.
+        """Return a function that builds plain values after the tensors in them are filled. They go into `live` tensors,
+        or new ones.
 
-        `like`: live tensors that the new ones will be copied into; a DTensor gets a DTensor. `rank`: that saved these
-        values, if they are not those that this rank takes. `guarded`: the tensors belong to an optimizer, so different
-        values of the ranks are a problem when the number of ranks has changed; or the names of these. `objects`:
-        restores objects among them.
+        `like`: live tensors that the new ones will be copied into; for a DTensor a DTensor is created. `rank`: the rank
+        that saved these values, default: the rank whose values this one restores. `guarded`: True if the tensors belong
+        to an optimizer, or their names. Different values on the ranks are then a problem if the number of ranks has
+        changed. `objects`: restores objects among them.
         """
 
         def check(reference: Json) -> object:
             return None if objects is not None and reference["$"] in OBJECT_TAGS else self._check(reference)
 
-        decode(values, check)  # whatever is wrong with them is said before anything is changed
+        decode(values, check)  # raises errors before anything is changed
         if objects is not None:
             for problem in objects.check(values):
                 self.problem(problem)
@@ -377,7 +378,7 @@ class Placement:
     def _filled_wrappers(
         self, forms: list[WrapperForm], live: Mapping[str, StateEntry] | None
     ) -> tuple[dict[str, Tensor], Mapping[str, StateEntry] | None]:
-        """Those that live and are filled in place, by name; and `live` without what lies in those that are not."""
+        """Return the live wrappers that are filled in place, by name, and `live` without the tensors of all others."""
         filled, others = dict[str, Tensor](), dict(live or {})
         wholes = {entry.owner.name: entry.owner for entry in others.values()}
         for form in forms:
@@ -391,8 +392,8 @@ class Placement:
         return filled, None if live is None else others
 
     def parts_that_fit(self, form: WrapperForm | None, live: StateEntry) -> list[StateEntry] | None:
-        """What a live wrapper is made of, if all of it can be filled; None, and a problem, if not. `form`: what was
-        saved, None for a plain tensor."""
+        """Return the tensors of a live wrapper if all of it can be filled. Otherwise return None, and record a problem.
+        `form`: of the saved wrapper, or None for a plain tensor."""
         parts, here = take_apart(live)
         if problem := differs(form, here, live.name):
             self.problem(problem)
@@ -401,11 +402,11 @@ class Placement:
         return parts if fit else None
 
     def _wrapper(self, form: WrapperForm, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """One around new tensors. None, and a problem, if that cannot be; an error where problems are passed over, for
-        then there is nothing else to hand out."""
+        """Build a wrapper around new tensors. If that is impossible, return None and record a problem, or raise with
+        strict=False, because there is no other value to return."""
         try:
             if form.whole is not None:
-                raise MismatchError(f"{form.name} was a rank's share of a DTensor, and can only be filled in place")
+                raise MismatchError(f"{form.name} was a rank's share of a DTensor and can only be filled in place")
             return remake(form, tensors)
         except MismatchError as error:
             if not self.strict:
@@ -414,8 +415,8 @@ class Placement:
             return None
 
     def _check(self, reference: Json) -> object:
-        """CorruptError or ValueError unless it is one of a constant, a tensor, or an array of as many bytes as are
-        stored."""
+        """Check a reference. Raise CorruptError or ValueError unless it is a constant, a tensor, or an array with the
+        number of bytes that are stored."""
         if reference["$"] == "wrapper":
             WrapperForm.from_json(reference)
             return None
@@ -457,12 +458,12 @@ class Placement:
         return tensors
 
     def check(self) -> None:
-        """MismatchError that lists every problem, unless told to be lenient."""
+        """Raise MismatchError listing every problem, unless strict is False."""
         if self.problems and self.strict:
             raise mismatch(self.problems)
 
     def check_sharing(self) -> None:
-        """Tied weights must be tied on both sides: silently untying them would change the training."""
+        """Check that tied weights are tied on both sides. Untying them silently would change the training."""
         owners: dict[Any, Key] = {}
         for key, tensors in self._live.items():
             handed = self._created.get(key) if key in self._handed else None
@@ -471,11 +472,11 @@ class Placement:
             if len(memories) > 1:
                 aliases = (a for view in self.saved.views for a, n in view.aliases.items() if n == key[0])
                 names = dict.fromkeys([key[0], *aliases])
-                self.problem(f"{' and '.join(names)} were one tensor when they were saved, and are not here")
+                self.problem(f"{' and '.join(names)} were one tensor when they were saved, but are not here")
             for memory in memories:
                 other = owners.setdefault(memory, key)
                 if not self.saved.same(other, key):
-                    self.problem(f"{other[0]} and {key[0]} are one tensor here, and were not when they were saved")
+                    self.problem(f"{other[0]} and {key[0]} are one tensor here, but were not when they were saved")
 
 
 def mismatch(problems: list[str]) -> MismatchError:
@@ -483,23 +484,23 @@ def mismatch(problems: list[str]) -> MismatchError:
     more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
     return MismatchError(
         f"the checkpoint does not fit this state, so nothing was changed:\n  {shown}{more}\n"
-        "Make the state as it was, or pass strict=False, to restore() or to a trainer's callback, to take what fits "
-        "and cast what has another dtype"
+        "Change the state to match, or pass strict=False to restore() or to a trainer's callback to restore the "
+        "entries that match and cast other dtypes"
     )
 
 
 def references(values: Json) -> list[str]:
-    """The names of all tensors that plain values refer to."""
+    """Return the names of all tensors that plain values refer to."""
     return [str(one.get("name")) for one in _tagged(values, ("tensor", "ndarray"))]
 
 
 def forms_in(values: Json) -> list[WrapperForm]:
-    """Of all wrappers that plain values refer to."""
+    """Return the forms of all wrappers that plain values refer to."""
     return [WrapperForm.from_json(one) for one in _tagged(values, ("wrapper",))]
 
 
 def _tagged(values: Json, tags: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """All references of these kinds, not those inside of them."""
+    """Yield all references of these kinds, but not references inside them."""
     pending = [values]
     while pending:
         value = pending.pop()

@@ -1,6 +1,6 @@
-"""Where the tensors of saved wrappers go: into one that lives, if it is of the same form, or into one made anew.
+"""Restores wrapper tensors: into a live one of the same form, or into a new one.
 
-All of a wrapper is restored or nothing of it: codes are worth nothing without their scales.
+A wrapper is restored completely or not at all: codes are useless without their scales.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from ckpt.core.state.tensors import empty
 from ckpt.core.state.wrappers import WrapperForm, cut_otherwise, differs, remake, take_apart
 from ckpt.errors import CorruptError, MismatchError
 
-FACT = "wrappers"  # among the facts of a module or an optimizer: the forms of what it has
+FACT = "wrappers"  # a fact of a module or optimizer: the forms of its wrappers
 
 
 def facts_of(forms: Collection[WrapperForm]) -> dict[str, Json]:
-    """Nothing, for most: their layouts are what they were before there were any."""
+    """Return the forms as a fact, or nothing if there are none."""
     return {FACT: [form.to_json() for form in forms]} if forms else {}
 
 
 def forms_of(facts: Mapping[str, Any]) -> dict[str, WrapperForm]:
-    """By name. CorruptError if that is not what the facts say."""
+    """Return the forms by name. Raise CorruptError if the fact is not a list of forms."""
     rows = facts.get(FACT, [])
     if type(rows) is not list:
-        raise CorruptError("what is stored of tensors that are made of others is not a list")
+        raise CorruptError("the stored forms of wrapper tensors are not a list")
     return {form.name: form for form in map(WrapperForm.from_json, rows)}
 
 
 def matching(
     names: list[str], own: Mapping[str, StateEntry], facts: Mapping[str, Any], saved: Collection[str], to: Placement
 ) -> list[str]:
-    """Those of `names` that can be filled, given that wrappers are filled as a whole. `own`: the live entries by name;
-    `facts`, `saved`: of the checkpoint, and the names there. What does not fit is noted as a problem."""
+    """Return those of `names` that can be filled. A wrapper is filled completely or not at all. Problems are recorded.
+    `own`: the live entries by name. `facts`, `saved`: of the checkpoint, and its names."""
     theirs, mine = forms_of(facts), dict[str, WrapperForm]()
     whole = {entry.owner.name: entry.owner for entry in own.values() if entry.part_of is not None}
     for name, owner in whole.items():
@@ -59,7 +59,7 @@ def matching(
 
 
 class MomentPlaces:
-    """Where wrappers in the state of an optimizer go. `device_of`: where a new tensor belongs, by its name."""
+    """Finds or creates the wrappers in the state of an optimizer. `device_of`: the device of a new tensor, by name."""
 
     def __init__(self, placement: Placement, device_of: Callable[[str], torch.device]) -> None:
         self._placement, self._device_of = placement, device_of
@@ -67,8 +67,8 @@ class MomentPlaces:
     def find(
         self, form: WrapperForm | None, name: str, live: object, beside: Replicas | Tensor | None
     ) -> Tensor | None:
-        """The live one, or a new one like what was saved. None, and a problem, if neither goes. `form`: None if a plain
-        tensor was saved, and a wrapper lives."""
+        """Return the live wrapper, or a new one like the saved one. Return None, and record a problem, if neither is
+        possible. `form`: None if a plain tensor was saved and the live one is a wrapper."""
         try:
             if form is None or isinstance(live, Tensor):
                 assert isinstance(live, Tensor)
@@ -91,12 +91,14 @@ class MomentPlaces:
             raise MismatchError(cut_otherwise(form))
         ranks = beside if isinstance(beside, Replicas) else None
         if any(placement.key_to_create(name, beside if cut else ranks, guarded=True) is None for name in form.names):
-            return None  # a problem has been noted
+            return None  # the problem is recorded
         if form.whole is None:
             parts = {n: placement.create(n, self._device_of(n), ranks, guarded=True) for n in form.names}
             return remake(form, parts)
         if not sharded or tuple(beside.shape) != form.whole:
-            raise MismatchError(f"{form.name} was a rank's share of a DTensor of {list(form.whole)}, as is none here")
+            raise MismatchError(
+                f"{form.name} was a rank's share of a DTensor of shape {list(form.whole)}, and here is none"
+            )
         size = tuple(local(beside).shape) if cut else form.size
         tensors = {
             n: self._share(n, beside) if cut else placement.create(n, self._device_of(n), guarded=True)
@@ -107,12 +109,12 @@ class MomentPlaces:
         found = type(beside).from_local(
             made, mesh, placements, run_check=False, shape=beside.shape, stride=beside.stride()
         )
-        found._local_tensor = made  # a view of it is around, which not every class can make
+        found._local_tensor = made  # from_local() made a view of it, which not every class supports
         assert isinstance(found, Tensor)
         return found
 
     def _share(self, name: str, beside: Any) -> Tensor:
-        """New memory for this rank's share of a tensor, which lies as `beside` does."""
+        """Create memory for this rank's share of a tensor that is sharded like `beside`."""
         spec = replace(self._placement.spec(name), shape=tuple(local(beside).shape))
         made = empty(spec, self._device_of(name), like=local(beside))
         self._placement.fill(name, StateEntry(name, made, True, beside))

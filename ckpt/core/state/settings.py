@@ -1,15 +1,15 @@
-"""What a script says of its optimizers, so that it is heard when a checkpoint overrules it."""
+"""The settings of optimizers and schedulers, compared to report which ones a checkpoint overrides."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-Settings = list[dict[str, Any]]  # of each group, in their order
+Settings = list[dict[str, Any]]  # of each group, in order
 
 
 def settings_of(optimizer: Any) -> Settings:
-    """The numbers that its groups were made with, as JSON has them. A learning rate: as it is before a schedule."""
+    """Return the numeric settings of each group, as JSON has them, with the learning rate before any schedule."""
     found = []
     for group in optimizer.param_groups:
         several = {k: list(v) if type(v) is tuple else v for k, v in group.items()}
@@ -24,8 +24,8 @@ def _is_number(value: object) -> bool:
 
 
 def overruled(then: Settings, now: Settings, in_effect: Settings) -> str:
-    """What the script says otherwise now than when the run began, and is not `in_effect` after a restore, since the
-    checkpoint's settings count; "" if nothing."""
+    """Return the settings that the script has changed since the run began, but that are not `in_effect` after a
+    restore, because the checkpoint overrides them. Return "" if there are none."""
     differ: dict[str, list[str]] = {}
     for number, (old, new, real) in enumerate(zip(then, now, in_effect, strict=False)):
         for name in sorted(old.keys() & new.keys() & real.keys()):
@@ -41,11 +41,11 @@ PROGRESS = {
     "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_step_count", "_last_lr",
     "_get_lr_called_within_step", "_is_initial",
 }  # fmt: skip
-"""What a scheduler's state_dict() has that changes during the training."""
+"""The keys of a scheduler's state_dict() that change during training."""
 
 
 def scheduler_settings(scheduler: Any) -> dict[str, Any]:
-    """Return the numbers that a scheduler was made with, by name, those of schedulers inside it too."""
+    """Return a scheduler's numeric settings by name, including those of schedulers inside it."""
     found: dict[str, Any] = {}
 
     def collect(start: str, values: Any) -> None:
@@ -60,7 +60,7 @@ def scheduler_settings(scheduler: Any) -> dict[str, Any]:
 
     try:
         collect("", scheduler.state_dict())
-    except Exception:  # the code of others; a save will say what is wrong with it
+    except Exception:  # user code; the next save raises the error
         return {}
     return found
 

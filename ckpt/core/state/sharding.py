@@ -1,7 +1,7 @@
-"""How a live tensor lies on the ranks: shards of a DTensor, replicas of data parallel training, or a rank's own.
+"""Describes how ranks share a live tensor: as shards of a DTensor, as replicas, or as a tensor of a single rank.
 
-Everything is read off the tensors and their meshes; nothing is asked of other ranks. Whose own values a rank takes
-back is in `ckpt.core.format.saved_state`.
+All facts come from the tensors and their meshes, without communication. `ckpt.core.format.saved_state` decides which
+rank's own values a rank restores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt.errors import StateError
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The ranks that hold a plain tensor alike. `first_only`: the first one's counts, as with broadcast buffers."""
+    """The ranks with identical copies of a plain tensor. `first_only`: only the first counts (broadcast buffers)."""
 
     ranks: tuple[int, ...]
     first_only: bool = False
@@ -32,8 +32,9 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """How the user has divided one tensor: its shape, boxes of it in this rank's memory with their offsets, and the
-    ranks that hold the same. `ranks`: that hold the whole together; None: all."""
+    """The user's description of one sharded tensor: its shape, and boxes of it in this rank's memory, each with its
+    offsets and the ranks that have the same box. `ranks`: the ranks that hold the whole tensor together, default:
+    all."""
 
     shape: Dims
     boxes: tuple[tuple[Tensor, Dims, tuple[int, ...] | None], ...]
@@ -42,12 +43,12 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """`guarded`: changes only inside optimizer steps, so its copy may overlap the next forward and backward.
+    """One tensor of the state.
 
-    `alike`: which ranks hold the same, or the DTensor whose optimizer state it is, or a division that the user has
-    named; None: this rank's own.
-    `of`: the parameter whose optimizer state it is. `part_of`: what it is one tensor of, where that is made of several
-    (`ckpt.core.state.wrappers`), and all that is `around` it there.
+    `guarded`: it changes only inside optimizer steps, so its copy may overlap the next forward and backward. `alike`:
+    the ranks with the same tensor, or the DTensor whose optimizer state it is, or a sharding that the user has
+    described; None: it belongs to this rank alone. `of`: the parameter whose optimizer state it is. `part_of`: the
+    wrapper tensor (`ckpt.core.state.wrappers`) that contains it, with all wrappers `around` it.
     """
 
     name: str
@@ -60,40 +61,40 @@ class StateEntry:
 
     @property
     def owner(self) -> StateEntry:
-        """What optimizers and modules know it by."""
+        """The entry by which optimizers and modules know it."""
         return self.part_of or self
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """A piece of a tensor in this rank's memory, and what it is a piece of."""
+    """A piece of a tensor in this rank's memory, with its position in the tensor."""
 
     holding: Holding
     tensor: Tensor
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether this is a DTensor; asking does not import what nobody uses."""
+    """Return True for a DTensor. This check does not import `torch.distributed.tensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The memory that this rank has of a tensor."""
+    """Return this rank's memory of a tensor: the local shard of a DTensor, otherwise the tensor."""
     found: Any = tensor
     return found._local_tensor if is_dtensor(tensor) else tensor  # to_local() would take part in autograd
 
 
 def storage_of(tensor: Any) -> int:
-    """Where the memory lies that a tensor is a part of; 0 if it has none, or nobody can tell."""
+    """Return the address of a tensor's storage, or 0 if it has none."""
     try:
         return int(local(tensor).untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError):  # a wrapper around others, say
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError):  # for example a wrapper subclass
         return 0
 
 
 def pieces(entry: StateEntry, seat: Seat) -> list[LocalPiece]:
-    """What this rank has of a tensor."""
+    """Return this rank's pieces of a tensor."""
     name, tensor, alike = entry.name, entry.tensor, entry.alike
     if isinstance(alike, Division):
         return _of_division(entry, alike, seat)
@@ -119,17 +120,17 @@ def _instance(ranks: tuple[int, ...], seat: Seat) -> int:
 
 
 def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[LocalPiece]:
-    """Optimizer state of a DTensor that is itself a plain tensor."""
+    """Return this rank's piece of a plain tensor that is optimizer state of a DTensor."""
     ranks = members(param)
     if is_plain_share(tensor, param) and not tensor.numel() == param.numel() == 1:
         return _of_dtensor(name, param, seat, instead=tensor)
-    if tensor.numel() == 1:  # a step count: every rank of the mesh has the same
+    if tensor.numel() == 1:  # a step count: it is equal on all ranks of the mesh
         return [_whole(name, tensor, ranks, _instance(ranks, seat))]
     return [_whole(name, tensor, (seat.rank,), _instance((seat.rank,), seat))]
 
 
 def is_plain_share(tensor: Tensor, beside: object) -> bool:
-    """Return True for a plain tensor of the shape of a DTensor's local shard, as TransformerEngine keeps moments."""
+    """Return True for a plain tensor with the shape of a DTensor's shard, as TransformerEngine keeps moments."""
     if not is_dtensor(beside) or is_dtensor(tensor):
         return False
     mine: Any = beside
@@ -139,16 +140,18 @@ def is_plain_share(tensor: Tensor, beside: object) -> bool:
 def _of_division(entry: StateEntry, division: Division, seat: Seat) -> list[LocalPiece]:
     together = division.ranks or tuple(range(seat.size))
     if not {seat.rank, *together} <= set(range(seat.size)) or seat.rank not in together:
-        raise StateError(f"{entry.name}: is held by ranks {list(together)}, it says, and this is rank {seat.rank}")
+        raise StateError(
+            f"{entry.name}: ranks={list(together)} must be ranks of this job and include this rank, {seat.rank}"
+        )
     found, full = [], division.shape
     for view, offsets, replicas in division.boxes:
         ranks = (seat.rank,) if replicas is None else tuple(sorted(replicas))
         if seat.rank not in ranks or not set(ranks) <= set(together) or len(set(ranks)) < len(ranks):
             raise StateError(
-                f"{entry.name}: replicas={list(ranks)} must be ranks of {list(together)}, each once, with this one, "
-                f"{seat.rank}, among them"
+                f"{entry.name}: replicas={list(ranks)} must be ranks of {list(together)} without repetition, "
+                f"and include this rank, {seat.rank}"
             )
-        if 0 in full:  # nothing at all is still a tensor, which the first of all names
+        if 0 in full:  # an empty tensor is still saved, once for all these ranks
             ranks = together
         dtype, on_device = DTYPE_NAME[view.dtype], view.device.type != "cpu"
         sizes, instance = tuple(view.shape), _instance(together, seat)
@@ -163,15 +166,13 @@ def members(tensor: Any) -> tuple[int, ...]:
 
 @lru_cache(64)
 def _ranks(mesh: Any) -> tuple[int, ...]:
-    """All of a mesh, ascending."""
+    """Return the ranks of a mesh, ascending."""
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 class _Cutting(NamedTuple):
-    """What a placement says. Torch holds a strided shard equal to a plain one, so placements are no key by themselves.
-
-    `dim` None: it does not cut.
-    """
+    """How a placement shards. Torch considers a strided shard equal to a plain one, so a placement alone is not a cache
+    key. `dim` is None if it does not shard."""
 
     dim: int | None
     split_factor: int
@@ -182,7 +183,7 @@ def _cuttings(placements: Any) -> tuple[_Cutting, ...]:
 
 
 def share_of(tensor: Any) -> tuple[Dims, ...]:
-    """Which indices of every dimension of a DTensor this rank has: a start and a length, and so on."""
+    """Return this rank's indices of every dimension of a DTensor, as start, length, start, length and so on."""
     mesh = tensor.device_mesh
     if (coordinate := mesh.get_coordinate()) is None:
         return ()
@@ -194,17 +195,17 @@ def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = Non
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return []  # this rank has no part in it
+        return []  # this rank is not in the mesh
     if any(p.is_partial() for p in placements):
-        raise StateError(f"{name}: is a sum that has not been reduced yet ({placements}): redistribute it first")
+        raise StateError(f"{name}: has partial sums ({placements}): call redistribute() before saving it")
     mine = tensor._local_tensor if instead is None else instead
     full = tuple(tensor.shape)
     sizes, boxes, replicas = _lie(full, mesh, tuple(coordinate), _cuttings(placements))
     if sizes != tuple(mine.shape):
-        raise StateError(f"{name}: the local shape {tuple(mine.shape)} is not what {placements} on {mesh} says")
+        raise StateError(f"{name}: the local shape {tuple(mine.shape)} does not match {placements} on {mesh}")
     dtype, on_device = DTYPE_NAME[mine.dtype], mine.device.type != "cpu"
     instance = _instance(members(tensor), seat)
-    if not boxes and 0 in full:  # nothing at all is still a tensor
+    if not boxes and 0 in full:  # an empty tensor is still saved
         empty = Holding(name, dtype, full, (0,) * len(full), full, replicas, instance, on_device)
         return [LocalPiece(empty, mine.new_empty(full))]
     return [
@@ -217,8 +218,9 @@ def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = Non
 def _lie(
     full: Dims, mesh: Any, coordinate: Dims, cuttings: tuple[_Cutting, ...]
 ) -> tuple[Dims, tuple[tuple[Box, Dims], ...], tuple[int, ...]]:
-    """How tensors of one shape lie at one place of a mesh: the local shape, the boxes with their offsets in the local
-    tensor, and the ranks that hold the same. Thousands of tensors ask the same of a mesh of thousands of ranks."""
+    """Return the local shape, the boxes with their offsets in the local tensor, and the ranks with the same boxes, for
+    tensors of one shape at one mesh coordinate. Cached, because thousands of tensors share a mesh of thousands of
+    ranks."""
     runs = indices(full, tuple(mesh.mesh.shape), coordinate, cuttings)
     place = tuple(at if c.dim is not None else slice(None) for at, c in zip(coordinate, cuttings, strict=True))
     replicas = tuple(sorted(mesh.mesh[place].flatten().tolist()))
@@ -226,12 +228,12 @@ def _lie(
 
 
 def slices(box: tuple[Dims, Dims]) -> tuple[slice, ...]:
-    """A box as an index."""
+    """Return a box as an index."""
     return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
 def indices(shape: Dims, mesh: Dims, coordinate: Any, placements: Any) -> list[list[tuple[int, int]]]:
-    """Which indices of every dimension the rank at `coordinate` of a mesh has, as runs. Cut like `torch.chunk`."""
+    """Return the indices of every dimension at `coordinate` of a mesh, as runs, sharded like `torch.chunk`."""
     runs = [[(0, n)] for n in shape]
     for dim in range(len(shape)):
         for i, groups in _cutting_order(dim, mesh, placements):
@@ -246,11 +248,12 @@ def indices(shape: Dims, mesh: Dims, coordinate: Any, placements: Any) -> list[l
 
 
 def _cutting_order(dim: int, mesh: Dims, placements: Any) -> list[tuple[int, int]]:
-    """The mesh dimensions that cut a dimension, one after the other: (which, into how many groups first).
+    """Return the mesh dimensions that shard a tensor dimension, in order, as (mesh dimension, number of groups to form
+    first).
 
-    They cut from left to right. A strided shard comes later than its place says: after those to its right that make
-    `split_factor` pieces. So FSDP over tensor parallelism is written down, and this is exact for uneven sizes as well.
-    Where no order gives that factor, each group is cut for itself.
+    They shard from left to right. A strided shard comes later than its position: after those to its right whose sizes
+    multiply to `split_factor`. PyTorch describes FSDP over tensor parallelism this way, and this order is exact for
+    uneven sizes too. If no order gives that factor, each group is sharded separately.
     """
     cutting = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
     factors = {i: getattr(placements[i], "split_factor", 1) for i in cutting}
@@ -265,7 +268,7 @@ def _cutting_order(dim: int, mesh: Dims, placements: Any) -> list[tuple[int, int
 
 # -- wrappers around modules --
 
-_LAZY_WRAPPERS = (  # defining module, class, attribute of the wrapped module; looked up only if imported already
+_LAZY_WRAPPERS = (  # defining module, class, attribute of the wrapped module; used only if already imported
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
@@ -276,7 +279,7 @@ _LAZY_WRAPPERS = (  # defining module, class, attribute of the wrapped module; l
 
 
 class NamedModule(NamedTuple):
-    """`name`: without the parts that wrappers add; `raw_name`: as `nn.Module.named_modules()` has it."""
+    """A module with two names. `name`: without wrappers; `raw_name`: from `nn.Module.named_modules()`."""
 
     name: str
     raw_name: str
@@ -298,7 +301,7 @@ def wrapped_attribute(module: nn.Module) -> str | None:
 
 
 def named_modules(module: nn.Module, name: str = "", raw_name: str = "") -> Iterator[NamedModule]:
-    """Yield a module and all modules in it, shared ones repeatedly. Wrapped and plain modules get the same names."""
+    """Yield a module and all modules in it, shared ones repeatedly. Wrappers do not change the names."""
     yield NamedModule(name, raw_name, module)
     wrapped = wrapped_attribute(module)
     for key, child in module._modules.items():
@@ -325,9 +328,9 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_key(module: nn.Module, key: str) -> str:
-    """Return a key of `module.state_dict()` as `named_modules` would name the tensor, unchanged if there is none.
+    """Return a key of `module.state_dict()` as the name that `named_modules` gives it, or unchanged if there is none.
 
-    A wrapper around `module` may hand out the state_dict() of one of its children, as Lightning Fabric's does.
+    A wrapper around `module` may return the state_dict() of a child, as Lightning Fabric's does.
     """
     return next((found for one in (module, *module.children()) if (found := _resolved(one, key)) is not None), key)
 
@@ -337,7 +340,7 @@ def _resolved(module: nn.Module, key: str) -> str | None:
     found: list[str] = []
     for i, part in enumerate((*path, last)):
         while (wrapped := wrapped_attribute(module)) is not None and part != wrapped and not _has(module, part):
-            inner = module._modules[wrapped]  # checkpoint wrappers leave their part out of state_dict()
+            inner = module._modules[wrapped]  # checkpoint wrappers remove their own name from state_dict() keys
             assert inner is not None
             module = inner
         if i == len(path):
@@ -360,15 +363,15 @@ def _joined(prefix: str, key: str) -> str:
 
 
 class ModulePart(nn.Module):
-    """Some parameters and buffers of a module, under the names that they have there: all that is saved of it."""
+    """Some parameters and buffers of a module, under the names that they have there. Only they are saved."""
 
     def __init__(self, whole: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        object.__setattr__(self, "_ckpt_whole", whole)  # not a child: nothing else of it belongs to the state
+        object.__setattr__(self, "_ckpt_whole", whole)  # not a child, so that the rest of the module is not saved
         self.put(tensors)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Save these tensors, and nothing else."""
+        """Save exactly these tensors."""
         for own in (self._modules, self._parameters, self._buffers):
             own.clear()
         for name, tensor in tensors.items():
@@ -385,7 +388,7 @@ class ModulePart(nn.Module):
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers of torch around it."""
+    """Return the module inside all torch wrappers around it."""
     while (wrapped := wrapped_attribute(module)) is not None:
         inner = module._modules[wrapped]
         assert inner is not None
@@ -394,7 +397,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def replicated_by_ddp(module: nn.Module) -> dict[int, Replicas]:
-    """Return the ranks on which DDP keeps a parameter or buffer equal, by the tensor's id, by DDP's own rules."""
+    """Return the ranks on which DDP keeps each parameter or buffer equal, by the tensor's id, following DDP's rules."""
     if isinstance(module, ModulePart):
         module = vars(module)["_ckpt_whole"]
     found: dict[int, Replicas] = {}
@@ -412,23 +415,23 @@ def replicated_by_ddp(module: nn.Module) -> dict[int, Replicas]:
                     continue
                 if key in each._parameters:
                     found[id(tensor)] = replicas
-                elif ddp.broadcast_buffers:  # before each forward; without that, each rank's buffers are its own
+                elif ddp.broadcast_buffers:  # before each forward; otherwise each rank has its own buffers
                     found[id(tensor)] = Replicas(replicas.ranks, first_only=True)
     return found
 
 
 def replicas_of(ddp: nn.parallel.DistributedDataParallel) -> Replicas | None:
-    """The ranks among which DDP keeps parameters alike."""
+    """Return the ranks among which DDP keeps parameters equal, or None if they are not ranks of this job."""
     import torch.distributed as dist
 
     try:
         return Replicas(tuple(sorted(dist.get_process_group_ranks(ddp.process_group))))
-    except KeyError:  # not a group of torch's: torchft's are between jobs, of which each saves what it has
+    except KeyError:  # a torchft group connects jobs, and each job saves its own state
         return None
 
 
 def reshard(module: nn.Module) -> None:
-    """Have FSDP free the whole parameters that an evaluation left behind, so that the shards are in place again."""
+    """Have FSDP free the full parameters that an evaluation left behind, so that the shards are active again."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and hasattr(fsdp, "FSDPModule"):
         for part in module.modules():
@@ -437,26 +440,26 @@ def reshard(module: nn.Module) -> None:
 
 
 def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
-    """What to do instead, if this divides its state among ranks in a way that cannot be read off its tensors."""
+    """Return the alternative to a class that shards its state invisibly. Return None for all others."""
     fsdp, optim = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.optim")
     flat = getattr(fsdp, "FullyShardedDataParallel", None)
     zero = getattr(optim, "ZeroRedundancyOptimizer", None)
     if flat is not None and isinstance(value, nn.Module) and any(isinstance(m, flat) for m in value.modules()):
         return (
-            "FullyShardedDataParallel hides its parameters: use torch.distributed.fsdp.fully_shard. What has begun "
-            "moves there by dcp.save of get_state_dict() with ckpt.dcp.StorageWriter(OLD), and "
+            "FullyShardedDataParallel hides its parameters: use torch.distributed.fsdp.fully_shard. To convert "
+            "an existing run, dcp.save its get_state_dict() with ckpt.dcp.StorageWriter(OLD), then run "
             "`ckpt restore OLD --to NEW --format run`"
         )
     if zero is not None and isinstance(value, zero):
         return (
-            "ZeroRedundancyOptimizer hides its state: use torch.distributed.fsdp.fully_shard, and the optimizer in it. "
-            "What has begun moves there by consolidate_state_dict(), torch.save of the state_dict()s of model and "
-            "optimizer on rank 0, and `ckpt import FILE NEW --step N`"
+            "ZeroRedundancyOptimizer hides its state: use torch.distributed.fsdp.fully_shard and a plain optimizer. "
+            "To convert an existing run, call consolidate_state_dict(), torch.save the state_dict()s of model and "
+            "optimizer on rank 0, then run `ckpt import FILE NEW --step N`"
         )
     return None
 
 
 def belongs_to_torch(hook: Any) -> bool:
-    """A state-dict hook of FSDP or activation checkpointing: what it does to names and shards is done here."""
+    """Return True for a state-dict hook of FSDP or activation checkpointing, whose work this package does itself."""
     home = getattr(getattr(hook, "hook", hook), "__module__", "") or ""
     return home.startswith(("torch.distributed.fsdp._fully_shard", "torch.distributed.algorithms._checkpoint"))

@@ -1,6 +1,6 @@
-"""Values that are neither plain nor tensors: constants of torch, members of enums and named tuples.
+"""Encodes values that are neither plain nor tensors: constants of torch, members of enums and named tuples.
 
-Nothing that a file names is ever imported. Objects of other classes are encoded and restored by an adapter, if at all.
+A class named in a file is never imported. An adapter encodes and restores objects of other classes, if one exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt.errors import CorruptError, MismatchError, StateError
 
 
 class Collecting(Protocol):
-    """Encodes what is not a plain value; `entries` and `objects` are the tensors and arrays it has found."""
+    """Encodes values that are not plain. `entries` and `objects` collect the tensors and arrays that it finds."""
 
     entries: list[Any]
     objects: dict[str, object]
@@ -26,16 +26,16 @@ class Collecting(Protocol):
 
 
 class ObjectEncoder(Protocol):
-    """Encodes objects that are no constants."""
+    """Encodes objects that are not constants."""
 
     def encode(self, value: object, path: Path, extern: Collecting) -> Json | None: ...
 
 
 class ObjectDecoder(Protocol):
-    """Restores them from all that was saved with them."""
+    """Restores objects from all values that were saved with them."""
 
     def check(self, values: Json) -> list[str]:
-        """Return what differs. MismatchError or CorruptError if an object cannot be had at all."""
+        """Return the differences. Raise MismatchError or CorruptError if an object cannot be restored."""
 
     def key(self, data: Json) -> Any: ...
 
@@ -47,7 +47,7 @@ _CONSTANTS: tuple[type, ...] = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def encode_constant(value: object, path: Path, extern: Collecting) -> Json | None:
-    """Encode a constant of torch, a member of an enum or a named tuple. None for everything else."""
+    """Encode a constant of torch, a member of an enum or a named tuple. Return None for everything else."""
     if isinstance(value, _CONSTANTS):
         return {"$": f"torch.{type(value).__name__}", "v": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Size):
@@ -64,7 +64,7 @@ def encode_constant(value: object, path: Path, extern: Collecting) -> Json | Non
 
 
 def class_name(kind: type, path: Path) -> list[str]:
-    """Return module and qualified name of a class. Raises StateError if they do not lead back to it."""
+    """Return module and qualified name of a class. Raise StateError if the class cannot be found by them."""
     module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # the script, in a spawned process
     if loaded_class(module, kind.__qualname__) is not kind:
         raise StateError(
@@ -75,7 +75,7 @@ def class_name(kind: type, path: Path) -> list[str]:
 
 
 def loaded_class(module: object, name: object) -> type | None:
-    """Return the class of this name if its module is imported. No code is run to look it up."""
+    """Return the class of this name if its module is imported. Looking it up runs no code."""
     found: Any = sys.modules.get(module) if type(module) is str else None
     for part in name.split(".") if type(name) is str else ("",):
         found = getattr(found, "__dict__", {}).get(part)
@@ -83,7 +83,7 @@ def loaded_class(module: object, name: object) -> type | None:
 
 
 def class_of(reference: dict[str, Any]) -> type:
-    """Return the class that a reference names. Raises MismatchError if it is not loaded."""
+    """Return the class that a reference names. Raise MismatchError if it is not loaded."""
     module, name = reference["class"]
     if (found := loaded_class(module, name)) is None:
         raise MismatchError(
@@ -94,7 +94,7 @@ def class_of(reference: dict[str, Any]) -> type:
 
 
 def decode_constant(reference: dict[str, Any]) -> Any:
-    """Decode what `encode_constant` made. CorruptError for other tags, MismatchError if a class is not loaded."""
+    """Decode a result of `encode_constant`. Raise CorruptError for other tags, MismatchError for unknown classes."""
     tag, said = reference["$"], reference.get("v")
     for kind in _CONSTANTS:
         if tag == f"torch.{kind.__name__}":
@@ -124,7 +124,7 @@ def decode_constant(reference: dict[str, Any]) -> Any:
 
 
 def as_plain(reference: dict[str, Any]) -> Any:
-    """Decode for readers that have none of the classes: objects become dicts, members of enums their names."""
+    """Decode for readers without the classes: objects become dicts, members of enums become names."""
     tag = reference.get("$")
     if tag in ("enum", "parameter", "given", "torch.layout", "torch.memory_format"):
         return reference.get("v")

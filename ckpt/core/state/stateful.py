@@ -1,6 +1,6 @@
-"""Objects that say what they are, and become it again: `state_dict()` and `load_state_dict()`, their own or made here.
+"""Objects with `state_dict()` and `load_state_dict()`, and wrappers that add these methods.
 
-Random number generators, and gradient scalers, have a state of their own kind. Each is made something with both.
+The wrappers are for random number generators and gradient scalers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.amp import GradScaler
 from ckpt.core.state.tensors import device_in_use
 from ckpt.errors import CorruptError
 
-_LIVE = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}  # what a device holds of a scaler, by its saved name
+_LIVE = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}  # a scaler's tensors on the device, by saved name
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can say what it is and become it again, such as schedulers, scalers and data loaders."""
+    """Any object with a state that can be saved and loaded, for example a scheduler or a data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -32,7 +32,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Resizable(Stateful, Protocol):
-    """Something whose state has to be divided anew when the number of ranks changes, such as a data loader.
+    """An object whose state must be divided again when the number of ranks changes, for example a data loader.
 
     `load_state_dicts` is called instead of `load_state_dict`, with the states of all ranks that saved, in rank order.
     """
@@ -41,7 +41,7 @@ class Resizable(Stateful, Protocol):
 
 
 class Generator:
-    """One generator object."""
+    """Adds state_dict() and load_state_dict() to a generator."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._get, self._put = get, put
@@ -54,17 +54,17 @@ class Generator:
 
 
 class Scaler:
-    """A GradScaler whose two numbers on the device stay tensors: to ask for them, as its own state_dict() does, makes
-    the host wait for everything that the device has yet to do."""
+    """A GradScaler whose two device numbers stay tensors. Its own state_dict() reads them, which makes the host wait
+    for all work queued on the device."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
         scaler: Any = self._scaler
-        live = {key: getattr(scaler, name, None) for key, name in _LIVE.items()}  # one that is switched off has neither
+        live = {key: getattr(scaler, name, None) for key, name in _LIVE.items()}  # a disabled scaler has neither
         if not all(isinstance(one, Tensor) for one in live.values()):
-            return dict(scaler.state_dict())  # nothing is on a device yet
+            return dict(scaler.state_dict())  # no tensor is on a device yet
         settings = {
             "growth_factor": scaler.get_growth_factor(),
             "backoff_factor": scaler.get_backoff_factor(),
@@ -78,7 +78,7 @@ class Scaler:
 
 
 def adapt(value: object) -> Generator | Scaler | None:
-    """None for what needs no help."""
+    """Return a wrapper for a generator or scaler. Return None for all other objects."""
     if isinstance(value, torch.Generator):
         return Generator(value.get_state, lambda state: value.set_state(state.cpu()))
     if isinstance(value, np.random.Generator):
@@ -94,10 +94,10 @@ def adapt(value: object) -> Generator | Scaler | None:
 
 
 class RNG:
-    """Random number generators: Python's, numpy's global one, torch's, and every accelerator's."""
+    """The random number generators of Python, numpy (global), torch and every accelerator."""
 
     def __init__(self) -> None:
-        self._numbers: tuple[int, ...] = ()  # of Python's at the last time, and as an array: few trainings use it
+        self._numbers: tuple[int, ...] = ()  # Python's state and its array, cached because few trainings use it
         self._array = np.array((), np.uint64)
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,10 +122,10 @@ class RNG:
             raise CorruptError(f"not the state of random number generators: {error}") from error
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """When the number of ranks has changed: a rank goes on where the rank of its number stopped.
+        """Load after the number of ranks has changed: each rank continues the stream of the same rank number.
 
-        Ranks beyond those that saved start streams of their own, made from the saved ones; but if all ranks had the
-        same stream, they have it as well.
+        Ranks beyond those that saved start new streams, seeded from the saved ones. If all ranks had the same stream,
+        they have the same stream again.
         """
         self.load_state_dict(states[rank % len(states)])
         try:
@@ -141,7 +141,7 @@ class RNG:
     def _load(self, state: dict[str, Any]) -> None:
         version, numbers, gauss = state["python"]
         python = version, tuple(int(n) for n in numbers), gauss
-        random.Random().setstate(python)  # nothing is changed before all of it is known to be right
+        random.Random().setstate(python)  # check all of it before changing anything
         np.random.RandomState().set_state(state["numpy"])
         torch.Generator().set_state(state["torch"].cpu())
         random.setstate(python)
@@ -155,13 +155,13 @@ class RNG:
 
 
 def _in_use() -> bool:
-    """Whether an accelerator is there, and was woken up by somebody else: a training on the CPU leaves it alone."""
+    """Return True if an accelerator was initialized by other code. A training on the CPU leaves it alone."""
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return there is not None and (there.type != "cuda" or device_in_use())
 
 
 def _mark(state: dict[str, Any]) -> bytes:
-    """Differs if two states do."""
+    """Return a digest that differs if two states differ."""
     found = hashlib.sha256(
         repr((state["python"][0], state["python"][2], state["numpy"][0], state["numpy"][2:])).encode()
     )

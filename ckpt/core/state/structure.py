@@ -1,6 +1,6 @@
-"""The state as a whole reading has found it: its layout, and how the next reading comes to the same slices.
+"""The state as a full reading found it: its layout, and how to take the same slices at the next reading.
 
-It holds until something in the state has moved, which `Structure.same` tells. Then another one is made.
+It is valid until something in the state has moved. `Structure.same` checks this. Then a new one is built.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ckpt.core.state.tensors import Memory, Versioned, memory_of, order_of
 from ckpt.core.state.wrappers import Counters
 from ckpt.errors import StateError
 
-MOST_GUARDS = 16  # with many optimizers that step now and then there are too many to keep
+MOST_GUARDS = 16  # enough for usual alternations; more would not be worth their memory
 
 
 @dataclass(frozen=True)
 class Guards:
-    """What may be copied beside training while some optimizers are not trusted. `guarded`, `early`: as in a `Reading`;
-    `replicated`: what of it other ranks hold as well."""
+    """Which tensors may be copied in the background while some optimizers are not trusted. `guarded`, `early`: as in a
+    `Reading`; `replicated`: those of them that other ranks have too."""
 
     guarded: list[bool]
     early: list[int]
@@ -40,8 +40,8 @@ class Guards:
 
 
 class Structure:
-    """Made of what the nodes have read. `apart`: names that ranks should hold alike, and do not; `eager`: names whose
-    copy may not overlap training. StateError for names that cannot be saved."""
+    """Built from the contents of all nodes. Raise StateError for names that cannot be saved. `apart`: names that should
+    be replicated, but differ between ranks. `eager`: names whose copy may not overlap training."""
 
     def __init__(
         self, nodes: Sequence[StateNode], pieces: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]
@@ -63,11 +63,11 @@ class Structure:
         self._note_steps(nodes, pieces, parts, [parts[cut.holding].holding.name for cut in cuts], eager)
         self._spots: list[SampledPlaces] = []
         self._anew: list[int] = []
-        self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that are made anew
-        # Whether an object of the state may have given copies of what an optimizer steps.
+        self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that each reading creates
+        # True if an object of the state may have returned copies of tensors that an optimizer steps.
         self.copied = any(says_copies(node, piece) for node, piece in zip(nodes, pieces, strict=True))
         everything = [*(entry.tensor for entry in entries), *(part.tensor for part in parts)]
-        self.storages = set(map(storage_of, everything))  # other ranks' shares of it too
+        self.storages = set(map(storage_of, everything))  # including other ranks' shares
 
     def _note_steps(
         self,
@@ -77,7 +77,7 @@ class Structure:
         names: list[str],
         eager: set[str],
     ) -> None:
-        """What optimizers do to the tensors of these names."""
+        """Record the effects of optimizers on the tensors of these names."""
         fixed = [e for each in self._fixed for e in each]
         entries = [*fixed, *loose_of(pieces)]
         guards, steppers = guards_of(nodes, entries, eager), steppers_of(nodes, pieces, entries)
@@ -91,7 +91,7 @@ class Structure:
         self._replica_spots: list[SampledReplicas] | None = None
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not trusted
 
-    # -- whether it still holds --
+    # -- is it still valid? --
 
     def same(self, pieces: Sequence[Contents]) -> bool:
         return (
@@ -102,7 +102,7 @@ class Structure:
         )
 
     def is_as_saved(self, saved: SavedState, pieces: Sequence[Contents]) -> bool:
-        """Whether one rank has saved a state of this very layout, each tensor in one piece, and this is all of it."""
+        """Return True if a single rank saved exactly this layout, each tensor in one piece, and nothing else."""
         theirs, here = saved.layout, self.layout
         if theirs is None or self._seat.size > 1 or len(saved.table.shards) != len(here.tensors):
             return False
@@ -110,7 +110,7 @@ class Structure:
         return plain and (theirs is here or theirs.digest == here.digest) and self.same(pieces)
 
     def _sign(self, loose: list[StateEntry]) -> object:
-        """What a layout depends on in the entries that are made anew each time, sharing of memory included."""
+        """Return everything in the newly created entries that a layout depends on, including shared memory."""
         memory: dict[Memory, str] = {}
         found = []
         for entry in loose:
@@ -120,10 +120,10 @@ class Structure:
             found.append(([p.holding for p in of_rank(entry, self._seat)], owner, entry.guarded, order))
         return found
 
-    # -- a moment of it --
+    # -- its tensors now --
 
     def tensors(self, pieces: Sequence[Contents]) -> list[Tensor]:
-        """Live, in the order of the layout; detached."""
+        """Return the live tensors, detached, in the order of the layout."""
         found = self._tensors[: self._fixed_count]
         for entry in loose_of(pieces):
             if cuts := self._cuts.get(entry.name):
@@ -132,7 +132,7 @@ class Structure:
         return found
 
     def counters(self, tensors: list[Tensor], pieces: Sequence[Contents]) -> Sequence[Versioned]:
-        """Of each of these tensors: what counts the writes to it."""
+        """Return the object that counts the writes to each tensor."""
         around = self._around | {e.name: e.around for e in loose_of(pieces) if e.around}
         if not around:
             return tensors
@@ -140,7 +140,7 @@ class Structure:
         return [Counters(one, around[name]) if name in around else one for one, name in named]
 
     def guards(self, silent: frozenset[int]) -> Guards:
-        """`silent`: the ids of the optimizers that are not trusted. Worked out once for the same ones."""
+        """Return the guards while some optimizers are not trusted, cached. `silent`: the ids of these optimizers."""
         if silent not in self._guards:
             if len(self._guards) == MOST_GUARDS:
                 self._guards.clear()
@@ -155,7 +155,7 @@ class Structure:
         return self._guards[silent]
 
     def spots(self, tensors: list[Tensor]) -> list[SampledPlaces]:
-        """Where to look in tensors that stay, and in those made anew by each reading, mostly in the same memory."""
+        """Return where to sample tensors that stay, and tensors that each reading creates."""
         if not self._spots:
             fixed = [i for i, one in enumerate(self._guarded[: self._fixed_count]) if one]
             self._spots.append(SampledPlaces(self.layout, fixed, [tensors[i] for i in fixed]))
@@ -167,7 +167,7 @@ class Structure:
         return self._spots
 
     def replicas(self, pieces: Sequence[Contents]) -> list[SampledReplicas]:
-        """Return where to sample whole tensors that other ranks hold as well."""
+        """Return where to sample whole tensors that other ranks have too."""
         if self._replica_spots is None:
             self._replica_spots = sampled_replicas(self._replicated)
         if not self._replicated_anew:
@@ -177,14 +177,14 @@ class Structure:
         return [*self._replica_spots, *sampled_replicas([p for p in anew if len(p.holding.replicas) > 1])]
 
     def _pieces_of(self, entry: StateEntry) -> list[LocalPiece]:
-        """What this rank has of an entry. What differs from rank to rank is its own, whatever it should be."""
+        """Return this rank's pieces of an entry. If it differs between ranks, it belongs to this rank alone."""
         found, rank = of_rank(entry, self._seat), self._seat.rank
         if entry.name in self._apart and all(p.holding.sizes == p.holding.full for p in found):
             return [LocalPiece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
         return found
 
     def _note_loose(self, parts: list[LocalPiece], cuts: list[Cut], loose: set[str]) -> None:
-        """How to take the same slices of tensors that are made anew each time; they come last."""
+        """Record how to take the same slices of newly created tensors. They are last in the layout."""
         self._cuts: dict[str, list[tuple[int, tuple[slice, ...]]]] = {}
         first: dict[str, int] = {}
         for i, part in enumerate(parts):
@@ -200,14 +200,14 @@ class Structure:
 
 @dataclass(frozen=True)
 class SampledReplicas:
-    """Elements to compare of tensors that several ranks hold. `places` has the numbers of `holdings`."""
+    """Elements to compare of tensors that several ranks have. `places` has the indices of `holdings`."""
 
     holdings: list[Holding]
     places: SampledPlaces
 
 
 def sampled_replicas(pieces: Sequence[LocalPiece]) -> list[SampledReplicas]:
-    """Return one for each group of ranks that hold the same: they sample the same elements of the same tensors."""
+    """Return one object for each group of ranks with the same tensors. These ranks sample the same elements."""
     groups: dict[tuple[int, ...], list[LocalPiece]] = {}
     for piece in pieces:
         groups.setdefault(piece.holding.replicas, []).append(piece)
@@ -221,8 +221,8 @@ def sampled_replicas(pieces: Sequence[LocalPiece]) -> list[SampledReplicas]:
 
 
 def _spread(apart: set[str], beside: Mapping[str, str]) -> set[str]:
-    """Add the optimizer state of each parameter that differs, and the parameter whose state differs: one makes the
-    other differ at the next step. `beside`: the parameter of each tensor of optimizer state."""
+    """Add the optimizer state of each parameter that differs, and the parameter of each optimizer state that differs:
+    at the next step, one makes the other differ. `beside`: the parameter of each tensor of optimizer state."""
     params = {beside.get(name, name) for name in apart}
     return apart | {one for state, param in beside.items() if param in params for one in (state, param)}
 
@@ -232,7 +232,7 @@ def loose_of(pieces: Sequence[Contents]) -> list[StateEntry]:
 
 
 def _shared(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int, str], dict[str, str]]:
-    """By memory: the name of what owns it. By name: the owner, where it is another."""
+    """Return the name of the owner of each memory, and the owner of each name that is an alias of another."""
     memory: dict[Memory | int, str] = {}
     aliases: dict[str, str] = {}
     seen = set[str]()
@@ -240,7 +240,7 @@ def _shared(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int, str], dic
         if entry.name in seen or entry.name == "__metadata__" or not is_text(entry.name):
             raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
         seen.add(entry.name)
-        divided = isinstance(entry.alike, Division)  # told from others by what it is called, not by its memory
+        divided = isinstance(entry.alike, Division)  # identified by its name, not by its memory
         key = id(entry.alike) if divided else _memory_of(entry.tensor)
         owner = entry.name if key is None else memory.setdefault(key, entry.name)
         if owner != entry.name:
@@ -279,17 +279,17 @@ def _orders(piece: Contents) -> dict[str, Any]:
 
 
 def _memory_of(tensor: Tensor) -> Memory | int | None:
-    """What a tensor is told from others by, of which it may be another view."""
+    """Return a key that is equal for two views of the same memory or DTensor."""
     return memory_of(local(tensor)) or (id(tensor) if is_dtensor(tensor) else None)
 
 
 def _index(holding: Holding, cut: Cut) -> tuple[slice, ...]:
-    """What to take of a piece; nothing to do if it is all of it."""
+    """Return the index of a cut in a piece, or () if the cut is the whole piece."""
     return () if cut.box[1] == holding.sizes else slices(cut.box)
 
 
 def _elsewhere(parts: list[LocalPiece], cuts: list[Cut]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What this rank holds like all others, and stages nothing of."""
+    """Return the replicated tensors that another rank stages."""
     staged = {parts[cut.holding].holding.name for cut in cuts}
     rest = (p.holding for p in parts if p.holding.instance == GLOBAL and p.holding.name not in staged)
     return {holding.name: (holding.dtype, holding.full) for holding in rest}
@@ -302,12 +302,12 @@ def _spec(holding: Holding, cut: Cut) -> TensorSpec:
     return TensorSpec(holding.name, holding.dtype, sizes, holding.accelerator, whole, offsets, holding.instance)
 
 
-# -- which optimizer steps what: what may be copied beside training, because nothing else changes it --
+# -- which optimizer steps which tensors: a tensor that only optimizers change may be copied in the background --
 
 
 def guards_of(nodes: Sequence[StateNode], entries: Sequence[StateEntry], eager: set[str]) -> dict[str, bool]:
-    """By name: whether only optimizer steps change it. Whatever else writes, such as an average, may do so any time,
-    and so may what writes to the `eager` ones, and an optimizer whose steps run no hooks."""
+    """Return by name whether only optimizer steps change the tensor. Other code, for example a moving average, may
+    write at any time. So may the writers of the `eager` tensors, and an optimizer whose steps run no hooks."""
     optimizers = stepped_nodes(nodes)
     exposed = tuple(show(node.path) + "." for node in optimizers if node.unguarded)
     stepped = {id(p) for node in optimizers if not node.unguarded for p in params_of(node.optimizer)}
@@ -324,7 +324,7 @@ def guards_of(nodes: Sequence[StateNode], entries: Sequence[StateEntry], eager: 
 def steppers_of(
     nodes: Sequence[StateNode], pieces: Sequence[Contents], entries: Sequence[StateEntry]
 ) -> dict[str, frozenset[int]]:
-    """By name: the ids of the optimizers that change it."""
+    """Return the ids of the optimizers that change each name."""
     of_param: dict[int, set[int]] = {}
     of_name: dict[str, int] = {}
     for node, piece in zip(nodes, pieces, strict=True):
@@ -340,7 +340,7 @@ def steppers_of(
 
 
 def stepped_nodes(nodes: Iterable[StateNode]) -> list[SteppedNode]:
-    """Those of which an optimizer is known that changes what they hold."""
+    """Return the nodes whose tensors a known optimizer changes."""
     return [n for n in nodes if isinstance(n, SteppedNode) and n.optimizer is not None]
 
 
@@ -349,12 +349,12 @@ def params_of(optimizer: Any) -> list[Any]:
 
 
 def parts_of(optimizer: Any) -> tuple[Any, ...]:
-    """What has to step, each, so that this has."""
+    """Return the optimizers that must all step for this one to step."""
     return optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
 
 
 def steps_for(stepping: Any, optimizer: Any) -> bool:
-    """Whether this is the optimizer, or one that it is only a wrapper of, as Accelerate's is, or one of its parts."""
+    """Return True for the same optimizer, for one that it wraps (as Accelerate's does), and for its parts."""
     if stepping is optimizer or any(stepping is part for part in parts_of(optimizer)):
         return True
     groups = list(optimizer.param_groups)
@@ -362,7 +362,7 @@ def steps_for(stepping: Any, optimizer: Any) -> bool:
 
 
 def says_copies(node: StateNode, piece: Contents) -> bool:
-    """Whether tensors are what an object says of itself, and not memory of its own for certain."""
+    """Return True if an object's `state_dict()` may have returned copies instead of its own memory."""
     if isinstance(node, ModuleNode):
         return node.kind != "module"
     tensors = [entry.tensor for entry in (*piece.fixed, *piece.loose)] if isinstance(node, StatefulNode) else []

@@ -1,4 +1,4 @@
-"""What a tensor is to us: its dtype's name, whether it can be saved, and who shares memory with whom."""
+"""Describes tensors: dtype names, which tensors can be saved, and which share memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def check(tensor: Tensor, path: Path) -> Tensor:
-    """The tensor, or StateError naming its path if its bytes would not be the whole truth about it."""
+    """Return the tensor. Raise StateError with its path if its bytes alone do not describe it completely."""
     inner = getattr(tensor, "_local_tensor", None)
-    if isinstance(inner, Tensor) and hasattr(tensor, "placements"):  # a DTensor: what this rank has of it counts
+    if isinstance(inner, Tensor) and hasattr(tensor, "placements"):  # for a DTensor, this rank's shard is checked
         check(inner, path)
         return tensor
     problem = None
     if torch.nn.parameter.is_lazy(tensor):
         problem = "has no shape yet: run the model once before it is saved"
     elif type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        problem = f"is a {type(tensor).__name__}, a tensor subclass with storage of its own kind"
+        problem = f"is a {type(tensor).__name__}, a tensor subclass with its own kind of storage"
     elif tensor.layout != torch.strided:
         problem = f"is {tensor.layout}: convert it with .to_dense()"
     elif tensor.is_quantized or tensor.is_nested:
@@ -57,16 +57,16 @@ def check(tensor: Tensor, path: Path) -> Tensor:
 
 
 def check_memory(tensor: Tensor, path: Path) -> None:
-    """Raise StateError naming the path if a tensor has elements outside of its storage, as after `resize_(0)`."""
+    """Raise StateError with the path if a tensor has elements outside its storage, for example after `resize_(0)`."""
     if tensor._is_zerotensor():
         raise StateError(f"{show(path)}: this tensor is a ZeroTensor, which has no memory: save a .clone() of it")
     if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
-        return  # an address may mean something else elsewhere
+        return  # on other devices an address may have another meaning
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:
         raise StateError(
-            f"{show(path)}: this tensor is seen inside a transform such as vmap: save it outside"
+            f"{show(path)}: this tensor is inside a transform, for example vmap: save it outside the transform"
         ) from None
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed, there = (tensor.storage_offset() + reach + 1) * tensor.itemsize, storage.nbytes()
@@ -79,7 +79,7 @@ def check_memory(tensor: Tensor, path: Path) -> None:
 
 
 def dims_of_expansion(tensor: Tensor) -> list[list[int]]:
-    """Return the dimensions along which a tensor repeats itself, each with its length. None of special tensors."""
+    """Return each dimension along which a tensor is expanded, with its length. Return [] for special tensors."""
     if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout != torch.strided or tensor.is_contiguous():
         return []
     return [[d, n] for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 > stride]
@@ -93,7 +93,7 @@ def once(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
 
 
 def is_expansion(expanded: Json, dims: int) -> bool:
-    """Return True if `expand` can take this for a tensor of so many dimensions."""
+    """Return True if `expand` accepts this for a tensor with that number of dimensions."""
     if type(expanded) is not list or not all(type(row) is list and len(row) == 2 for row in expanded):
         return False
     if not all(type(n) is int and 0 <= n < 2**40 for row in expanded for n in row) or len(expanded) > 64:
@@ -102,7 +102,7 @@ def is_expansion(expanded: Json, dims: int) -> bool:
 
 
 def expand(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
-    """Return the tensor of which `once` returned this view."""
+    """Return the expanded tensor from which `once` made this view."""
     for dim, size in expanded:
         tensor = tensor.unsqueeze(dim)
         tensor = tensor.expand(*(size if d == dim else n for d, n in enumerate(tensor.shape)))
@@ -110,7 +110,7 @@ def expand(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may lie at one address: such a tensor cannot be written to."""
+    """Return True if two elements may have the same address. Such a tensor cannot be written to."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -125,7 +125,7 @@ def spec(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def memory_of(tensor: Tensor) -> Memory | None:
-    """Equal for tensors that are the same view of the same memory; None for those that have none, as wrappers do."""
+    """Return a key that is equal for the same view of the same memory, or None for a tensor without memory."""
     if tensor.numel() == 0 or not (address := tensor.data_ptr()):
         return None
     return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()
@@ -136,9 +136,9 @@ def empty(
 ) -> Tensor:
     """Return a new tensor to restore into.
 
-    like: a tensor whose memory layout it gets by torch's rule for `zeros_like`, if both have the same shape. Fused
-        optimizer kernels ignore strides, so a moment must lie in memory as its parameter does.
-    order: the dimensions from the outermost to the innermost in memory, default: as they are.
+    like: a tensor. The new one gets its memory layout, by torch's rule for `zeros_like`, if both have the same shape.
+        Fused optimizer kernels ignore strides, so a moment needs the memory layout of its parameter.
+    order: the dimensions from the outermost to the innermost in memory, default: the order of the shape.
     """
     dtype = TORCH_DTYPE[of.dtype]
     try:
@@ -152,10 +152,10 @@ def empty(
 
 
 def order_of(tensor: Tensor) -> list[int] | None:
-    """Return the dimensions from the outermost to the innermost in memory; None if they lie as they are listed."""
+    """Return the dimensions from the outermost to the innermost in memory, or None if they are in order."""
     if tensor.is_contiguous() and 1 not in tensor.shape:  # a dimension of length 1 may have any stride
         return None
-    strides = torch.empty_like(_form(tensor)).stride()  # without the gaps that it may have
+    strides = torch.empty_like(_form(tensor)).stride()  # without any gaps
     # A dimension of length 1 is the inner one of two with equal strides: outside, its stride would be larger.
     order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], tensor.shape[dim] == 1))
     return None if order == list(range(len(order))) else order
@@ -167,7 +167,7 @@ def _form(tensor: Tensor) -> Tensor:
 
 
 def saved_device(of: TensorSpec) -> torch.device:
-    """Where a tensor that nobody holds yet belongs: the accelerator if it was on one and there is one."""
+    """Return the device for a new tensor: the accelerator if the saved tensor was on one and this host has one."""
     if of.accelerator and torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
         assert found is not None
@@ -176,12 +176,12 @@ def saved_device(of: TensorSpec) -> torch.device:
 
 
 def device_in_use() -> bool:
-    """Whether CUDA has been woken up by somebody; asking does not wake it."""
+    """Return True if CUDA has been initialized. This check does not initialize it."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as one row of bytes."""
+    """Return the memory of a contiguous tensor as a one-dimensional tensor of bytes."""
     # An empty tensor, or one of a single element, is contiguous with any stride; only stride 1 can be viewed.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -190,12 +190,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_array(array: npt.NDArray[Any], path: Path) -> tuple[Tensor, Json]:
-    """A tensor with the array's bytes, and the reference (without a name) from which `to_array` makes it again."""
+    """Return a tensor with the array's bytes, and the reference (without a name) that `to_array` decodes."""
     kind = type(array)
     if kind is not np.ndarray:
         raise StateError(
             f"{show(path)}: a {kind.__module__}.{kind.__qualname__} would come back as a plain numpy array: save "
-            "np.asarray() of it, and what is beyond that, such as a mask, as a value of its own"
+            "np.asarray() of it, and save anything else it has, for example a mask, as a separate entry"
         )
     if not is_plain_dtype(array.dtype):
         raise StateError(
@@ -212,13 +212,13 @@ def to_array(tensor: Tensor, reference: Json) -> npt.NDArray[Any]:
     return found
 
 
-# -- what tensors were, if they have to be made again --
+# -- the kind of a tensor, for tensors that must be created again --
 
 _KINDS = {torch.nn.Parameter: "parameter", torch.nn.Buffer: "buffer"}
 
 
 def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
-    """Return what a reference to a tensor says besides its name, for `of_kind`. StateError for other subclasses."""
+    """Return the fields of a tensor's reference, for `of_kind`. Raise StateError for other subclasses."""
     if type(tensor) not in PLAIN and not hasattr(tensor, "placements"):
         raise StateError(
             f"{show(path)}: a {type(tensor).__module__}.{type(tensor).__qualname__} would come back as a plain tensor: "
@@ -228,16 +228,16 @@ def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
 
 
 def plain_kind(tensor: Tensor) -> dict[str, Json]:
-    """Return what `kind_of_tensor` returns. Subclasses that are not known count as plain tensors."""
+    """Return the fields as `kind_of_tensor` does, with unknown subclasses as plain tensors."""
     kind = next((name for kind, name in _KINDS.items() if isinstance(tensor, kind)), None)
-    said: dict[str, Json] = {} if kind is None else {"kind": kind}
+    fields: dict[str, Json] = {} if kind is None else {"kind": kind}
     if kind == "buffer" and not getattr(tensor, "persistent", True):
-        said["persistent"] = False
-    return {**said, "grad": True} if tensor.requires_grad and tensor.is_leaf else said
+        fields["persistent"] = False
+    return {**fields, "grad": True} if tensor.requires_grad and tensor.is_leaf else fields
 
 
 def of_kind(tensor: Tensor, reference: Json) -> Tensor:
-    """Return a new tensor as the kind that the reference says."""
+    """Return the tensor as the kind that the reference describes: parameter, buffer or plain."""
     kind, grad = reference.get("kind"), bool(reference.get("grad"))
     if kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=grad)
@@ -248,7 +248,7 @@ def of_kind(tensor: Tensor, reference: Json) -> Tensor:
 
 
 class Versioned(Protocol):
-    """What counts how often it was written to: a tensor."""
+    """An object that counts the writes to it, for example a tensor."""
 
     @property
     def _version(self) -> int: ...
@@ -257,5 +257,5 @@ class Versioned(Protocol):
 
 
 def version_of(tensor: Versioned) -> int | None:
-    """How often it was written to, as far as torch counts that. None for one made in inference mode: nothing is."""
+    """Return the number of counted writes, or None for an inference tensor, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version

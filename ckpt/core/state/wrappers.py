@@ -1,8 +1,8 @@
-"""Tensors made of other tensors, such as Float8 weights and the moments of 8-bit optimizers.
+"""Tensors made of other tensors, for example Float8 weights and the moments of 8-bit optimizers.
 
-Such a wrapper has no memory of its own. A `TensorAdapter` tells which classes are wrappers, takes one apart, and makes
-it again. The tensors in it are saved as `<name>.<attribute>`; a `WrapperForm` says how they belong together. A wrapper
-that lives is filled in place, and one that nobody has yet is made again.
+Such a wrapper has no memory of its own. A `TensorAdapter` claims its class, takes it apart, and builds it again. The
+tensors in it are saved as `<name>.<attribute>`, and a `WrapperForm` describes how they belong together. A live wrapper
+is filled in place. Otherwise a new one is built.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from ckpt.errors import CorruptError, MismatchError
 
 @dataclass(frozen=True, slots=True)
 class WrapperForm:
-    """How a wrapper is made of its tensors. `kind`: module and qualified name of its class; `parts`: by attribute, the
-    name of a tensor or the form of a wrapper in it; `whole`: the shape of the DTensor of which it is a rank's share;
-    `share`: what this rank has of it, or of the DTensor it belongs to (`share_of`), None where it can be cut anew."""
+    """How a wrapper is made of its tensors.
+
+    `kind`: the module and qualified name of its class. `parts`: for each attribute, the name of a tensor or the form of
+    an inner wrapper. `whole`: the shape of the DTensor, if the wrapper is a rank's share of one. `share`: this rank's
+    indices of it, or of the DTensor it belongs to (`share_of`); None if it can be sharded again.
+    """
 
     name: str
     kind: tuple[str, str]
@@ -38,7 +41,7 @@ class WrapperForm:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors in it."""
+        """Return the names of all tensors in it."""
         return [name for _, one in self.parts for name in ([one] if isinstance(one, str) else one.names)]
 
     @property
@@ -55,7 +58,7 @@ class WrapperForm:
 
     @classmethod
     def from_json(cls, data: Any) -> WrapperForm:
-        """CorruptError if it is none."""
+        """Decode a form. Raise CorruptError if the data is not a form."""
         try:
             module, name = map(text_of, data["class"])
             whole = None if data.get("whole") is None else dims_of(data["whole"])
@@ -64,7 +67,7 @@ class WrapperForm:
             parts = tuple((text_of(attribute), _part(one)) for attribute, one in data["tensors"])
             return cls(text_of(data["name"]), (module, name), data["context"], size, stride, parts, whole, share)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CorruptError(f"not the form of a tensor that is made of others: {error!r}") from None
+            raise CorruptError(f"not the form of a wrapper tensor: {error!r}") from None
 
 
 def _part(data: Any) -> WrapperForm | str:
@@ -84,7 +87,7 @@ def dims_of(data: Any) -> tuple[int, ...]:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Return True if what this rank has of a tensor is made of others. A DTensor alone is not meant."""
+    """Return True if this rank's part of a tensor is a wrapper. A DTensor alone is not one."""
     if type(tensor) in PLAIN or type(mine := local(tensor)) in PLAIN:
         return False
     return _adapter_of(type(mine)) is not None and not (is_dtensor(mine) or mine.is_nested)
@@ -107,14 +110,14 @@ def _flat(tensor: Tensor) -> tuple[Sequence[str], list[Any], Json]:
 
 
 def take_apart(entry: StateEntry) -> tuple[list[StateEntry], WrapperForm | None]:
-    """What is saved of an entry: itself, or the tensors in it, and their form. StateError if they cannot be saved."""
+    """Return the entries to save: the entry, or the tensors in it, and their form. Raise StateError if impossible."""
     if not is_wrapped(entry.tensor):
         check(entry.tensor, (entry.name,))
         return [entry], None
     found: list[tuple[str, Tensor, tuple[Tensor, ...]]] = []
     form = _taken(entry.name, entry.tensor, (), found)
     assert isinstance(form, WrapperForm)
-    alike = entry.alike if isinstance(entry.alike, Replicas) else None  # else they are this rank's own
+    alike = entry.alike if isinstance(entry.alike, Replicas) else None  # otherwise they belong to this rank alone
     if is_dtensor(beside := entry.alike if not is_dtensor(entry.tensor) else entry.tensor):
         form = replace(form, share=share_of(beside))
     if is_dtensor(entry.tensor) and all(_elements_of(local(entry.tensor), one) for _, one, _ in found):
@@ -124,7 +127,7 @@ def take_apart(entry: StateEntry) -> tuple[list[StateEntry], WrapperForm | None]
 
 
 def take_all_apart(entries: Sequence[StateEntry]) -> tuple[list[StateEntry], list[WrapperForm]]:
-    """The same of many."""
+    """Take many entries apart."""
     found = [take_apart(entry) for entry in entries]
     return [one for parts, _ in found for one in parts], [form for _, form in found if form is not None]
 
@@ -132,7 +135,7 @@ def take_all_apart(entries: Sequence[StateEntry]) -> tuple[list[StateEntry], lis
 def _taken(
     name: str, tensor: Tensor, around: tuple[Tensor, ...], found: list[tuple[str, Tensor, tuple[Tensor, ...]]]
 ) -> WrapperForm | str:
-    """Notes the tensors in one, each with those around it."""
+    """Take a tensor apart and append its inner tensors, each with the wrappers around it."""
     if not is_wrapped(tensor):
         found.append((name, check(tensor, (name,)), around))
         return name
@@ -153,26 +156,26 @@ def _taken(
 
 
 def _elements_of(whole: Tensor, one: Tensor) -> bool:
-    """Whether these are the elements of a wrapper, which lie as its own do: not codes, nor scales."""
+    """Return True if these are the wrapper's elements in the same layout, and not codes or scales."""
     return (one.shape, one.dtype, one.stride()) == (whole.shape, whole.dtype, whole.stride())
 
 
 def inside(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper is made of in the end."""
+    """Return the innermost tensors of a wrapper."""
     inner = _flat(local(tensor))[1]
     return [one for each in inner for one in (inside(each) if is_wrapped(each) else [each])]
 
 
 def sign(tensor: Tensor) -> object:
-    """Equal while a wrapper consists of the same memory in the same way."""
+    """Return a key that is equal as long as a wrapper consists of the same memory in the same way."""
     attributes, inner, context = _flat(local(tensor))
     parts = [sign(one) if is_wrapped(one) else memory_of(local(one)) or tuple(one.shape) for one in inner]
     return tuple(attributes), context, parts
 
 
 class Counters:
-    """The version counters of a tensor and of the wrappers around it, as one. Torch counts a write where it is made: at
-    the wrapper if it comes through that, and then not in the tensor itself."""
+    """The sum of the version counters of a tensor and of the wrappers around it. Torch counts a write through a wrapper
+    only at the wrapper, not in the inner tensor."""
 
     def __init__(self, tensor: Tensor, around: Sequence[Tensor]) -> None:
         self._all = [tensor, *around]
@@ -189,7 +192,7 @@ class Counters:
 
 
 def differs(saved: WrapperForm | None, live: WrapperForm | None, name: str) -> str:
-    """What is wrong if one is to become the other, "" if nothing is."""
+    """Return the difference between two forms, or "" if the saved one can be restored into the live one."""
     if saved is None or live is None:
         if saved is live:
             return ""
@@ -201,8 +204,8 @@ def differs(saved: WrapperForm | None, live: WrapperForm | None, name: str) -> s
     if here != there:
         return f"{name} consists of {', '.join(there)} in the checkpoint and of {', '.join(here)} here"
     if saved.context != live.context:
-        says = f"says {saved.context!r:.200} in the checkpoint and {live.context!r:.200} here"
-        return f"{name}: its {live.shown} {says}: set it as it was, and restore again"
+        contexts = f"has settings {saved.context!r:.200} in the checkpoint and {live.context!r:.200} here"
+        return f"{name}: its {live.shown} {contexts}: create it with the saved settings and restore again"
     shape, there_shape = live.whole or live.size, saved.whole or saved.size
     if shape != there_shape:
         return f"{name} has shape {list(there_shape)} in the checkpoint and {list(shape)} here"
@@ -216,29 +219,28 @@ def differs(saved: WrapperForm | None, live: WrapperForm | None, name: str) -> s
 
 
 def cut_otherwise(saved: WrapperForm) -> str:
-    """What to say where this rank has another share of the whole."""
+    """Describe a share that this rank cannot take."""
     return (
-        f"{saved.name}: a share of a {saved.shown}, and this rank has another one here. Only its class knows how "
-        "to cut it anew: restore on as many ranks as saved it, in the same mesh"
+        f"{saved.name}: this rank has a different share of the {saved.shown} than was saved. Only its class knows "
+        "how to shard it again: restore on the same number of ranks, with the same mesh"
     )
 
 
 def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
-    """A wrapper around these tensors, which may be empty yet. MismatchError if its class is not there, or makes another
-    tensor of them."""
+    """Build a wrapper around these (empty) tensors. Raise MismatchError if its class is missing or builds another."""
     kind = loaded_class(*form.kind)
     adapter = _adapter_of(kind) if kind is not None and issubclass(kind, Tensor) else None
     if kind is None or adapter is None:
         raise MismatchError(
-            f"{form.name} is a {form.shown} in the checkpoint, and there is no such class here: import {form.kind[0]} "
-            "first, or restore when the tensor is there, and it is filled in place"
+            f"{form.name} is a {form.shown} in the checkpoint, but this process has no such class: import "
+            f"{form.kind[0]} first, or restore when the tensor exists, to fill it in place"
         )
     inner = {at: parts[one] if isinstance(one, str) else remake(one, parts) for at, one in form.parts}
     made = adapter.unflatten(kind, form, inner)
     try:
         again = _taken(form.name, made, (), [])
         whole = again == form and all(_same(a, b) for a, b in zip(inner.values(), _flat(made)[1], strict=True))
-    except Exception as error:  # the code of others, on what a file says
+    except Exception as error:  # code of other libraries, with data from a file
         raise MismatchError(f"{form.name}: {form.shown} does not take what was saved of it: {error!r}") from error
     if not whole:
         raise MismatchError(f"{form.name}: {form.shown} makes something else of what was saved of it")

@@ -139,7 +139,7 @@ def look(rank: int = 0, **more: Any) -> RankStatus:
         "in_memory": 1234,
         "snapshots": 10**9,
         "trainer_rss": 3 * 10**9,
-        "slots": (SlotStatus("sealed", 1234), SlotStatus("filling"), SlotStatus("empty")),
+        "slots": (SlotStatus("sealed", 1234), SlotStatus("eager", 1235), SlotStatus("filling"), SlotStatus("empty")),
         "tiers": (
             TierStatus(RUN, 10, 1230, 1234, 50, 100, 1e9, 1, 4, 0.4, 123, raw=10**9, stored=10**8),
             TierStatus(FAR, 100, 1200, rate=1e7, lag_steps=34, lag_s=3.4),
@@ -155,25 +155,6 @@ def picture(view: TopView, width: int = 240, height: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-<<<<<<< HEAD
-def test_what_matters_is_in_the_picture() -> None:
-    """Steps, rates, slots, what saving costs, how far each tier is and how fast it goes, devices, faults, others."""
-    stored = RunStored(RUN, at=1.0, newest=1230, checkpoints=3, ranks=8, effective=0.9871, fault="", starts=2)
-    ranks = [look(rank, device=DeviceStatus("H100", 0.87, 1, 40 * 10**9, 80 * 10**9)) for rank in (0, 1)]
-    ranks[1] = replace(
-        ranks[1], fault="rank 1 was told to leave [step 7 is durable]", fault_at="2026-01-02T03:04:05+00:00"
-    )
-    text = picture(TopView(RUN, ranks, stored=stored))
-    for words in (RUN, "training", "step 1,234", "world 8 (2 here)", "10 steps/s", "effective 98.71 %", "#~.",
-                  "100 ms", "0.1 ms 0.1 %", "#####..... 50 % of step 1,234", "2.0 GB/s", "4 (400 ms)", "34 (3.4 s)",
-                  "0/4/34", "87 %", "40.0 GB of 80.0 GB", "6 ranks elsewhere", "200.0 MB for 2.0 GB",
-                  "the run's location has step 1,230 of all ranks",
-                  "last fault 2026-01-02 03:04:05Z: rank 1 was told to leave"):  # fmt: skip
-        assert words in text, words
-
-
-=======
->>>>>>> main
 def test_what_is_wrong_is_in_the_picture() -> None:
     """A dead, a frozen and a silent trainer, a failing and a slow tier, and a writer that does not respond."""
     assert "not training: the trainer is dead" in picture(TopView(RUN, [look(trainer="dead", world=1)]))

@@ -259,12 +259,15 @@ class WithUs(Saver):
 
         cadence: Json = {"every": "auto"} if asked["auto"] else {}
         triggers = [
-            ckpt.on_signal(), ckpt.on_preemption(), ckpt.on_deadline(), ckpt.on_exception(), ckpt.on_oom(),
-            ckpt.on_hang(action="exit", min_s=asked["min_s"]), ckpt.on_memory_pressure(),
+            ckpt.triggers.on_signal(), ckpt.triggers.on_preemption(), ckpt.triggers.on_deadline(),
+            ckpt.triggers.on_exception(), ckpt.triggers.on_oom(),
+            ckpt.triggers.on_hang(action="exit", min_s=asked["min_s"]), ckpt.triggers.on_memory_pressure(),
         ]  # fmt: skip
-        tiers = [ckpt.Memory(linger_s=LINGER_S, **cadence), ckpt.Tier(f"{asked['folder']}/run", keep=3, **cadence)]
+        tiers = [ckpt.Tier(f"{asked['folder']}/run", keep=3, **cadence)]
         state = {"model": training.model, "optim": training.optim}
-        self.checkpointer = ckpt.Checkpointer(state, tiers, triggers=triggers)
+        self.checkpointer = ckpt.Checkpointer(
+            state, tiers, triggers=triggers, memory=ckpt.Memory(linger_s=LINGER_S, **cadence)
+        )
         self.flying.append(lambda: self.checkpointer.stats.saves > 0)  # until then it prepares its memory
 
     def restore(self) -> tuple[int, str]:
@@ -278,7 +281,7 @@ class WithUs(Saver):
     def save(self, step: int) -> None:
         handle = self.checkpointer.step(step)
         if handle is not None:
-            self.flying.append(lambda: not handle.unfinished())
+            self.flying.append(lambda: not handle._unfinished())
 
     def __enter__(self) -> Saver:
         self.checkpointer.__enter__()
@@ -373,13 +376,15 @@ class ByUs(Peer):
         import ckpt
 
         super().__init__(training, folder)
-        tiers = [ckpt.Memory(linger_s=0.0), ckpt.Tier(str(folder / "run"), every=NEVER, keep=3)]
-        self.checkpointer = ckpt.Checkpointer({"model": training.model, "optim": training.optim}, tiers)
+        tiers = [ckpt.Tier(str(folder / "run"), every=NEVER, keep=3)]
+        self.checkpointer = ckpt.Checkpointer(
+            {"model": training.model, "optim": training.optim}, tiers, memory=ckpt.Memory(linger_s=0.0)
+        )
         self.checkpointer.restore(default=0)
 
     def save(self, step: int) -> Callable[[], None]:
         handle = self.checkpointer.save(step)
-        return lambda: handle.committed(LIMIT_S) and None
+        return lambda: handle.wait_durable(LIMIT_S) and None
 
     def restore(self) -> None:
         self.checkpointer.restore()
@@ -404,7 +409,7 @@ class _ToMemory(Peer):
 
         def wait() -> None:
             with contextlib.suppress(SkippedError):  # the very first ones, while memory is being prepared
-                handle.staged(LIMIT_S)
+                handle.wait_staged(LIMIT_S)
 
         return wait
 

@@ -476,13 +476,13 @@ class Live:
 
 def tier(folder: Path, compression: str, *, incremental: bool, every: int = NEVER) -> ckpt.Tier:
     return ckpt.Tier(
-        str(folder), every=every, keep=ckpt.Keep(last=100), compression=compression, incremental=incremental
+        str(folder), every=every, keep=ckpt.Keep(last=100), compression=compression, full_every=10 if incremental else 1
     )
 
 
 @contextmanager
-def opened(state: Json, tiers: list[Any]) -> Iterator[ckpt.Checkpointer]:
-    with ckpt.Checkpointer(state, tiers, triggers=[]) as cp:
+def opened(state: Json, tiers: list[Any], memory: ckpt.Memory | None = None) -> Iterator[ckpt.Checkpointer]:
+    with ckpt.Checkpointer(state, tiers, memory=memory, triggers=[]) as cp:
         yield cp
     del cp
     gc.collect()  # the memory that snapshots lay in goes with the last reference: dozens of them would not fit
@@ -490,7 +490,7 @@ def opened(state: Json, tiers: list[Any]) -> Iterator[ckpt.Checkpointer]:
 
 def save(cp: ckpt.Checkpointer, step: int, folder: Path) -> Json:
     began = time.perf_counter()
-    attempt = cp.save(step).committed(LIMIT_S).attempt
+    attempt = cp.save(step).wait_durable(LIMIT_S).attempt
     return {"seconds": time.perf_counter() - began, "packs": files_of_run.size(folder, files_of_run.DATA, of=attempt)}
 
 
@@ -513,7 +513,7 @@ def saved(plan: Plan, folder: Path, scratch: Path) -> Json:
         by_lag: dict[int, Json] = {}
         with opened(live.state, [tier(place, "zstd", incremental=True)]) as cp:
             cp.restore(default=0)
-            cp.save(FULL_ONES - 1).committed(LIMIT_S)
+            cp.save(FULL_ONES - 1).wait_durable(LIMIT_S)
             for lag, tensors in shots.items():
                 live.become(tensors)
                 by_lag[lag] = save(cp, FULL_ONES + lag, place)
@@ -560,9 +560,9 @@ def restored(plan: Plan, folder: Path, scratch: Path) -> Json:
                 cp.restore(default=0)
                 live.become(base)
                 for step in range(1, FULL_ONES + 1) if incremental else ():
-                    cp.save(step).committed(LIMIT_S)
+                    cp.save(step).wait_durable(LIMIT_S)
                 live.become(ways[name][1])
-                cp.save(FULL_ONES + lag).committed(LIMIT_S)
+                cp.save(FULL_ONES + lag).wait_durable(LIMIT_S)
         for _ in range(plan.restores):
             for name, (place, tensors) in ways.items():
                 with opened(live.state, [place]) as cp:
@@ -600,20 +600,22 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
     period, lost, packs, late = 2 * plan.half, list[float](), list[int](), 0
     state = {"model": training.model, "optim": training.optimizers[0]}
     every = NEVER if way == "no saves" else period
-    tiers = [ckpt.Memory(keep=2, every=every), tier(place, compression, incremental=incremental, every=every)]
-    with opened(state, tiers) as cp:
+    tiers = [tier(place, compression, incremental=incremental, every=every)]
+    with opened(state, tiers, ckpt.Memory(keep=2, every=every)) as cp:
         cp.restore(default=0)
         for step in range(1, FULL_ONES + 1):
-            cp.save(step).committed(LIMIT_S)  # memory is ready from here on, and there is a base
+            cp.save(step).wait_durable(LIMIT_S)  # memory is ready from here on, and there is a base
         time.sleep(1.0)  # let the clean-up after it end
         first, writers = len(cp.stats.stalls), {psutil.Process(cp.writer_pid)}
         before = cpu_of(writers)
         for start in range(period, period * (plan.periods + 1), period):
             with_save, one = half(training, cp, start, plan.half)
-            late += one is not None and one.status != "committed"
+            late += one is not None and one.status != "durable"
             lost.append(with_save - half(training, cp, start + plan.half, plan.half)[0])
             packs.append(
-                files_of_run.size(place, files_of_run.DATA, of=one.committed(LIMIT_S).attempt) if one is not None else 0
+                files_of_run.size(place, files_of_run.DATA, of=one.wait_durable(LIMIT_S).attempt)
+                if one is not None
+                else 0
             )
         stalls, writer_s = list(cp.stats.stalls)[first:] or [0.0], (cpu_of(writers) - before) / plan.periods
     return {"lost_s": lost, "stall_s": stalls, "packs": packs, "late": late, "writer_s": [writer_s]}

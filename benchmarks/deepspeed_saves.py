@@ -55,7 +55,7 @@ def train(folder: str, options: argparse.Namespace) -> None:
         engine.backward((engine(x) - x).float().pow(2).mean())
         engine.step()
 
-    cp = ckpt.deepspeed.attach(engine, [ckpt.Memory(), ckpt.Tier(f"{folder}/ours", every=10**6)])
+    cp = ckpt.deepspeed.attach(engine, ckpt.Tier(f"{folder}/ours", every=10**6))
     cp.restore(default=0)
     for _ in range(2):
         step()

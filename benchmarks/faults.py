@@ -148,14 +148,14 @@ def signalled(asked: Json) -> None:
     handled: list[float] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: handled.append(time.time()))
     get_ready()
-    faults: list[ckpt.Fault] = []
+    faults: list[ckpt.types.Fault] = []
     if asked["situation"] == "collective":
         dist.init_process_group("gloo")
     leads = not dist.is_initialized() or dist.get_rank() == 0
     held_up = {"idle": sit_idle, "lock": sit_in_lock, "collective": lambda: all_have(True)}[asked["situation"]]
     state = build(4, 128)
     with ckpt.Checkpointer(
-        state, [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER, keep=3)], on_fault=faults.append
+        state, ckpt.Tier(asked["run"], every=NEVER, keep=3), options=ckpt.Options(on_fault=faults.append)
     ) as cp:
         step = cp.restore(default=0)
         for number in range(asked["rounds"]):
@@ -236,12 +236,12 @@ def resident(asked: Json) -> None:
     piece = 64 << 20
     ballast = [torch.ones(piece // 4) for _ in range(asked["nbytes"] // piece)]
     state = build(4, 512)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER, keep=3)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(asked["run"], every=NEVER, keep=3)) as cp:
         for step in range(cp.restore(default=0), NEVER):
             train_step(state, 32)
             save = cp.step(step + 1)
             if step == 20 and save is not None:
-                save.staged(30.0)
+                save.wait_staged(30.0)
                 say("there", rss=psutil.Process().memory_info().rss, pieces=len(ballast))
             time.sleep(0.01)
 
@@ -252,9 +252,9 @@ def losing(asked: Json) -> None:
     import ckpt
 
     fault, rng = asked["fault"], random.Random(asked["seed"])
-    hang = ckpt.on_hang(action="exit", min_s=1.0, factor=5.0)
-    triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_oom(), hang]
-    tiers = [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER, keep=3)]
+    hang = ckpt.triggers.on_hang(action="exit", min_s=1.0, factor=5.0)
+    triggers = [ckpt.triggers.on_signal(), ckpt.triggers.on_exception(), ckpt.triggers.on_oom(), hang]
+    tiers = [ckpt.Tier(asked["run"], every=NEVER, keep=3)]
     state = build(8, 512)  # 25 MB
     with ckpt.Checkpointer(state, tiers, triggers=triggers) as cp:
         start = cp.restore(default=0)
@@ -309,8 +309,8 @@ def restarted(asked: Json) -> None:
         return repeat(state, 0, moments, facts, lambda step: None)
     import ckpt
 
-    hang = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_hang(action="exit", min_s=MIN_S)]
-    tiers = [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER, keep=3)]
+    hang = [ckpt.triggers.on_signal(), ckpt.triggers.on_exception(), ckpt.triggers.on_hang(action="exit", min_s=MIN_S)]
+    tiers = [ckpt.Tier(asked["run"], every=NEVER, keep=3)]
     moments["imported"] = time.time()
     with ckpt.Checkpointer(state, tiers, triggers=hang if asked["stops"] else "auto") as cp:
         moments["opened"] = time.time()
@@ -322,7 +322,7 @@ def restarted(asked: Json) -> None:
         def save(step: int) -> None:
             handle = cp.step(step)
             if not step % 10 and handle is not None:
-                handle.staged(60.0)  # so that "steady" is said when memory is in use
+                handle.wait_staged(60.0)  # so that "steady" is said when memory is in use
 
         return repeat(state, step, moments, facts, save)
 
@@ -350,12 +350,12 @@ def alternating(asked: Json) -> None:
     held: dict[str, Any] = {}
     writers: dict[str, int] = {}
     for name, triggers in zip(KINDS, ("auto", []), strict=True):
-        tiers = [ckpt.Memory(every=asked["every"]), ckpt.Tier(f"{asked['run']}-{name}", every=NEVER, keep=3)]
-        held[name] = ckpt.Checkpointer(state, tiers, triggers=triggers)
+        tiers = [ckpt.Tier(f"{asked['run']}-{name}", every=NEVER, keep=3)]
+        held[name] = ckpt.Checkpointer(state, tiers, triggers=triggers, memory=ckpt.Memory(every=asked["every"]))
         writers[name] = held[name].writer_pid
         held[name].restore(default=0)
         train_step(state, asked["rows"])
-        held[name].save(1).committed(60.0)
+        held[name].save(1).wait_durable(60.0)
     steps, rng = dict.fromkeys(held, 1), random.Random(5)
     try:
         for _ in range(asked["pairs"]):
@@ -391,10 +391,12 @@ def quiet(asked: Json) -> None:
     import ckpt
 
     state = build(24, 256)
-    tiers = [ckpt.Memory(every=NEVER, keep=3), ckpt.Tier(asked["run"], every=NEVER, keep=3)]
-    with ckpt.Checkpointer(state, tiers, triggers="auto" if asked["armed"] else []) as cp:
+    tiers = [ckpt.Tier(asked["run"], every=NEVER, keep=3)]
+    with ckpt.Checkpointer(
+        state, tiers, triggers="auto" if asked["armed"] else [], memory=ckpt.Memory(every=NEVER, keep=3)
+    ) as cp:
         step = cp.restore(default=0)
-        cp.save(step + 1).committed(60.0)
+        cp.save(step + 1).wait_durable(60.0)
         step += 1
         writer = cp.writer_pid
         time.sleep(1.0)  # what the first save leaves to be done

@@ -89,7 +89,7 @@ def digest(state: State) -> float:
 
 @contextlib.contextmanager
 def opened(state: State, name: str) -> Iterator[ckpt.Checkpointer]:
-    with ckpt.Checkpointer(state, ckpt.Memory(), name=f"contact-{name}-{os.getpid()}", triggers=None) as cp:
+    with ckpt.Checkpointer(state, triggers=None, options=ckpt.Options(name=f"contact-{name}-{os.getpid()}")) as cp:
         cp.restore(default=0)
         yield cp
 
@@ -99,8 +99,8 @@ def settled(cp: ckpt.Checkpointer, state: State) -> int:
     stager, end = cp._run.stager, time.monotonic() + 60
     for step in range(1, 1000):
         train(state)
-        with contextlib.suppress(ckpt.SkippedError):
-            cp.save(step).staged(120)
+        with contextlib.suppress(ckpt.errors.SkippedError):
+            cp.save(step).wait_staged(120)
         arena = stager.arena
         ready = arena is not None and arena.ready == arena.slots
         if (ready and len(stager.page_locks.held) == arena.slots) or time.monotonic() > end:  # type: ignore[union-attr]
@@ -128,7 +128,7 @@ def kept(
     """Trains and saves each step, with `after` right behind its save: is every checkpoint that of its step?"""
     wanted, layers = dict[int, float](), len(state["model"])
     with tempfile.TemporaryDirectory() as folder:
-        tiers = [ckpt.Memory(), ckpt.Tier(folder, every=1)]
+        tiers = [ckpt.Tier(folder, every=1)]
         with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
             cp.restore(default=0)
             for step in range(1, steps + 1):
@@ -137,7 +137,7 @@ def kept(
                 save = cp.step(step)
                 after()
                 assert save is not None
-                save.committed(60)
+                save.wait_durable(60)
         torn = sum(digest(restored(folder, step, layers)) != value for step, value in wanted.items())
     return {"ok": torn == 0, "torn": torn, "of": steps}
 
@@ -179,7 +179,7 @@ def capture() -> Json:
     state, spoilt, lost = built(), list[str](), 0
     with opened(state, "capture") as cp:
         train(state)
-        cp.save(1).staged(60)
+        cp.save(1).wait_staged(60)
         for step in range(2, 22):
             train(state)
             save, graph, x = cp.step(step), torch.cuda.CUDAGraph(), torch.ones(64, device="cuda")
@@ -191,7 +191,7 @@ def capture() -> Json:
                 spoilt.append(str(error).splitlines()[0][:200])
             try:
                 assert save is not None
-                save.staged(60)
+                save.wait_staged(60)
             except ckpt.CheckpointError:
                 lost += 1
     return {"ok": not spoilt and not lost, "spoilt": len(spoilt), "lost": lost, "said": spoilt[:1], "of": 20}
@@ -220,7 +220,7 @@ def scaler() -> Json:
             state["scaler"].scale(torch.ones((), device="cuda"))
         with opened(state, name) as cp:
             train(state)
-            cp.save(1).staged(60)
+            cp.save(1).wait_staged(60)
             train(state)
             torch.cuda._sleep(200_000_000)  # the device is some 0.1 s behind
             began = time.perf_counter()
@@ -273,7 +273,7 @@ import first_contact as contact, ckpt
 began = time.perf_counter()
 state = contact.built(contact.WIDTH, contact.LAYERS)
 run, way = sys.argv[1:3]
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=1000)) as cp:
     opened = time.perf_counter()
     step = cp.restore(default=0)
     back = time.perf_counter()
@@ -284,7 +284,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)]) as cp
         at = time.perf_counter()
         save = cp.step(step)
         stalls.append(time.perf_counter() - at)
-        save.staged(120)
+        save.wait_staged(120)
     print("DONE", step, contact.digest(state), max(stalls), stalls[-1], flush=True)
     if way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -385,7 +385,7 @@ def copies() -> Json:
             began = time.perf_counter()
             save = cp.step(step)
             assert save is not None
-            save.staged(120)
+            save.wait_staged(120)
             took.append(time.perf_counter() - began)
             time.sleep(0.5)  # memory is being page-locked
         nbytes, back = 12 * (WIDTH * WIDTH + WIDTH) * LAYERS, list[float]()
@@ -446,7 +446,7 @@ def many() -> Json:
             save = cp.step(step)
             blocks.append(time.perf_counter() - began)
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
             staged.append(time.perf_counter() - began)
     return {"tensors": 2 * len(layers) * 4, "blocks": spread(blocks[2:]), "staged": spread(staged[2:])}
 

@@ -423,7 +423,7 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            self._save.committed(LONGEST_S)
+            self._save.wait_durable(LONGEST_S)
         except BaseException as error:
             self.error = error
         self.took = time.perf_counter() - self._started
@@ -502,11 +502,11 @@ class Bench:
 
     def in_memory(self, trace: Path | None) -> bool:
         """Copies, steps, the overlap, and restores from memory; whether these are equal."""
-        opened, cp = timed(lambda: ckpt.Checkpointer(self.state, name=f"bench-gpu-{os.getpid()}"))
+        opened, cp = timed(lambda: ckpt.Checkpointer(self.state, options=ckpt.Options(name=f"bench-gpu-{os.getpid()}")))
         with cp:
             cp.restore(default=0)
             first, save = timed(lambda: self.save(cp))
-            save.staged(LONGEST_S)
+            save.wait_staged(LONGEST_S)
             self.report.say("open", open_s=opened, first_save_s=first)
             self.report.row("opening; first save, which locks memory", f"{opened:.2f} s; {first:.2f} s")
             self.copies(cp)
@@ -517,24 +517,24 @@ class Bench:
             else:
                 self.report.say("overlap", left_out="there is no device to look at")
                 self.report.row("overlap", "left out: no device")
-            self.save(cp).staged(LONGEST_S)
+            self.save(cp).wait_staged(LONGEST_S)
             expected = self.training.digest()
             equal = [self.restored(cp, expected, "memory", "memory") for _ in range(3)]
         return all(equal)
 
     def in_folder(self, url: str) -> bool:
         """Durable saves, and restores from the folder alone; whether these are equal."""
-        with ckpt.Checkpointer(self.state, [ckpt.Memory(), ckpt.Tier(url, every=DUE, keep=2)]) as cp:
+        with ckpt.Checkpointer(self.state, ckpt.Tier(url, every=DUE, keep=2)) as cp:
             cp.restore(default=0)
-            self.save(cp).committed(LONGEST_S)
+            self.save(cp).wait_durable(LONGEST_S)
             cycles = [self.cycle(cp) for _ in range(self.plan.cycles)]
             self.training.step()
-            self.save(cp).committed(LONGEST_S)
+            self.save(cp).wait_durable(LONGEST_S)
         self.report.say("durable", cycles=cycles)
         for name in ("blocks_s", "lost_s", "durable_s"):
             self.report.row(f"folder: {name[:-2]}", ms(statistics.median(one[name] for one in cycles)))
         expected = self.training.digest()
-        with ckpt.Checkpointer(self.state, tier := ckpt.Tier(url, every=DUE, keep=2)) as cp:
+        with ckpt.Checkpointer(self.state, tier := ckpt.Tier(url, every=DUE, keep=2), memory=None) as cp:
             cold = "folder, cold" if drop_caches() else "folder, perhaps cached"
             equal = [self.restored(cp, expected, source, tier.url) for source in (cold, "folder, warm")]
         return all(equal)
@@ -546,7 +546,7 @@ class Bench:
             self.training.step()
             self.device.settle()
             with marking() if self.device.is_gpu else contextlib.nullcontext() as marks:
-                by_clock.append(timed(lambda: cp.save(self.next()).staged(LONGEST_S))[0])
+                by_clock.append(timed(lambda: cp.save(self.next()).wait_staged(LONGEST_S))[0])
             if marks is not None:
                 spans = marks.spans()
                 by_device.append(max(end for _, end in spans) - min(begin for begin, _ in spans))
@@ -575,7 +575,7 @@ class Bench:
         self.device.wait()
         took = time.perf_counter() - started
         if save is not None:
-            save.staged(LONGEST_S)
+            save.wait_staged(LONGEST_S)
         return Block(took / steps, blocked, list(cp.stats.stalls)[before:] if cp is not None else [])
 
     def steps(self, cp: ckpt.Checkpointer, name: str, *, read: bool) -> None:
@@ -615,7 +615,7 @@ class Bench:
             cp.wait(LONGEST_S)
 
         def alone() -> None:
-            self.save(cp).staged(LONGEST_S)
+            self.save(cp).wait_staged(LONGEST_S)
 
         train()
         for what, work, keep in (("training", train, trace), ("control, nothing else runs", alone, None)):

@@ -85,9 +85,9 @@ def save(mib: float, tensors: int) -> Json:
     model, optim = trained(mib, tensors)
     blocked, cpu, staged, committed = [], [], [], []
     with scratch(quick=False) as root:
-        tiers = [ckpt.Memory(every=1), ckpt.Tier(root, every=10**6, keep=3, compression="none", incremental=False)]
-        with ckpt.Checkpointer({"model": model, "optim": optim}, tiers) as cp:
-            cp.save(1).committed(300)
+        tiers = [ckpt.Tier(root, every=10**6, keep=3, compression="none", full_every=1)]
+        with ckpt.Checkpointer({"model": model, "optim": optim}, tiers, memory=ckpt.Memory(every=1)) as cp:
+            cp.save(1).wait_durable(300)
             for step in range(2, 2 + STEPS):
                 optim.step()
                 began, used = time.perf_counter(), time.thread_time()
@@ -95,13 +95,13 @@ def save(mib: float, tensors: int) -> Json:
                 cpu.append(time.thread_time() - used)
                 blocked.append(time.perf_counter() - began)
                 assert saved is not None
-                saved.staged(300)
+                saved.wait_staged(300)
                 staged.append(time.perf_counter() - began)
             for step in range(2 + STEPS, 2 + STEPS + SAVES):
                 optim.step()
                 began = time.perf_counter()
                 saved = cp.save(step)
-                saved.committed(300)
+                saved.wait_durable(300)
                 committed.append(time.perf_counter() - began)
         size = metadata(root, saved.attempt)
     quiet = blocked[STEPS // 3 :]  # each slot was filled once by now

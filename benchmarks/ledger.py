@@ -90,8 +90,14 @@ def job(run: str, fault: str, steps: int) -> None:
 
     model = torch.nn.Linear(256, 256)
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
-    triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_hang(action="exit", min_s=1.5)]
-    with ckpt.Checkpointer(state, [ckpt.Memory(every=3), ckpt.Tier(run, every=20, keep=3)], triggers=triggers) as cp:
+    triggers = [
+        ckpt.triggers.on_signal(),
+        ckpt.triggers.on_exception(),
+        ckpt.triggers.on_hang(action="exit", min_s=1.5),
+    ]
+    with ckpt.Checkpointer(
+        state, ckpt.Tier(run, every=20, keep=3), triggers=triggers, memory=ckpt.Memory(every=3)
+    ) as cp:
         start = cp.restore(default=0)
         tell("ready", start)
         for step in range(start + 1, start + steps + 1):

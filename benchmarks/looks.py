@@ -71,7 +71,7 @@ def command(*words: str) -> Callable[[str], None]:
 
 
 def one_tensor(url: str) -> None:
-    """As `ckpt restore --only NAME`, up to the tensor's bytes."""
+    """As `ckpt export --only NAME`, up to the tensor's bytes."""
     with tempfile.TemporaryDirectory() as folder:
         command("restore", "RUN", "--only", ONE, "--to", f"{folder}/one.safetensors")(url)
 
@@ -85,7 +85,7 @@ def through_dcp(url: str) -> None:
 
 def loaded(url: str) -> None:
     """`ckpt.load` and one tensor, of which there are no bytes."""
-    with contextlib.suppress(ckpt.CorruptError):
+    with contextlib.suppress(ckpt.errors.CorruptError):
         ckpt.load(url)[ONE]
 
 

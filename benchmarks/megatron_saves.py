@@ -49,7 +49,7 @@ def train(folder: str, options: argparse.Namespace) -> None:
         return Job("data-bf16", overlap=False, **sizes)
 
     def attach(job: Job) -> ckpt.Checkpointer:
-        tiers = [ckpt.Memory(), ckpt.Tier(f"{folder}/ours", every=10**6)]
+        tiers = [ckpt.Tier(f"{folder}/ours", every=10**6)]
         return ckpt.megatron.attach(job.ddps, job.optimizer, tiers, state={"sched": job.schedule})
 
     class Theirs:

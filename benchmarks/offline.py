@@ -40,8 +40,9 @@ import sys
 import torch, ckpt, workload
 from torch.distributed.checkpoint import save
 training = workload.Training.build(workload.SIZES[sys.argv[2]])
-with ckpt.Checkpointer({"model": training.model, "optim": training.optim}, [ckpt.Tier(f"{sys.argv[1]}/run")]) as cp:
-    cp.save(1).committed()
+state = {"model": training.model, "optim": training.optim}
+with ckpt.Checkpointer(state, f"{sys.argv[1]}/run", memory=None) as cp:
+    cp.save(1).wait_durable()
 torch.save(training.state_dict(), f"{sys.argv[1]}/theirs.pt")
 save(training.state_dict(), checkpoint_id=f"{sys.argv[1]}/theirs-dcp", no_dist=True)
 """

@@ -54,7 +54,7 @@ def state_of(training: Training) -> dict[str, Any]:
 def start(size: Size, folder: Path) -> None:
     """From the end of the first optimizer step until a step is staged and the arena is whole."""
     training = Training.build(size)
-    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "start"), every=10**6, keep=3)]
+    tiers = [ckpt.Tier(str(folder / "start"), every=10**6, keep=3)]
     with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
         checkpointer.restore(default=0)
         began = time.perf_counter()
@@ -64,8 +64,8 @@ def start(size: Size, folder: Path) -> None:
             save = checkpointer.step(step)
             blocked.append(time.perf_counter() - before)
             assert save is not None
-            with contextlib.suppress(ckpt.SkippedError):
-                save.staged(60.0)
+            with contextlib.suppress(ckpt.errors.SkippedError):
+                save.wait_staged(60.0)
                 break
             training.step()
         while (arena := checkpointer._run.stager.arena) is not None and arena.ready < arena.slots:
@@ -86,7 +86,7 @@ def first_save(mib: int, folder: Path, *, due: bool) -> None:
         parameter.grad = torch.full_like(parameter, 1e-3)
     for number in range(3):
         place = folder / f"first-{mib}-{due}-{number}"
-        tiers = [ckpt.Memory(), ckpt.Tier(str(place), every=1 if due else 10**6, keep=2, compression="none")]
+        tiers = [ckpt.Tier(str(place), every=1 if due else 10**6, keep=2, compression="none")]
         with ckpt.Checkpointer({"model": model, "optim": optim}, tiers) as checkpointer:
             checkpointer.restore(default=0)
             for step in range(1, 9):
@@ -113,7 +113,7 @@ def first_save(mib: int, folder: Path, *, due: bool) -> None:
 
 def every_step(size: Size, folder: Path) -> None:
     training = Training.build(size)
-    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "every"), every=10**6, keep=3)]
+    tiers = [ckpt.Tier(str(folder / "every"), every=10**6, keep=3)]
     with_s: list[float] = []
     without_s: list[float] = []
     ratios: list[float] = []
@@ -122,7 +122,7 @@ def every_step(size: Size, folder: Path) -> None:
     with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
         checkpointer.restore(default=0)
         step = 1
-        checkpointer.save(step).committed(120.0)
+        checkpointer.save(step).wait_durable(120.0)
         while len(blocks) < LEAST_SAVES:
             mine: list[float] = []
             others: list[float] = []
@@ -163,19 +163,19 @@ def every_step(size: Size, folder: Path) -> None:
 def alone(size: Size, folder: Path) -> None:
     """No training beside it: what the copy and the writer reach by themselves."""
     training = Training.build(size)
-    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "alone"), every=10**6, keep=2)]
+    tiers = [ckpt.Tier(str(folder / "alone"), every=10**6, keep=2)]
     staged, written, whole = [], [], []
     with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
         checkpointer.restore(default=0)
-        checkpointer.save(1).committed(120.0)
+        checkpointer.save(1).wait_durable(120.0)
         for step in range(2, 8):
             training.step()
             time.sleep(2.0)  # reading back, and clean-up
             began = time.perf_counter()
             save = checkpointer.save(step)
-            save.staged(60.0)
+            save.wait_staged(60.0)
             staged.append(time.perf_counter() - began)
-            save.committed(120.0)
+            save.wait_durable(120.0)
             whole.append(time.perf_counter() - began)
             written.append(whole[-1] - staged[-1])
     say(
@@ -189,11 +189,11 @@ def alone(size: Size, folder: Path) -> None:
 
 def _victim(size: str, folder: str, pipe: Connection) -> None:
     training = Training.build(SIZES[size])
-    checkpointer = ckpt.Checkpointer(state_of(training), [ckpt.Memory(), ckpt.Tier(folder, every=10**6, keep=3)])
+    checkpointer = ckpt.Checkpointer(state_of(training), ckpt.Tier(folder, every=10**6, keep=3))
     checkpointer.restore(default=0)
-    checkpointer.save(1).committed(120.0)
+    checkpointer.save(1).wait_durable(120.0)
     training.step()
-    checkpointer.save(2).staged(60.0)
+    checkpointer.save(2).wait_staged(60.0)
     pipe.send(training.digest())
     time.sleep(1000)
 
@@ -203,7 +203,7 @@ def _successor(size: str, folder: str, pipe: Connection) -> None:
     training.spoil()
     gc.collect()
     began = time.perf_counter()
-    checkpointer = ckpt.Checkpointer(state_of(training), [ckpt.Memory(), ckpt.Tier(folder, every=10**6, keep=3)])
+    checkpointer = ckpt.Checkpointer(state_of(training), ckpt.Tier(folder, every=10**6, keep=3))
     opened = time.perf_counter() - began
     step = checkpointer.restore()
     whole = time.perf_counter() - began
@@ -251,23 +251,23 @@ def many_tensors(count: int, folder: Path) -> None:
         optim.step()
 
     update()
-    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / f"tensors-{count}"), every=10**6, keep=3)]
+    tiers = [ckpt.Tier(str(folder / f"tensors-{count}"), every=10**6, keep=3)]
     blocked, staged, committed, restored = [], [], [], []
     with ckpt.Checkpointer({"model": model, "optim": optim}, tiers) as checkpointer:
         checkpointer.restore(default=0)
-        checkpointer.save(1).committed(120.0)
+        checkpointer.save(1).wait_durable(120.0)
         for step in range(2, 32):
             update()
             began = time.perf_counter()
             save = checkpointer.step(step)
             blocked.append(time.perf_counter() - began)
             assert save is not None
-            save.staged(60.0)
+            save.wait_staged(60.0)
             staged.append(time.perf_counter() - began)
         for step in range(32, 37):
             update()
             began = time.perf_counter()
-            checkpointer.save(step).committed(120.0)
+            checkpointer.save(step).wait_durable(120.0)
             committed.append(time.perf_counter() - began)
             began = time.perf_counter()
             checkpointer.restore()
@@ -290,10 +290,12 @@ def fingerprint(count: int, width: int) -> None:
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)
     looks, blocked = [], []
-    with ckpt.Checkpointer({"model": model, "optim": optim}, name="fingerprint", triggers=()) as checkpointer:
+    with ckpt.Checkpointer(
+        {"model": model, "optim": optim}, triggers=(), options=ckpt.Options(name="fingerprint")
+    ) as checkpointer:
         checkpointer.restore(default=0)
         optim.step()
-        checkpointer.save(1).staged(60.0)
+        checkpointer.save(1).wait_staged(60.0)
         reading = checkpointer._run.capture.read()
         for step in range(2, 102):
             optim.step()
@@ -306,7 +308,7 @@ def fingerprint(count: int, width: int) -> None:
             save = checkpointer.step(step)
             blocked.append(time.perf_counter() - began)
             assert save is not None
-            save.staged(60.0)
+            save.wait_staged(60.0)
     say(
         "fingerprint",
         parameters=count,

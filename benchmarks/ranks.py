@@ -211,9 +211,9 @@ class Saver(Protocol):
 class Ours:
     def __init__(self, state: dict[str, Any], folder: str, every: int) -> None:
         self.url, self.optim = folder, state["optim"]
-        self.cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(folder, every=every, keep=3)])
+        self.cp = ckpt.Checkpointer(state, ckpt.Tier(folder, every=every, keep=3))
         self.cp.restore(default=0)
-        self.cp.save(1).committed(120.0)  # memory is ready from here on
+        self.cp.save(1).wait_durable(120.0)  # memory is ready from here on
         self.cp.stats.stalls.clear()
 
     @property
@@ -407,8 +407,8 @@ def train(folder: str, plan: Plan, mode: str) -> None:
 def keep(folder: str, plan: Plan, mode: str) -> None:
     """Save with every library."""
     state = build(mode, plan.restored)
-    with ckpt.Checkpointer(state, [ckpt.Tier(f"{folder}/ours", every=1)]) as cp:
-        cp.save(1).committed(120.0)
+    with ckpt.Checkpointer(state, [ckpt.Tier(f"{folder}/ours", every=1)], memory=None) as cp:
+        cp.save(1).wait_durable(120.0)
     dcp.save(payload(state), checkpoint_id=f"{folder}/dcp")
     with told(TC):
         saver = manager(resharding=True)
@@ -451,7 +451,7 @@ def timed(folder: str, facts: dict[str, Any]) -> Iterator[None]:
 
 def restore_ours(state: dict[str, Any], folder: str, facts: dict[str, Any]) -> None:
     started = time.monotonic()
-    with ckpt.Checkpointer(state, [ckpt.Tier(f"{folder}/ours", every=1000)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(f"{folder}/ours", every=1000)], memory=None) as cp:
         facts["opening_s"] = time.monotonic() - started
         with timed(folder, facts):
             cp.restore()

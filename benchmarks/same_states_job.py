@@ -153,17 +153,17 @@ def say(what: str, found: str) -> None:
 def save(run: str, seed: int) -> None:
     """Train, save, and end: by close, or by SIGKILL with the last step in memory."""
     state, saves = build(seed, other=False), list[ckpt.Save]()
-    with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=60), tier(run, seed)], triggers=None) as cp:
+    with ckpt.Checkpointer(state, tier(run, seed), triggers=None, memory=ckpt.Memory(linger_s=60)) as cp:
         cp.restore(default=0)
         for step in range(1, STEPS + 1):
             train(state, step)
             say(f"trained {step}", digest(state))
             made = cp.step(step)
             if made is not None:
-                made.staged(60)
+                made.wait_staged(60)
                 saves += [made] if made.tiers else []
         for made in saves:
-            made.committed(60)
+            made.wait_durable(60)
         if seed % 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -172,7 +172,7 @@ def restore(run: str, seed: int) -> None:
     """Restore the newest step and then each checkpoint, and load each without a state."""
     state = build(seed, other=True)
     steps = sorted(found.step for found in ckpt.Run(run).list())
-    with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), tier(run, seed)], triggers=None) as cp:
+    with ckpt.Checkpointer(state, tier(run, seed), triggers=None, memory=ckpt.Memory(linger_s=0)) as cp:
         say(f"restored the newest, {cp.restore()}", digest(state))
         for step in steps:
             assert cp.restore(step=step) == step

@@ -136,7 +136,7 @@ class Ours(WithState):
 
         throttle = asked.get("throttle_mib_s")
         tier = ckpt.Tier(self.url, every=1, keep=2, storage_options=self.options, max_mib_s=throttle)
-        self.cp = ckpt.Checkpointer({"model": state}, [ckpt.Memory(linger_s=0.0), tier])
+        self.cp = ckpt.Checkpointer({"model": state}, [tier], memory=ckpt.Memory(linger_s=0.0))
         self.step = 0
 
     def warm_up(self) -> None:
@@ -149,7 +149,7 @@ class Ours(WithState):
 
     def put(self) -> None:
         self.step += 1
-        self.cp.save(self.step).committed(LIMIT_S)
+        self.cp.save(self.step).wait_durable(LIMIT_S)
 
     def get(self) -> None:
         self.cp.restore()

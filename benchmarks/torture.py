@@ -546,7 +546,7 @@ def read_digest(run: str, step: int) -> str | None:
 
     try:
         return digest_of(ckpt.load(run, step=step))
-    except ckpt.NoCheckpointError:
+    except ckpt.errors.NoCheckpointError:
         return None
 
 

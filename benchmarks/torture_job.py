@@ -137,12 +137,12 @@ class Journal:
 
     def poll(self) -> None:
         for (what, step), save in list(self._acks.items()):
-            with contextlib.suppress(ckpt.DeadlineError):
+            with contextlib.suppress(ckpt.errors.DeadlineError):
                 try:
-                    save.staged(0) if what == "staged" else save.committed(0)
+                    save.wait_staged(0) if what == "staged" else save.wait_durable(0)
                     self.write(ack=what, step=step)
                 except ckpt.CheckpointError as error:
-                    if isinstance(error, ckpt.DeadlineError):
+                    if isinstance(error, ckpt.errors.DeadlineError):
                         raise
                     self.write(failed=step, what=what, why=str(error)[:300])
                 del self._acks[what, step]
@@ -190,9 +190,10 @@ def main() -> int:
         )
         while given.go and not Path(given.go).exists():
             time.sleep(0.001)
-        tiers: list[Any] = [] if given.no_memory else [ckpt.Memory(linger_s=given.linger)]
-        tiers.append(ckpt.Tier(given.run, every=given.every, keep=given.keep))
-        with ckpt.Checkpointer(state, tiers) as cp:
+        memory = None if given.no_memory else ckpt.Memory(linger_s=given.linger)
+
+        tiers = ckpt.Tier(given.run, every=given.every, keep=given.keep)
+        with ckpt.Checkpointer(state, tiers, memory=memory) as cp:
             start = cp.restore(step=given.at) if given.at else cp.restore(default=0)
             found = cp.last_restore
             restored = digest(state) if start else ""
@@ -204,7 +205,7 @@ def main() -> int:
                 save = cp.step(step)
                 journal.expect(save)
                 if step == given.kill_at and save is not None:
-                    save.staged()
+                    save.wait_staged()
                     os.kill(os.getpid(), signal.SIGKILL)
                 if given.foreign_writes:
                     with torch.no_grad():

@@ -33,9 +33,9 @@ def make_run(folder: str, checkpoints: int) -> None:
     import ckpt
 
     tier = ckpt.Tier(folder, every=1, keep=checkpoints)
-    with ckpt.Checkpointer({"model": torch.nn.Linear(8, 8)}, [tier]) as cp:
+    with ckpt.Checkpointer({"model": torch.nn.Linear(8, 8)}, tier, memory=None) as cp:
         for step in range(1, checkpoints + 1):
-            cp.save(step).committed()
+            cp.save(step).wait_durable()
             if step % 200 == 0:
                 print(f"{step} of {checkpoints} checkpoints", file=sys.stderr)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ckpt.core.checkpoint import read
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import THE_BEST, words_of
-from ckpt.errors import CheckpointError, UsageError
+from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.events import log as logger
 
 END = "its end"
@@ -42,9 +42,9 @@ class Best:
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
-            raise UsageError(f'mode={self.mode!r}: it must be "min" or "max"')
+            raise InvalidArgumentError(f'mode={self.mode!r}: it must be "min" or "max"')
         if type(self.keep) is not int or self.keep < 1:
-            raise UsageError(f"keep={self.keep!r}: it must be a whole number of at least 1")
+            raise InvalidArgumentError(f"keep={self.keep!r}: it must be a whole number of at least 1")
 
     def add(self, score: float, step: int) -> bool:
         """Add a score. Return True if the step is now among the best. With equal scores the older stays; NaN never

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 
 from ckpt.checkpointer import Checkpointer
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
+from ckpt.options import Options
 
 PLACE = "the first argument, a folder or URL"
 MEANT = {  # names that other trainers use
@@ -20,14 +22,17 @@ MEANT = {  # names that other trainers use
 
 
 def check_keywords(callback: type, arguments: Mapping[str, object], meant: Mapping[str, str]) -> None:
-    """Raise UsageError with a suggestion if neither the callback nor Checkpointer has one of the keywords.
+    """Raise InvalidArgumentError with a suggestion if neither the callback nor Checkpointer has one of the keywords.
 
     `meant`: more names that trainers use, with ours.
     """
     known: set[str] = set()
     for kind in (callback, Checkpointer):
         known |= inspect.signature(kind.__init__).parameters.keys() - {"self", "state", "arguments"}  # type: ignore[misc]
+    names = {one: f"{one}=" for one in known} | {
+        field.name: f"options=ckpt.Options({field.name}=...)" for field in fields(Options)
+    }
     for word in arguments.keys() - known:
-        near = [f"{one}=" for one in difflib.get_close_matches(word, known, 1)]
+        near = [names[one] for one in difflib.get_close_matches(word, names, 1)]
         hint = {**MEANT, **meant}.get(word) or next(iter(near), None)
-        raise UsageError(f"unknown keyword {word}=" + (f": did you mean {hint}?" if hint else ""))
+        raise InvalidArgumentError(f"unknown keyword {word}=" + (f": did you mean {hint}?" if hint else ""))

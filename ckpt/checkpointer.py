@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
@@ -28,13 +28,16 @@ from ckpt.core.run.open_run import OpenRun, Settings, Stats
 from ckpt.core.run.restoring import MISSING, Restoring
 from ckpt.core.run.saver import Saver
 from ckpt.core.snapshot.device import traced
-from ckpt.errors import CheckpointError, UsageError, public_class
+from ckpt.errors import CheckpointError, InvalidArgumentError, UsageError, public_class
 from ckpt.events import log
 from ckpt.guard.fault_handler import FaultHandler
 from ckpt.guard.report import Fault, explain_if_uncaught
-from ckpt.save import Save
+from ckpt.options import DEFAULT_OPTIONS, Options
+from ckpt.saving import Save
+from ckpt.tiers import DEFAULT_MEMORY, Memory
 from ckpt.triggers import Trigger, as_triggers
 
+PINNED = "by training"
 STOP_S = 30.0  # how long to wait for a fault that is being handled
 T = TypeVar("T")
 
@@ -49,28 +52,23 @@ class Checkpointer:
 
     - `state`: dict of modules, optimizers, objects with state_dict and load_state_dict, tensors and plain values. Only
       what state_dict() returns is saved, even if load_state_dict() needs more.
-    - `tiers`: folder, URL or a list of them, with memory in front; or a list of `Memory` and `Tier`, which has memory
-      only if it contains a `Memory`. Default None: snapshots stay in memory only and are found by `name`.
-    - `name`: name of a run without a folder or URL.
-    - `every`: save interval of a tier given as a string: steps (default 100), a time ("10min"), or "auto" (see
-      `ckpt.Auto`). Memory saves every step.
-    - `keep`: how many checkpoints a tier given as a string keeps, default "all"; see `ckpt.Tier`.
+    - `tiers`: folder, URL, `ckpt.Tier`, or a list of these, nearest first. Default None: snapshots stay in memory only,
+      and `Options(name=)` names the run.
+    - `memory`: snapshots in host memory that outlive this process, see `ckpt.Memory`. By default every step, or as
+      often as 1 % of the training time allows if `every` is "auto". None: no memory.
+    - `every`: save interval of tiers given as strings: steps (default 100), a time ("10min"), or "auto" (see
+      `ckpt.Auto`).
+    - `keep`: how many checkpoints tiers given as strings keep, default "all"; see `ckpt.Tier`.
     - `best`: score whose best checkpoints are kept regardless of age; see `ckpt.Best` and `score()`.
-    - `on_busy`: when every slot is busy, "wait" (default) blocks the step for at most `busy_timeout_s`; "skip" skips
-      the save.
-    - `on_error`: "raise" (default) raises a background error in the next call; "warn" only logs it.
-    - `busy_timeout_s`, `close_timeout_s`: longest wait for a slot (default 600) and in close() (default 300), seconds.
-    - `agree_timeout_s`: longest wait for the other ranks when opening, restoring and closing, seconds, default 300.
-    - `triggers`: events that request an emergency save: "auto" (default) or a list like [ckpt.on_signal("SIGTERM")];
-      see `ckpt.triggers`.
-    - `on_fault`: function called in a background thread with each `Fault`, including faults that ended earlier job
-      attempts on this machine. `faults` lists the latter.
-    - `metrics`: port for Prometheus, or `ckpt.Metrics`, which also supports TensorBoard.
+    - `triggers`: events that request an emergency save: "auto" (default) or a list like
+      [ckpt.triggers.on_signal("SIGTERM")]; None for none.
     - `takeover`: take the run from the process that trains it, at its newest checkpoint in a tier. That process is
-      fenced: it saves nothing more. An older Checkpointer of the run in this process is closed.
+      fenced: it saves nothing more. An older Checkpointer of the run in this process is closed. Default False.
+    - `options`: settings that few runs change, see `ckpt.Options`.
 
-    Raises StateError if the state cannot be saved, FormatError or StoreError if a tier cannot be used, and InUseError
-    if another process trains the run. Use it as a context manager, or call `close()`.
+    Raises InvalidArgumentError if an argument is wrong, StateError if the state cannot be saved, FormatError or
+    StoreError if a tier cannot be used, and InUseError if another process trains the run. Use it as a context manager,
+    or call `close()`.
     """
 
     def __init__(
@@ -78,30 +76,29 @@ class Checkpointer:
         state: dict[str, Any],
         tiers: object = None,
         *,
-        name: str | None = None,
+        memory: Memory | None = DEFAULT_MEMORY,
         every: int | str | Auto | None = None,
         keep: Keep | int | str | None = None,
         best: Best | None = None,
-        on_busy: str = "wait",
-        on_error: str = "raise",
-        busy_timeout_s: float = 600.0,
-        close_timeout_s: float = 300.0,
-        agree_timeout_s: float = 300.0,
         triggers: object = "auto",
-        on_fault: Callable[[Fault], None] | None = None,
-        metrics: object = None,
         takeover: bool = False,
+        options: Options = DEFAULT_OPTIONS,
     ) -> None:
-        armed, timeouts_s = as_triggers(triggers), (busy_timeout_s, close_timeout_s, agree_timeout_s)
-        self._settings = Settings.checked(tiers, name, every, keep, best, (on_busy, on_error), timeouts_s, metrics)
+        armed = as_triggers(triggers)
+        self._settings = Settings.checked(tiers, memory, every, keep, best, options)
         try:
             with contextlib.ExitStack() as undo:  # undo every step if any of them fails, including on Ctrl-C
                 self._reserve(undo, takeover)
-                self._start(undo, OpenRun(self._settings, state, takeover, undo), armed, on_fault)
+                self._start(undo, OpenRun(self._settings, state, takeover, undo), armed, options.on_fault)
                 undo.pop_all()
         except CheckpointError as error:
             explain_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
             raise
+
+    def __repr__(self) -> str:
+        step = self._run.step if hasattr(self, "_run") else None
+        ended = ", closed" if step is not None and self._run.closed else ""
+        return f"<Checkpointer of {self._settings.places}, step {step}{ended}>"
 
     def _reserve(self, undo: contextlib.ExitStack, takeover: bool) -> None:
         """Register this Checkpointer as the only one of its run in this process; otherwise raise UsageError.
@@ -177,12 +174,21 @@ class Checkpointer:
           inspection. It never replaces the last finite step and is only restored by number. A tensor on an accelerator
           makes the call wait for it.
         """
+        if step == 0:
+            raise InvalidArgumentError(
+                "step(0): pass the number of completed steps, which is 1 after the first. In a loop that counts from "
+                "0, call step(step + 1)"
+            )
         with self._run.in_turn():
             return self._saver.step(step, None if finite is None else bool(finite))
 
-    def request(self, why: str = "no reason given") -> None:
-        """Request a save of a coming step to every tier on all ranks. Any thread of any rank may call it; returns
-        immediately."""
+    def request_save(self, why: str = "no reason given") -> None:
+        """Request a save of a coming step to every tier on all ranks. Any thread of any rank may call this.
+
+        - `why`: reason, for the log and the report.
+
+        Returns immediately.
+        """
         self._run.check_usable()
         if not self._fault_handler.armed:
             raise UsageError(
@@ -191,9 +197,9 @@ class Checkpointer:
             )
         self._fault_handler.request(why)
 
-    def fence(self) -> None:
-        """Call before modifying weights or optimizer state in a way that PyTorch cannot track (`.data`, CUDA graph
-        replay).
+    def before_untracked_update(self) -> None:
+        """Call this before modifying weights or optimizer state in a way that PyTorch cannot track (`.data`, replay of
+        a CUDA graph).
 
         The call counts as the start of an optimizer step. Work queued afterwards on the current streams runs after the
         copies in progress; the host waits only for copies that it makes itself. Without the call no snapshot is torn
@@ -204,8 +210,8 @@ class Checkpointer:
         self._run.hook.fence(self._run.capture.optimizers)
 
     @contextlib.contextmanager
-    def pause(self, *, changes_state: bool = False) -> Iterator[None]:
-        """Suspend hang detection during work that is not training, for example an evaluation.
+    def not_training(self, *, changes_state: bool = False) -> Iterator[None]:
+        """Suspend hang detection and step timing in a `with` block that does not train, for example an evaluation.
 
         - `changes_state`: True if the block swaps the weights, for example for averaged ones. A fault inside the block
           then saves no new copy. Default False.
@@ -220,7 +226,7 @@ class Checkpointer:
 
         Without a durable tier the step is only staged. If memory does not have that step, the current state is saved
         under its number: call this right after `step()`. Raises UsageError if an optimizer has begun a further step, or
-        if the weights are swapped (see `pause`).
+        if the weights are swapped (see `not_training`).
         """
         with self._run.in_turn():
             self._run.check_usable()
@@ -237,15 +243,27 @@ class Checkpointer:
             self._run.check_usable()
             return self._saver.stage()
 
-    def keep_steps(self, notes: Mapping[int, str]) -> None:
-        """Keep the checkpoints of these steps in every tier regardless of age: `{step: why}`, as `ckpt ls` shows.
+    def pin(self, step: int, note: str = PINNED) -> None:
+        """Protect the checkpoints of this step in every tier from retention and clean-up until `unpin`.
 
-        Steps named by an earlier call but not by this one may expire again. Call this before the `save()` of a step, so
-        that no later checkpoint can expire it. All ranks must make the same call; it returns immediately.
+        - `step`: number of the step. Pin it before the `save()` of the step, so that no later checkpoint can expire it.
+        - `note`: reason that `ckpt ls` shows.
+
+        Earlier pins stay. All ranks must make the same call. Returns immediately; after `wait()`, the logs have it.
         """
         with self._run.in_turn():
             self._run.check_usable()
-            self._kept.keep(notes)
+            self._kept.pin(step, note)
+
+    def unpin(self, step: int) -> None:
+        """Remove the protection of `pin`: retention applies to the checkpoints of this step again.
+
+        All ranks must make the same call. Does nothing if the step is not pinned. A pin set by `ckpt pin` or `Run.pin`
+        stays.
+        """
+        with self._run.in_turn():
+            self._run.check_usable()
+            self._kept.unpin(step)
 
     def score(self, step: int, value: float | torch.Tensor) -> bool:
         """Record the score of a step, now or later. Return True if it is among the `best`, which stay in every tier.
@@ -266,10 +284,10 @@ class Checkpointer:
     @overload
     def restore(self, *, step: int | None = None, strict: bool = True) -> int: ...
     @overload
-    def restore(self, default: T, *, step: int | None = None, strict: bool = True) -> int | T: ...
+    def restore(self, *, default: T, step: int | None = None, strict: bool = True) -> int | T: ...
 
     @traced("ckpt.restore")
-    def restore(self, default: Any = MISSING, *, step: int | None = None, strict: bool = True) -> Any:
+    def restore(self, *, default: Any = MISSING, step: int | None = None, strict: bool = True) -> Any:
         """Restore the state to the newest step from the nearest tier that has it, and return the step.
 
         Tensors are filled in place. Damaged checkpoints are skipped with a warning and listed in `last_restore`.
@@ -296,8 +314,8 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
         """Wait until every save begun so far, or that of `step`, has been staged and written or has failed.
 
-        Also waits until kept and scored steps are recorded. Raises DeadlineError after `timeout_s` seconds, default no
-        limit.
+        Also waits until pinned and scored steps are recorded. Raises DeadlineError after `timeout_s` seconds, default
+        no limit.
         """
         self._run.check_not_forked()
         self._kept.wait(timeout_s, step)
@@ -311,8 +329,9 @@ class Checkpointer:
         exception is propagating, or another thread closes, the newest step in memory is saved and a warning is logged.
         A run in memory only is released, unless an exception is propagating: then a restart finds it.
 
-        Raises DeadlineError after `timeout_s` seconds (default: `close_timeout_s`); the writer still finishes. Raises
-        DeadlineError or PeerError if other ranks do not close: the writer then keeps the memory as after a crash.
+        Raises DeadlineError after `timeout_s` seconds (default: `Options.close_timeout_s`); the writer still finishes.
+        Raises DeadlineError or PeerError if other ranks do not close: the writer then keeps the memory as after a
+        crash.
         """
         self._closing.close_as_asked(timeout_s)
 

@@ -1,11 +1,12 @@
 """The exceptions of this library.
 
     CheckpointError
-    ├── UsageError            the call is wrong; nothing was done
+    ├── UsageError            the call is wrong, or comes at the wrong moment; nothing was done
+    │   ├── InvalidArgumentError  an argument is wrong (also a ValueError)
     │   ├── StateError        something in the state cannot be saved; the message names its path
     │   ├── MismatchError     the checkpoint does not fit the state; nothing was changed
     │   └── ClosedError       the Checkpointer was closed, or belongs to the parent process
-    ├── NoCheckpointError     there is nothing to restore
+    ├── NoCheckpointError     there is no run, or no checkpoint to restore
     ├── FencedError           a newer job owns this run; this one must stop saving
     ├── InUseError            another process trains this run; nothing was changed
     ├── SaveError             one save failed; training and later saves are unaffected
@@ -16,7 +17,7 @@
     ├── PeerError             another rank of the job failed, is gone, or disagrees
     ├── DeadlineError         a wait exceeded its timeout (also a TimeoutError)
     ├── CorruptError          stored bytes do not match their digest
-    ├── FormatError           not a run of this library, or written by a newer version
+    ├── FormatError           files that this library did not write, or that a newer version wrote
     └── StoreError            a folder or bucket refused an operation
         ├── NotFoundError     no such object
         ├── TruncatedError    an object is shorter than it must be
@@ -60,7 +61,11 @@ class CheckpointError(Exception):
 
 
 class UsageError(CheckpointError):
-    """The call is wrong. The message explains how to correct it; nothing was done."""
+    """The call is wrong, or comes at the wrong moment. The message explains how to correct it; nothing was done."""
+
+
+class InvalidArgumentError(UsageError, ValueError):
+    """An argument is wrong. The message names it, its value and the rule; nothing was done."""
 
 
 class StateError(UsageError):
@@ -84,7 +89,7 @@ class ClosedError(UsageError):
 
 
 class NoCheckpointError(CheckpointError):
-    """No checkpoint to restore was found."""
+    """There is no run at the location, or the run has no such checkpoint."""
 
     advice = (
         "Nothing was changed. `ckpt ls RUN` lists the checkpoints of a run. restore(default=0) starts from zero if "
@@ -181,7 +186,7 @@ class CorruptError(CheckpointError):
 
 
 class FormatError(CheckpointError):
-    """The location contains no run of this library, or a newer version wrote it."""
+    """The location contains files that this library did not write, or that a newer version wrote."""
 
     advice = "Nothing was changed there. `ckpt import` converts files of other programs into a run."
 

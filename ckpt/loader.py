@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import CorruptError, InvalidArgumentError, UsageError
 
 OURS = ("sampler", "batch_sampler", "generator", "shuffle")
 
@@ -65,11 +65,13 @@ class Loader:
     ) -> None:
         _check(dataset, batch_size, options)
         if (rank is None) != (world is None):
-            raise UsageError("pass both rank and world, or neither")
+            raise InvalidArgumentError("pass both rank and world, or neither")
         self._asked = rank is None
         self._rank, self._world = (rank, world) if rank is not None and world is not None else _who()
         if not 0 <= self._rank < self._world:
-            raise UsageError(f"rank={self._rank} with world={self._world}: rank must be between 0 and world - 1")
+            raise InvalidArgumentError(
+                f"rank={self._rank} with world={self._world}: rank must be between 0 and world - 1"
+            )
         self._order = _Order(len(dataset), shuffle, seed)  # type: ignore[arg-type]
         self.batch_size, self.drop_last = batch_size, drop_last
         self.epoch = 0
@@ -234,15 +236,15 @@ class _Seeded(Dataset[Any]):
 
 def _check(dataset: Any, batch_size: object, options: dict[str, Any]) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise UsageError(
+        raise InvalidArgumentError(
             "ckpt.Loader needs a map-style dataset with a length; for a stream use torchdata's "
             "StatefulDataLoader, which continues on the same number of ranks"
         )
     if type(batch_size) is not int or batch_size < 1:
-        raise UsageError(f"batch_size={batch_size!r}: it must be a whole number of at least 1")
+        raise InvalidArgumentError(f"batch_size={batch_size!r}: it must be a whole number of at least 1")
     for name in OURS:
         if options.get(name) is not None:
-            raise UsageError(f"ckpt.Loader sets {name!r} itself: remove this argument")
+            raise InvalidArgumentError(f"ckpt.Loader sets {name!r} itself: remove this argument")
 
 
 def _who() -> tuple[int, int]:

@@ -1,14 +1,15 @@
-"""`ckpt.load`: read whole tensors of a checkpoint in one process, each when it is first used."""
+"""`ckpt.load`: read whole tensors of a checkpoint in one process, each when it is first used, or fill a state."""
 
 from __future__ import annotations
 
 import builtins
+import difflib
 import fnmatch
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -20,12 +21,14 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.values import Json, decode, show
 from ckpt.core.log.log import Commit
+from ckpt.core.restore.restore_first import Restored
 from ckpt.core.restore.sources import fill_from_store
 from ckpt.core.state.filler import Target
 from ckpt.core.state.special_values import as_plain
 from ckpt.core.state.tensors import empty, of_kind, to_array
-from ckpt.errors import CorruptError, NoCheckpointError, UsageError, public_class, public_function
+from ckpt.errors import CorruptError, InvalidArgumentError, NoCheckpointError, public_class, public_function
 from ckpt.events import log as logger
+from ckpt.filling import fill
 from ckpt.store import normalise, remember_options
 
 
@@ -59,6 +62,8 @@ class Loaded(Mapping[str, Tensor]):
         return name in self._names
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(self._unknown(name))
         return self._read([self._names[name]])[self._names[name]]
 
     def all(self) -> dict[str, Tensor]:
@@ -70,8 +75,10 @@ class Loaded(Mapping[str, Tensor]):
         """Read a part of a tensor: `loaded.slice("w", slice(0, 8))`. Only chunks that overlap the part are read.
 
         Give one index per dimension, starting with the first; missing ones mean all. A step other than 1 raises
-        UsageError.
+        InvalidArgumentError.
         """
+        if name not in self._names:
+            raise KeyError(self._unknown(name))
         key = self._names[name]
         spec = self._saved.tensors[key].spec
         box, dropped = _box(name, spec.shape, index)
@@ -84,7 +91,7 @@ class Loaded(Mapping[str, Tensor]):
         start = prefix.rstrip(".") + "."
         names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
-            raise UsageError(f"no tensor of step {self.step} has a name that starts with {start!r}")
+            raise InvalidArgumentError(f"no tensor of step {self.step} has a name that starts with {start!r}")
         return Loaded(self.url, self._attempt, self._saved, names, self.skipped)
 
     def plain(self, path: str, *, rank: int = 0) -> Any:
@@ -95,7 +102,9 @@ class Loaded(Mapping[str, Tensor]):
         there.
         """
         if not 0 <= rank < self._saved.world:
-            raise UsageError(f"step {self.step} was saved by ranks 0 to {self._saved.world - 1}, not by rank {rank}")
+            raise InvalidArgumentError(
+                f"step {self.step} was saved by ranks 0 to {self._saved.world - 1}, not by rank {rank}"
+            )
         for node in self._saved.nodes(rank):
             if show(node.path) == path:
                 return decode(node.values, lambda reference: self._extern(reference, rank))
@@ -112,6 +121,10 @@ class Loaded(Mapping[str, Tensor]):
         tensor = self._read([key])[key]
         return of_kind(tensor, reference) if reference["$"] == "tensor" else to_array(tensor, reference)
 
+    def _unknown(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self._names, 3) or [n for n in self._names if n.endswith(f".{name}")][:3]
+        return f"no tensor {name!r} in step {self.step}" + (f"; did you mean {', '.join(near)}?" if near else "")
+
     def _read(self, keys: list[Key]) -> dict[Key, Tensor]:
         with self._lock:
             missing = [key for key in keys if key not in self._cache]
@@ -127,24 +140,24 @@ class Loaded(Mapping[str, Tensor]):
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
     """Convert an index to a box, and to the set of dimensions that an int removes."""
     if len(index) > len(shape):
-        raise UsageError(f"{name} has {len(shape)} dimensions, not {len(index)}")
+        raise InvalidArgumentError(f"{name} has {len(shape)} dimensions, not {len(index)}")
     starts, sizes, dropped = [], [], set()
     for dim, size in enumerate(shape):
         at: builtins.slice | int = index[dim] if dim < len(index) else builtins.slice(None)
         if isinstance(at, int):
             if not -size <= at < size:
-                raise UsageError(f"{name}: index {at} is out of range for dimension {dim} of size {size}")
+                raise InvalidArgumentError(f"{name}: index {at} is out of range for dimension {dim} of size {size}")
             dropped.add(dim)
             at = builtins.slice(at % size, at % size + 1)
         start, stop, step = at.indices(size)
         if step != 1:
-            raise UsageError(f"{name}: {at} has step {step}, but only step 1 can be read")
+            raise InvalidArgumentError(f"{name}: {at} has step {step}, but only step 1 can be read")
         starts.append(start)
         sizes.append(max(0, stop - start))
     return (tuple(starts), tuple(sizes)), dropped
 
 
-@public_function
+@overload
 def load(
     url: str | Path,
     *,
@@ -152,32 +165,61 @@ def load(
     best: bool = False,
     only: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> Loaded:
+) -> Loaded: ...
+@overload
+def load(
+    url: str | Path,
+    *,
+    into: dict[str, Any],
+    step: int | None = None,
+    best: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Restored: ...
+
+
+@public_function
+def load(
+    url: str | Path,
+    *,
+    into: dict[str, Any] | None = None,
+    step: int | None = None,
+    best: bool = False,
+    only: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Loaded | Restored:
     """Open the newest checkpoint of a run, or that of `step`, as whole tensors by name, whatever number of ranks saved
-    it.
+    it. With `into`, fill a state instead.
 
     - `url`: the run, or one of its checkpoints as `RUN@STEP`.
+    - `into`: dict of modules, optimizers, tensors and plain values, as for `ckpt.Checkpointer`. It is filled in place,
+      bit for bit, and the result is a `Restored`. Every entry must be in the checkpoint and fit; otherwise
+      MismatchError is raised and nothing is changed. Other entries of the checkpoint are ignored. With several ranks,
+      all make the same call.
     - `step`: number of the step, default the newest.
     - `best`: True opens the checkpoint with the best score; see `ckpt.Best`.
-    - `only`: shell pattern of tensor names, for example "model.*".
+    - `only`: shell pattern of tensor names, for example "model.*". Not with `into`.
     - `storage_options`: as in `ckpt.Tier`.
 
-    A tensor that ranks hold separately, with different values, is called `name#rank`. Newer checkpoints lost to damage
-    are logged and listed in `skipped`. Raises FormatError if there is no run, NoCheckpointError if there is no such
-    checkpoint, and CorruptError if the bytes read are damaged.
+    The run is only read, so its job can continue. Without `into`, a tensor that ranks hold separately, with different
+    values, is called `name#rank`. Newer checkpoints lost to damage are logged and listed in `skipped`. Raises
+    NoCheckpointError if there is no run or no such checkpoint, and CorruptError if the bytes read are damaged.
     """
+    if into is not None and only is not None:
+        raise InvalidArgumentError("only= selects tensors by name, but the entries of into= select what is loaded")
     url, which = spelling.split(url, step)
     if best and which not in (None, spelling.BEST):
-        raise UsageError("pass best=True or a step, not both")
+        raise InvalidArgumentError("pass best=True or a step, not both")
     which = spelling.BEST if best else which
     location = normalise(url)
     remember_options(location, storage_options)
+    if into is not None:
+        return fill(into, location, which, subset=True)
     commit, saved, skipped = read.run(_open(location, which))
     if skipped:
         logger.warning("%s", losses.in_words(skipped, commit.step))
     names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
     if not names and only is not None:
-        raise UsageError(f"no tensor of step {commit.step} in {location} matches {only!r}")
+        raise InvalidArgumentError(f"no tensor of step {commit.step} in {location} matches {only!r}")
     return Loaded(location, commit.attempt, saved, names, skipped)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 
 INSTALL = "pip install 'everystep[metrics]'"
 
@@ -29,7 +29,8 @@ class Metrics:
     - `peak_flops`: peak of its device, floating point operations per second. Together with `flops_per_step` it gives
       the MFU.
 
-    Instead of `Metrics(prometheus_port=N)`, the number N alone is accepted. Raises UsageError for wrong values.
+    Instead of `Metrics(prometheus_port=N)`, the number N alone is accepted. Raises InvalidArgumentError for wrong
+    values.
     """
 
     prometheus_port: int | None = None
@@ -43,57 +44,63 @@ class Metrics:
     def __post_init__(self) -> None:
         port = self.prometheus_port
         if port is not None and (type(port) is not int or not 1 <= port <= 65535):
-            raise UsageError(f"prometheus_port={port!r}: it must be a port from 1 to 65535")
+            raise InvalidArgumentError(f"prometheus_port={port!r}: it must be a port from 1 to 65535")
         if type(self.host) is not str or not self.host:
-            raise UsageError(f'host={self.host!r}: it must be a name or an address, for example "127.0.0.1"')
+            raise InvalidArgumentError(f'host={self.host!r}: it must be a name or an address, for example "127.0.0.1"')
         for name in ("every_s", "samples_per_step", "flops_per_step", "peak_flops"):
             value = getattr(self, name)
             valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
             if not valid and (value is not None or name == "every_s"):
-                raise UsageError(f"{name}={value!r}: it must be a number above 0")
+                raise InvalidArgumentError(f"{name}={value!r}: it must be a number above 0")
         if self.peak_flops is not None and self.flops_per_step is None:
-            raise UsageError("peak_flops= without flops_per_step=: the MFU needs both")
+            raise InvalidArgumentError("peak_flops= without flops_per_step=: the MFU needs both")
         object.__setattr__(self, "tensorboard", self._folder())
         if port is None and self.tensorboard is None:
-            raise UsageError("Metrics() has no destination: pass prometheus_port=9400, tensorboard='runs/tb', or both")
+            raise InvalidArgumentError(
+                "Metrics() has no destination: pass prometheus_port=9400, tensorboard='runs/tb', or both"
+            )
 
     def _folder(self) -> str | None:
         """Return the absolute path of the folder: the writer process has another working directory."""
         if self.tensorboard is None:
             return None
         if not isinstance(self.tensorboard, (str, os.PathLike)) or not os.fspath(self.tensorboard):
-            raise UsageError(f"tensorboard={self.tensorboard!r}: it must be a folder")
+            raise InvalidArgumentError(f"tensorboard={self.tensorboard!r}: it must be a folder")
         text = os.fspath(self.tensorboard)
         if "://" in text:
-            raise UsageError(f"tensorboard={text!r}: it must be a local folder; copy the events from there")
+            raise InvalidArgumentError(f"tensorboard={text!r}: it must be a local folder; copy the events from there")
         return str(Path(text).expanduser().resolve())
 
     def port(self, local_rank: int) -> int | None:
-        """Return the port of a rank by its local rank. Raises UsageError if that exceeds 65535."""
+        """Return the port of a rank by its local rank. Raises InvalidArgumentError if that exceeds 65535."""
         if self.prometheus_port is None:
             return None
         port = self.prometheus_port + local_rank
         if port > 65535:
-            raise UsageError(f"prometheus_port={self.prometheus_port} leaves no port for local rank {local_rank}")
+            raise InvalidArgumentError(
+                f"prometheus_port={self.prometheus_port} leaves no port for local rank {local_rank}"
+            )
         return port
 
     def check(self) -> None:
-        """Raise UsageError if a required package is not installed."""
+        """Raise InvalidArgumentError if a required package is not installed."""
         for enabled, package in ((self.prometheus_port, "prometheus_client"), (self.tensorboard, "tensorboard")):
             if enabled is not None and importlib.util.find_spec(package) is None:
-                raise UsageError(f"metrics= needs {package}, which is not installed: {INSTALL}")
+                raise InvalidArgumentError(f"metrics= needs {package}, which is not installed: {INSTALL}")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def as_metrics(given: object) -> Metrics | None:
-    """Convert the argument `metrics=` of a Checkpointer. Raises UsageError if it is wrong or a package is missing."""
+    """Convert the argument `metrics=` of a Checkpointer. Raises InvalidArgumentError if it is wrong or a package is
+    missing.
+    """
     if given is None:
         return None
     if type(given) is int:
         given = Metrics(prometheus_port=given)
     if not isinstance(given, Metrics):
-        raise UsageError(f"metrics={given!r}: it must be a port or ckpt.Metrics(...)")
+        raise InvalidArgumentError(f"metrics={given!r}: it must be a port or ckpt.Metrics(...)")
     given.check()
     return given

@@ -12,7 +12,7 @@ from ckpt.core.checkpoint import losses, read, retention, spelling
 from ckpt.core.checkpoint.retention import Keep, as_keep
 from ckpt.core.checkpoint.spelling import Which
 from ckpt.core.log.log import Commit, RunLog
-from ckpt.errors import CorruptError, UsageError, public_class
+from ckpt.errors import CorruptError, InvalidArgumentError, public_class
 from ckpt.store import normalise, remember_options
 from ckpt.tools.convert.export import Exported, export
 from ckpt.tools.convert.forms import Wanted, form_for, plan_output
@@ -39,14 +39,14 @@ class Run:
     A step is a number or "latest". Deleting methods first record the names in the run's log, then wait `grace_s`
     seconds for readers (default 600 in object stores, 0 in folders).
 
-    Raises FormatError if there is no run, NoCheckpointError if there is no such checkpoint, CorruptError if it is
-    damaged, and UsageError if the operation is not allowed.
+    Raises NoCheckpointError if there is no run or no such checkpoint, CorruptError if it is damaged, and
+    InvalidArgumentError if the operation is not allowed.
     """
 
     def __init__(self, url: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
         text, which = spelling.split(url)
         if which is not None:
-            raise UsageError(
+            raise InvalidArgumentError(
                 f"{url} names one checkpoint, but Run takes a whole run: pass {text}, and give the step to its methods"
             )
         self.url = normalise(text)
@@ -59,13 +59,17 @@ class Run:
         """List all checkpoints, newest first, with the fields of `ckpt ls`."""
         return self._do(_checkpoints)
 
-    def keep(self, step: int | str, note: str = BY_HAND) -> None:
-        """Protect this checkpoint from retention and clean-up until `let_go`. `note`: reason that `ckpt ls` shows."""
-        self._set_keep(step, note)
+    def pin(self, step: int | str, note: str = BY_HAND) -> None:
+        """Protect this checkpoint from retention and clean-up until `unpin`.
 
-    def let_go(self, step: int | str) -> None:
-        """Remove the protection of `keep`: retention applies to this checkpoint again."""
-        self._set_keep(step, None)
+        - `step`: number of the step, or "latest".
+        - `note`: reason that `ckpt ls` shows.
+        """
+        self._set_pin(step, note)
+
+    def unpin(self, step: int | str) -> None:
+        """Remove the protection of `pin`: retention applies to this checkpoint again."""
+        self._set_pin(step, None)
 
     def prune(self, keep: Keep | int | str, *, grace_s: float | None = None) -> tuple[int, ...]:
         """Delete the checkpoints that `keep` does not retain, and return their steps.
@@ -90,8 +94,8 @@ class Run:
         """Delete this checkpoint.
 
         The newest other checkpoint is read back first; if that is damaged, CorruptError is raised and nothing is
-        deleted. Raises UsageError if this one is protected, is the last that can be restored, or is the base of a save
-        in progress.
+        deleted. Raises InvalidArgumentError if this one is protected, is the last that can be restored, or is the base
+        of a save in progress.
         """
 
         async def do(log: RunLog) -> None:
@@ -143,7 +147,7 @@ class Run:
 
         return self._do(do)
 
-    def _set_keep(self, step: int | str, note: str | None) -> None:
+    def _set_pin(self, step: int | str, note: str | None) -> None:
         self._do(lambda log: retention.set_keep(log, read.choose(log, step).attempt, note))
 
     def _do(self, work: Callable[[RunLog], Coroutine[Any, Any, T]]) -> T:

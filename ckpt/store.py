@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt.errors import NotFoundError, UsageError
+from ckpt.errors import InvalidArgumentError, NotFoundError
 
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
@@ -110,7 +110,8 @@ class Store(Protocol):
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """List each object whose key starts with `prefix` once, in any order. Unfinished objects may not be listed.
 
-        `prefix`: a folder with its slash, `log/`, or empty for all objects. UsageError for anything else. Objects that
+        `prefix`: a folder with its slash, `log/`, or empty for all objects. InvalidArgumentError for anything else.
+        Objects that
             are created or deleted while a listing runs may be missing from it.
         """
 
@@ -133,16 +134,18 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Raise UsageError for a key that could leave the root: names from data must never become paths."""
+    """Raise InvalidArgumentError for a key that could leave the root: names from data must never become paths."""
     if not _KEY.fullmatch(key) or len(key) > 512:
-        raise UsageError(f"not a valid object key: {key!r}")
+        raise InvalidArgumentError(f"not a valid object key: {key!r}")
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """Raise UsageError unless `prefix` is empty or names a folder: directory buckets list nothing else."""
+    """Raise InvalidArgumentError unless `prefix` is empty or names a folder: directory buckets list nothing else."""
     if prefix and not (prefix.endswith("/") and _KEY.fullmatch(prefix[:-1])):
-        raise UsageError(f"not a valid prefix of a listing: {prefix!r} must be a folder that ends in '/', or empty")
+        raise InvalidArgumentError(
+            f"not a valid prefix of a listing: {prefix!r} must be a folder that ends in '/', or empty"
+        )
     return prefix
 
 
@@ -192,20 +195,20 @@ def normalise(url: str | Path) -> str:
     text = str(url)
     scheme, separator, rest = text.partition("://")
     if not separator and (match := _NEARLY.match(text)):
-        raise UsageError(
+        raise InvalidArgumentError(
             f"{text!r} looks like a URL without its two slashes: write {match[1]}://bucket/run1 (pathlib.Path removes "
             f"one: pass a str). For a folder of that name write './{text}'"
         )
     if not separator:
         scheme, rest = "file", text
     if not rest:
-        raise UsageError(f"{text!r} names no folder: pass a folder or a URL, for example file:///data/run1")
+        raise InvalidArgumentError(f"{text!r} names no folder: pass a folder or a URL, for example file:///data/run1")
     scheme = scheme.lower()
     if scheme == "file":
         return url_of(Path(rest).expanduser().resolve())  # resolve links, so that one folder has one name
     user, at, _ = rest.partition("/")[0].rpartition("@")
     if at and ":" in user:
-        raise UsageError(
+        raise InvalidArgumentError(
             f"the {scheme}:// URL contains a password, which would appear in logs and reports: remove it, and pass "
             "credentials in storage_options, the environment or configuration files"
         )
@@ -213,7 +216,7 @@ def normalise(url: str | Path) -> str:
     segments = rest.split("/")
     if not {"", ".", ".."}.isdisjoint(segments[1:]):
         plain = "/".join([segments[0], *(segment for segment in segments[1:] if segment not in ("", ".", ".."))])
-        raise UsageError(
+        raise InvalidArgumentError(
             f"{scheme}://{rest} has an empty segment, '.' or '..' in its path, which S3 clients resolve to different "
             f"keys. Use a path without them, for example {scheme}://{plain}"
         )
@@ -223,11 +226,12 @@ def normalise(url: str | Path) -> str:
 def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) -> None:
     """Remember fsspec's `storage_options` for a URL, in addition to the environment and configuration files.
 
-    `url`: None applies them to every URL. They hold for this process and are never written to a file. Raises UsageError
+    `url`: None applies them to every URL. They hold for this process and are never written to a file. Raises
+    InvalidArgumentError
         if they are not a dict.
     """
     if options is not None and not isinstance(options, Mapping):
-        raise UsageError(
+        raise InvalidArgumentError(
             f"storage_options must be a dict of fsspec options like {{'endpoint_url': ...}}, not "
             f"{type(options).__name__}"
         )
@@ -249,7 +253,7 @@ def open_store(
     - `limits`: limits for remote stores, see `ckpt_backends.limit`.
     - `patience_s`: how long transient errors of remote stores are retried, seconds; 0 disables retries.
 
-    Raises UsageError for an unknown scheme, StoreError if the folder or bucket cannot be used.
+    Raises InvalidArgumentError for an unknown scheme, StoreError if the folder or bucket cannot be used.
     """
     url = normalise(url)
     store: Store = _load(_class_of(url.partition("://")[0]))(url, writable=writable)
@@ -270,7 +274,7 @@ def _class_of(scheme: str) -> str:
 
     if scheme in available_protocols():
         return _FSSPEC
-    raise UsageError(
+    raise InvalidArgumentError(
         f"no store is installed for {scheme}:// (available: {', '.join(sorted(_BUILT_IN))}, and the schemes of fsspec)"
     )
 

@@ -1,4 +1,4 @@
-"""The tiers in which checkpoints are stored, as the user configures them."""
+"""Where snapshots and checkpoints are stored, as the user configures it: memory and durable tiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ckpt.core.cadence.cadence import FIRST_DURABLE, Auto, as_every, is_auto
 from ckpt.core.checkpoint.retention import Keep, as_keep
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 from ckpt.store import normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
@@ -22,13 +22,13 @@ CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # prefixes of environment variables
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Host memory, held by the writer process, so that snapshots survive the trainer.
+    """Host memory of the writer process, so that snapshots survive the trainer: `Checkpointer(..., memory=)`.
 
     - `every`: steps between snapshots, default 1; or a time ("30s", "10min", "2h"); or "auto": as often as 1 % of the
       training time allows. See `ckpt.Auto`.
     - `keep`: number of snapshots, 2 to 12, default 3. Each takes as much memory as the state. One more per durable tier
       is added for the write in progress; fewer if memory is short.
-    - `linger_s`: how long the writer holds the memory after the trainer has died and every tier has the newest step,
+    - `linger_s`: how long the writer keeps the memory after the trainer has died and every tier has the newest step,
       seconds, default 120.
     - `replicas`: 2 keeps a copy of each snapshot on another node, sent in the background, so that memory survives the
       loss of a node. Default 1.
@@ -41,9 +41,15 @@ class Memory:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
-        counts = type(self.keep) is int and isinstance(self.linger_s, (int, float)) and self.replicas in (1, 2)
-        if not counts or not 2 <= self.keep <= 12 or self.linger_s < 0:
-            raise UsageError(f"{self}: keep must be 2 to 12, linger_s at least 0 seconds, and replicas 1 or 2")
+        if type(self.keep) is not int or not 2 <= self.keep <= 12:
+            raise InvalidArgumentError(f"Memory(keep={self.keep!r}): keep must be a whole number from 2 to 12")
+        if isinstance(self.linger_s, bool) or not isinstance(self.linger_s, (int, float)) or not self.linger_s >= 0:
+            raise InvalidArgumentError(f"Memory(linger_s={self.linger_s!r}): linger_s must be at least 0 seconds")
+        if self.replicas not in (1, 2):
+            raise InvalidArgumentError(f"Memory(replicas={self.replicas!r}): replicas must be 1 or 2")
+
+
+DEFAULT_MEMORY = Memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +66,10 @@ class Tier:
     - `max_inflight_mib`: most bytes in transit at any moment, MiB, default 256.
     - `reader_grace_s`: how long expired files stay for processes that still read them, seconds. Default 600 in object
       stores and 0 in folders, where an open file survives its deletion.
-    - `incremental`: do not store again what is unchanged since the last checkpoint, default True.
     - `compression`: "zstd" stores each tensor in its smallest lossless form, also as a difference to an older
       checkpoint; "none" stores raw bytes; "auto" (default) compresses if the store is slower than idle cores compress.
-    - `full_every`: every such checkpoint, and the first two, are stored completely, so that one bad file cannot damage
-      them all. Default 10.
+    - `full_every`: the first two checkpoints and every such one are stored completely, so that one bad file cannot
+      damage them all; the others store only what has changed. Default 10. With 1, all are stored completely.
     """
 
     url: str
@@ -74,7 +79,6 @@ class Tier:
     max_mib_s: float | None = None
     max_inflight_mib: int = 256
     reader_grace_s: float | None = None
-    incremental: bool = True
     compression: str = "auto"
     full_every: int = 10
 
@@ -83,35 +87,33 @@ class Tier:
         object.__setattr__(self, "keep", as_keep(self.keep))
         limits = (self.max_mib_s, self.max_inflight_mib)
         if any(n is not None and (not isinstance(n, (int, float)) or not n > 0) for n in limits):
-            raise UsageError(f"{self}: max_mib_s and max_inflight_mib must be numbers above 0")
+            raise InvalidArgumentError(f"Tier({self.url!r}): max_mib_s and max_inflight_mib must be numbers above 0")
         if self.reader_grace_s is not None and not self.reader_grace_s >= 0:
-            raise UsageError(f"{self}: reader_grace_s must be at least 0 seconds")
-        self._check_increments()
+            raise InvalidArgumentError(f"Tier({self.url!r}): reader_grace_s must be at least 0 seconds")
+        if self.compression not in COMPRESSION:
+            raise InvalidArgumentError(
+                f'Tier({self.url!r}): compression={self.compression!r}, but it must be "auto", "none" or "zstd"'
+            )
+        if type(self.full_every) is not int or self.full_every < 1:
+            raise InvalidArgumentError(
+                f"Tier({self.url!r}): full_every={self.full_every!r}, but it must be a whole number from 1"
+            )
         object.__setattr__(self, "url", normalise(self.url))
         if urlsplit(self.url).password:
-            raise UsageError("the URL contains a password, and URLs are logged: pass the password in storage_options=")
+            raise InvalidArgumentError(
+                "the URL contains a password, and URLs are logged: pass the password in storage_options="
+            )
         if self.url.startswith("memory:"):
-            raise UsageError(f"{self.url} exists only inside one process and would be lost with it: use ckpt.Memory()")
+            raise InvalidArgumentError(
+                f"{self.url} exists only inside one process and would be lost with it: use memory=ckpt.Memory()"
+            )
         try:
             json.dumps(dict(self.storage_options or {}))
         except (TypeError, ValueError):
-            raise UsageError(
+            raise InvalidArgumentError(
                 "storage_options must be plain values (str, int, dict, ...), because they are sent to the writer "
                 "process"
             ) from None
-
-    def _check_increments(self) -> None:
-        for valid, name, rule in (
-            (self.compression in COMPRESSION, "compression", '"auto", "none" or "zstd"'),
-            (type(self.incremental) is bool, "incremental", "True or False"),
-            (
-                type(self.full_every) is int and self.full_every >= 1,
-                "full_every",
-                "a whole number from 1 (1: always full)",
-            ),
-        ):
-            if not valid:
-                raise UsageError(f"Tier({self.url!r}): {name}={getattr(self, name)!r}, but it must be {rule}")
 
     def spec(self) -> dict[str, Any]:
         """Return what the writer needs to open the tier, including this trainer's credentials from the environment."""
@@ -123,7 +125,7 @@ class Tier:
             "max_mib_s": self.max_mib_s,
             "max_inflight_mib": self.max_inflight_mib,
             "grace_s": self.reader_grace_s,
-            "incremental": self.incremental,
+            "incremental": self.full_every > 1,
             "compression": self.compression,
             "full_every": self.full_every,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(CREDENTIALS)},
@@ -131,9 +133,9 @@ class Tier:
 
     @property
     def steps(self) -> int:
-        """Steps between two checkpoints. Raises UsageError if the interval is a time or "auto"."""
+        """Steps between two checkpoints. Raises InvalidArgumentError if the interval is a time or "auto"."""
         if not isinstance(self.every, int):
-            raise UsageError(
+            raise InvalidArgumentError(
                 f"{self.url}: every= must be a number of steps here, because only a Checkpointer measures how long "
                 "steps take"
             )
@@ -145,29 +147,34 @@ class Tier:
         return self.keep
 
 
-def as_tiers(tiers: object, every: object = None, keep: object = None) -> tuple[Memory | None, list[Tier]]:
-    """Convert the user's argument to at most one memory tier and the durable tiers, nearest first.
+def as_tiers(
+    tiers: object, memory: object = DEFAULT_MEMORY, every: object = None, keep: object = None
+) -> tuple[Memory | None, list[Tier]]:
+    """Convert the user's arguments to memory and the durable tiers, nearest first.
 
-    `every` and `keep` apply to tiers given as strings. Strings alone, or one string, imply memory; a list with a `Tier`
-    or a `Memory` is taken literally. Memory saves every step, or as `every` says if it is "auto" or memory is the only
-    tier.
+    `every` and `keep` apply to tiers given as strings. With every="auto", the default memory is "auto" too. Raises
+    InvalidArgumentError if an argument is wrong.
     """
     options: dict[str, Any] = {name: value for name, value in (("every", every), ("keep", keep)) if value is not None}
     given = [] if tiers is None else [tiers] if isinstance(tiers, (str, Path, Memory, Tier)) else tiers
-    if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Memory, Tier, str, Path)) for t in given):
+    if isinstance(given, (list, tuple)) and any(isinstance(t, Memory) for t in given):
+        raise InvalidArgumentError("Memory is not a tier: pass it as memory=ckpt.Memory(...)")
+    if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Tier, str, Path)) for t in given):
         hint = ". The state comes first: Checkpointer(state, tiers)" if isinstance(tiers, dict) else ""
         shown = reprlib.repr(tiers)  # shorten it: it may be a whole state passed by mistake
-        raise UsageError(f"tiers must be a folder, a URL, or a list of Memory and Tier, not {shown}{hint}")
-    strings, memory = [t for t in given if isinstance(t, (str, Path))], [t for t in given if isinstance(t, Memory)]
-    if (keep is not None and not strings) or (options and given and not strings):
-        raise UsageError(
-            f"{' and '.join(options)}= applies only to tiers given as strings: use Tier(url, every=50, keep=10)"
-        )
-    durable = [t if isinstance(t, Tier) else Tier(str(t), **options) for t in given if not isinstance(t, Memory)]
-    if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or (tiers is not None and not given):
-        raise UsageError("tiers must name at least one tier, at most one Memory, and each URL once")
-    if not memory and (len(strings) == len(given) or options):
-        memory = [Memory() if every is None or (given and not is_auto(every)) else Memory(every=as_every(every))]
+        raise InvalidArgumentError(f"tiers must be a folder, a URL, a Tier, or a list of these, not {shown}{hint}")
+    if not (memory is None or isinstance(memory, Memory)):
+        raise InvalidArgumentError(f"memory={reprlib.repr(memory)}: it must be ckpt.Memory(...), or None for no memory")
+    if options and not any(isinstance(t, (str, Path)) for t in given):
+        use = "Tier(url, every=50, keep=10)" if given else "memory=ckpt.Memory(every=5) without a tier"
+        raise InvalidArgumentError(f"{' and '.join(options)}= applies only to tiers given as strings: use {use}")
+    durable = [t if isinstance(t, Tier) else Tier(str(t), **options) for t in given]
+    if len({t.url for t in durable}) != len(durable) or (tiers is not None and not given):
+        raise InvalidArgumentError("tiers must name at least one tier, and each URL once")
+    if not durable and memory is None:
+        raise InvalidArgumentError("there is nowhere to save: pass a folder or URL, or memory=ckpt.Memory()")
+    if memory is DEFAULT_MEMORY and every is not None and is_auto(every):
+        memory = Memory(every=as_every(every))
     for tier in durable:
         remember_options(tier.url, tier.storage_options)
-    return (memory[0] if memory else None), durable
+    return memory, durable

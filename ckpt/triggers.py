@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 
 GRACE_S = 25.0  # torchrun, Slurm (KillWait) and Kubernetes allow 30 s between SIGTERM and SIGKILL
 DEADLY = (  # cannot be handled, or faulthandler handles them
@@ -95,17 +95,17 @@ def on_signal(*names: str | int, grace_s: float = GRACE_S, leave: bool | None = 
       signal would have ended it and no handler of yours decides otherwise: SIGTERM, SIGHUP and SIGXCPU, but not SIGUSR1
       and SIGUSR2, which mean "save and continue".
 
-    Your own handlers still run, whether installed before or later. Raises UsageError for unknown signals and for those
-    that cannot be handled.
+    Your own handlers still run, whether installed before or later. Raises InvalidArgumentError for unknown signals and
+    for those that cannot be handled.
     """
     signals = []
     for name in names or ("SIGTERM", "SIGUSR1"):
         try:
             signals.append(signal.Signals[name] if isinstance(name, str) else signal.Signals(name))
         except (KeyError, ValueError):
-            raise UsageError(f"{name!r} is not a signal: use a name like 'SIGTERM' or 'SIGUSR1'") from None
+            raise InvalidArgumentError(f"{name!r} is not a signal: use a name like 'SIGTERM' or 'SIGUSR1'") from None
         if signals[-1] in DEADLY:
-            raise UsageError(
+            raise InvalidArgumentError(
                 f"{signals[-1].name} cannot be a trigger, because Python cannot handle it; the writer detects this "
                 "death without one"
             )
@@ -122,9 +122,9 @@ def on_preemption(*sources: str, base_url: str | None = None, poll_s: float = 5.
     - `poll_s`: seconds between requests where the service has no long poll, default 5.
     """
     if bad := [source for source in sources if source not in SOURCES]:
-        raise UsageError(f"unknown source of preemption notices {bad[0]!r}: use {', '.join(SOURCES)}")
+        raise InvalidArgumentError(f"unknown source of preemption notices {bad[0]!r}: use {', '.join(SOURCES)}")
     if base_url is not None and not sources:
-        raise UsageError("base_url= needs the name of its source: on_preemption('ec2', base_url=...)")
+        raise InvalidArgumentError("base_url= needs the name of its source: on_preemption('ec2', base_url=...)")
     _positive("poll_s", poll_s)
     return OnPreemption(tuple(dict.fromkeys(sources)), base_url, float(poll_s))
 
@@ -141,7 +141,7 @@ def on_deadline(
     - `leave`: True ends the process after the save, so that the scheduler can continue. Default False.
     """
     if at is not None and in_s is not None:
-        raise UsageError("pass `at` or `in_s`, not both")
+        raise InvalidArgumentError("pass `at` or `in_s`, not both")
     if in_s is not None:
         _positive("in_s", in_s)
         at = time.time() + in_s
@@ -149,9 +149,9 @@ def on_deadline(
         at = at.timestamp()
     number = isinstance(at, (int, float)) and not isinstance(at, bool)
     if at is not None and not (number and math.isfinite(at)):
-        raise UsageError(f"at={at!r}: it must be a datetime or seconds since 1970")
+        raise InvalidArgumentError(f"at={at!r}: it must be a datetime or seconds since 1970")
     if not isinstance(before_s, (int, float)) or not 0 <= before_s < math.inf:
-        raise UsageError(f"before_s={before_s!r}: it must be a number of seconds of at least 0")
+        raise InvalidArgumentError(f"before_s={before_s!r}: it must be a number of seconds of at least 0")
     return OnDeadline(None if at is None else float(at), float(before_s), leave)
 
 
@@ -174,13 +174,15 @@ def on_hang(*, action: str = "report", factor: float = 10.0, min_s: float = 30.0
     - `min_s`: shortest time that counts as a hang, seconds, default 30.
 
     The usual time is measured. Put work that takes longer than a step, for example an evaluation, into `with
-    cp.pause():`.
+    cp.not_training():`.
     """
     if action not in ("report", "exit"):
-        raise UsageError(f'action={action!r}: it must be "report" or "exit"')
+        raise InvalidArgumentError(f'action={action!r}: it must be "report" or "exit"')
     _positive("min_s", min_s)
     if not isinstance(factor, (int, float)) or not 2 <= factor < math.inf:
-        raise UsageError(f"factor={factor!r}: it must be at least 2, or every slow step would count as a hang")
+        raise InvalidArgumentError(
+            f"factor={factor!r}: it must be at least 2, or every slow step would count as a hang"
+        )
     return OnHang(action, float(factor), float(min_s))
 
 
@@ -190,7 +192,7 @@ def on_memory_pressure(*, share: float = 0.05) -> OnMemoryPressure:
     - `share`: act when less than this share is free, between 0 and 1, default 0.05.
     """
     if not isinstance(share, (int, float)) or not 0 < share < 1:
-        raise UsageError(f"share={share!r}: it must be a number between 0 and 1")
+        raise InvalidArgumentError(f"share={share!r}: it must be a number between 0 and 1")
     return OnMemoryPressure(float(share))
 
 
@@ -202,21 +204,23 @@ def as_triggers(triggers: object) -> tuple[Trigger, ...]:
         )  # fmt: skip
     given = () if triggers is None else (triggers,) if isinstance(triggers, Trigger) else triggers
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, dict)):
-        raise UsageError(f'triggers is "auto" or a list such as [ckpt.on_signal("SIGTERM")], not {triggers!r}')
+        raise InvalidArgumentError(
+            f'triggers is "auto" or a list such as [ckpt.triggers.on_signal("SIGTERM")], not {triggers!r}'
+        )
     found = tuple(given)
     for one in found:
         if not isinstance(one, Trigger):
             hint = f": call it, {one.__name__}()" if callable(one) and hasattr(one, "__name__") else ""
-            raise UsageError(f"{one!r} is not a trigger{hint}")
+            raise InvalidArgumentError(f"{one!r} is not a trigger{hint}")
     for kind in (OnHang, OnMemoryPressure):
         if sum(isinstance(one, kind) for one in found) > 1:
-            raise UsageError(f"{kind.__name__} is among the triggers twice")
+            raise InvalidArgumentError(f"{kind.__name__} is among the triggers twice")
     numbers = [number for one in found if isinstance(one, OnSignal) for number in one.numbers]
     if len(set(numbers)) != len(numbers):
-        raise UsageError("the same signal is among the triggers twice")
+        raise InvalidArgumentError("the same signal is among the triggers twice")
     return found
 
 
 def _positive(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UsageError(f"{name}={value!r}: it must be a number of seconds above 0")
+        raise InvalidArgumentError(f"{name}={value!r}: it must be a number of seconds above 0")

@@ -57,13 +57,11 @@ NICE = 10
 NUMPY_S = 0.5  # delay before importing it in the background; normally the run is open by then
 
 
-async def serve(
-    channel: Channel, listener: socket.socket, key: str, path: str, process: Process, awaited: bool
-) -> None:
+async def serve(channel: Channel, listener: socket.socket, key: str, path: str, process: Process) -> None:
     """Assemble the writer and serve until it exits. One event loop runs everything; blocking work goes to threads."""
     background, trainer = Background(), PresentTrainer(channel, process)
     background.loop.call_later(NUMPY_S, background.thread, bring, "numpy")
-    memory = HeldMemory(trainer, awaited=awaited)
+    memory = HeldMemory(trainer)
     server, run = Server(path, listener, trainer, background), HeldRun(trainer)
     throttle = Throttle(lambda: trainer.pid)
     books = Bookkeeper(lambda: run.tiers, trainer.tell)
@@ -95,11 +93,10 @@ def _be_modest() -> None:
     spare_from_oom()
 
 
-async def _main(fd: int, key: str, path: str, started: int, awaited: bool) -> None:
+async def _main(fd: int, key: str, path: str, started: int) -> None:
     """Listen under the run's name and serve; otherwise reply with the reason for not starting.
 
-    `started`: start time of the trainer as in `ipc.process.Process`; the trainer may have died since. `awaited`: the
-        trainer will send the memory of a dead writer.
+    `started`: start time of the trainer as in `ipc.process.Process`; the trainer may have died since
     """
     sock = socket.socket(fileno=fd)
     try:
@@ -111,7 +108,7 @@ async def _main(fd: int, key: str, path: str, started: int, awaited: bool) -> No
         await _refuse(Channel(sock), NameTakenError("another writer of this run is already running"))
         return
     call_myself(link.AT_WORK)
-    await serve(Channel(sock), listener, key, path, Process(link.peer_pid(sock), started), awaited)
+    await serve(Channel(sock), listener, key, path, Process(link.peer_pid(sock), started))
 
 
 async def _refuse(channel: Channel, error: CheckpointError) -> None:
@@ -130,5 +127,5 @@ def main() -> None:
     _be_modest()
     gc.freeze()
     gc.enable()  # it was off during the imports
-    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"))
+    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))
     os._exit(0)  # threads may still sit in a mutex

@@ -211,8 +211,10 @@ def train(folder: str, fault: str, start: str, extra: str) -> None:
         first = tell.life == [0, 0]
         if fault == "deadline" and first:
             tell("struck", time=time.time() + DEADLINE_S)
-        tiers = [ckpt.Memory(every=1, linger_s=LINGER_S), ckpt.Tier(f"{folder}/run", every=EVERY, keep=50)]
-        with ckpt.Checkpointer(state, tiers, triggers=triggers(fault, extra)) as cp:
+        tiers = [ckpt.Tier(f"{folder}/run", every=EVERY, keep=50)]
+        with ckpt.Checkpointer(
+            state, tiers, triggers=triggers(fault, extra), memory=ckpt.Memory(every=1, linger_s=LINGER_S)
+        ) as cp:
             began = time.perf_counter()
             done = cp.restore(default=0)
             assert cp.last_restore is not None
@@ -227,11 +229,16 @@ def train(folder: str, fault: str, start: str, extra: str) -> None:
 def triggers(fault: str, extra: str) -> object:
     """When to save out of turn. Most need not say it."""
     if fault in ("stop", "hang"):
-        return [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_oom(), ckpt.on_hang(action="exit", min_s=HANG_S)]
+        return [
+            ckpt.triggers.on_signal(),
+            ckpt.triggers.on_exception(),
+            ckpt.triggers.on_oom(),
+            ckpt.triggers.on_hang(action="exit", min_s=HANG_S),
+        ]
     if fault == "preemption":
-        return [ckpt.on_preemption("ec2", base_url=extra, poll_s=0.2)]
+        return [ckpt.triggers.on_preemption("ec2", base_url=extra, poll_s=0.2)]
     if fault == "deadline":
-        return [ckpt.on_deadline(in_s=60.0 + DEADLINE_S, before_s=60.0)]
+        return [ckpt.triggers.on_deadline(in_s=60.0 + DEADLINE_S, before_s=60.0)]
     return "auto"
 
 
@@ -255,7 +262,7 @@ def go_on(
         train_step(state, text, (lambda loss: strike(fault, loss, tell)) if strikes else None)
         save = step_done(step)
         saves = [*saves[-EVERY:], *([save] if save is not None else [])]
-        tell("trained", step=step, staged=newest(saves, "staged", "committed"), committed=newest(saves, "committed"))
+        tell("trained", step=step, staged=newest(saves, "staged", "durable"), committed=newest(saves, "durable"))
         time.sleep(max(0.0, PACE_S - (time.perf_counter() - began)))
 
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/home_made_zero.py runs/zero
     torchrun --nproc-per-node 3 examples/home_made_zero.py runs/zero --steps 40    # goes on with three
 
-A share begins and ends in the middle of parameters, so no tensor says where it lies: `ckpt.Shards` does. Kill it
+A share begins and ends in the middle of parameters, so no tensor says where it lies: `ckpt.state.Shards` does. Kill it
 whenever you like. Prints a line a step: the loss, and a digest of all weights and moments.
 """
 
@@ -48,16 +48,18 @@ class Zero:
             yield first, p
             first += p.numel()
 
-    def pieces(self) -> dict[str, ckpt.Shard | list[ckpt.Shard]]:
+    def pieces(self) -> dict[str, ckpt.state.Shard | list[ckpt.state.Shard]]:
         """What this rank has: of each parameter the elements that its share overlaps, often none."""
         state, share = self.optim.state[self.own], len(self.own)
-        found: dict[str, ckpt.Shard | list[ckpt.Shard]] = {}
+        found: dict[str, ckpt.state.Shard | list[ckpt.state.Shard]] = {}
         for label, mine in {"fp32": self.own, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}.items():
             for name, (first, p) in zip(self.params, self.places(), strict=True):
                 low, high = max(first, self.first), min(first + p.numel(), self.first + share)
                 piece = mine[low - self.first : high - self.first]
-                found[f"{name}.{label}"] = ckpt.Shard(piece, p.shape, start=low - first) if low < high else []
-        found["step"] = ckpt.Shard(state["step"], (), replicas=tuple(range(self.world)))  # all ranks have the same
+                found[f"{name}.{label}"] = ckpt.state.Shard(piece, p.shape, start=low - first) if low < high else []
+        found["step"] = ckpt.state.Shard(
+            state["step"], (), replicas=tuple(range(self.world))
+        )  # all ranks have the same
         return found
 
     @torch.no_grad()
@@ -105,8 +107,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 61), nn.GELU(), nn.LayerNorm(61), nn.Linear(61, WIDTH)).bfloat16()
     zero = Zero(model)
-    state = {"zero": ckpt.Shards(zero.pieces, optimizer=zero.optim, restored=zero.gather)}
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(options.run, every=5)]) as cp:
+    state = {"zero": ckpt.state.Shards(zero.pieces, optimizer=zero.optim, restored=zero.gather)}
+    with ckpt.Checkpointer(state, ckpt.Tier(options.run, every=5)) as cp:
         start = cp.restore(default=0)
         print("restored", start, zero.digest(), flush=True)
         for step in range(start, options.steps):

@@ -128,8 +128,8 @@ def train(folder: str, number: str, steps: str, every: str) -> None:
     dist.init_process_group("gloo")
     state, saves = build(), list[ckpt.Save]()
     notes = Path(folder) / f"round-{number}"
-    tiers = [ckpt.Memory(linger_s=LINGER_S), ckpt.Tier(f"{folder}/run", every=int(every), keep=3)]
-    with ckpt.Checkpointer(state, tiers) as cp:
+    tiers = [ckpt.Tier(f"{folder}/run", every=int(every), keep=3)]
+    with ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(linger_s=LINGER_S)) as cp:
         began = time.perf_counter()
         start = cp.restore(default=0)
         report("restored", step=start, tier=cp.last_restore.tier, seconds=time.perf_counter() - began)
@@ -139,13 +139,13 @@ def train(folder: str, number: str, steps: str, every: str) -> None:
             note(notes / f"step-{step + 1}.json", state)  # before it can be saved: what is restored has a note
             save = cp.step(step + 1)
             saves = [*saves[-50:], *([save] if save is not None else [])]
-            report("trained", step=step + 1, staged=newest(saves, "staged"), committed=newest(saves, "committed"))
+            report("trained", step=step + 1, staged=newest(saves, "staged"), committed=newest(saves, "durable"))
     dist.destroy_process_group()
 
 
 def newest(saves: list[ckpt.Save], status: str) -> int:
     """The newest step that was acknowledged to be as safe as this, 0 if none was."""
-    statuses = ("staged", "committed") if status == "staged" else ("committed",)
+    statuses = ("staged", "durable") if status == "staged" else ("durable",)
     return max((save.step for save in saves if save.status in statuses), default=0)
 
 

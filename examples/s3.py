@@ -28,7 +28,6 @@ model = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
 optim = torch.optim.AdamW(model.parameters())
 state = {"model": model, "optim": optim, "rng": ckpt.RNG()}
 tiers = [
-    ckpt.Memory(),
     ckpt.Tier(given.folder, every=20, keep=2),
     ckpt.Tier(given.bucket, every=100, keep=ckpt.Keep(last=3, every=1000)),
 ]
@@ -46,7 +45,7 @@ with ckpt.Checkpointer(state, tiers) as cp:
         save = cp.step(step + 1)
         if (step + 1) % 100 == 0:
             assert save is not None
-            save.promoted()  # for this demonstration: to be able to say so. A training need not wait
+            save.wait_durable(tier="all")  # for this demonstration: to be able to say so. A training need not wait
             print(f"step {step + 1}: loss {loss.item():.6f}, in the bucket", flush=True)
     # leaving the block brings the last step to the bucket too
 

@@ -157,13 +157,13 @@ class Killer:
             threading.Timer(random.Random().uniform(0.0, step_s), self._strike).start()
             return
         if save is not None:
-            save.staged(30.0)
+            save.wait_staged(30.0)
         self._strike()
 
     def _strike(self) -> NoReturn:
         writer = None if self._writer_of is None else writer_pid(self._writer_of)
-        staged = self._newest("staged", "committed")
-        self._report("kill", writer=writer, staged=staged, committed=self._newest("committed"))
+        staged = self._newest("staged", "durable")
+        self._report("kill", writer=writer, staged=staged, committed=self._newest("durable"))
         if writer is not None:
             os.kill(writer, signal.SIGKILL)
         # At once, so that there is no time to start another writer.
@@ -241,8 +241,8 @@ def main() -> None:
     if options.run is None:
         train(state, options.steps, None, 0, report, killer)
     else:
-        tiers = [ckpt.Memory(every=1, linger_s=options.linger_s), ckpt.Tier(options.run, every=options.every, keep=3)]
-        with ckpt.Checkpointer(state, tiers) as cp:
+        tiers = [ckpt.Tier(options.run, every=options.every, keep=3)]
+        with ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(every=1, linger_s=options.linger_s)) as cp:
             train(state, options.steps, cp, restore(cp, report), report, killer)
     report("end", step=len(state["losses"]))
     if options.outcome is not None:

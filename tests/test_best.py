@@ -25,7 +25,7 @@ LOSSES = {2: 0.9, 4: 0.3, 6: 0.5, 8: math.nan, 10: 0.41234567890123, 12: 0.8}
 def train(run: Any, best: ckpt.Best, last: int, losses: dict[int, float]) -> None:
     """Go on to a step, and score some. `run`: a folder, of which two steps stay, or tiers."""
     state, alone = toy.build(), isinstance(run, str)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, keep=2)] if alone else run, best=best) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run, every=1, keep=2) if alone else run, best=best) as cp:
         for step in range(cp.restore(default=0) + 1, last + 1):
             toy.train_step(state)
             cp.step(step)
@@ -53,7 +53,7 @@ def test_the_best_stay_and_are_found(run_dir: str, call: Any) -> None:
     assert call("show", f"{run_dir}@best", "--json").json["step"] == 4
     with pytest.raises(UsageError, match="not both"):
         ckpt.load(run_dir, best=True, step=10)
-    ckpt.Run(run_dir).keep(10, "for the paper")
+    ckpt.Run(run_dir).pin(10, "for the paper")
     listed = {line.split()[0]: line for line in call("ls", run_dir).out.splitlines() if "  " in line}
     assert listed["10"].endswith("  kept: loss=0.4123; for the paper"), "in the row, with four digits"
     assert listed["4"].endswith("  kept: best, loss=0.3") and "history" in listed["step"]
@@ -88,12 +88,12 @@ def test_a_step_that_was_not_due_is_saved_for_it(run_dir: str) -> None:
 def test_a_score_may_come_long_after_its_step(run_dir: str) -> None:
     """As from a validation beside the training: the step stays from then on, where it is saved."""
     state, best = toy.build(), ckpt.Best("loss")
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=2, keep=2), best=best) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=2, keep=2), best=best, memory=None) as cp:
         for step in range(1, 12):
             toy.train_step(state)
             save = cp.step(step)
             if save is not None:
-                save.committed(60)
+                save.wait_durable(60)
             if step == 5:
                 assert cp.score(4, 0.5) and cp.score(5, 0.4) and not cp.score(2, 0.7)
                 cp.wait(60)
@@ -140,15 +140,16 @@ def test_where_nothing_can_be_best(run_dir: str) -> None:
     train(run_dir, ckpt.Best("loss"), 2, {})
     with pytest.raises(NoCheckpointError, match="has no best checkpoint"):
         ckpt.load(run_dir, best=True)
-    with ckpt.Checkpointer(toy.build(), name="only-memory") as cp, pytest.raises(UsageError, match="best=ckpt"):
+    in_memory = ckpt.Options(name="only-memory")
+    with ckpt.Checkpointer(toy.build(), options=in_memory) as cp, pytest.raises(UsageError, match="best=ckpt"):
         cp.score(1, 0.5)
-    for place, best in (({"name": "only-memory"}, ckpt.Best("loss")), ({"tiers": run_dir}, "loss")):
+    for place, best in (({"options": in_memory}, ckpt.Best("loss")), ({"tiers": run_dir}, "loss")):
         with pytest.raises(UsageError, match="folder or URL"):
             ckpt.Checkpointer(toy.build(), best=best, **place)  # type: ignore[arg-type]
 
 
 def test_steps_that_are_named_stay_beside_the_best(run_dir: str) -> None:
-    """`keep_steps` and `score` do not take each other's steps away, in this start nor in the next."""
+    """`pin` and `score` do not take each other's steps away, in this start nor in the next."""
     state, best = toy.build(), ckpt.Best("loss")
     for last in (6, 10):
         with ckpt.Checkpointer(state, run_dir, every=1, keep=2, best=best) as cp:
@@ -156,7 +157,8 @@ def test_steps_that_are_named_stay_beside_the_best(run_dir: str) -> None:
                 toy.train_step(state)
                 cp.step(step)
                 if step == 2:
-                    cp.keep_steps({2: "epoch 1", 3: "loss=low"})
+                    cp.pin(2, "epoch 1")
+                    cp.pin(3, "loss=low")
                 if step in (3, 8):
                     cp.score(step, 1 / step)
         assert kept(run_dir) == (
@@ -167,23 +169,23 @@ def test_steps_that_are_named_stay_beside_the_best(run_dir: str) -> None:
 
 
 def test_what_is_kept_by_hand_is_not_training_s_to_take(run_dir: str, call: Any) -> None:
-    """A step that `ckpt keep` has named, and is among the best for a while, has both notes then, and its own again."""
+    """A step that `ckpt pin` has named, and is among the best for a while, has both notes then, and its own again."""
     train(run_dir, ckpt.Best("loss"), 3, {3: 0.5})
-    assert call("keep", f"{run_dir}@3", "--note", "as published", "--yes").code == 0
+    assert call("pin", f"{run_dir}@3", "--note", "as published", "--yes").code == 0
     train(run_dir, ckpt.Best("loss"), 6, {6: 0.9})
     assert kept(run_dir) == {3: "best, loss=0.5; by hand: as published"} and ckpt.load(run_dir, best=True).step == 3
     train(run_dir, ckpt.Best("loss"), 7, {7: 0.4})
     assert kept(run_dir) == {3: "as published", 7: "best, loss=0.4"}
-    assert call("keep", f"{run_dir}@7", "--note", "mine", "--yes").code == 0
+    assert call("pin", f"{run_dir}@7", "--note", "mine", "--yes").code == 0
     state, best = toy.build(), ckpt.Best("loss", keep=2)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=2)], best=best) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=2), best=best) as cp:
         cp.restore()
-        cp.keep_steps({7: "ours"})
+        cp.pin(7, "ours")
         cp.wait(60)
         assert kept(run_dir)[7] == "best, loss=0.4, ours; by hand: mine"
-        cp.keep_steps({})
+        cp.unpin(7)
     assert kept(run_dir) == {3: "as published", 7: "best, loss=0.4; by hand: mine"}
-    assert call("keep", f"{run_dir}@7", "--undo", "--yes").code == 0 and kept(run_dir) == {3: "as published"}
+    assert call("unpin", f"{run_dir}@7", "--yes").code == 0 and kept(run_dir) == {3: "as published"}
 
 
 def test_the_best_by_another_score_stay_too(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,13 +232,13 @@ import os, signal, sys, toy, ckpt
 run, victim = sys.argv[1:]
 scores = {2: (2, 0.9), 5: (4, 0.3), 7: (7, 0.2), 8: (8, 0.5), 11: (10, 0.4)}  # in step: of step, and what
 state, best = toy.build(), ckpt.Best("loss", keep=2)
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=2, keep=2)], best=best) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=2, keep=2), best=best) as cp:
     start = cp.restore(default=0)
     for step in range(start + 1, 13):
         toy.train_step(state)
         save = cp.step(step)
         if save is not None and save.tiers:
-            save.committed(60)
+            save.wait_durable(60)
         if step in scores:
             cp.score(*scores[step])
         if step == 7 and start == 0 and victim != "nobody":
@@ -286,7 +288,8 @@ dist.init_process_group("gloo")
 run, who, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rank, scores = dist.get_rank(), {2: 0.9, 3: 0.8, 5: 0.3, 6: 0.5, 8: 0.4, 9: 0.7}
 state, best = parallel.build("ddp"), ckpt.Best("loss", keep=2)
-with ckpt.Checkpointer(state, ckpt.Tier(run, every=3, keep=2), best=best, agree_timeout_s=60) as cp:
+options = ckpt.Options(agree_timeout_s=60)
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=3, keep=2), best=best, memory=None, options=options) as cp:
     for step in range(cp.restore(default=0) + 1, 11):
         parallel.train_step("ddp", state, step)
         cp.step(step)
@@ -334,7 +337,8 @@ import sys, torch, torch.distributed as dist, ckpt, parallel
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 state, rank = parallel.build("ddp"), dist.get_rank()
-with ckpt.Checkpointer(state, sys.argv[1], every=1, best=ckpt.Best("loss"), agree_timeout_s=60) as cp:
+options = ckpt.Options(agree_timeout_s=60)
+with ckpt.Checkpointer(state, sys.argv[1], every=1, best=ckpt.Best("loss"), options=options) as cp:
     cp._run.world.timeout_s = 2
     parallel.train_step("ddp", state, 1)
     cp.step(1)
@@ -350,8 +354,8 @@ dist.destroy_process_group()
     first, second = launch(2, code, run_dir, port=free_port())
     assert first.returncode == second.returncode == 0, second.stderr
     ours, others = first.stdout.splitlines(), second.stdout.splitlines()
-    assert ours[:2] == others[:2] and ours[0].startswith("UsageError step 2 was not made yet")
-    assert ours[1].startswith("UsageError a score is one number") and ours[2:] == ["True", ""]
+    assert ours[:2] == others[:2] and ours[0].startswith("InvalidArgumentError step 2 was not made yet")
+    assert ours[1].startswith("InvalidArgumentError a score is one number") and ours[2:] == ["True", ""]
     assert others[2].startswith("PeerError rank 0 scored step 1, and this rank step 0")
     assert others[3].startswith(("DeadlineError", "PeerError rank 0 closed"))
     assert kept(run_dir) == {1: "best, loss=0.1"}

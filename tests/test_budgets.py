@@ -26,35 +26,35 @@ BUDGETS = {
     "core/cadence": (1_020, 670),
     "core/checkpoint": (5_460, 3_540),
     "core/format": (4_180, 2_790),
-    "core/ipc": (1_970, 1_310),
-    "core/log": (1_100, 730),
+    "core/ipc": (1_940, 1_290),
+    "core/log": (1_110, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_220, 3_820),
-    "core/snapshot": (1_910, 1_360),
+    "core/run": (5_070, 3_670),
+    "core/snapshot": (1_740, 1_250),
     "core/state": (4_640, 3_200),
-    "core/writer": (2_890, 2_070),
-    "dcp": (1_680, 1_150),
-    "deepspeed": (470, 310),
+    "core/writer": (2_830, 2_020),
+    "dcp": (1_690, 1_150),
+    "deepspeed": (480, 310),
     "guard": (2_900, 2_030),
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_070, 1_700),
+    "public": (3_310, 1_830),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
-    "tools/cli": (4_200, 2_430),
+    "tools/cli": (4_200, 2_440),
     "tools/convert": (4_720, 3_360),
     "tools/doctor": (1_120, 800),
     "tools/maintain": (1_890, 1_290),
     "tools/observe": (3_360, 2_050),
-    "torchtitan": (370, 270),
+    "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_650, 43_460)
+TOTAL = (64_500, 43_250)
 C_LINES = 150
-STEP_FILES, RESTORE_FILES = 88, 82
+STEP_FILES, RESTORE_FILES = 85, 79
 
 
 def sizes() -> dict[str, tuple[int, int]]:
@@ -118,13 +118,13 @@ def train():
 STEP = """
 optim = torch.optim.AdamW(model.parameters())
 state = {{"model": model, "optim": optim, "rng": ckpt.RNG(), "plain": {{"losses": []}}}}
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier("{a}", every=5), ckpt.Tier("{b}", every=5)]) as cp:
+with ckpt.Checkpointer(state, [ckpt.Tier("{a}", every=5), ckpt.Tier("{b}", every=5)]) as cp:
     cp.restore(default=0)
     for step in range(1, 10):
         train(); cp.step(step)
     cp.wait(); train(); time.sleep(0.5)
     with reach.record():
-        cp.step(10).committed(); cp.wait(); time.sleep(0.5)
+        cp.step(10).wait_durable(); cp.wait(); time.sleep(0.5)
 """
 
 RANKS = """
@@ -138,7 +138,7 @@ fully_shard(model)
 optim = torch.optim.AdamW(model.parameters())
 state = {{"model": model, "optim": optim, "rng": ckpt.RNG(), "plain": {{"losses": []}}}}
 train()
-with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), ckpt.Tier("{a}", every=5)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier("{a}", every=5), memory=ckpt.Memory(linger_s=0)) as cp:
     {what}
 dist.destroy_process_group()
 """

@@ -34,7 +34,9 @@ def test_every_error_says_what_to_do(kind: type[CheckpointError]) -> None:
     """Each public class has advice, a traceback shows it once, and the commands that it names are there. But for a
     wrong call, of which the message says all: nothing is below that."""
     error = kind("it went wrong")
-    assert str(error) == "it went wrong" and bool(error.advice) == (kind is not errors.UsageError)
+    assert str(error) == "it went wrong" and bool(error.advice) == (
+        kind not in (errors.UsageError, errors.InvalidArgumentError)
+    )
     shown = "".join(traceback.format_exception(error))
     assert shown.endswith(f"it went wrong\n{error.advice}\n" if error.advice else "it went wrong\n")
     for command in re.findall(r"`ckpt (\w+)", error.advice):
@@ -51,12 +53,12 @@ def test_a_person_sees_it(tmp_path: Path) -> None:
     """In the traceback of a script, and after the message of a command."""
     script = f"import ckpt; ckpt.load({str(tmp_path / 'nothing')!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and errors.FormatError.advice in done.stderr, done.stderr
+    assert done.returncode == 1 and errors.NoCheckpointError.advice in done.stderr, done.stderr
     command = [sys.executable, "-m", "ckpt", "show", str(tmp_path / "nothing")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     first, second = done.stderr.splitlines()
-    assert "nothing" in first and second in {f"ckpt: {kind.advice}" for kind in kinds()}
+    assert "nothing" in first and second == "ckpt: Nothing was changed."
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
@@ -131,19 +133,19 @@ def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog
     model = torch.nn.Linear(2, 2)
     with ckpt.Checkpointer({"model": model}, str(tmp_path / "run")) as cp:
         cp.step(1)
-        cp.save().promoted(60.0)
+        cp.save().wait_durable(60.0, tier="all")
         calls = [
-            (ckpt.FormatError, lambda: ckpt.load(tmp_path / "nothing")),
-            (ckpt.FormatError, lambda: ckpt.Run(tmp_path / "nothing").list()),
-            (ckpt.UsageError, lambda: ckpt.Run(f"{tmp_path}@5")),
-            (ckpt.NoCheckpointError, lambda: ckpt.load(tmp_path / "run", step=7)),
-            (ckpt.UsageError, lambda: ckpt.load(tmp_path / "run").slice("model.weight", 7)),
-            (ckpt.StateError, lambda: ckpt.Checkpointer({"it": object()}, str(tmp_path / "new"))),
-            (ckpt.FormatError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "other"))),
-            (ckpt.StoreError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "file" / "run"))),
-            (ckpt.UsageError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "run"))),
-            (ckpt.UsageError, lambda: cp.step(1)),
-            (ckpt.NoCheckpointError, lambda: cp.restore(step=9)),
+            (ckpt.errors.NoCheckpointError, lambda: ckpt.load(tmp_path / "nothing")),
+            (ckpt.errors.NoCheckpointError, lambda: ckpt.Run(tmp_path / "nothing").list()),
+            (ckpt.errors.InvalidArgumentError, lambda: ckpt.Run(f"{tmp_path}@5")),
+            (ckpt.errors.NoCheckpointError, lambda: ckpt.load(tmp_path / "run", step=7)),
+            (ckpt.errors.UsageError, lambda: ckpt.load(tmp_path / "run").slice("model.weight", 7)),
+            (ckpt.errors.StateError, lambda: ckpt.Checkpointer({"it": object()}, str(tmp_path / "new"))),
+            (ckpt.errors.FormatError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "other"))),
+            (ckpt.errors.StoreError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "file" / "run"))),
+            (ckpt.errors.UsageError, lambda: ckpt.Checkpointer({"model": model}, str(tmp_path / "run"))),
+            (ckpt.errors.UsageError, lambda: cp.step(1)),
+            (ckpt.errors.NoCheckpointError, lambda: cp.restore(step=9)),
         ]
         for kind, call in calls:
             with caplog.at_level("DEBUG", "ckpt"), pytest.raises(kind) as raised:
@@ -167,7 +169,7 @@ def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog
 )
 def test_what_people_put_into_a_state_first(value: object, told: str, tmp_path: Path) -> None:
     """The error says what to save instead."""
-    with pytest.raises(ckpt.StateError, match=re.escape(told)):
+    with pytest.raises(ckpt.errors.StateError, match=re.escape(told)):
         ckpt.Checkpointer({"model": torch.nn.Linear(2, 2), "it": value}, str(tmp_path))
     assert not list(tmp_path.iterdir())
 

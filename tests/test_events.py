@@ -174,15 +174,15 @@ def test_saves_are_told_as_they_are(heard: list[Event], run_dir: str, caplog: py
     """Each staged step, each committed one in each tier with the bytes that the ledger has, the restore, the end; and
     exactly one line of the log for each durable save."""
     caplog.set_level(logging.INFO, "ckpt")
-    tiers = [ckpt.Memory(every=1), ckpt.Tier(run_dir, every=2), ckpt.Tier(f"{run_dir}2", every=4)]
+    tiers = [ckpt.Tier(run_dir, every=2), ckpt.Tier(f"{run_dir}2", every=4)]
     of = state()
-    with ckpt.Checkpointer(of, tiers) as cp:
+    with ckpt.Checkpointer(of, tiers, memory=ckpt.Memory(every=1)) as cp:
         cp.restore(default=0)
         for step in range(1, 9):
             train(of)
             save = cp.step(step)
             assert save is not None
-            save.staged(WAIT_S)
+            save.wait_staged(WAIT_S)
     near, far = f"file://{run_dir}", f"file://{run_dir}2"
     kinds = [event.kind for event in heard]
     assert kinds[-1] == "closed" and "restored" not in kinds and "failed" not in kinds  # all told before close() ended
@@ -207,7 +207,7 @@ def test_saves_are_told_as_they_are(heard: list[Event], run_dir: str, caplog: py
     assert {r.levelno for r in caplog.records if " committed to " in r.getMessage()} == {logging.INFO}
 
     heard.clear()
-    with ckpt.Checkpointer(state(), tiers) as cp:
+    with ckpt.Checkpointer(state(), tiers, memory=ckpt.Memory(every=1)) as cp:
         assert cp.restore() == 8
     (restored,) = [event for event in heard if event.kind == "restored"]
     assert (restored.step, restored.repaired) == (8, 0) and restored.source in ("memory", near)
@@ -252,14 +252,14 @@ def tell(event):
 events.subscribe(tell)
 run, last = sys.argv[1], int(sys.argv[2])
 of = {"w": torch.zeros(1000)}
-with ckpt.Checkpointer(of, [ckpt.Memory(), ckpt.Tier(run, every=2)], on_error="warn") as cp:
+with ckpt.Checkpointer(of, ckpt.Tier(run, every=2), options=ckpt.Options(on_error="warn")) as cp:
     for step in range(cp.restore(default=0), last):
         save = cp.step(step + 1)
-        save.staged(60)
+        save.wait_staged(60)
         if (step + 1) % 2 == 0:
             try:
-                save.committed(60)
-            except ckpt.SaveError:
+                save.wait_durable(60)
+            except ckpt.errors.SaveError:
                 pass
     if last == 5:
         assert not events.log.handlers
@@ -303,7 +303,7 @@ logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(levelname)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
 with ckpt.Checkpointer({"w": torch.full((100,), float(dist.get_rank()))}, sys.argv[1]) as cp:
     cp.restore(default=0)
-    cp.save(1).committed(120)
+    cp.save(1).wait_durable(120)
 sys.stdout.flush()
 os._exit(0)
 """
@@ -322,9 +322,9 @@ def test_only_rank_0_says_that_a_save_is_durable(run_dir: str) -> None:
 def test_what_could_not_be_staged_is_told(heard: list[Event], run_dir: str) -> None:
     """As a failure of memory: a step that was dropped since its weights were written while they were copied."""
     of = {"w": torch.zeros(4)}
-    with ckpt.Checkpointer(of, run_dir, on_busy="skip", on_error="warn") as cp:
+    with ckpt.Checkpointer(of, run_dir, options=ckpt.Options(on_busy="skip", on_error="warn")) as cp:
         cp.restore(default=0)
-        cp.save(1).staged(WAIT_S)
+        cp.save(1).wait_staged(WAIT_S)
         arena = cp._run.stager.arena
         assert arena is not None
         for slot in range(arena.slots):  # as if all of them were being written
@@ -332,7 +332,7 @@ def test_what_could_not_be_staged_is_told(heard: list[Event], run_dir: str) -> N
         save = cp.step(2)
         assert save is not None
         with pytest.raises(SkippedError):
-            save.staged(WAIT_S)
+            save.wait_staged(WAIT_S)
         for slot in range(arena.slots):
             cp._run.stager.slots.unpin(arena.id, slot)
     failed = [event for event in heard if event.kind == "failed"]
@@ -358,7 +358,7 @@ def test_profilers_see_what_we_do(run_dir: str, tmp_path: Path) -> None:
                 train(of)
                 save = cp.step(step)
                 assert save is not None
-                save.staged(WAIT_S)
+                save.wait_staged(WAIT_S)
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     ranges = [one for one in found if str(one.get("name", "")).startswith("ckpt.") and one.get("ph") == "X"]

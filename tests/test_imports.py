@@ -46,7 +46,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
         ("ckpt/core/log/log.py", "def f():\n    import torch"),
         ("backends/ckpt_backends/local.py", "from ckpt.core.log.log import RunLog"),
         ("ckpt/tools/maintain/audit.py", "import rich.table"),
-        ("ckpt/core/run/session.py", "from ckpt.adapters import shards"),
+        ("ckpt/core/run/open_run.py", "from ckpt.adapters import shards"),
         (None, ""),
     ],
 )
@@ -160,13 +160,24 @@ def test_every_public_name_is_there() -> None:
             getattr(ckpt, part)
     for part in {*ckpt._PARTS} - apart:
         assert getattr(ckpt, part) is importlib.import_module(f"ckpt.{part}")
-    with pytest.raises(AttributeError, match="no_such_name"):
+    with pytest.raises(AttributeError, match=r"no attribute 'no_such_name'$"):
         _ = ckpt.no_such_name
+
+
+def test_names_of_other_modules_are_named_by_the_error() -> None:
+    """Each is there, and only there."""
+    assert len(ckpt.__all__) == 16
+    for part, names in ckpt._ELSEWHERE.items():
+        module = importlib.import_module(f"ckpt.{part}")
+        for name in names.split():
+            assert hasattr(module, name)
+            with pytest.raises(AttributeError, match=f"it is ckpt.{part}.{name}$"):
+                getattr(ckpt, name)
 
 
 def test_a_name_that_a_module_has_too_stays_what_it_is() -> None:
     """`ckpt.load` is the function, also after something else of its module was used first."""
-    for first in ("ckpt.Loaded", "ckpt.load"):
+    for first in ("ckpt.types.Loaded", "ckpt.load"):
         loaded_by(f"import ckpt; {first}; assert callable(ckpt.load)")
 
 
@@ -191,7 +202,7 @@ PROMISES = sorted((REPO / "tests" / "promises").glob("*.py"))
 PUBLIC_MODULES = {"errors", "events", "testing", *ckpt._PARTS}
 PUBLIC = PUBLIC_MODULES | {*ckpt.__all__, "__version__"}
 INTERNAL = {path.stem for path in (REPO / "ckpt").iterdir() if path.is_dir() or path.suffix == ".py"} - PUBLIC
-OBJECTS = [REPO / "ckpt" / "checkpointer.py", REPO / "ckpt" / "save.py"]  # whose attributes tests come across
+OBJECTS = [REPO / "ckpt" / "checkpointer.py", REPO / "ckpt" / "saving.py"]  # whose attributes tests come across
 PRIVATE = set(re.findall(r"\bself\.(_[a-z]\w*)", "".join(path.read_text() for path in OBJECTS)))
 
 

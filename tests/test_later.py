@@ -74,7 +74,7 @@ import sys, time, torch, ckpt
 
 def opened():
     state = {"w": torch.zeros(50_000), "step": 0}
-    return state, ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1)])
+    return state, ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=1))
 
 state, cp = opened()
 with cp:
@@ -82,7 +82,7 @@ with cp:
     for step in (1, 2):
         state["w"] += torch.arange(50_000)
         state["step"] = step
-        cp.save(step).committed(60)
+        cp.save(step).wait_durable(60)
         time.sleep(0.7 * (step == 1))  # before numpy is there, and after it
 state, cp = opened()
 with cp:

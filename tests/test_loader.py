@@ -130,12 +130,12 @@ def test_other_data_is_refused_before_anything_changes() -> None:
     next(iter(loader))
     state = loader.state_dict()
     other = ckpt.Loader(range(30), 2, seed=1)
-    with pytest.raises(ckpt.UsageError, match="samples was 20, is 30; seed was 0, is 1"):
+    with pytest.raises(ckpt.errors.UsageError, match="samples was 20, is 30; seed was 0, is 1"):
         other.load_state_dict(state)
     assert other.state_dict()["position"] == 0
-    with pytest.raises(ckpt.CorruptError):
+    with pytest.raises(ckpt.errors.CorruptError):
         other.load_state_dict({"epoch": 1})
-    with pytest.raises(ckpt.UsageError, match="different numbers of batches"):
+    with pytest.raises(ckpt.errors.UsageError, match="different numbers of batches"):
         ckpt.Loader(range(20), 2).load_state_dicts([state, {**state, "position": 9}], 0, 3)
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_continued_is_refused() -> None:
 
     for words in ({"dataset": Stream()}, {"dataset": iter(())}, {"batch_size": 0}, {"sampler": [1]}, {"rank": 1}):
         arguments: dict[str, Any] = {"dataset": range(4), **words}
-        with pytest.raises(ckpt.UsageError):
+        with pytest.raises(ckpt.errors.UsageError):
             ckpt.Loader(**arguments)
 
 
@@ -163,7 +163,7 @@ dist.destroy_process_group()
 dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
 try:
     list(loader)
-except ckpt.UsageError as error:
+except ckpt.errors.UsageError as error:
     print(error)
 assert len(list(ckpt.Loader(range(8), 2))) == len(list(ckpt.Loader(range(8), 2, rank=1, world=4))) == 1
 os._exit(os.write(1, b"") )
@@ -193,7 +193,7 @@ if __name__ == "__main__":  # workers are spawned: they come by here too
             os.write(1, f"GIVEN {rank} {step} {','.join(str(int(i)) for i in batch)}\\n".encode())
             save = cp.step(step)
             if step == int(kill):
-                save.staged()
+                save.wait_staged()
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.barrier()

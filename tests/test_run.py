@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt.core.checkpoint import retention
-from ckpt.errors import CorruptError, FormatError, NoCheckpointError, UsageError
+from ckpt.errors import CorruptError, NoCheckpointError, UsageError
 from commands import call, flip, increments
 from run_files import data_file
 from trees import tree
@@ -44,12 +44,12 @@ def test_it_lists_what_ls_does(run: ckpt.Run, call: Any) -> None:
 
 def test_keep_prune_and_delete(run: ckpt.Run) -> None:
     """As the commands do: what is kept stays until it is let go, and what is left is whole."""
-    run.keep(1, "as published")
+    run.pin(1, "as published")
     assert {one.step: one.kept for one in run.list()} == {5: None, 4: None, 3: None, 2: None, 1: "as published"}
     assert run.prune(2) == (3,)  # the newest two, the newest two full ones, and what is kept
     with pytest.raises(UsageError, match="as published"):
         run.delete(1)
-    run.let_go(1)
+    run.unpin(1)
     run.delete(1)
     run.delete("latest")
     assert steps(run) == [4, 2]
@@ -87,7 +87,7 @@ def test_export(run: ckpt.Run, tmp_path: Path) -> None:
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(FormatError):
+    with pytest.raises(NoCheckpointError, match="no run"):
         ckpt.Run(tmp_path).list()
     with pytest.raises(UsageError, match="whole run"):
         ckpt.Run(f"{tmp_path}/run@5")
@@ -100,14 +100,15 @@ def test_only_what_a_user_may_call_is_seen() -> None:
     """`dir()` is how people look around: of the classes that a script holds, and of the package."""
     seen = {name for name in dir(ckpt.Checkpointer) if not name.startswith("_")}
     assert seen == {
-        "step", "save", "stage", "restore", "wait", "close", "request", "fence", "pause", "keep_steps", "score",
-        "stats", "last_restore", "writer_pid",
+        "step", "save", "stage", "restore", "wait", "close", "request_save", "score", "pin", "unpin",
+        "before_untracked_update", "not_training", "stats", "last_restore", "writer_pid",
     }  # fmt: skip
     assert {name for name in dir(ckpt.Run) if not name.startswith("_")} == {
-        "list", "keep", "let_go", "prune", "delete", "verify", "export",
+        "list", "pin", "unpin", "prune", "delete", "verify", "export",
     }  # fmt: skip
     assert {name for name in dir(ckpt) if not name.startswith("_")} == {
-        *ckpt.__all__, "dcp", "deepspeed", "events", "lightning", "megatron", "ray", "torchtitan", "transformers",
+        *ckpt.__all__, "dcp", "deepspeed", "errors", "events", "lightning", "megatron", "ray", "state", "torchtitan",
+        "transformers", "triggers", "types",
     }  # fmt: skip
 
 

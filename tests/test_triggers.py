@@ -30,102 +30,116 @@ from ckpt.triggers import (
 
 def test_each_constructor_says_what_it_was_given() -> None:
     """What the user wrote is in the value, with numbers as floats and signals as signals."""
-    assert ckpt.on_signal() == OnSignal((signal.SIGTERM, signal.SIGUSR1), GRACE_S, None)
-    assert ckpt.on_signal("SIGHUP", 10, grace_s=5, leave=True) == OnSignal((signal.SIGHUP, signal.SIGUSR1), 5.0, True)
-    assert ckpt.on_preemption() == OnPreemption((), None, 5.0)
-    assert ckpt.on_preemption("gce", "ec2", base_url="http://localhost:1", poll_s=1) == OnPreemption(
+    assert ckpt.triggers.on_signal() == OnSignal((signal.SIGTERM, signal.SIGUSR1), GRACE_S, None)
+    assert ckpt.triggers.on_signal("SIGHUP", 10, grace_s=5, leave=True) == OnSignal(
+        (signal.SIGHUP, signal.SIGUSR1), 5.0, True
+    )
+    assert ckpt.triggers.on_preemption() == OnPreemption((), None, 5.0)
+    assert ckpt.triggers.on_preemption("gce", "ec2", base_url="http://localhost:1", poll_s=1) == OnPreemption(
         ("gce", "ec2"), "http://localhost:1", 1.0
     )
-    assert ckpt.on_deadline() == OnDeadline(None, 60.0, False)
-    assert ckpt.on_exception() == OnException()
-    assert ckpt.on_oom() == OnOom()
-    assert ckpt.on_hang() == OnHang("report", 10.0, 30.0)
-    assert ckpt.on_hang(action="exit", factor=2, min_s=1) == OnHang("exit", 2.0, 1.0)
-    assert ckpt.on_memory_pressure() == OnMemoryPressure(0.05)
-    assert ckpt.on_memory_pressure(share=0.5) == OnMemoryPressure(0.5)
-    values = [ckpt.on_signal("SIGTERM", grace_s=5).grace_s, ckpt.on_hang(factor=3).factor]
+    assert ckpt.triggers.on_deadline() == OnDeadline(None, 60.0, False)
+    assert ckpt.triggers.on_exception() == OnException()
+    assert ckpt.triggers.on_oom() == OnOom()
+    assert ckpt.triggers.on_hang() == OnHang("report", 10.0, 30.0)
+    assert ckpt.triggers.on_hang(action="exit", factor=2, min_s=1) == OnHang("exit", 2.0, 1.0)
+    assert ckpt.triggers.on_memory_pressure() == OnMemoryPressure(0.05)
+    assert ckpt.triggers.on_memory_pressure(share=0.5) == OnMemoryPressure(0.5)
+    values = [ckpt.triggers.on_signal("SIGTERM", grace_s=5).grace_s, ckpt.triggers.on_hang(factor=3).factor]
     assert all(type(value) is float for value in values)
 
 
 def test_a_trigger_is_a_value() -> None:
     """It cannot be changed after it was made, equals its like, and can be a key."""
-    one = ckpt.on_signal("SIGTERM")
+    one = ckpt.triggers.on_signal("SIGTERM")
     with pytest.raises(AttributeError):
         one.grace_s = 1.0  # type: ignore[misc]
-    assert len({one, ckpt.on_signal(15), ckpt.on_signal("SIGHUP")}) == 2
+    assert len({one, ckpt.triggers.on_signal(15), ckpt.triggers.on_signal("SIGHUP")}) == 2
 
 
 def test_the_same_name_twice_counts_once() -> None:
     """In one trigger a signal, or a cloud, may be named twice; the order of the first naming stays."""
-    assert ckpt.on_signal("SIGUSR1", "SIGTERM", 15, "SIGUSR1").numbers == (signal.SIGUSR1, signal.SIGTERM)
-    assert ckpt.on_preemption("ec2", "azure", "ec2").sources == ("ec2", "azure")
-    assert set(ckpt.on_preemption(*SOURCES).sources) == set(SOURCES)
+    assert ckpt.triggers.on_signal("SIGUSR1", "SIGTERM", 15, "SIGUSR1").numbers == (signal.SIGUSR1, signal.SIGTERM)
+    assert ckpt.triggers.on_preemption("ec2", "azure", "ec2").sources == ("ec2", "azure")
+    assert set(ckpt.triggers.on_preemption(*SOURCES).sources) == set(SOURCES)
 
 
 def test_a_deadline_is_one_moment_however_it_is_given() -> None:
     """A number, a datetime of any zone and a span from now name the same moment, in seconds since 1970."""
     at = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
-    assert ckpt.on_deadline(at).at == ckpt.on_deadline(at.timestamp()).at == 1893553445.0
-    assert ckpt.on_deadline(at.astimezone()).at == at.timestamp()
-    assert ckpt.on_deadline(at.astimezone().replace(tzinfo=None)).at == at.timestamp()  # naive means local
+    assert ckpt.triggers.on_deadline(at).at == ckpt.triggers.on_deadline(at.timestamp()).at == 1893553445.0
+    assert ckpt.triggers.on_deadline(at.astimezone()).at == at.timestamp()
+    assert ckpt.triggers.on_deadline(at.astimezone().replace(tzinfo=None)).at == at.timestamp()  # naive means local
     before = time.time()
-    found = ckpt.on_deadline(in_s=100, before_s=0, leave=True)
+    found = ckpt.triggers.on_deadline(in_s=100, before_s=0, leave=True)
     assert found.at is not None and before + 100 <= found.at <= time.time() + 100
     assert found.before_s == 0.0 and found.leave
-    assert ckpt.on_deadline(int(before)).at == float(int(before))
-    assert ckpt.on_deadline(datetime.now(UTC) - timedelta(days=1)).at is not None  # passed: due at once
+    assert ckpt.triggers.on_deadline(int(before)).at == float(int(before))
+    assert ckpt.triggers.on_deadline(datetime.now(UTC) - timedelta(days=1)).at is not None  # passed: due at once
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no such name": (lambda: ckpt.on_signal("TERM"), "'TERM' is not a signal: use a name like 'SIGTERM'"),
-    "lower case": (lambda: ckpt.on_signal("sigterm"), "'sigterm' is not a signal"),
-    "no such number": (lambda: ckpt.on_signal(0), "0 is not a signal"),
-    "ours": (lambda: ckpt.on_signal(int(signal.SIGRTMIN) + 6), "is not a signal"),
-    "a constant": (lambda: ckpt.on_signal("SIG_DFL"), "'SIG_DFL' is not a signal"),
-    "a list": (lambda: ckpt.on_signal(["SIGTERM"]), "is not a signal"),  # type: ignore[arg-type]
-    "None": (lambda: ckpt.on_signal(None), "None is not a signal"),  # type: ignore[arg-type]
-    "KILL": (lambda: ckpt.on_signal("SIGKILL"), "SIGKILL cannot be a trigger, because Python cannot handle it"),
-    "STOP": (lambda: ckpt.on_signal(19), "SIGSTOP cannot be a trigger"),
-    "SEGV": (lambda: ckpt.on_signal("SIGTERM", "SIGSEGV"), "SIGSEGV cannot be a trigger"),
-    "BUS": (lambda: ckpt.on_signal("SIGBUS"), "SIGBUS cannot be a trigger"),
-    "FPE": (lambda: ckpt.on_signal("SIGFPE"), "SIGFPE cannot be a trigger"),
-    "ILL": (lambda: ckpt.on_signal("SIGILL"), "SIGILL cannot be a trigger"),
-    "grace 0": (lambda: ckpt.on_signal(grace_s=0), "grace_s=0: it must be a number of seconds above 0"),
-    "grace below": (lambda: ckpt.on_signal(grace_s=-1), "grace_s=-1: it must be a number of seconds above 0"),
-    "grace without end": (lambda: ckpt.on_signal(grace_s=math.inf), "grace_s=inf: it must"),
-    "grace nan": (lambda: ckpt.on_signal(grace_s=math.nan), "grace_s=nan: it must"),
-    "grace true": (lambda: ckpt.on_signal(grace_s=True), "grace_s=True: it must"),
-    "grace text": (lambda: ckpt.on_signal(grace_s="30s"), "grace_s='30s': it must"),  # type: ignore[arg-type]
-    "cloud": (lambda: ckpt.on_preemption("aws"), "unknown source of preemption notices 'aws': use ec2, gce, azure"),
-    "second cloud": (lambda: ckpt.on_preemption("ec2", "GCE"), "unknown source of preemption notices 'GCE'"),
-    "address alone": (lambda: ckpt.on_preemption(base_url="http://x"), "base_url= needs the name of its source"),
-    "poll 0": (lambda: ckpt.on_preemption("ec2", poll_s=0), "poll_s=0: it must be a number of seconds above 0"),
-    "both": (lambda: ckpt.on_deadline(1.0, in_s=1.0), "pass `at` or `in_s`, not both"),
-    "at inf": (lambda: ckpt.on_deadline(math.inf), "at=inf: it must be a datetime"),
-    "at nan": (lambda: ckpt.on_deadline(math.nan), "at=nan: it must be a datetime"),
-    "in 0": (lambda: ckpt.on_deadline(in_s=0), "in_s=0: it must be a number of seconds above 0"),
-    "in the past": (lambda: ckpt.on_deadline(in_s=-5), "in_s=-5: it must be a number of seconds above 0"),
+    "no such name": (lambda: ckpt.triggers.on_signal("TERM"), "'TERM' is not a signal: use a name like 'SIGTERM'"),
+    "lower case": (lambda: ckpt.triggers.on_signal("sigterm"), "'sigterm' is not a signal"),
+    "no such number": (lambda: ckpt.triggers.on_signal(0), "0 is not a signal"),
+    "ours": (lambda: ckpt.triggers.on_signal(int(signal.SIGRTMIN) + 6), "is not a signal"),
+    "a constant": (lambda: ckpt.triggers.on_signal("SIG_DFL"), "'SIG_DFL' is not a signal"),
+    "a list": (lambda: ckpt.triggers.on_signal(["SIGTERM"]), "is not a signal"),  # type: ignore[arg-type]
+    "None": (lambda: ckpt.triggers.on_signal(None), "None is not a signal"),  # type: ignore[arg-type]
+    "KILL": (
+        lambda: ckpt.triggers.on_signal("SIGKILL"),
+        "SIGKILL cannot be a trigger, because Python cannot handle it",
+    ),
+    "STOP": (lambda: ckpt.triggers.on_signal(19), "SIGSTOP cannot be a trigger"),
+    "SEGV": (lambda: ckpt.triggers.on_signal("SIGTERM", "SIGSEGV"), "SIGSEGV cannot be a trigger"),
+    "BUS": (lambda: ckpt.triggers.on_signal("SIGBUS"), "SIGBUS cannot be a trigger"),
+    "FPE": (lambda: ckpt.triggers.on_signal("SIGFPE"), "SIGFPE cannot be a trigger"),
+    "ILL": (lambda: ckpt.triggers.on_signal("SIGILL"), "SIGILL cannot be a trigger"),
+    "grace 0": (lambda: ckpt.triggers.on_signal(grace_s=0), "grace_s=0: it must be a number of seconds above 0"),
+    "grace below": (lambda: ckpt.triggers.on_signal(grace_s=-1), "grace_s=-1: it must be a number of seconds above 0"),
+    "grace without end": (lambda: ckpt.triggers.on_signal(grace_s=math.inf), "grace_s=inf: it must"),
+    "grace nan": (lambda: ckpt.triggers.on_signal(grace_s=math.nan), "grace_s=nan: it must"),
+    "grace true": (lambda: ckpt.triggers.on_signal(grace_s=True), "grace_s=True: it must"),
+    "grace text": (lambda: ckpt.triggers.on_signal(grace_s="30s"), "grace_s='30s': it must"),  # type: ignore[arg-type]
+    "cloud": (
+        lambda: ckpt.triggers.on_preemption("aws"),
+        "unknown source of preemption notices 'aws': use ec2, gce, azure",
+    ),
+    "second cloud": (lambda: ckpt.triggers.on_preemption("ec2", "GCE"), "unknown source of preemption notices 'GCE'"),
+    "address alone": (
+        lambda: ckpt.triggers.on_preemption(base_url="http://x"),
+        "base_url= needs the name of its source",
+    ),
+    "poll 0": (
+        lambda: ckpt.triggers.on_preemption("ec2", poll_s=0),
+        "poll_s=0: it must be a number of seconds above 0",
+    ),
+    "both": (lambda: ckpt.triggers.on_deadline(1.0, in_s=1.0), "pass `at` or `in_s`, not both"),
+    "at inf": (lambda: ckpt.triggers.on_deadline(math.inf), "at=inf: it must be a datetime"),
+    "at nan": (lambda: ckpt.triggers.on_deadline(math.nan), "at=nan: it must be a datetime"),
+    "in 0": (lambda: ckpt.triggers.on_deadline(in_s=0), "in_s=0: it must be a number of seconds above 0"),
+    "in the past": (lambda: ckpt.triggers.on_deadline(in_s=-5), "in_s=-5: it must be a number of seconds above 0"),
     "before below": (
-        lambda: ckpt.on_deadline(before_s=-1),
+        lambda: ckpt.triggers.on_deadline(before_s=-1),
         "before_s=-1: it must be a number of seconds of at least 0",
     ),
     "before inf": (
-        lambda: ckpt.on_deadline(before_s=math.inf),
+        lambda: ckpt.triggers.on_deadline(before_s=math.inf),
         "before_s=inf: it must be a number of seconds of at least 0",
     ),
-    "before nan": (lambda: ckpt.on_deadline(before_s=math.nan), "before_s=nan"),
-    "action": (lambda: ckpt.on_hang(action="kill"), 'action=\'kill\': it must be "report" or "exit"'),
-    "no action": (lambda: ckpt.on_hang(action=None), "action=None"),  # type: ignore[arg-type]
-    "factor 0": (lambda: ckpt.on_hang(factor=0), "factor"),
+    "before nan": (lambda: ckpt.triggers.on_deadline(before_s=math.nan), "before_s=nan"),
+    "action": (lambda: ckpt.triggers.on_hang(action="kill"), 'action=\'kill\': it must be "report" or "exit"'),
+    "no action": (lambda: ckpt.triggers.on_hang(action=None), "action=None"),  # type: ignore[arg-type]
+    "factor 0": (lambda: ckpt.triggers.on_hang(factor=0), "factor"),
     "factor low": (
-        lambda: ckpt.on_hang(factor=1.5),
+        lambda: ckpt.triggers.on_hang(factor=1.5),
         "factor=1.5: it must be at least 2, or every slow step would count as a hang",
     ),
-    "min 0": (lambda: ckpt.on_hang(min_s=0), "min_s=0: it must be a number of seconds above 0"),
-    "share 0": (lambda: ckpt.on_memory_pressure(share=0), "share=0: it must be a number between 0 and 1"),
-    "share 1": (lambda: ckpt.on_memory_pressure(share=1), "share=1: it must"),
-    "share in percent": (lambda: ckpt.on_memory_pressure(share=5), "share=5: it must"),
-    "share nan": (lambda: ckpt.on_memory_pressure(share=math.nan), "share=nan: it must"),
+    "min 0": (lambda: ckpt.triggers.on_hang(min_s=0), "min_s=0: it must be a number of seconds above 0"),
+    "share 0": (lambda: ckpt.triggers.on_memory_pressure(share=0), "share=0: it must be a number between 0 and 1"),
+    "share 1": (lambda: ckpt.triggers.on_memory_pressure(share=1), "share=1: it must"),
+    "share in percent": (lambda: ckpt.triggers.on_memory_pressure(share=5), "share=5: it must"),
+    "share nan": (lambda: ckpt.triggers.on_memory_pressure(share=math.nan), "share=nan: it must"),
 }
 
 
@@ -140,9 +154,9 @@ def test_what_is_refused_is_refused_in_words_that_help(case: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: ckpt.on_deadline("2030-01-01"),
-        lambda: ckpt.on_deadline(before_s="60"),
-        lambda: ckpt.on_memory_pressure(share="5%"),
+        lambda: ckpt.triggers.on_deadline("2030-01-01"),
+        lambda: ckpt.triggers.on_deadline(before_s="60"),
+        lambda: ckpt.triggers.on_memory_pressure(share="5%"),
     ],
     ids=["at", "before_s", "share"],
 )
@@ -155,13 +169,13 @@ def test_text_where_a_number_belongs_is_refused_in_words(call: Callable[[], Any]
 def test_a_signal_that_faulthandler_takes_is_refused() -> None:
     """faulthandler handles SEGV, BUS, FPE, ILL and ABRT; a trigger for any of them could never work."""
     with pytest.raises(UsageError, match="SIGABRT"):
-        ckpt.on_signal("SIGABRT")
+        ckpt.triggers.on_signal("SIGABRT")
 
 
 def test_a_factor_is_no_number_of_seconds() -> None:
     """The message about a factor does not speak of seconds."""
     with pytest.raises(UsageError) as caught:
-        ckpt.on_hang(factor=0)
+        ckpt.triggers.on_hang(factor=0)
     assert "seconds" not in str(caught.value)
 
 
@@ -171,8 +185,9 @@ def test_auto_is_all_of_them_with_the_defaults() -> None:
     kinds = [OnSignal, OnPreemption, OnDeadline, OnException, OnOom, OnHang, OnMemoryPressure]
     assert [type(one) for one in found] == kinds
     assert found == (
-        ckpt.on_signal(), ckpt.on_preemption(), ckpt.on_deadline(), ckpt.on_exception(), ckpt.on_oom(),
-        ckpt.on_hang(), ckpt.on_memory_pressure(),
+        ckpt.triggers.on_signal(), ckpt.triggers.on_preemption(), ckpt.triggers.on_deadline(),
+        ckpt.triggers.on_exception(), ckpt.triggers.on_oom(),
+        ckpt.triggers.on_hang(), ckpt.triggers.on_memory_pressure(),
     )  # fmt: skip
 
 
@@ -183,15 +198,20 @@ def test_none_and_an_empty_list_are_no_triggers() -> None:
 
 def test_a_list_is_taken_as_it_is() -> None:
     """Any iterable will do, a single trigger too, and the order stays."""
-    one, two = ckpt.on_signal("SIGTERM"), ckpt.on_oom()
+    one, two = ckpt.triggers.on_signal("SIGTERM"), ckpt.triggers.on_oom()
     assert as_triggers([one, two]) == as_triggers((one, two)) == as_triggers(iter([one, two])) == (one, two)
     assert as_triggers(one) == (one,)
     # Several of these make sense: different signals, clouds and moments.
-    several = [ckpt.on_signal("SIGHUP"), ckpt.on_deadline(1.0), ckpt.on_deadline(2.0), ckpt.on_preemption("ec2")]
+    several = [
+        ckpt.triggers.on_signal("SIGHUP"),
+        ckpt.triggers.on_deadline(1.0),
+        ckpt.triggers.on_deadline(2.0),
+        ckpt.triggers.on_preemption("ec2"),
+    ]
     assert as_triggers([one, *several]) == (one, *several)
 
 
-@pytest.mark.parametrize("given", ["none", "AUTO", "", b"auto", {"SIGTERM": 1}, 5, True, ckpt.on_signal])
+@pytest.mark.parametrize("given", ["none", "AUTO", "", b"auto", {"SIGTERM": 1}, 5, True, ckpt.triggers.on_signal])
 def test_what_is_no_list_of_triggers_is_refused(given: object) -> None:
     """The message shows what to write and what was written."""
     with pytest.raises(UsageError, match=re.escape('triggers is "auto" or a list such as')) as caught:
@@ -203,13 +223,13 @@ def test_what_is_no_list_of_triggers_is_refused(given: object) -> None:
 def test_what_is_no_trigger_in_a_list_is_refused(given: object) -> None:
     """Each item is looked at, also behind one that is right."""
     with pytest.raises(UsageError, match=re.escape(f"{given!r} is not a trigger")):
-        as_triggers([ckpt.on_oom(), given])
+        as_triggers([ckpt.triggers.on_oom(), given])
 
 
 def test_a_function_that_was_not_called_is_said_so() -> None:
-    """The usual slip, ckpt.on_hang for ckpt.on_hang(), is answered by how to write it."""
+    """The usual slip, ckpt.triggers.on_hang for ckpt.triggers.on_hang(), is answered by how to write it."""
     with pytest.raises(UsageError, match=re.escape("is not a trigger: call it, on_hang()")):
-        as_triggers([ckpt.on_hang])
+        as_triggers([ckpt.triggers.on_hang])
     with pytest.raises(UsageError) as caught:  # negative control: what cannot be called gets no such hint
         as_triggers(["on_hang"])
     assert "call it" not in str(caught.value)
@@ -218,16 +238,16 @@ def test_a_function_that_was_not_called_is_said_so() -> None:
 def test_twice_the_same_is_refused() -> None:
     """Two settings for one hang, one memory or one signal: which would hold?"""
     with pytest.raises(UsageError, match="OnHang is among the triggers twice"):
-        as_triggers([ckpt.on_hang(), ckpt.on_hang(min_s=5)])
+        as_triggers([ckpt.triggers.on_hang(), ckpt.triggers.on_hang(min_s=5)])
     with pytest.raises(UsageError, match="OnMemoryPressure is among the triggers twice"):
-        as_triggers([ckpt.on_memory_pressure(), ckpt.on_memory_pressure()])
+        as_triggers([ckpt.triggers.on_memory_pressure(), ckpt.triggers.on_memory_pressure()])
     with pytest.raises(UsageError, match="the same signal is among the triggers twice"):
-        as_triggers([ckpt.on_signal("SIGTERM", "SIGUSR1"), ckpt.on_signal("SIGUSR1")])
-    assert as_triggers([ckpt.on_signal("SIGTERM"), ckpt.on_signal("SIGUSR1")])  # negative control
+        as_triggers([ckpt.triggers.on_signal("SIGTERM", "SIGUSR1"), ckpt.triggers.on_signal("SIGUSR1")])
+    assert as_triggers([ckpt.triggers.on_signal("SIGTERM"), ckpt.triggers.on_signal("SIGUSR1")])  # negative control
 
 
 def test_the_checkpointer_refuses_before_anything_is_made(run_dir: str, tmp_path: Any) -> None:
     """A wrong trigger costs nothing: no folder of a run is made."""
     with pytest.raises(UsageError, match="not a trigger"):
-        ckpt.Checkpointer({"n": 1}, run_dir, triggers=[ckpt.on_signal])
+        ckpt.Checkpointer({"n": 1}, run_dir, triggers=[ckpt.triggers.on_signal])
     assert list(tmp_path.iterdir()) == []

@@ -165,10 +165,10 @@ def test_a_writer_is_like_one_that_was_spawned(run_dir: str, monkeypatch: pytest
     for forked in (True, False):
         if not forked:
             monkeypatch.setenv("PYTHONHASHSEED", "1")  # an interpreter looks at it when it starts
-        with ckpt.Checkpointer({"x": 1}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        with ckpt.Checkpointer({"x": 1}, ckpt.Tier(run_dir, every=1)) as cp:
             writer = psutil.Process(cp.writer_pid)
             cp.restore(default=0)
-            cp.save(1 + len(found)).committed(60)
+            cp.save(1 + len(found)).wait_durable(60)
             found.append(facts(writer))
         writer.wait(30)
     assert found[0] == found[1]
@@ -177,7 +177,7 @@ def test_a_writer_is_like_one_that_was_spawned(run_dir: str, monkeypatch: pytest
 def test_a_writer_that_is_forked_is_armed(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail points are those of its own environment."""
     monkeypatch.setenv("CKPT_FAIL", "writer/pack.written:enospc:1")
-    with ckpt.Checkpointer({"x": 1}, run_dir, on_error="warn") as cp:
+    with ckpt.Checkpointer({"x": 1}, run_dir, options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)
-        with pytest.raises(ckpt.SaveError, match=r"[Nn]o space"):
-            cp.save(1).committed(60)
+        with pytest.raises(ckpt.errors.SaveError, match=r"[Nn]o space"):
+            cp.save(1).wait_durable(60)

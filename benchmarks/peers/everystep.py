@@ -18,14 +18,14 @@ class Everystep(Peer):
         super().__init__(training, folder)
         state = {"model": training.model, "optim": training.optim}
         fresh = not (folder / "run").exists()
-        tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "run"), every=1, keep=2)]
+        tiers = [ckpt.Tier(str(folder / "run"), every=1, keep=2)]
         self.checkpointer = ckpt.Checkpointer(state, tiers)
         if fresh:
             self.checkpointer.restore(default=0)  # as every training begins; else `restore` does it, and is timed
 
     def save(self, step: int) -> Callable[[], None]:
         handle = self.checkpointer.step(step)
-        return lambda: handle.committed(600.0)
+        return lambda: handle.wait_durable(600.0)
 
     def restore(self) -> None:
         self.checkpointer.restore()

@@ -1,8 +1,8 @@
 """Tensors that a trainer divides among its ranks in its own way: they are described by name and position, read,
 restored.
 
-In the checkpoint they are the tensors of a module of which each rank has some. So a saved `ckpt.Shards` can be restored
-as a module with the same names, and vice versa.
+In the checkpoint they are the tensors of a module of which each rank has some. So a saved `ckpt.state.Shards` can be
+restored as a module with the same names, and vice versa.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ Pieces = Mapping[str, Shard | Sequence[Shard] | Tensor]
 
 
 class Shards:
-    """Named tensors of which every rank has some pieces: an entry of the state, `{"masters": ckpt.Shards(pieces)}`.
+    """Named tensors of which every rank has some pieces: an entry of the state, `{"masters":
+    ckpt.state.Shards(pieces)}`.
 
     pieces: this rank's parts of each tensor by its name: one `Shard` or several, or an empty list for none. Or a
         function that returns this; it is called at every step, so the memory may change (a dict that it returns again
@@ -145,7 +146,7 @@ class ShardsNode:
             own = [each] if isinstance(each, Shard | Tensor) else each
             odd = not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own if s is not each)
             if type(name) is not str or odd:
-                raise StateError(f"{show(self.path)}: {name!r} must be a str, with a ckpt.Shard or a list of them")
+                raise StateError(f"{show(self.path)}: {name!r} must be a str, with a Shard or a list of them")
             for one in own:
                 if is_dtensor(memory := _memory(one)):
                     raise StateError(

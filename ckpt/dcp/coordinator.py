@@ -27,6 +27,7 @@ from ckpt.errors import (
     FencedError,
     FormatError,
     FullError,
+    NoCheckpointError,
     NotFoundError,
     RunGoneError,
     SaveError,
@@ -70,7 +71,7 @@ async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
         except RunGoneError:
             await _remove_rest(tier, log, place)
             raise
-        except FormatError:  # it was deleted: the next save creates it again
+        except (FormatError, NoCheckpointError):  # it was deleted: the next save creates it again
             gone = await _is_gone(log, place.root)
             if gone:
                 await _remove_rest(tier, log, place)
@@ -129,14 +130,17 @@ async def begin(tiers: Sequence[Tier], job: Incarnation, step: int, world: int) 
         if owner is None:
             raise FencedError("not known yet")
         saving = await _begin(tiers, owner, step, world)
-    except (FencedError, FormatError):  # another process of this job has opened a term since, or no run exists yet
+    except (
+        FencedError,
+        NoCheckpointError,
+    ):  # another process of this job has opened a term since, or no run exists yet
         owner = await _take_over(tiers, job, again=False)
         saving = await _begin(tiers, owner, step, world)
     if saving is None:  # it was tried before and aborted
         owner = await _take_over(tiers, job, again=True)
         saving = await _begin(tiers, owner, step, world)
         assert saving is not None, "nothing was tried in a new term"
-    if not any(isinstance(error, FormatError) for error in saving.errors.values()):
+    if not any(isinstance(error, NoCheckpointError) for error in saving.errors.values()):
         note_owner(urls, job, owner)
     for url in saving.urls:
         known(url).open.add(saving.attempt)
@@ -194,7 +198,7 @@ async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -
                 await _clear(log, owner, known(tier.url))
                 if _wants_read_back(log, tier, saving.attempt, world):
                     read_back.append(tier.url)
-        except (StoreError, CorruptError, FormatError) as error:
+        except (StoreError, CorruptError, FormatError, NoCheckpointError) as error:
             saving.errors[tier.url] = _with_help(error, tier.url)
     if not saving.urls:
         raise next(iter(saving.errors.values()))

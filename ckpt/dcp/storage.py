@@ -42,7 +42,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.dcp import coordinator, in_flight, incarnation
 from ckpt.dcp import read as dcp_source
 from ckpt.dcp.rank_write import RankShare, Receipt, content_of
-from ckpt.errors import PeerError, SaveError, UsageError
+from ckpt.errors import InvalidArgumentError, PeerError, SaveError, UsageError
 from ckpt.store import remember_options
 from ckpt.tiers import Memory, Tier
 
@@ -80,7 +80,7 @@ class StorageWriter(storage.StorageWriter):
 
     - `tiers`: a folder or URL takes and keeps every save, like torch's own writer. A `Tier` takes the saves that its
       `every` schedules (a step that none has scheduled goes to the nearest), and its `keep` is applied after each save.
-      Checkpoints are always complete: `incremental` and `compression` have no effect.
+      Checkpoints are always complete: `full_every` and `compression` have no effect.
     - `step`: for saves without a `checkpoint_id`.
 
     A failed save raises, and does not affect older or later ones; if one tier fails, the others still have it. Steps
@@ -127,7 +127,9 @@ class StorageWriter(storage.StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives", True) is False:
-            raise UsageError("use_collectives=False is not supported, because nothing would commit the ranks' files")
+            raise InvalidArgumentError(
+                "use_collectives=False is not supported, because nothing would commit the ranks' files"
+            )
         if self._now.step is None:
             raise UsageError(
                 'the step is missing: use dcp.save(..., checkpoint_id="step-500"), or StorageWriter(..., step=500)'
@@ -312,7 +314,9 @@ def step_of(checkpoint_id: object) -> int:
         elif not isinstance(checkpoint_id, bool):
             number = operator.index(checkpoint_id)  # type: ignore[arg-type]
     if number is None or not 0 <= number < MAX_STEP:
-        raise UsageError(f'{checkpoint_id!r} has no step: use a number, or a name that ends with one ("step-500")')
+        raise InvalidArgumentError(
+            f'{checkpoint_id!r} has no step: use a number, or a name that ends with one ("step-500")'
+        )
     return number
 
 
@@ -328,15 +332,15 @@ def _tiers(places: object) -> list[Tier]:
     """Convert the user's argument to tiers, nearest first. A plain folder or URL takes and keeps every save."""
     given = places if isinstance(places, (list, tuple)) else [places]
     if any(isinstance(one, Memory) for one in given):
-        raise UsageError(
+        raise InvalidArgumentError(
             "ckpt.Memory is not supported here: dcp.async_save stages its copy in memory, which is lost with the "
             "process. For memory that survives the process use ckpt.Checkpointer"
         )
     if not given or not all(isinstance(one, (str, Path, Tier)) for one in given):
-        raise UsageError(f"pass a folder, a URL, a Tier, or a list of these, not {places!r}")
+        raise InvalidArgumentError(f"pass a folder, a URL, a Tier, or a list of these, not {places!r}")
     tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1) for one in given]
     for tier in tiers:
         tier.steps  # noqa: B018 - rejects "auto", because step times are unknown here
     if len({tier.url for tier in tiers}) != len(tiers):
-        raise UsageError("a tier is listed twice")
+        raise InvalidArgumentError("a tier is listed twice")
     return tiers

@@ -20,8 +20,8 @@ from ckpt.adapters.shards import Shards
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.ranks.world import made_together
 from ckpt.deepspeed.internals import Engine
-from ckpt.errors import UsageError
-from ckpt.save import Save
+from ckpt.errors import InvalidArgumentError
+from ckpt.saving import Save
 
 OURS = ("model", "optim", "engine", "sched")
 
@@ -29,9 +29,9 @@ OURS = ("model", "optim", "engine", "sched")
 class EngineCheckpointer(Checkpointer):
     """A Checkpointer that counts the engine's steps. Created by `attach`."""
 
-    def __init__(self, engine: Engine, state: dict[str, Any], tiers: object, **options: Any) -> None:
+    def __init__(self, engine: Engine, state: dict[str, Any], tiers: object, **arguments: Any) -> None:
         self._engine = engine
-        super().__init__(state, tiers, **options)
+        super().__init__(state, tiers, **arguments)
 
     def step(self, step: int | None = None, *, finite: bool | torch.Tensor | None = None) -> Save | None:
         """Call this after every `engine.step()` (or `engine.train_batch()`). It does nothing while gradients are being
@@ -41,7 +41,7 @@ class EngineCheckpointer(Checkpointer):
         return super().step(self._engine.global_steps if step is None else step, finite=finite)
 
 
-def attach(engine: Any, tiers: object, *, state: dict[str, Any] | None = None, **options: Any) -> EngineCheckpointer:
+def attach(engine: Any, tiers: object, *, state: dict[str, Any] | None = None, **arguments: Any) -> EngineCheckpointer:
     """Return a Checkpointer for the engine that `deepspeed.initialize` returned. Call it before the first step.
 
         cp = ckpt.deepspeed.attach(engine, "runs/exp1", state={"rng": ckpt.RNG(), "loader": loader})
@@ -51,20 +51,23 @@ def attach(engine: Any, tiers: object, *, state: dict[str, Any] | None = None, *
             cp.step()
         cp.close()
 
-    `tiers`, `options`: see `ckpt.Checkpointer`. `state`: other parts of the training, such as loaders and random
+    `tiers`, `arguments`: see `ckpt.Checkpointer`. `state`: other parts of the training, such as loaders and random
         numbers. Supported: ZeRO 0 to 3, bf16, fp16 with loss scaling, fp32, optimizer states offloaded to the host. A
-        run can be resumed with another stage, another precision and another number of ranks. Raises UsageError, with
-        advice, for other engines. An unsupported version of DeepSpeed raises ImportError at import.
+        run can be resumed with another stage, another precision and another number of ranks. Raises
+        InvalidArgumentError, with advice, for other engines. An unsupported version of DeepSpeed raises ImportError at
+        import.
     """
     own = dict(state or {})
     if taken := sorted(own.keys() & set(OURS)):
-        raise UsageError(f"{', '.join(taken)}: ckpt.deepspeed uses these names for its own entries: rename yours")
+        raise InvalidArgumentError(
+            f"{', '.join(taken)}: ckpt.deepspeed uses these names for its own entries: rename yours"
+        )
     inside, ours = entries(engine)
-    return EngineCheckpointer(inside, ours | own, tiers, **options)
+    return EngineCheckpointer(inside, ours | own, tiers, **arguments)
 
 
 def entries(engine: Any) -> tuple[Engine, dict[str, Any]]:
-    """Return the wrapped engine and its own entries of a state. Raises UsageError like `attach`."""
+    """Return the wrapped engine and its own entries of a state. Raises InvalidArgumentError like `attach`."""
     inside = made_together("attach", partial(Engine, engine))
     ours: dict[str, Any] = {
         "model": Shards(

@@ -33,5 +33,5 @@ the last save and before memory is released, and checks whether an exception end
 attempts come from the writer as plain JSON; `Checkpointer` converts them to `Fault`s.
 
 In the writer's process, `watchdog` and `fault_reports` watch the trainer and report its death, behind the protocol
-`ckpt.core.writer.watch`. `ckpt.writer_process` connects them with the core's writer.
+`ckpt.core.writer.life.TrainerWatch`. `ckpt.writer_process` connects them with the core's writer.
 """

@@ -20,7 +20,7 @@ from ckpt.core.cadence.ledger import SeenFault
 from ckpt.core.ipc import channel, notes, requests
 from ckpt.core.ipc import watch_requests as watch
 from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.watch_requests import PeerDied, Sample
+from ckpt.core.ipc.watch_requests import AskEvidence, PeerDied
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Background, Caller, handles
 from ckpt.core.writer.held_run import HeldRun, PresentTrainer
@@ -155,13 +155,13 @@ class FaultReporter:
 
     async def evidence(self, watchdog: Watchdog, own: Evidence | None = None) -> list[Evidence]:
         """Collect the evidence of every rank on this node."""
-        asked = [asyncio.to_thread(channel.ask_once, key, Sample(), ASK_S) for key in self._others()]
+        asked = [asyncio.to_thread(channel.ask_once, key, AskEvidence(), ASK_S) for key in self._others()]
         replies = asyncio.gather(*asked, return_exceptions=True)
         evidence = [await watchdog.sample() if own is None else own]
         for reply in await replies:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if isinstance(reply, dict):  # otherwise it is gone, refuses, or watches no trainer
-                    evidence.append(Evidence.from_json(reply))
+                if isinstance(reply, list):  # otherwise it is gone, or refuses
+                    evidence += map(Evidence.from_json, reply)
         return evidence
 
     async def hang(self, watchdog: Watchdog, stall: Stall) -> None:
@@ -220,18 +220,18 @@ class FaultReporter:
     # -- what is seen --
 
     def _on_signals(self, numbers: list[int], raw: bytes) -> None:
-        self.trainer.tell(notes.PassedNote(list(raw)))  # other handlers may wait for them too
-        for number in numbers:
-            self.background.spawn(self._signal(number))
+        self.background.spawn(self._signals(numbers, list(raw)))
 
-    async def _signal(self, number: int) -> None:
-        """Handle a signal that the fault handler has not taken: it is late, or the interpreter lock is held."""
+    async def _signals(self, numbers: list[int], raw: list[int]) -> None:
+        """Handle signals that the fault handler has not taken: it is late, or the interpreter lock is held."""
         watchdog, began = self.watchdog, time.monotonic()
-        if watchdog is None or self.trainer.dead:
+        if not numbers or watchdog is None or self.trainer.dead:
+            self.trainer.tell(notes.SignalNote(raw, []))
             return
-        fault = self.signal(watchdog, number)
-        if not await self._notify_trainer(notes.SignalNote(number), AWAKE_S):
-            await self.held_up(fault, watchdog, began)
+        faults = [self.signal(watchdog, number) for number in numbers]
+        if not await self._notify_trainer(notes.SignalNote(raw, numbers), AWAKE_S):
+            for fault in faults:
+                await self.held_up(fault, watchdog, began)
 
     def _on_stall(self, stall: Stall) -> None:
         self.background.spawn(self._stall(stall))
@@ -261,13 +261,11 @@ class FaultReporter:
         await self.keep(fault, untold=False)
         return fault.key
 
-    @handles(watch.Sample)
-    async def sample(self, request: watch.Sample) -> requests.Json | None:
-        return None if self.watchdog is None else (await self.watchdog.sample()).to_json()
-
-    @handles(watch.AskEvidence)
-    async def on_evidence(self, request: watch.AskEvidence) -> list[requests.Json]:
-        found = [] if self.watchdog is None else await self.evidence(self.watchdog)
+    @handles(AskEvidence)
+    async def on_evidence(self, request: AskEvidence) -> list[requests.Json]:
+        if self.watchdog is None:
+            return []
+        found = await self.evidence(self.watchdog) if request.node else [await self.watchdog.sample()]
         return [one.to_json() for one in found]
 
     @handles(watch.PeerDied)

@@ -28,7 +28,7 @@ def look_around(call: FaultCall, note: HangNote, incidents: Incidents) -> None:
     world, client, step = incidents.world, incidents.supervisor.client, incidents.heartbeat.step
     found = dict[int, Evidence]()
     try:
-        for data in client.ask(AskEvidence(), EVIDENCE_S):
+        for data in client.ask(AskEvidence(node=True), EVIDENCE_S):
             one = Evidence.from_json(data)
             found[one.rank] = one
     except (CheckpointError, ValueError, KeyError) as error:

@@ -193,14 +193,16 @@ class Perception:
         """Subscribe to notes of the writer."""
         subscribe, request = self._supervisor.hear, self._incidents.request
         subscribe(notes.SignalNote, self._on_signal_note)
-        subscribe(notes.PassedNote, lambda note: self.wakeup.pass_on(bytes(note.raw)))
         subscribe(notes.TriggerNote, lambda note: request(f"requested by ckpt trigger: {note.why}", how="ckpt trigger"))
         subscribe(notes.HangNote, self._on_hang)
         subscribe(notes.PressureNote, self._on_pressure)
 
     def _on_signal_note(self, note: notes.SignalNote) -> None:
-        self._supervisor.writer.send(Heard())
-        self._on_signal(note.number, "writer")
+        self.wakeup.pass_on(bytes(note.raw))
+        if note.numbers:
+            self._supervisor.writer.send(Heard())
+        for number in note.numbers:
+            self._on_signal(number, "writer")
 
     def _on_hang(self, note: notes.HangNote) -> None:
         self._supervisor.writer.send(Heard())

@@ -39,15 +39,16 @@ from ckpt.callbacks import check_keywords
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.errors import CheckpointError, UsageError, public_function
+from ckpt.errors import CheckpointError, InvalidArgumentError, UsageError, public_function
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
 from ckpt.lightning.loop_hooks import LoopHooks, State, warn
 from ckpt.lightning.start import given, last_file, limits, report_finished, report_resume, shorten
 from ckpt.lightning.trainer_state import Monitored, TrainerState, state_of
 from ckpt.loading import Loaded, load
-from ckpt.save import Save
-from ckpt.tiers import Memory, Tier, as_tiers
+from ckpt.options import DEFAULT_OPTIONS
+from ckpt.saving import Save
+from ckpt.tiers import DEFAULT_MEMORY, Memory, as_tiers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as Base
@@ -61,7 +62,8 @@ MEANT = {"save_top_k": "top_k="}
 class CheckpointCallback(Base):
     """Saves a Lightning training while it trains, and restores it when the same script is started again.
 
-    - `tiers`: folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and strings, nearest first.
+    - `tiers`: folder, URL, `ckpt.Tier`, or a list of these, nearest first. None keeps steps in memory only.
+    - `memory`: see `ckpt.Checkpointer`.
     - `every`, `keep`: for tiers given as strings: optimizer steps between checkpoints, a time ("10min") or "auto"; and
       how many to keep.
     - `monitor`: logged metric, for example "val_loss". The `top_k` best steps at which it was measured (smallest with
@@ -70,8 +72,7 @@ class CheckpointCallback(Base):
       only if the last step logged it. In distributed training, log it with `sync_dist=True`; rank 0's value decides.
     - `strict`: False restores the entries that fit a changed model. Default True: MismatchError lists what does not
       fit.
-    - All other keywords are those of `ckpt.Checkpointer`: `name`, `on_busy`, `on_error`, `triggers`, `on_fault`, the
-      timeouts.
+    - All other keywords are those of `ckpt.Checkpointer`: `triggers`, `takeover` and `options`.
 
     Supports a single device, DDP, and FSDP2 or tensor parallelism (`ModelParallelStrategy`). FSDPStrategy hides its
     parameters, so it raises StateError. Lightning's ModelCheckpoint is optional (`enable_checkpointing=False`).
@@ -88,6 +89,7 @@ class CheckpointCallback(Base):
         self,
         tiers: object = None,
         *,
+        memory: Memory | None = DEFAULT_MEMORY,
         every: int | str | Auto | None = None,
         keep: Keep | int | str | None = None,
         monitor: str | None = None,
@@ -98,10 +100,9 @@ class CheckpointCallback(Base):
     ) -> None:
         super().__init__()
         if "best" in arguments:
-            raise UsageError("best= is not supported here: use monitor=, mode= and top_k=")
+            raise InvalidArgumentError("best= is not supported here: use monitor=, mode= and top_k=")
         check_keywords(CheckpointCallback, arguments, MEANT)
-        memory, durable = as_tiers(tiers, every, keep)
-        self._places: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
+        self._memory, self._durable = as_tiers(tiers, memory, every, keep)
         self._arguments, self._strict = arguments, strict
         self._best = None if monitor is None else Best(monitor, mode, top_k)
         self._began_from = ""  # the ckpt_path of the first start
@@ -121,7 +122,7 @@ class CheckpointCallback(Base):
         self._pause = contextlib.ExitStack()
 
     def __reduce__(self) -> Any:  # for launchers that spawn: nothing is open then
-        kept = {k: v for k, v in vars(self).items() if k in ("_places", "_arguments", "_strict", "_best")}
+        kept = {k: v for k, v in vars(self).items() if k in ("_memory", "_durable", "_arguments", "_strict", "_best")}
         return _again, (kept,)
 
     # -- what users ask --
@@ -146,12 +147,11 @@ class CheckpointCallback(Base):
         runs, this waits until the best step is saved."""
         if self.best_step is None:
             return None
-        _, durable = as_tiers(self._places)
-        if not durable:
+        if not self._durable:
             raise UsageError("the best model is kept in a durable tier: give the callback a folder or URL")
         if self._cp is not None:
             self._cp.wait(step=self.best_step)  # its save may be in progress
-        return load(durable[0].url, step=self.best_step, only="model.*").sub("model")
+        return load(self._durable[0].url, step=self.best_step, only="model.*").sub("model")
 
     # -- Lightning's events --
 
@@ -179,7 +179,7 @@ class CheckpointCallback(Base):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
             self._settle()  # weights may be swapped for averages
-            self._pause.enter_context(self._cp.pause(changes_state=True))
+            self._pause.enter_context(self._cp.not_training(changes_state=True))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
@@ -223,7 +223,8 @@ class CheckpointCallback(Base):
         trainer, seams = self._trainer, self._seams
         assert seams is not None
         self._rest = TrainerState(trainer, seams, self, self._own, self._put_own)
-        self._cp = Checkpointer(state_of(trainer, self._rest), self._places, best=self._best, **self._arguments)
+        tiers, state = self._durable or None, state_of(trainer, self._rest)
+        self._cp = Checkpointer(state, tiers, memory=self._memory, best=self._best, **self._arguments)
         try:
             self._come_back(trainer, seams, self._cp)
         except CheckpointError:  # fit() raises it, and it is not a fault of the training
@@ -247,12 +248,12 @@ class CheckpointCallback(Base):
         if not self._is_finished(trainer, seams):
             if trainer.is_global_zero:
                 report_resume(trainer, found.tier or self._where(), self._step, last, before)
-            cp.keep_steps({})  # steps at which training ended continue now
+            cp.unpin(self._step)  # training that ended at this step continues now
             seams.resume(self._log_again)
 
     def _is_finished(self, trainer: Any, seams: LoopHooks) -> bool:
         """Return True if nothing is left to train, and report that."""
-        limit, durable = seams.reached, self._durable()
+        limit, durable = seams.reached, self._durable
         look = bool(durable and (limit or self._saved.get("limits") == self._limits) and trainer.is_global_zero)
         kept = trainer.strategy.broadcast(best.kept(durable[0].url) if look else {})
         if best.END not in kept.get(self._step, ""):
@@ -271,12 +272,9 @@ class CheckpointCallback(Base):
         if self._monitored is not None:
             self._monitored.forget()
 
-    def _durable(self) -> list[Tier]:
-        return as_tiers(self._places)[1]
-
     def _where(self) -> str:
-        durable = self._durable()
-        return durable[0].url if durable else f"memory ({self._arguments.get('name')})"
+        name = self._arguments.get("options", DEFAULT_OPTIONS).name
+        return self._durable[0].url if self._durable else f"memory ({name})"
 
     # -- what of this object is saved --
 
@@ -304,7 +302,7 @@ class CheckpointCallback(Base):
     def _settle(self) -> None:
         """Wait for the copy, because code other than optimizers may write to the model now."""
         if self._save is not None:
-            self._save.settle()  # the next step raises an error
+            self._save._wait_copied()  # the next step raises an error
 
     # -- the best --
 
@@ -335,7 +333,7 @@ class CheckpointCallback(Base):
             if cp is not None:
                 with contextlib.closing(cp):
                     if finished:
-                        cp.keep_steps({self._step: best.END})
+                        cp.pin(self._step, best.END)
         finally:
             if seams is not None:
                 seams.detach()
@@ -343,6 +341,8 @@ class CheckpointCallback(Base):
 
 
 def _again(kept: State) -> CheckpointCallback:
-    found = CheckpointCallback(kept["_places"], strict=kept["_strict"], **kept["_arguments"])
+    found = CheckpointCallback(
+        kept["_durable"] or None, memory=kept["_memory"], strict=kept["_strict"], **kept["_arguments"]
+    )
     found._best = kept["_best"]
     return found

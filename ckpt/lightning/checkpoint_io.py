@@ -34,8 +34,9 @@ from ckpt.core.checkpoint.write import RankSnapshot, page_aligned, write_part
 from ckpt.core.format.manifest import Attempt, new_nonce
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.tensors import TORCH_DTYPE
-from ckpt.errors import FormatError, NoCheckpointError, RunGoneError, UsageError
+from ckpt.errors import NoCheckpointError, RunGoneError, UsageError
 from ckpt.events import log as logger
+from ckpt.filling import is_run
 from ckpt.lightning.collected import to_device
 from ckpt.lightning.configs import from_plain, to_plain
 from ckpt.loading import load
@@ -143,13 +144,13 @@ class CheckpointIO(Base):
         try:
             loaded = load(path)
         except NoCheckpointError:
+            if read.run(_is_empty(url)):
+                raise FileNotFoundError(f"checkpoint not found: {path} is empty") from None
+            if not is_run(url):
+                raise
             raise FileNotFoundError(
                 f"checkpoint not found: the first save to {path} did not finish. Delete it, or use another ckpt_path"
             ) from None
-        except FormatError:
-            if read.run(_is_empty(url)):
-                raise FileNotFoundError(f"checkpoint not found: {path} is empty") from None
-            raise
         loaded.all()  # read all tensors together
         checkpoint, device = from_plain(loaded.plain(NAME)), _device(map_location)
         return checkpoint if device is None else to_device(checkpoint, device)

@@ -2,8 +2,8 @@
 division.
 
 Input: model chunks and their optimizer. Output: a `ckpt.Checkpointer` whose state has fp32 weights and moments by the
-name of the parameter in the whole model, as boxes of it (`ckpt.Shards`). Ranks do not communicate. Only `internals`
-depends on Megatron's internals; nothing here depends on the internals of the writer or the trainer.
+name of the parameter in the whole model, as boxes of it (`ckpt.state.Shards`). Ranks do not communicate. Only
+`internals` depends on Megatron's internals; nothing here depends on the internals of the writer or the trainer.
 """
 
 from ckpt.megatron.attach import attach as attach

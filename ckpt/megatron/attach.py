@@ -19,7 +19,7 @@ from ckpt.adapters.shards import Shards
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.ranks.world import made_together
 from ckpt.core.state.stateful import RNG
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 from ckpt.megatron.internals import Megatron, OptimizerParamScheduler
 from ckpt.megatron.random_numbers import RandomNumbers
 
@@ -27,7 +27,7 @@ OURS = ("model", "optim", "megatron", "rng")
 
 
 def attach(
-    model_chunks: Sequence[Any], optimizer: Any, tiers: object, *, state: dict[str, Any] | None = None, **options: Any
+    model_chunks: Sequence[Any], optimizer: Any, tiers: object, *, state: dict[str, Any] | None = None, **arguments: Any
 ) -> Checkpointer:
     """Return a Checkpointer for Megatron's DDP-wrapped model chunks and what `get_megatron_optimizer` returned for
     them.
@@ -38,16 +38,18 @@ def attach(
             cp.step(iteration + 1)
         cp.close()
 
-    Call it on all ranks before the first step. `tiers`, `options`: see `ckpt.Checkpointer`. `state`: other parts of the
-    training, such as loaders and the learning rate schedule. Random states are always saved. A run can be resumed with
-    other sizes of tensor, pipeline and data parallelism. Raises UsageError, with advice, for anything unsupported, on
-    all ranks if it occurs on one. An unsupported version of megatron-core raises ImportError at import.
+    Call it on all ranks before the first step. `tiers`, `arguments`: see `ckpt.Checkpointer`. `state`: other parts of
+    the training, such as loaders and the learning rate schedule. Random states are always saved. A run can be resumed
+    with other sizes of tensor, pipeline and data parallelism. Raises InvalidArgumentError, with advice, for anything
+    unsupported, on all ranks if it occurs on one. An unsupported version of megatron-core raises ImportError at import.
     """
     own = dict(state or {})
     if taken := sorted(own.keys() & set(OURS)):
-        raise UsageError(f"{', '.join(taken)}: ckpt.megatron uses these names for its own entries: rename yours")
+        raise InvalidArgumentError(
+            f"{', '.join(taken)}: ckpt.megatron uses these names for its own entries: rename yours"
+        )
     if twice := sorted(name for name, one in own.items() if isinstance(one, RNG)):
-        raise UsageError(f"{', '.join(twice)}: ckpt.megatron saves random states already: remove ckpt.RNG()")
+        raise InvalidArgumentError(f"{', '.join(twice)}: ckpt.megatron saves random states already: remove ckpt.RNG()")
     inside = made_together("attach", partial(Megatron, model_chunks, optimizer))
     ours = {
         "model": Shards(
@@ -57,7 +59,7 @@ def attach(
         "megatron": inside,
         "rng": RandomNumbers(),
     }
-    return Checkpointer(ours | {name: _reloadable(one) for name, one in own.items()}, tiers, **options)
+    return Checkpointer(ours | {name: _reloadable(one) for name, one in own.items()}, tiers, **arguments)
 
 
 class _Schedule:

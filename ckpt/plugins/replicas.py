@@ -5,7 +5,7 @@ That writer keeps it in a separate arena, labelled like the first copy. Training
 snapshots are sent. If the network is slower than the steps, some steps are skipped; the newest is always sent next.
 
 This is a plug-in: `ckpt.writer_process` creates a `Replicator` next to the core's writer. It handles its own requests
-(`Serve`, `Partner`, `Push`), and, like the core, `Retract`. The core sees the copies only as `HeldMemory.copies`, which
+(`Partner`, `Push`), and, like the core, `Retract`. The core sees the copies only as `HeldMemory.copies`, which
 a restore may read.
 
     push:   token, then for each snapshot: header (JSON), data, plain values, one byte: complete, or overwritten
@@ -62,9 +62,14 @@ class Replicator:
 
     # -- taking --
 
-    @handles(requests.Serve)
-    def serve(self, request: requests.Serve) -> requests.Json:
-        """Listen. Returns how others can connect."""
+    @handles(requests.Partner)
+    def partner(self, request: requests.Partner) -> requests.Json:
+        """Listen, and return how others can connect. With a contact, send our snapshots there from now on."""
+        if request.contact is not None:
+            started = self._partner is not None
+            self._partner, self._rank = request.contact, request.rank
+            if not started:
+                self._start(self._send())
         if self._listener is None:
             self._listener = listen()
             self._listener.setblocking(False)
@@ -153,14 +158,6 @@ class Replicator:
         self._fresh.clear()
 
     # -- sending --
-
-    @handles(requests.Partner)
-    def send_to(self, request: requests.Partner) -> None:
-        """From now on, send our snapshots, which are those of `request.rank`, to this partner."""
-        started = self._partner is not None
-        self._partner, self._rank = request.contact, request.rank
-        if not started:
-            self._start(self._send())
 
     @handles(requests.Push)
     def push(self, request: requests.Push) -> None:

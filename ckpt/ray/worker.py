@@ -24,8 +24,8 @@ from ckpt.core.checkpoint import steady
 from ckpt.core.checkpoint.concurrent import run
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.format.regular_file import read_regular
-from ckpt.errors import CorruptError, UsageError
-from ckpt.tiers import Memory, Tier
+from ckpt.errors import CorruptError, InvalidArgumentError
+from ckpt.tiers import DEFAULT_MEMORY, Memory, Tier
 from ckpt.version import check_known
 
 KNOWN = ((2, 60), (2, 70))  # the first supported version, and the first unsupported one
@@ -40,9 +40,9 @@ check_known("ckpt.ray", "Ray", ray.__version__, KNOWN)
 class WorkerCheckpointer(Checkpointer):
     """A Checkpointer that reports to Ray. Created by `attach`. `place`: the folder or URL of its run."""
 
-    def __init__(self, state: dict[str, Any], tiers: list[Any], place: str, **options: Any) -> None:
+    def __init__(self, state: dict[str, Any], tiers: list[Tier], place: str, **arguments: Any) -> None:
         self.place = place
-        super().__init__(state, tiers, **options)
+        super().__init__(state, tiers, **arguments)
 
     def report(self, metrics: dict[str, Any], **options: Any) -> None:
         """Call `ray.train.report`, on all workers, with a checkpoint that names the step that was just done. That step
@@ -62,10 +62,10 @@ def attach(
     *,
     every: int | str | Auto = 100,
     keep: Keep | int | str = "all",
-    memory: Memory | None = None,
+    memory: Memory | None = DEFAULT_MEMORY,
     also: Sequence[Tier] = (),
     place: str | None = None,
-    **options: Any,
+    **arguments: Any,
 ) -> WorkerCheckpointer:
     """Return the Checkpointer of a worker. Call it in the function that `TorchTrainer` runs, on all workers.
 
@@ -79,19 +79,19 @@ def attach(
     Every step is saved to `memory`, and every `every`-th one to `also` and to `place`. The default of `place` is the
     folder `everystep` in the storage of the experiment (`RunConfig(storage_path=, name=)`). Workers that Ray restarts
     (`FailureConfig`) resume at the last step in memory. A later `fit` with the same name resumes at the newest step in
-    `place`, with any number of workers. `state`, `keep`, `options`: see `ckpt.Checkpointer`. Raises UsageError for
-    storage that everystep does not support.
+    `place`, with any number of workers. `state`, `keep`, `arguments`: see `ckpt.Checkpointer`. Raises
+    InvalidArgumentError for storage that everystep does not support.
     """
     place = place or _experiments_place()
-    tiers = [memory or Memory(), *also, Tier(place, every=every, keep=keep)]
-    return WorkerCheckpointer(state, tiers, place, **options)
+    tiers = [*also, Tier(place, every=every, keep=keep)]
+    return WorkerCheckpointer(state, tiers, place, memory=memory, **arguments)
 
 
 def _experiments_place() -> str:
     storage = ray.train.get_context().get_storage()
     kind = storage.storage_filesystem.type_name
     if kind not in SCHEMES:
-        raise UsageError(
+        raise InvalidArgumentError(
             f"everystep does not support Ray's storage {kind!r}: pass a folder or URL, "
             'ckpt.ray.attach(state, place="s3://…")'
         )

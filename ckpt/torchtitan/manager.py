@@ -34,8 +34,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         memory: Annotated[Memory, tyro.conf.Suppress] = field(default_factory=Memory)
         """How steps are kept in memory."""
 
-        options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-        """Other arguments of `ckpt.Checkpointer`, such as metrics=9100."""
+        arguments: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Other arguments of `ckpt.Checkpointer`, for example {"options": ckpt.Options(metrics=9100)}."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **given: Any) -> None:
         self.enable, self.save_future = config.enable, None
@@ -47,14 +47,14 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if not config.load_only:
             keep = config.keep_latest_k or "all"
             places = [Tier(url, every=config.interval, keep=keep) for url in (self._folder, *config.also)]
-            self._checkpointer = Checkpointer(self._job.state, [config.memory, *places], **config.options)
+            self._checkpointer = Checkpointer(self._job.state, places, memory=config.memory, **config.arguments)
 
     def _load(self, step: int = -1) -> bool:
         """Load the last step, or the requested one. If there is none, load the initial state of the config."""
         wanted = None if step == -1 else step
         with self._job.loading():
             if self._checkpointer is not None:
-                found = self._checkpointer.restore(None, step=wanted) is not None
+                found = self._checkpointer.restore(default=None, step=wanted) is not None
             elif found := wanted is not None or initial.is_run(self._folder):
                 initial.fill(self._job.state, self._folder, wanted)
             return found or self._begin()
@@ -79,7 +79,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if first or last_step:
             save = checkpointer.save()
             if last_step:
-                save.committed()
+                save.wait_durable()
         if last_step and config.last_save_in_hf:
             self._job.export(curr_step, f"{self._folder}-hf")
         return first or last_step or curr_step % config.interval == 0

@@ -9,7 +9,7 @@ import click
 
 from ckpt.errors import CheckpointError
 from ckpt.tools.cli import STOPPED
-from ckpt.tools.cli.restore import so_far
+from ckpt.tools.cli.export import so_far
 from ckpt.tools.cli.terminal import print_err, progress
 from ckpt.transformers.pretrained import export_pretrained
 from ckpt.units import duration

@@ -37,8 +37,8 @@ from ckpt.core.restore.restore_first import Restored
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.core.state.stateful import RNG
 from ckpt.errors import CheckpointError, UsageError, public_function
-from ckpt.save import Save
-from ckpt.tiers import Memory, Tier, as_tiers
+from ckpt.saving import Save
+from ckpt.tiers import DEFAULT_MEMORY, Memory, as_tiers
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.further_state import ModuleWatch, check_further, further_modules
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained, unused
@@ -84,6 +84,7 @@ class CheckpointCallback(TrainerCallback):
         self,
         tiers: object = None,
         *,
+        memory: Memory | None = DEFAULT_MEMORY,
         every: int | str | Auto | None = None,
         keep: Keep | int | str | None = None,
         best: Best | None = None,
@@ -94,8 +95,8 @@ class CheckpointCallback(TrainerCallback):
     ) -> None:
         """Create the callback.
 
-        - `tiers`: folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and strings, nearest first. None keeps steps
-          in memory only.
+        - `tiers`: folder, URL, `ckpt.Tier`, or a list of these, nearest first. None keeps steps in memory only.
+        - `memory`: see `ckpt.Checkpointer`.
         - `every`, `keep`: for tiers given as strings: optimizer steps between checkpoints (default 100), a time
           ("10min") or "auto"; and how many to keep (default "all"). Memory has every step.
         - `best`: for example `ckpt.Best("eval_loss", keep=3)`: also keep the three best of the evaluated steps.
@@ -104,12 +105,11 @@ class CheckpointCallback(TrainerCallback):
           base is rejected. Default: True for a PeftModel.
         - `state`: further objects by names of your own: `{"ema": ema}` for a module, an optimizer, or an object with
           `state_dict()` and `load_state_dict()`. It is read when training begins.
-        - All other keywords are those of `ckpt.Checkpointer`, for example `on_busy`, `on_error`, `triggers` and
-          `on_fault`. Unknown ones raise UsageError with a suggestion.
+        - All other keywords are those of `ckpt.Checkpointer`, for example `triggers` and `options`. Unknown ones raise
+          InvalidArgumentError with a suggestion.
         """
         check_keywords(CheckpointCallback, arguments, MEANT)
-        memory, durable = as_tiers(tiers, every, keep)
-        self._tiers: list[Memory | Tier] = [*([] if memory is None else [memory]), *durable]
+        self._memory, self._tiers = as_tiers(tiers, memory, every, keep)
         self._strict, self._only_trained, self._arguments = strict, only_trained, arguments
         self._best, self._said_missing = best, False
         self._further = check_further(state)
@@ -168,7 +168,7 @@ class CheckpointCallback(TrainerCallback):
         self._measured, best = {}, self._best
         saved = {**self._state(trainer, progress), **further_modules(trainer), **check_further(self._further)}
         self._watched_modules = ModuleWatch(trainer, saved)
-        self.checkpointer = Checkpointer(saved, self._tiers, best=best, **self._arguments)
+        self.checkpointer = Checkpointer(saved, self._tiers or None, memory=self._memory, best=best, **self._arguments)
         _open.append(self)
         try:
             self._resume(trainer, progress, state, control)
@@ -282,7 +282,7 @@ class CheckpointCallback(TrainerCallback):
         warn_once(trainer, "everystep continues at step %d (from %s)", step, where)
 
     def _where(self) -> str:
-        return next((one.url for one in self._tiers if isinstance(one, Tier)), "memory")
+        return next((one.url for one in self._tiers), "memory")
 
     # -- every step --
 
@@ -352,7 +352,7 @@ class CheckpointCallback(TrainerCallback):
             self._progress.summary = 1
             self._save(state.global_step)
         if summary and args.load_best_model_at_end and self._latest is not None:
-            self._latest.settle()  # the best weights are about to replace the last ones
+            self._latest._wait_copied()  # the best weights are about to replace the last ones
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         if self._pending:  # otherwise it does not belong to this training, or was saved before
@@ -367,7 +367,7 @@ class CheckpointCallback(TrainerCallback):
         """Suspend hang detection during an evaluation."""
         if self.checkpointer is not None and (control.should_evaluate or control.should_save):
             self._paused.close()
-            self._paused.enter_context(self.checkpointer.pause())
+            self._paused.enter_context(self.checkpointer.not_training())
 
     def _save(self, step: int) -> None:
         self._pending = False

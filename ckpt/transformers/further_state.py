@@ -21,7 +21,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from ckpt.core.state.sharding import named_modules, unwrap
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 
 logger = logging.get_logger("transformers.everystep")
 
@@ -40,13 +40,17 @@ OURS = frozenset({"model", "optimizer", "scheduler", "scaler", "rng", "trainer",
 
 
 def check_further(state: object) -> dict[str, object]:
-    """Return the user's `state=` as a dict. Raise UsageError for other types and for names that the callback uses."""
+    """Return the user's `state=` as a dict. Raise InvalidArgumentError for other types and for names that the callback
+    uses.
+    """
     if state is None:
         return {}
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise UsageError(f"state= must be a dict of names and objects, such as {{'ema': ema}}, not {state!r}")
+        raise InvalidArgumentError(f"state= must be a dict of names and objects, such as {{'ema': ema}}, not {state!r}")
     if taken := sorted(OURS & state.keys()):
-        raise UsageError(f"state= must not use the name {taken[0]!r}: the callback saves the Trainer's own under it")
+        raise InvalidArgumentError(
+            f"state= must not use the name {taken[0]!r}: the callback saves the Trainer's own under it"
+        )
     return state
 
 

@@ -1,7 +1,7 @@
 """Export a run to a folder for `from_pretrained`, and collect what that needs during training.
 
 Weights alone are not enough: a run also stores the other files of a hub folder (config.json, the tokenizer,
-adapter_config.json) and the names of its tensors there. Tensors are read in windows, as in `ckpt restore`.
+adapter_config.json) and the names of its tensors there. Tensors are read in windows, as in `ckpt export`.
 """
 
 from __future__ import annotations
@@ -179,12 +179,12 @@ def export_pretrained(
         about = loaded.plain("pretrained")
     except KeyError:
         raise UsageError(
-            f"step {loaded.step} of {loaded.url} was not saved by ckpt.transformers: use `ckpt restore` to write its "
+            f"step {loaded.step} of {loaded.url} was not saved by ckpt.transformers: use `ckpt export` to write its "
             "weights"
         ) from None
     files = {name: _text(text) for name, text in about["files"].items()}
     if "config.json" not in files and "adapter_config.json" not in files:
-        raise UsageError(f"{loaded.url} has no model of transformers or peft: use `ckpt restore` to write its weights")
+        raise UsageError(f"{loaded.url} has no model of transformers or peft: use `ckpt export` to write its weights")
     names = None if about["names"] is None else json.loads(_text(about["names"]))
     return asyncio.run(_export(loaded.url, loaded.step, path, files, names, dtype, on_bytes))
 

@@ -250,7 +250,7 @@ def test_what_cannot_hold_a_run_is_refused_by_name(kind: type[Misfit]) -> None:
         place = f"{server.scheme}://{server.bucket}/run"
         tier = ckpt.Tier(place, every=1, storage_options=server.storage_options)
         with pytest.raises(StoreError, match=f"^{place}.* cannot store a run, because it does not ") as caught:
-            with ckpt.Checkpointer(toy.build(), [ckpt.Memory(linger_s=0), tier], triggers=[]) as cp:
+            with ckpt.Checkpointer(toy.build(), [tier], triggers=[], memory=ckpt.Memory(linger_s=0)) as cp:
                 cp.restore(default=0)
         assert not caught.value.retryable
         assert server.left() == before
@@ -435,17 +435,17 @@ def test_training_comes_back_from_the_bucket_alone(rgw: Rgw, engine: str, tmp_pa
     place = new_place(rgw, engine)
     state, folder = toy.build(), tmp_path / "run"
     far = ckpt.Tier(place, every=2, keep=2, storage_options=options_of(place), reader_grace_s=0)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(folder), every=1), far]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(folder), every=1), far]) as cp:
         cp.restore(default=0)
         for step in range(1, 13):
             toy.train_step(state)
             save = cp.step(step)
             assert save is not None
-            save.promoted(60)
+            save.wait_durable(60, tier="all")
     expected = toy.digest(state)
     shutil.rmtree(folder)
     again = toy.build(seed=9)
-    with ckpt.Checkpointer(again, [ckpt.Memory(), far]) as cp:
+    with ckpt.Checkpointer(again, [far]) as cp:
         assert cp.restore() == 12
         assert cp.last_restore is not None and cp.last_restore.tier == place
         assert toy.digest(again) == expected
@@ -464,18 +464,18 @@ def test_training_comes_back_from_other_clouds(cloud: str, request: pytest.Fixtu
     back, what `keep` gives up is gone, and what stays is sound."""
     place = on_azure(request.getfixturevalue("azurite")) if cloud == "azure" else on_google()
     state = toy.build()
-    far = ckpt.Tier(place, every=2, keep=2, storage_options=options_of(place), reader_grace_s=0, incremental=False)
+    far = ckpt.Tier(place, every=2, keep=2, storage_options=options_of(place), reader_grace_s=0, full_every=1)
     for first, last in ((1, 6), (7, 12)):
-        with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), far]) as cp:
+        with ckpt.Checkpointer(state, [far], memory=ckpt.Memory(linger_s=0)) as cp:
             assert cp.restore(default=0) == first - 1
             for step in range(first, last + 1):
                 toy.train_step(state)
                 save = cp.step(step)
                 if step % 2 == 0:
                     assert save is not None
-                    save.committed(60)
+                    save.wait_durable(60)
         expected, state = toy.digest(state), toy.build(seed=last)
-    with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), far]) as cp:
+    with ckpt.Checkpointer(state, [far], memory=ckpt.Memory(linger_s=0)) as cp:
         assert cp.restore() == 12
         assert cp.last_restore is not None and cp.last_restore.tier == place
     assert toy.digest(state) == expected

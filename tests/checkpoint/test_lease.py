@@ -122,12 +122,15 @@ def test_clocks_are_not_compared(run: Path, sleeper: subprocess.Popen[bytes]) ->
 def test_fenced_job_does_not_renew_the_lease_of_the_owner(tmp_path: Path) -> None:
     """A takeover ends the words of the job before it."""
     run = tmp_path / "run"
-    with pytest.raises(FencedError), ckpt.Checkpointer({"w": torch.zeros(4)}, [ckpt.Tier(str(run), every=1)]) as first:
+    with (
+        pytest.raises(FencedError),
+        ckpt.Checkpointer({"w": torch.zeros(4)}, ckpt.Tier(str(run), every=1), memory=None) as first,
+    ):
         first.restore(default=0)
-        first.save(1).committed(60)
+        first.save(1).wait_durable(60)
         assert eventually((run / "lease.json").exists)
         run_async(fence([ckpt.Tier(str(run)).spec()]))
         held_by(run, 1)
         of_the_owner = (run / "lease.json").read_bytes()
-        first.save(2).committed(60)
+        first.save(2).wait_durable(60)
     assert (run / "lease.json").read_bytes() == of_the_owner

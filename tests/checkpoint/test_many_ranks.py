@@ -299,7 +299,7 @@ def table_in(path: Path) -> Table:
 def test_cut_for_another_number_of_ranks_it_is_the_same(run: Path, reads: Reads, call: Any, tmp_path: Path) -> None:
     """Every manifest is read once, and that with the plain values twice, though tensors pass by in windows. Every
     tensor is what it was."""
-    assert call("restore", run, "--to", tmp_path / "two", "--world-size", 2).code == 0
+    assert call("export", run, "--to", tmp_path / "two", "--world-size", 2).code == 0
     read_again = [key for key, n in Counter(manifests(reads)).items() if n > 1]
     assert len(set(manifests(reads))) == WORLD.size and read_again == [first_part(STEPS[1])]
     found = call("diff", run, tmp_path / "two", "--json").json

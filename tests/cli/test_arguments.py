@@ -76,7 +76,8 @@ def test_a_folder_of_that_very_name_is_meant(made: Path, tmp_path: Path, call: A
 
 def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
     """The step that a command has worked on, as it says itself."""
-    more = {"copy": [tmp_path / "copy"], "restore": ["--to", tmp_path / "out.pt", "--dry-run"], "diff": [run]}
+    more = {"copy": [tmp_path / "copy"], "diff": [run]}
+    more |= {name: ["--to", tmp_path / "out.pt", "--dry-run"] for name in ("export", "restore")}
     found = call(command, run, *more.get(command, []), "--json").json
     match command:
         case "verify":
@@ -86,7 +87,7 @@ def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
             return int(found["copy"][0]["step"])
         case "repair":
             return int(found["steps"][0])
-        case "restore":
+        case "export" | "restore":
             return int(found["source"].split("step ")[1].split()[0].strip(","))
         case "diff":
             return int(found["a"]["step"])
@@ -95,7 +96,9 @@ def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
     return int(found["step"])
 
 
-@pytest.mark.parametrize("command", ["show", "verify", "copy", "repair", "restore", "diff", "keep", "rm"])
+@pytest.mark.parametrize(
+    "command", ["show", "verify", "copy", "repair", "export", "restore", "diff", "pin", "unpin", "rm"]
+)
 def test_every_command_takes_it(command: str, made: Path, call: Any, tmp_path: Path) -> None:
     """Of a step, the newest, and one that is not there; `--step` says the same, where there is one run only."""
     assert steps_of(command, f"{made}@4", call, tmp_path) == 4
@@ -109,7 +112,7 @@ def test_every_command_takes_it(command: str, made: Path, call: Any, tmp_path: P
 def test_load_takes_it(made: Path) -> None:
     assert ckpt.load(f"{made}@4").step == 4 and ckpt.load(f"{made}@latest").step == 6
     assert ckpt.load(f"{normalise(made)}@2").url == normalise(made)
-    with pytest.raises(ckpt.NoCheckpointError, match="step 5"):
+    with pytest.raises(ckpt.errors.NoCheckpointError, match="step 5"):
         ckpt.load(f"{made}@5")
 
 
@@ -119,7 +122,7 @@ def test_what_is_about_a_whole_run_says_so(command: str, made: Path, call: Any) 
     assert refused.code == 2 and "a whole run" in refused.err
 
 
-@pytest.mark.parametrize("command", ["keep", "rm"])
+@pytest.mark.parametrize("command", ["pin", "unpin", "rm"])
 def test_what_changes_one_checkpoint_wants_it_named(command: str, made: Path, call: Any) -> None:
     refused = call(command, made, "--yes")
     assert refused.code == 2 and f"{made}@STEP" in refused.err
@@ -140,6 +143,8 @@ def test_ls_lists_the_runs_below(made: Path, tmp_path: Path, call: Any) -> None:
         ("a", 6, 3), ("bad", None, 0), ("group/b", 6, 3),
     ]  # fmt: skip
     said = call("ls", tmp_path / "runs")
+    with contextlib.chdir(tmp_path / "runs"):
+        assert call("ls").out == said.out
     assert said.code == 0 and "group/b" in said.out and "bad cannot be read" in said.out and "3 runs" in said.out
     assert call("ls", tmp_path / "runs" / "notes").code == 2
 

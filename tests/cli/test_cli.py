@@ -556,7 +556,7 @@ def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> Non
     """`ckpt faults` shows it as what it is, with the step that it made durable, and without advice."""
     run, state = tmp_path / "run", toy.build()
     assert call("faults", a_run_at(run)).out == f"file://{run}\nno faults\n"
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=1000)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(run), every=1000)) as cp:
         cp.restore(default=0)
         steps = iter(range(1, 1000))
 
@@ -565,7 +565,7 @@ def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> Non
             cp.step(next(steps))
             return any((run / "faults").glob("*.json"))
 
-        cp.request("before the upgrade")
+        cp.request_save("before the upgrade")
         assert eventually(trained)
     (incident,) = call("faults", run, "--json").json["incidents"]
     assert incident[0]["asked"] is True and incident[0]["kind"] == "request"

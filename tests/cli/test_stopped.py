@@ -57,8 +57,8 @@ def test_an_export_that_is_stopped(made: Path, tmp_path: Path, call: Any, name: 
     line = stopped("export.window@2", "restore", made / "run", "--to", target, *more)
     assert line == "ckpt: stopped. Nothing was written yet: repeat the command to continue from here"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.partial"]
-    assert call("restore", made / "run", "--to", target, *more).code == 0
-    assert call("restore", made / "run", "--to", whole, *more).code == 0
+    assert call("export", made / "run", "--to", target, *more).code == 0
+    assert call("export", made / "run", "--to", whole, *more).code == 0
     assert not list(tmp_path.glob("*.partial"))
     if name == "run":
         assert call("diff", target, made / "run").code == call("verify", target).code == 0

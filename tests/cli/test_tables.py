@@ -18,8 +18,8 @@ from run_files import data_files
 __all__ = ["call"]  # a fixture
 
 NAMES = [
-    "ls", "show", "verify", "prune", "gc", "rm", "keep", "report", "faults", "top", "diff", "plan", "copy", "restore",
-    "repair", "doctor",
+    "ls", "show", "verify", "prune", "gc", "rm", "pin", "unpin", "report", "faults", "top", "diff", "plan", "copy",
+    "export", "repair", "doctor",
 ]  # fmt: skip
 
 
@@ -46,14 +46,15 @@ def commands(run: Path, hurt: Path, fresh: Path) -> dict[str, list[list[object]]
         "prune": [[run, "--keep-last", 2]],
         "gc": [[run]],
         "rm": [[f"{run}@2"]],
-        "keep": [[f"{run}@2", "--note", "a long note " * 9]],
+        "pin": [[f"{run}@2", "--note", "a long note " * 9]],
         "report": [[run]],
         "faults": [[run]],
         "top": [[run, "--once"]],
         "diff": [[f"{run}@2", f"{run}@4", "--all"]],
         "plan": [["--gpus", 16384, "--params", "405B", "--step-s", 5.9], ["--costs", run, "--gpus", 64]],
         "copy": [[run, fresh / "copy", "--all"]],
-        "restore": [[run, "--to", fresh / "hf", "--dtype", "bf16", "--dry-run"]],
+        "unpin": [[f"{run}@2"]],
+        "export": [[run, "--to", fresh / "hf", "--dtype", "bf16", "--dry-run"]],
         "repair": [[hurt], [hurt, "--from", run]],
         "doctor": [[fresh / "new", "--size", 1, "--state-gb", 14, "--step-s", 1]],
     }

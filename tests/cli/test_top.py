@@ -50,14 +50,14 @@ if int(os.environ.get("WORLD_SIZE", 1)) > 1:
 import toy, ckpt
 
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=10)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=10))
 step = cp.restore(default=0)
 for line in sys.stdin:
     for _ in range(int(line)):
         toy.train_step(state)
         step += 1
         save = cp.step(step)
-    save.staged(30.0)
+    save.wait_staged(30.0)
     cp.wait(30.0)
     os.write(1, f"{step}\\n".encode())
 cp.close()
@@ -110,7 +110,7 @@ def child(run: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], Callab
 def training(run: str, steps: int = 12) -> Iterator[ckpt.Checkpointer]:
     """A trainer in this process that has done so many steps."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=10)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run, every=10)) as cp:
         for step in range(cp.restore(default=0), steps):
             toy.train_step(state)
             cp.step(step + 1)
@@ -360,14 +360,14 @@ def test_a_writer_that_stands_still_is_said(run_dir: str, own_sockets: Path) -> 
 
 def test_memory_and_further_tiers(run_dir: str, tmp_path: Path) -> None:
     """A run in memory only is seen by its name; one that is asked for by a further tier says which is its first."""
-    with ckpt.Checkpointer(toy.build(), name="alone") as cp:
+    with ckpt.Checkpointer(toy.build(), options=ckpt.Options(name="alone")) as cp:
         cp.restore(default=0)
         cp.step(5)
         found = seen("memory:alone")
         assert found["run"] == "memory:alone" and found["ranks"][0]["step"] == 5 and found["place"] is None
         assert not found["ranks"][0]["tiers"]
     far = str(tmp_path / "far")
-    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1), ckpt.Tier(far, every=1)]) as cp:
+    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(run_dir, every=1), ckpt.Tier(far, every=1)]) as cp:
         cp.restore(default=0)
         cp.step(5)
         cp.wait(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Checkpoints in other forms: what `ckpt restore` makes, whatever happens on the way."""
+"""Checkpoints in other forms: what `ckpt export` makes, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.tools.cli import restore
+from ckpt.tools.cli import export as command
 from ckpt.tools.convert import export, partial, to_run
 from ckpt.tools.convert.output import Literal, OutFile, Output, TensorRun
 from commands import call, flip, increments
@@ -64,11 +64,11 @@ def state_of(seed: int = 0) -> dict[str, Any]:
 
 def save(run: Path, steps: int = 2) -> None:
     state = state_of()
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=1, keep=9)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=1, keep=9)], memory=None) as cp:
         for step in range(1, steps + 1):
             with torch.no_grad():
                 state["model"].narrow += 1
-            cp.save(step).committed()
+            cp.save(step).wait_durable()
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def left_in(folder: Path) -> list[str]:
 
 def test_one_file_that_safetensors_reads(made: Path, tmp_path: Path, call: Any) -> None:
     """Every weight bit for bit, by the names that the model has; of tied ones one copy, and a word about the other."""
-    found = call("restore", made, "--to", tmp_path / "w.safetensors", "--json")
+    found = call("export", made, "--to", tmp_path / "w.safetensors", "--json")
     assert found.code == 0 and found.json["done"]["nbytes"] == (tmp_path / "w.safetensors").stat().st_size
     there, whole = safetensors.torch.load_file(tmp_path / "w.safetensors"), ckpt.load(made, only="model.*")
     assert there.keys() | {"head.weight"} == {name.removeprefix("model.") for name in whole}
@@ -110,7 +110,7 @@ def test_one_file_that_safetensors_reads(made: Path, tmp_path: Path, call: Any) 
 
 def test_several_files_with_an_index(made: Path, tmp_path: Path, call: Any) -> None:
     """No file is larger than asked for unless a tensor is, and the index says where each is."""
-    assert call("restore", made, "--to", tmp_path / "hf", "--shard-size", "1MB").code == 0
+    assert call("export", made, "--to", tmp_path / "hf", "--shard-size", "1MB").code == 0
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     whole, there = ckpt.load(made, only="model.*"), dict[str, torch.Tensor]()
     for name, file in index["weight_map"].items():
@@ -126,13 +126,13 @@ def test_several_files_with_an_index(made: Path, tmp_path: Path, call: Any) -> N
 
 def test_casting_and_choosing(made: Path, tmp_path: Path, call: Any) -> None:
     """Weights become bf16 as torch rounds them, integers stay; only what matches is written, with names in full."""
-    assert call("restore", made, "--to", tmp_path / "a", "--dtype", "bf16").code == 0
+    assert call("export", made, "--to", tmp_path / "a", "--dtype", "bf16").code == 0
     whole = ckpt.load(made)
     for name, tensor in safetensors.torch.load_file(tmp_path / "a" / "model.safetensors").items():
         expected = whole[f"model.{name}"]
         assert torch.equal(tensor, expected.bfloat16() if expected.is_floating_point() else expected)
     names = ["--only", "optim.*exp_avg", "--only", "model.narrow"]
-    assert call("restore", made, "--to", tmp_path / "b.safetensors", *names).code == 0
+    assert call("export", made, "--to", tmp_path / "b.safetensors", *names).code == 0
     there = safetensors.torch.load_file(tmp_path / "b.safetensors")
     assert "model.narrow" in there and any(name.endswith("exp_avg") for name in there)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in there.items())
@@ -144,7 +144,7 @@ def test_casting_and_choosing(made: Path, tmp_path: Path, call: Any) -> None:
 @pytest.mark.parametrize("world", [1, 3, 64])
 def test_a_run_for_other_ranks(made: Path, tmp_path: Path, call: Any, world: int) -> None:
     """It holds the same to the bit, plain values too, each rank's file a part of it, and a training goes on from it."""
-    assert call("restore", made, "--to", tmp_path / "new", "--world-size", world).code == 0
+    assert call("export", made, "--to", tmp_path / "new", "--world-size", world).code == 0
     assert call("diff", made, tmp_path / "new").out == "equal\n"
     assert call("verify", tmp_path / "new").code == 0
     shown = call("show", tmp_path / "new", "--json").json
@@ -152,7 +152,7 @@ def test_a_run_for_other_ranks(made: Path, tmp_path: Path, call: Any, world: int
     state = state_of(seed=5)
     with ckpt.Checkpointer(state, str(tmp_path / "new")) as cp:
         assert cp.restore() == 2
-        cp.save(3).committed()
+        cp.save(3).wait_durable()
     whole = ckpt.load(made)
     assert all(torch.equal(t, whole[f"model.{n}"]) for n, t in state["model"].state_dict().items())
     assert state["meta"] == {"seen": (1, [2.5, None])}
@@ -164,7 +164,7 @@ def test_a_run_for_other_ranks(made: Path, tmp_path: Path, call: Any, world: int
 def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: Any) -> None:
     """Only the model, in bf16: what a fine-tuning starts from."""
     words = ["--format", "run", "--only", "model.*", "--dtype", "bf16"]
-    assert call("restore", made, "--to", tmp_path / "new", *words).code == 0
+    assert call("export", made, "--to", tmp_path / "new", *words).code == 0
     model = Model().bfloat16()
     with ckpt.Checkpointer({"model": model}, str(tmp_path / "new")) as cp:
         assert cp.restore() == 2
@@ -178,9 +178,9 @@ def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: 
 
 RESTORE = """
 import sys
-from ckpt.tools import cli; from ckpt.tools.cli import restore; from ckpt.tools.convert import export, to_run
+from ckpt.tools import cli; from ckpt.tools.cli import export as command; from ckpt.tools.convert import export, to_run
 from ckpt.tools.convert import partial
-export.SYNC, restore.WINDOW = 1, 1 << 20
+export.SYNC, command.WINDOW = 1, 1 << 20
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -206,19 +206,19 @@ def test_killed_at_any_moment(
 ) -> None:
     """Nothing has its name before all is there; the next call goes on, and what comes out is what comes out at once."""
     words, early = WORDS[form], WINDOWS[: 2 if form == "run" else 1]
-    assert call("restore", made, "--to", tmp_path / "whole", *words).code == 0
+    assert call("export", made, "--to", tmp_path / "whole", *words).code == 0
     monkeypatch.setattr(export, "SYNC", 1)
-    monkeypatch.setattr(restore, "WINDOW", MIB)
+    monkeypatch.setattr(command, "WINDOW", MIB)
     for number, fail in enumerate(fails or FAILS[form]):
         target = tmp_path / str(number)
         result = run_script(RESTORE, "restore", made, "--to", target, *words, fail=fail)
         assert killed(result) and not target.exists(), result.stderr
-        done = call("restore", made, "--to", target, *words, "--json").json["done"]
+        done = call("export", made, "--to", target, *words, "--json").json["done"]
         assert done["resumed"] > 0 or fail in early
         assert same_files(target, tmp_path / "whole") and not partial.partial_of(target).exists()
     target = tmp_path / "late"
     assert killed(run_script(RESTORE, "restore", made, "--to", target, *words, fail="export.appeared:kill"))
-    assert same_files(target, tmp_path / "whole") and call("restore", made, "--to", target, *words).code == 2
+    assert same_files(target, tmp_path / "whole") and call("export", made, "--to", target, *words).code == 2
 
 
 @pytest.mark.long
@@ -253,20 +253,20 @@ def test_what_was_written_before_is_not_trusted(
     made: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte that was flipped in between is written anew, and so is what the journal does not know."""
-    call("restore", made, "--to", tmp_path / "whole")
+    call("export", made, "--to", tmp_path / "whole")
     file = interrupted(made, tmp_path / "a")
     flip(file, 2 * MIB)
     journal = partial.partial_of(tmp_path / "a") / "journal"
     journal.write_bytes(journal.read_bytes() + b'["mod')
-    monkeypatch.setattr(restore, "WINDOW", MIB)
-    found = call("restore", made, "--to", tmp_path / "a", "--json")
+    monkeypatch.setattr(command, "WINDOW", MIB)
+    found = call("export", made, "--to", tmp_path / "a", "--json")
     assert found.json["done"]["resumed"] == 3 * MIB  # four were noted
     assert same_files(tmp_path / "a", tmp_path / "whole")
 
 
 def test_negative_control_trust_would_keep_the_flipped_byte(made: Path, tmp_path: Path, call: Any) -> None:
     """If what is noted were taken for granted, the comparison above would see it."""
-    call("restore", made, "--to", tmp_path / "whole")
+    call("export", made, "--to", tmp_path / "whole")
     flip(interrupted(made, tmp_path / "a"), 2 * MIB)
     trusting = RESTORE.replace("sys.exit", "export.blob_digest = lambda data: Same()\nsys.exit").replace(
         "export.SYNC", "\nclass Same:\n    def hex(self):\n        return self\n    def __eq__(self, other):\n"
@@ -281,15 +281,15 @@ def test_an_unfinished_export_of_something_else_is_left_alone(made: Path, tmp_pa
     file = interrupted(made, tmp_path / "a")
     before = file.read_bytes()
     for words in (["--dtype", "bf16"], ["--step", "1"], ["--shard-size", "1MB"]):
-        found = call("restore", made, "--to", tmp_path / "a", *words)
+        found = call("export", made, "--to", tmp_path / "a", *words)
         assert found.code == 2 and "unfinished export from another source" in found.err
     with open(partial.partial_of(tmp_path / "a") / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = call("restore", made, "--to", tmp_path / "a")
+        found = call("export", made, "--to", tmp_path / "a")
     assert found.code == 2 and "another process" in found.err and file.read_bytes() == before
     (tmp_path / "b.partial").mkdir()
     (tmp_path / "b.partial" / "thesis.txt").write_text("years of work")
-    assert "is not from an export" in call("restore", made, "--to", tmp_path / "b").err
+    assert "is not from an export" in call("export", made, "--to", tmp_path / "b").err
     assert left_in(tmp_path / "b.partial") == ["lock", "thesis.txt"]
 
 
@@ -303,15 +303,15 @@ def test_nothing_is_ever_replaced(made: Path, tmp_path: Path, call: Any) -> None
     (tmp_path / "folder" / "x").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file.safetensors", "folder", "link"):
-        found = call("restore", made, "--to", tmp_path / name)
+        found = call("export", made, "--to", tmp_path / name)
         assert (found.code, found.out) == (2, "") and "exists" in found.err, name
     assert (tmp_path / "file.safetensors").read_text() == "x" and left_in(tmp_path) == [
         "file.safetensors", "folder", "link",
     ]  # fmt: skip
     (tmp_path / "empty").mkdir()
-    assert call("restore", made, "--to", tmp_path / "empty").code == 0
+    assert call("export", made, "--to", tmp_path / "empty").code == 0
     assert left_in(tmp_path / "empty") == ["model.safetensors"]
-    assert call("restore", made, "--to", tmp_path / "some" / "where" / "new").code == 0
+    assert call("export", made, "--to", tmp_path / "some" / "where" / "new").code == 0
 
 
 def test_a_target_that_appears_meanwhile_is_not_replaced(
@@ -325,11 +325,11 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(
         real(path)
 
     monkeypatch.setattr(partial, "_sync_tree", meanwhile)
-    assert call("restore", made, "--to", tmp_path / "w.safetensors").code == 2
+    assert call("export", made, "--to", tmp_path / "w.safetensors").code == 2
     assert (tmp_path / "w.safetensors").read_text() == "theirs"
     (tmp_path / "w.safetensors").unlink()
     monkeypatch.undo()
-    assert call("restore", made, "--to", tmp_path / "w.safetensors", "--json").json["done"]["resumed"] > 0
+    assert call("export", made, "--to", tmp_path / "w.safetensors", "--json").json["done"]["resumed"] > 0
 
 
 @contextlib.contextmanager
@@ -346,11 +346,11 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
 def test_a_disk_that_is_too_small(made: Path, tmp_path: Path, call: Any) -> None:
     """Said before a byte is written, with what is needed and what is free; nothing is left, and it works with room."""
     with small_disk(tmp_path / "disk", 4) as disk:
-        found = call("restore", made, "--to", disk / "out")
+        found = call("export", made, "--to", disk / "out")
         assert found.code == 2 and "needs 5 MiB" in found.err and "are free" in found.err
         assert left_in(disk) == []
         subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
-        assert call("restore", made, "--to", disk / "out").code == 0
+        assert call("export", made, "--to", disk / "out").code == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -397,10 +397,10 @@ def test_a_disk_that_fills_up_at_the_end(made: Path, tmp_path: Path, call: Any) 
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(to_run, "_finish", fuller)
-            found = call("restore", made, "--to", disk / "out", "--format", "run")
+            found = call("export", made, "--to", disk / "out", "--format", "run")
         assert found.code == 2 and not (disk / "out").exists() and "Traceback" not in found.err
         fill.unlink()
-        again = call("restore", made, "--to", disk / "out", "--format", "run", "--json")
+        again = call("export", made, "--to", disk / "out", "--format", "run", "--json")
         assert again.json["done"]["resumed"] > 5 * MIB and call("diff", made, disk / "out").code == 0
 
 
@@ -412,9 +412,9 @@ def test_damage_is_mended_from_another_place(run: Path, made: Path, tmp_path: Pa
     for pack in data_files(run):
         flip(pack, -5 * MIB)
     words = ["--only", "*"]
-    found = call("restore", run, "--to", tmp_path / "a", "--from", made, "--json", *words)
+    found = call("export", run, "--to", tmp_path / "a", "--from", made, "--json", *words)
     assert found.code == 0 and "came from" in found.json["repaired"][0]
-    call("restore", made, "--to", tmp_path / "b", *words)
+    call("export", made, "--to", tmp_path / "b", *words)
     assert same_files(tmp_path / "a", tmp_path / "b")
 
 
@@ -425,16 +425,16 @@ def test_damage_that_cannot_be_mended_names_the_tensor(run: Path, made: Path, tm
         first = 8 + int.from_bytes(raw[:8], "little")
         raw[first : first + 64] = bytes(64)
         pack.write_bytes(raw)
-    found = call("restore", run, "--to", tmp_path / "a", "--only", "*")
+    found = call("export", run, "--to", tmp_path / "a", "--only", "*")
     assert found.code == 2 and "is damaged" in found.err and not (tmp_path / "a").exists()
     shutil.rmtree(run)
     shutil.copytree(made, run)
-    assert call("restore", run, "--to", tmp_path / "a", "--only", "*").code == 0
+    assert call("export", run, "--to", tmp_path / "a", "--only", "*").code == 0
 
 
 def test_increments_and_compressed_packs(tmp_path: Path, call: Any, increments: Path) -> None:
     """A checkpoint that is built on others, stored as planes and deltas, comes out as if it were plain."""
-    assert call("restore", increments, "--to", tmp_path / "w.safetensors", "--only", "*").code == 0
+    assert call("export", increments, "--to", tmp_path / "w.safetensors", "--only", "*").code == 0
     there, whole = safetensors.torch.load_file(tmp_path / "w.safetensors"), ckpt.load(increments)
     assert there.keys() == set(whole) and all(torch.equal(there[n], whole[n]) for n in there)
 
@@ -450,7 +450,7 @@ def test_memory_stays_within_bounds(tmp_path: Path) -> None:
         )
     }
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     for words in (["--dtype", "bf16"], ["--world-size", "5"]):
         target = tmp_path / words[1]
         result = run_script(
@@ -463,8 +463,8 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     """The same measurement sees windows that are larger."""
     big = {"model": nn.ParameterDict({"big": nn.Parameter(torch.randn(40, MIB))})}
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
-        cp.save(1).committed()
-    code = PEAK.replace("status = ", "from ckpt.tools.cli import restore\nrestore.WINDOW = 64 << 20\nstatus = ")
+        cp.save(1).wait_durable()
+    code = PEAK.replace("status = ", "from ckpt.tools.cli import export\nexport.WINDOW = 64 << 20\nstatus = ")
     result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a", fresh=True)
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 
@@ -474,11 +474,11 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
 
 def test_a_dry_run_makes_nothing(made: Path, tmp_path: Path, call: Any) -> None:
     """It says what would be made, and in JSON the same keys as a real one."""
-    found = call("restore", made, "--to", tmp_path / "a", "--dtype", "bf16", "--dry-run")
+    found = call("export", made, "--to", tmp_path / "a", "--dtype", "bf16", "--dry-run")
     assert found.code == 0 and "embed.weight" in found.out and "F32 -> BF16" in found.out
     assert "Nothing was written" in found.out and left_in(tmp_path) == []
-    dry = call("restore", made, "--to", tmp_path / "a", "--dry-run", "--json").json
-    real = call("restore", made, "--to", tmp_path / "a", "--json").json
+    dry = call("export", made, "--to", tmp_path / "a", "--dry-run", "--json").json
+    real = call("export", made, "--to", tmp_path / "a", "--json").json
     assert dry.keys() == real.keys() and dry["files"] == real["files"] and dry["done"] is None
 
 
@@ -497,30 +497,30 @@ def test_wrong_words_are_refused(made: Path, tmp_path: Path, call: Any) -> None:
         (["--to", tmp_path / "a", "--world-size", "0"], "--world-size"),
         ([], "--to"),
     ):
-        found = call("restore", made, *words)
+        found = call("export", made, *words)
         assert found.code == 2 and said in found.err and "Traceback" not in found.err, (words, found.err)
     assert left_in(tmp_path) == []
 
 
 def test_a_form_that_cannot_be_written_is_refused(made: Path, tmp_path: Path, call: Any) -> None:
     """With those that can; a name that only looks like one is a folder, and --format has the last word."""
-    refused = call("restore", made, "--to", tmp_path / "x.gguf")
+    refused = call("export", made, "--to", tmp_path / "x.gguf")
     assert refused.code == 2 and "safetensors (.safetensors)" in refused.err and ".pt" in refused.err
-    with pytest.raises(ckpt.UsageError, match="gguf"):
+    with pytest.raises(ckpt.errors.UsageError, match="gguf"):
         ckpt.Run(made).export(tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()
-    assert call("restore", made, "--to", tmp_path / "exp1.5").code == 0 and (tmp_path / "exp1.5").is_dir()
-    assert call("restore", made, "--to", tmp_path / "x.zip", "--format", "torch").code == 0
+    assert call("export", made, "--to", tmp_path / "exp1.5").code == 0 and (tmp_path / "exp1.5").is_dir()
+    assert call("export", made, "--to", tmp_path / "x.zip", "--format", "torch").code == 0
 
 
 def test_dtypes_that_safetensors_cannot_hold(tmp_path: Path, call: Any) -> None:
     """complex128 is refused by the name of its tensor for safetensors, and goes into a run."""
     model = nn.ParameterDict({"z": nn.Parameter(torch.randn(3, dtype=torch.complex128))})
     with ckpt.Checkpointer({"model": model}, str(tmp_path / "run")) as cp:
-        cp.save(1).committed()
-    found = call("restore", tmp_path / "run", "--to", tmp_path / "a")
+        cp.save(1).wait_durable()
+    found = call("export", tmp_path / "run", "--to", tmp_path / "a")
     assert found.code == 2 and "model.z has dtype C128" in found.err
-    assert call("restore", tmp_path / "run", "--to", tmp_path / "b", "--format", "run").code == 0
+    assert call("export", tmp_path / "run", "--to", tmp_path / "b", "--format", "run").code == 0
     assert call("diff", tmp_path / "run", tmp_path / "b").code == 0
 
 
@@ -565,7 +565,7 @@ def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
     window = 4096 * draw.randrange(1, 9)
     if draw.random() < 0.5:
         origin.fail_after = draw.randrange(1, 20)
-        with contextlib.suppress(ckpt.CorruptError):
+        with contextlib.suppress(ckpt.errors.CorruptError):
             asyncio.run(export.export(origin, output, tmp_path / "out", window=window))
         origin.fail_after = -1
     if not (tmp_path / "out").exists():
@@ -580,6 +580,6 @@ def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path,
     """The same step with other options is another attempt: copied to one place, neither passes for the other."""
     attempts = set()
     for number, words in enumerate(([], ["--dtype", "bf16"], ["--only", "model"], ["--world-size", "2"])):
-        assert call("restore", made, "--to", tmp_path / str(number), "--format", "run", *words).code == 0
+        assert call("export", made, "--to", tmp_path / str(number), "--format", "run", *words).code == 0
         attempts.add(call("show", tmp_path / str(number), "--json").json["attempt"])
     assert len(attempts) == 4

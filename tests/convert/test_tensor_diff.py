@@ -81,7 +81,7 @@ def test_two_dtypes_and_two_forms(tmp_path: Path, call: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(50, 20)
     save(tmp_path / "run", {"model": model}, range(1, 2), every=1)
-    assert call("restore", tmp_path / "run", "--to", tmp_path / "hf", "--dtype", "bf16").code == 0
+    assert call("export", tmp_path / "run", "--to", tmp_path / "hf", "--dtype", "bf16").code == 0
     found = call("diff", tmp_path / "run", tmp_path / "hf", "--only", "model.*", "--json")
     assert found.code == 1 and {row["name"] for row in found.json["changed"]} == {"model.weight", "model.bias"}
     rows = {row["name"]: row for row in found.json["tensors"]}
@@ -97,7 +97,7 @@ def test_two_dtypes_and_two_forms(tmp_path: Path, call: Any) -> None:
 def test_every_combination_of_sides(tmp_path: Path, call: Any) -> None:
     """Runs and files on either side; what is neither is one line, one of advice, and code 2."""
     save(tmp_path / "run", {"model": nn.Linear(3, 2)}, range(1, 2), every=1)
-    call("restore", tmp_path / "run", "--to", tmp_path / "w.safetensors")
+    call("export", tmp_path / "run", "--to", tmp_path / "w.safetensors")
     (tmp_path / "junk").write_text("x")
     sides = [tmp_path / "run", f"{tmp_path / 'run'}@1", tmp_path / "w.safetensors"]
     for a, b in itertools.product(sides, sides):

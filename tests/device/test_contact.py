@@ -79,7 +79,7 @@ def test_a_capture_right_behind_a_step(mode: Any, open_run: Any) -> None:
             except RuntimeError as error:
                 spoilt.append(error)
                 torch.cuda.set_stream(current)
-            save.staged(60.0)
+            save.wait_staged(60.0)
             run.move(run.state, step + 1)
     assert spoilt == []
 
@@ -104,7 +104,7 @@ def test_an_optimizer_that_was_captured_before(open_run: Any) -> None:
             boundary = freeze(state)
             save = cp.step(step)
             graph.replay()
-            save.staged(60.0)
+            save.wait_staged(60.0)
             assert differences(read_back(cp, step, {"model": twin, "optim": there}), boundary) == []
 
 
@@ -128,14 +128,14 @@ def test_a_fence_before_each_replay(open_run: Any) -> None:
     cp, state, twin, graph = replayed(open_run)
     with simulated.turned(d2h_gbs=SLOW):
         for step in range(1, 7):
-            cp.fence()
+            cp.before_untracked_update()
             graph.replay()
             boundary = freeze(state)
             save = cp.step(step)
             assert all(weights_guarded(cp))
-            cp.fence()
+            cp.before_untracked_update()
             graph.replay()
-            save.staged(60.0)
+            save.wait_staged(60.0)
             assert differences(read_back(cp, step, twin), boundary) == []
 
 
@@ -150,21 +150,21 @@ def test_a_fence_that_waits_for_nothing_is_noticed(open_run: Any, monkeypatch: p
     cp, _, _, graph = replayed(open_run)
     monkeypatch.setattr(cp._run.hook, "_before", lambda: None)
     with simulated.turned(d2h_gbs=SLOW):
-        cp.fence()
+        cp.before_untracked_update()
         graph.replay()
         save = cp.step(1)
-        cp.fence()
+        cp.before_untracked_update()
         graph.replay()
-        with pytest.raises(ckpt.SaveError, match="changed outside"):
-            save.staged(60.0)
+        with pytest.raises(ckpt.errors.SaveError, match="changed outside"):
+            save.wait_staged(60.0)
     monkeypatch.undo()
 
 
 def test_a_fence_within_a_capture_is_refused(open_run: Any) -> None:
     """A replay would not wait for what was said then."""
     cp, *_ = replayed(open_run)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ckpt.UsageError, match="before the replay"):
-        cp.fence()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ckpt.errors.UsageError, match="before the replay"):
+        cp.before_untracked_update()
 
 
 # -- a host that need not wait --
@@ -217,13 +217,13 @@ from torch import nn
 import ckpt
 model = nn.Linear(256, 256, device="cuda")
 optim = torch.optim.AdamW(model.parameters(), fused=True)
-cp = ckpt.Checkpointer({"model": model, "optim": optim}, name="locked")
+cp = ckpt.Checkpointer({"model": model, "optim": optim}, options=ckpt.Options(name="locked"))
 cp.restore(default=0)
 for step in range(1, 4):
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optim.step()
-    cp.save(step).staged(60.0)
+    cp.save(step).wait_staged(60.0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -235,7 +235,7 @@ def test_page_locking_does_not_hold_a_restart_up(locking: threading.Event) -> No
     torch.cuda.synchronize()
 
     def start() -> None:
-        found.append(ckpt.Checkpointer(run.state, name="locked"))
+        found.append(ckpt.Checkpointer(run.state, options=ckpt.Options(name="locked")))
         found.append(found[0].restore(default=0))
 
     came = returns(start, 5.0)
@@ -267,7 +267,7 @@ def test_a_system_that_page_locks_little_in_one_call(
         assert "could not be page-locked" not in caplog.text
         run.move(run.state, 3)
         boundary = freeze(run.state)
-        cp.save(3).staged(60.0)
+        cp.save(3).wait_staged(60.0)
         assert differences(read_back(cp, 3, run.twin), boundary) == []
 
 
@@ -283,7 +283,7 @@ def test_copies_go_on_though_every_stream_of_the_pool_hangs(open_run: Any) -> No
     with contextlib.ExitStack() as stack:
         for priority in [0, -1] * 32:
             stack.enter_context(simulated.hung(torch.cuda.Stream(priority=priority)))
-        cp.step(2).staged(3.0)
+        cp.step(2).wait_staged(3.0)
 
 
 def test_a_fault_keeps_what_memory_holds(open_run: Any) -> None:
@@ -291,11 +291,11 @@ def test_a_fault_keeps_what_memory_holds(open_run: Any) -> None:
     run = adamw(fused=True)
     cp = open_run(run.state)
     ready(cp, run)
-    cp.step(2).staged(60.0)
+    cp.step(2).wait_staged(60.0)
     run.move(run.state, 3)
     with simulated.faulty(torch.cuda.current_stream()):
         with contextlib.suppress(RuntimeError, ckpt.CheckpointError):
-            cp.step(3).staged(10.0)
+            cp.step(3).wait_staged(10.0)
         newest = cp._run.stager.arena.sealed()[0][1]
         assert newest.attempt.step == 2
         assert returns(lambda: cp.close(5.0), 30.0)
@@ -323,13 +323,13 @@ from torch import nn
 import ckpt
 model = nn.Linear(256, 256, device="cuda:1")
 optim = torch.optim.AdamW(model.parameters(), fused=True)
-with ckpt.Checkpointer({"model": model, "optim": optim}, name="second") as cp:
+with ckpt.Checkpointer({"model": model, "optim": optim}, options=ckpt.Options(name="second")) as cp:
     cp.restore(default=0)
     for step in range(1, 4):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optim.step()
-        cp.save(step).staged(60.0)
+        cp.save(step).wait_staged(60.0)
     before = [p.detach().cpu() for p in model.parameters()]
     optim.step()
     cp.restore()
@@ -366,7 +366,7 @@ def test_two_devices_of_which_one_is_behind(open_run: Any) -> None:
     run.move(run.state, 3)
     torch.cuda.current_stream(0).synchronize()
     assert not behind.query()
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
 
 
@@ -423,12 +423,12 @@ def test_strided_tensors_take_one_piece_of_device_memory(open_run: Any, monkeypa
         param.grad = torch.zeros_like(param)
     for step in (1, 2):
         optim.step()
-        cp.save(step).staged(60.0)
+        cp.save(step).wait_staged(60.0)
     optim.step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    cp.save(3).staged(60.0)
+    cp.save(3).wait_staged(60.0)
     assert torch.cuda.max_memory_allocated() - before <= 2 * piece
 
 

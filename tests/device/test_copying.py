@@ -50,8 +50,9 @@ def ended_anyway(job: NewSnapshot) -> Iterator[None]:
         yield
     finally:
         if not job.ended:
-            job.error = ckpt.SaveError("lost")
+            job.error = ckpt.errors.SaveError("lost")
             job.release()
+            job.save._set_failed(job.error)
 
 
 def slow_thread(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
@@ -98,7 +99,7 @@ def test_an_update_waits_until_its_copy_is_queued(open_run: Any, monkeypatch: py
     slow_thread(monkeypatch, "fill_guarded")
     save = cp.step(2)
     run.move(run.state, 3)
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
 
 
@@ -112,7 +113,7 @@ def test_step_waits_until_the_copy_of_buffers_is_queued(open_run: Any, monkeypat
     save = cp.step(2)
     run.state["model"].mean.fill_(-1.0)
     run.state["mine"]["t"].data.fill_(-1.0)
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
 
 
@@ -130,7 +131,7 @@ def test_tensors_are_kept_until_their_copy_has_ended(open_run: Any, spins: Spins
     run.state["optim"].state.clear()
     filled = [torch.full((LARGE, LARGE), 9.0, device="cuda") for _ in range(4)]
     assert spins.under_way
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     del filled
 
@@ -144,7 +145,7 @@ def test_a_copy_is_safe_though_the_next_one_fails(open_run: Any, spins: Spins, m
     spins.overlapped = True
     save = cp.step(2)
     assert job_of(cp).enqueued.wait(60.0)
-    failing(monkeypatch, Slots, "take", lambda: ckpt.SkippedError("not now"))
+    failing(monkeypatch, Slots, "take", lambda: ckpt.errors.SkippedError("not now"))
     cp._run.stager.submit(another(cp, 3))
     cp._run.stager.before_update()
     assert spins.under_way
@@ -152,7 +153,7 @@ def test_a_copy_is_safe_though_the_next_one_fails(open_run: Any, spins: Spins, m
     with torch.cuda.stream(elsewhere):  # another optimizer's
         run.move(run.state, 3)
     assert spins.under_way
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
 
 
@@ -169,7 +170,7 @@ def test_as_many_steps_ahead_as_there_are_slots_and_more(open_run: Any) -> None:
         boundaries.append([p.detach().clone() for p in run.state["model"].parameters()])
         run.move(run.state, step + 1)
     for save in saves:
-        save.staged(60.0)
+        save.wait_staged(60.0)
     read_back(cp, 2 + slots, run.twin)
     assert all(map(torch.equal, run.twin["model"].parameters(), boundaries[-1]))
 
@@ -185,7 +186,7 @@ def test_a_snapshot_is_sealed_when_it_is_whole(open_run: Any, spins: Spins, monk
     assert spins.under_way
     cp._run.stager.do(lambda: None)
     assert not spins.under_way, "it was said to be sealed before it was copied"
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
 
 
@@ -220,12 +221,12 @@ def test_a_slot_is_free_after_a_failure_when_nothing_is_copied_into_it(
     run = adamw(fused=True)
     cp = open_run(run.state, on_error="warn")
     ready(cp, run)
-    failing(monkeypatch, NewSnapshot, "check_sources", lambda: ckpt.SaveError("half-way"))
+    failing(monkeypatch, NewSnapshot, "check_sources", lambda: ckpt.errors.SaveError("half-way"))
     spins.overlapped = True
     with noted_labels(monkeypatch, EMPTY, lambda: not spins.under_way) as ended:
         save = cp.step(2)
-        with pytest.raises(ckpt.SaveError, match="half-way"):
-            save.staged(60.0)
+        with pytest.raises(ckpt.errors.SaveError, match="half-way"):
+            save.wait_staged(60.0)
     assert ended == [True]
 
 
@@ -262,6 +263,6 @@ def test_what_is_compared_with_the_copy_is_kept_until_then(open_run: Any, spins:
     assert job_of(cp).enqueued.wait(60.0)
     small = [torch.full((n,), 9, dtype=torch.int32, device="cuda") for n in range(1, 9000, 128)]
     assert spins.under_way
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert small and differences(freeze(run.state), boundary) == []

@@ -574,7 +574,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 def test_command(call: Any, tmp_path: Path) -> None:
     """A sound folder: code 0, for people with a line to paste, for programs one document."""
     code, out, _ = call(tmp_path / "run", "--size", 4, "--state-gb", 0.001, "--step-s", 1)
-    assert code == 0 and "tiers=[ckpt.Memory(" in out and "create-if-absent" in out
+    assert code == 0 and "tiers=[ckpt.Tier(" in out and "memory=ckpt.Memory(every=" in out and "create-if-absent" in out
     code, out, _ = call(tmp_path / "run", "--size", 4, "--json")
     found = json.loads(out)
     assert code == 0 and found["places"][0]["reached"] and found["machine"][0]["value"] == "plenty"

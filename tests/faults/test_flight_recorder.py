@@ -79,8 +79,8 @@ def load_batch():
 def need_the_result(handle):  # as .item() does where NCCL has it: no frame of torch.distributed is on the stack
     while not faults:
         time.sleep(0.02)
-triggers = [ckpt.on_hang(min_s=1.0, factor=3.0)]
-with ckpt.Checkpointer(state, sys.argv[1], triggers=triggers, on_fault=faults.append) as cp:
+triggers = [ckpt.triggers.on_hang(min_s=1.0, factor=3.0)]
+with ckpt.Checkpointer(state, sys.argv[1], triggers=triggers, options=ckpt.Options(on_fault=faults.append)) as cp:
     cp.restore(default=0)
     for step in range(1, 61):
         toy.train_step(state)

@@ -55,17 +55,17 @@ def test_a_stranger_reads_increments_and_every_codec(increments: Path, run_dir: 
                 master.weight *= 1.0001
             state["small"].copy_(master.weight)
             state["counts"] += 1
-            cp.step(step).committed()
+            cp.step(step).wait_durable()
     assert (codecs | same(Path(run_dir))) == {0, 1, 2}
 
 
 def test_a_stranger_takes_the_newest_of_the_history(run_dir: str) -> None:
     """After a rollback, what came later is not history any more; what is not finite is not taken."""
     state = {"x": torch.zeros(4, dtype=torch.bool), "y": {"n": 0}}
-    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=9)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=9)], memory=None) as cp:
         for step in range(1, 6):
             state["y"]["n"] = step
-            cp.step(step, finite=step < 5).committed()
+            cp.step(step, finite=step < 5).wait_durable()
         assert stranger.read(run_dir)[1][1] == {"n": 4}
         cp.restore(step=2)
         assert stranger.read(run_dir)[1][1] == {"n": 2}
@@ -74,7 +74,7 @@ def test_a_stranger_takes_the_newest_of_the_history(run_dir: str) -> None:
 def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
     """In a pack, a part, and a record of the log."""
     with ckpt.Checkpointer({"x": torch.randn(1000)}, run_dir) as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     files = checkpoint_files(run_dir, DATA, MANIFEST)
     files.append(max(Path(run_dir, "log").iterdir()))
     for path in files:
@@ -89,8 +89,8 @@ def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
 def test_raw_checkpoint_of_one_rank_loads_with_safetensors(run_dir: str) -> None:
     """All tensors are in one file, which says of which checkpoint and rank it is."""
     state = {"x": torch.randn(1000), "n": torch.arange(3)}
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, compression="none")) as cp:
-        cp.save(120).committed()
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, compression="none"), memory=None) as cp:
+        cp.save(120).wait_durable()
     (path,) = checkpoint_files(run_dir, DATA)
     found = safetensors.torch.load_file(path)
     assert torch.equal(found["x"], state["x"]) and torch.equal(found["n"], state["n"])

@@ -17,7 +17,7 @@ from ckpt.core.cadence import cadence
 from ckpt.core.cadence.cadence import Auto, History, SaveCost, TierCadence, decide, differs
 from ckpt.core.cadence.ledger import Account, Decision, End, Restore, SeenFault, StepRow
 from ckpt.core.cadence.overhead import Meter
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError, UsageError
 from ckpt.tiers import as_tiers
 
 MEMORY, FOLDER, BUCKET = "memory", "file:///nvme/run", "s3://bucket/run"
@@ -49,37 +49,44 @@ def test_an_auto_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_auto_for_places_that_are_only_named() -> None:
     """A folder, a URL or a name, and the memory that comes with it; where cadences are said already, it is refused."""
-    for where in ("/tmp/x", None):
-        memory, durable = as_tiers(where, "auto")
-        assert memory is not None and memory.every == Auto() and all(tier.every == Auto() for tier in durable)
-    given, (first, second) = as_tiers([ckpt.Tier("/tmp/x", every=7), "/tmp/y"], Auto(budget=0.05))
+    memory, (tier,) = as_tiers("/tmp/x", every="auto")
+    assert memory is not None and memory.every == Auto() == tier.every
+    assert as_tiers("/tmp/x", ckpt.Memory(), "auto")[0] == ckpt.Memory()  # memory= counts as it is
+    given, (first, second) = as_tiers([ckpt.Tier("/tmp/x", every=7), "/tmp/y"], every=Auto(budget=0.05))
     assert given is not None and (first.every, second.every, given.every) == (7, Auto(budget=0.05), Auto(budget=0.05))
-    for tiers, every in (([ckpt.Memory(), ckpt.Tier("/tmp/x")], "auto"), ("/tmp/x", "always")):
+    for tiers, every in (([ckpt.Tier("/tmp/x")], "auto"), ("/tmp/x", "always")):
         with pytest.raises(UsageError, match="every="):
-            as_tiers(tiers, every)
+            as_tiers(tiers, every=every)
     memory, (tier,) = as_tiers("/tmp/x")  # negative control
     assert memory is not None and (memory.every, tier.every) == (1, 100)
 
 
 def test_a_number_or_a_time_is_of_the_folder() -> None:
-    """Memory beside it is saved at every step all the same; where memory is all there is, it is of memory."""
+    """Memory is still saved at every step. Memory that is given counts as it is."""
     for where in ("/tmp/x", ["/tmp/x"]):
         for every, found in ((50, 50), ("10min", Auto(every_s=600))):
-            memory, (tier,) = as_tiers(where, every, 10)
+            memory, (tier,) = as_tiers(where, every=every, keep=10)
             assert memory == ckpt.Memory() and (tier.every, tier.keeping.last) == (found, 10)
-    memory, (tier,) = as_tiers([ckpt.Memory(every=4), "/tmp/x"], keep=3)
+    memory, (tier,) = as_tiers(["/tmp/x"], ckpt.Memory(every=4), keep=3)
     assert memory is not None and (memory.every, tier.every, tier.keeping.last) == (4, 100, 3)
-    assert as_tiers(None, 5) == (ckpt.Memory(every=5), [])
-    for paths in ("/tmp/x", ["/tmp/x"], ("/tmp/x",), ["/tmp/x", "/tmp/y"], [Path("/tmp/x")], None):
-        assert as_tiers(paths)[0] == ckpt.Memory()  # one path or several
-    for objects in (ckpt.Tier("/tmp/x"), [ckpt.Tier("/tmp/x")], [ckpt.Tier("/tmp/x"), "/tmp/y"]):
-        assert as_tiers(objects)[0] is None  # objects name all there is
-    for tiers, words in ((None, {"keep": 3}), ([ckpt.Tier("/tmp/x")], {"keep": 3}), (ckpt.Memory(), {"every": 5})):
-        with pytest.raises(UsageError, match="given as strings"):
+    assert as_tiers(None, ckpt.Memory(every=5)) == (ckpt.Memory(every=5), [])
+    paths = ("/tmp/x", ["/tmp/x"], ("/tmp/x",), ["/tmp/x", "/tmp/y"], [Path("/tmp/x")], None)
+    for tiers in (*paths, ckpt.Tier("/tmp/x"), [ckpt.Tier("/tmp/x")], [ckpt.Tier("/tmp/x"), "/tmp/y"]):
+        assert as_tiers(tiers)[0] == ckpt.Memory()  # however the tiers are given
+        assert tiers is None or as_tiers(tiers, None)[0] is None
+    for tiers, words in ((None, {"keep": 3}), ([ckpt.Tier("/tmp/x")], {"keep": 3}), (None, {"every": 5})):
+        with pytest.raises(InvalidArgumentError, match="given as strings"):
             as_tiers(tiers, **words)
-    for tiers in ([], ["/tmp/x", "/tmp/x"], [ckpt.Memory(), ckpt.Memory()]):
-        with pytest.raises(UsageError, match="at least one"):
+    for tiers in ([], ["/tmp/x", "/tmp/x"]):
+        with pytest.raises(InvalidArgumentError, match="at least one"):
             as_tiers(tiers)
+    for tiers in (ckpt.Memory(), [ckpt.Memory()], ["/tmp/x", ckpt.Memory()]):
+        with pytest.raises(InvalidArgumentError, match=r"memory=ckpt\.Memory"):
+            as_tiers(tiers)
+    with pytest.raises(InvalidArgumentError, match="nowhere to save"):
+        as_tiers(None, None)
+    with pytest.raises(InvalidArgumentError, match="memory=True"):
+        as_tiers("/tmp/x", True)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,13 @@ import os, sys, time, boundaries, toy, ckpt
 run, steps, kill_at, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 state = toy.build()
 every = "auto" if mode == "auto" else 10
-with ckpt.Checkpointer(state, [ckpt.Memory(every=every if mode == "auto" else 1), ckpt.Tier(run, every=every)]) as cp:
+memory = ckpt.Memory(every=every if mode == "auto" else 1)
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=every), memory=memory) as cp:
     start = cp.restore(default=0)
     for step in range(start, steps):
         toy.train_step(state)
         if mode == "pause" and step == 5:
-            with cp.pause():
+            with cp.not_training():
                 time.sleep(0.4)
         if mode == "auto":
             time.sleep(0.006)
@@ -53,7 +54,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(every=every if mode == "auto" else 1)
                 print("here", flush=True)
                 os.kill(os.getpid(), 19)
             if save is not None:
-                save.staged(30)
+                save.wait_staged(30)
             os.kill(os.getpid(), 15 if mode == "term" else 9)
             time.sleep(30)
         if mode == "back" and step + 1 == 20 and cp.last_restore.step is None:
@@ -254,7 +255,7 @@ import os, sys, time, toy, ckpt
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 state = toy.build()
-with ckpt.Checkpointer(state, [ckpt.Memory(every="auto"), ckpt.Tier(sys.argv[1], every="auto")]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every="auto"), memory=ckpt.Memory(every="auto")) as cp:
     for step in range(cp.restore(default=0), 900):
         toy.train_step(state)
         time.sleep(0.008)

@@ -305,7 +305,7 @@ def test_llama_3() -> None:
     assert seen["effective"] == pytest.approx(0.9928, abs=1e-4) and found["restart_s"] == pytest.approx(35, abs=0.5)
     assert [one["every"] for one in found["tiers"]] == [2, 2, 50]
     text = asked(*LLAMA).output
-    line = "ckpt.Memory(every=2, replicas=2)"
+    line = "memory=ckpt.Memory(every=2, replicas=2)"
     for words in ("matters most", "time: 99.28", line, "a restart of at most", "419 interruptions", "on_hang"):
         assert words in text, words
 

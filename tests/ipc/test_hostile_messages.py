@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)  # a hang is a failure
 
 def test_a_writer_answers_nonsense_with_errors_of_ours(own_sockets: Path, run_dir: str) -> None:
     """A request that cannot be met gets a reply that says so, and the connection stays usable."""
-    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(toy.build(), ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
         channel = link.connect(key_of(run_dir, 0))
         assert channel is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import re
 import socket
 import struct
 import subprocess
@@ -29,8 +30,8 @@ from ckpt.core.ipc import channel as link
 from ckpt.core.ipc import notes, protocol, requests
 from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
-from ckpt.core.run.supervise import writer_client
-from ckpt.core.run.supervise.writer_client import SpareThreads, WriterClient
+from ckpt.core.run.supervise import writer_link
+from ckpt.core.run.supervise.writer_link import WriterClient
 from ckpt.core.writer import dispatch
 from ckpt.errors import FencedError, ProtocolError, UsageError, to_wire
 from processes import REPO, eventually, writers
@@ -90,9 +91,16 @@ def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
 
 def test_every_note_is_heard(run_dir: str) -> None:
     """By a Checkpointer that has triggers and keeps books."""
-    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(toy.build(), ckpt.Tier(run_dir, every=1)) as cp:
         assert set(cp._run.supervisor._hears) == set(NOTES)
-    assert table(NOTES) == writer_client.NOTES
+    assert table(NOTES) == writer_link.NOTES
+
+
+def test_protocol_page_lists_every_message() -> None:
+    """In its table of conversations, and no message that does not exist."""
+    page = (REPO / "docs" / "protocol.md").read_text()
+    table_of_messages = page[page.index("| conversation |") : page.index("The class of a message")]
+    assert set(re.findall(r"`(\w+)`", table_of_messages)) == {kind.__name__ for kind in MESSAGES}
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
@@ -211,7 +219,7 @@ def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: s
     """What is wrong gets an error of ours, on a connection that stays usable; what is no message ends that connection,
     and what is far too long too, after it was named. The same writer saves on."""
     live = toy.build()
-    with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(live, ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
         key, pid = key_of(run_dir, 0), cp.writer_pid
         one = link.connect(key)
@@ -237,7 +245,7 @@ def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: s
             other.close()
         one.close()
         toy.train_step(live)
-        assert cp.save(1).committed(60).step == 1 and cp.writer_pid == pid
+        assert cp.save(1).wait_durable(60).step == 1 and cp.writer_pid == pid
         assert [process.pid for process in writers(own_sockets)] == [pid]
 
 
@@ -323,17 +331,3 @@ def test_negative_control_the_same_version_is_understood(own_sockets: Path, othe
     )
     assert said.stdout.split() == ["99", "9.9"]
     assert requests.Greeting().protocol == protocol.PROTOCOL != 99
-
-
-def test_spare_threads_of_two_runs_end() -> None:
-    """Each with its own run, whichever is closed first."""
-
-    def spares() -> int:
-        return sum(thread.name == "ckpt-spare" for thread in threading.enumerate())
-
-    before, runs = spares(), [SpareThreads(), SpareThreads()]
-    assert spares() == before + 4
-    runs[1].end()
-    assert spares() == before + 2
-    runs[0].end()
-    assert spares() == before

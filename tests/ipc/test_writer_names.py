@@ -15,11 +15,11 @@ import pytest
 
 import ckpt
 from ckpt.core.ipc import channel
-from ckpt.core.ipc.notes import SaidNote, UnpinnedNote
+from ckpt.core.ipc.notes import SaidNote, SlotReadNote
 from ckpt.core.ipc.process import Process
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.ipc.requests import Resume
-from ckpt.core.run.supervise.writer_client import WriterClient
+from ckpt.core.run.supervise.writer_link import WriterClient
 from processes import eventually, writers
 
 
@@ -27,14 +27,14 @@ def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
     """In turn, and once."""
     ours, theirs = socket.socketpair()
     client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
-    writer.send(UnpinnedNote("00", 1))
+    writer.send(SlotReadNote("00", 1))
     future = client.send(Resume())
     writer.reply(1, None)
     future.result(30)
     heard: list[Note] = []
     client.listen(heard.append, lambda: None)
     writer.send(SaidNote("so"))
-    assert eventually(lambda: heard == [UnpinnedNote("00", 1), SaidNote("so")])
+    assert eventually(lambda: heard == [SlotReadNote("00", 1), SaidNote("so")])
     client.close()
     writer.close()
 
@@ -59,7 +59,7 @@ def test_a_name_has_one_owner(own_sockets: Path) -> None:
         thread.join()
     (owner,) = [one for one in got if one is not None]
     assert channel.listen(key) is None and channel.siblings(key) == {0: key}
-    with pytest.raises(ckpt.WriterError, match="another writer"):
+    with pytest.raises(ckpt.errors.WriterError, match="another writer"):
         late = WriterClient.spawn(key)
         try:
             late.greet(60.0, 60.0)

@@ -95,9 +95,9 @@ def costs(cost: InterruptionCost) -> dict[str, float]:
 @pytest.fixture
 def run(run_dir: str) -> Path:
     """A run with one checkpoint, and no ledger but what a test writes."""
-    with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, [ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, [ckpt.Tier(run_dir, every=1)], memory=None) as cp:
         cp.restore(default=0)
-        cp.save(1).promoted(60.0)
+        cp.save(1).wait_durable(60.0, tier="all")
     for path in Path(run_dir).glob(f"{PREFIX}*"):
         path.unlink()
     return Path(run_dir)

@@ -25,8 +25,9 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
     """A Checkpointer in memory only, closed at the end whatever became of it."""
     with contextlib.ExitStack() as stack:
 
-        def open_run(state: State, **settings: Any) -> ckpt.Checkpointer:
-            cp = ckpt.Checkpointer(state, name="staging", **settings)
+        def open_run(state: State, *, every: int = 1, **settings: Any) -> ckpt.Checkpointer:
+            options = ckpt.Options(name="staging", **settings)
+            cp = ckpt.Checkpointer(state, memory=ckpt.Memory(every=every), options=options)
             stack.callback(close, cp)
             cp.restore(default=0)
             memory_ready(cp)
@@ -82,8 +83,8 @@ def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int 
         run.move(run.state, -step)  # immediately, during the copy
         assert save is not None
         try:
-            save.staged(30.0)
-        except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
+            save.wait_staged(30.0)
+        except ckpt.errors.SkippedError:  # more memory, for optimizer state, is on its way
             memory_ready(cp)
             skipped += 1
         except SaveError as error:

@@ -21,7 +21,7 @@ from processes import PYTHONPATH, REPO, eventually, start_python
 
 def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2, **settings: Any) -> None:
     """A run that trains over `steps` and keeps every checkpoint."""
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=every, keep=10, **settings)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(run), every=every, keep=10, **settings)) as cp:
         cp.restore(default=0)
         for step in steps:
             if "optim" in state:
@@ -40,7 +40,7 @@ def save_increments(places: list[Path], steps: range, *, compression: str = "zst
         "tiny": torch.zeros(3),
     }
     tiers = [ckpt.Tier(str(p), every=1, keep=20, compression=compression, full_every=full_every) for p in places]
-    with ckpt.Checkpointer(state, [ckpt.Memory(), *tiers]) as cp:
+    with ckpt.Checkpointer(state, [*tiers]) as cp:
         cp.restore(default=0)
         for step in steps:
             state["master"][: 4 * step] *= 1 + 1e-6
@@ -48,7 +48,7 @@ def save_increments(places: list[Path], steps: range, *, compression: str = "zst
             state["noise"].copy_(torch.randn(64, 64, generator=draw))
             state["tiny"] += 1
             save = cp.save(step)
-            save.promoted(60.0)
+            save.wait_durable(60.0, tier="all")
 
 
 @pytest.fixture(scope="module")

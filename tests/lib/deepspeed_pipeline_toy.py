@@ -109,7 +109,7 @@ def kill(folder: str, cases: list[str]) -> None:
             job.train(step)
             save = cp.step()
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -137,7 +137,7 @@ def refuse(folder: str, cases: list[str]) -> None:
     for case in cases:
         try:
             Job(case, 2).attach(folder)
-        except ckpt.UsageError as error:
+        except ckpt.errors.UsageError as error:
             say(case=case, error=str(error))
 
 

@@ -142,7 +142,7 @@ class Job:
         return float(getattr(self.engine.optimizer, "loss_scale", 1) or 1) if self.dtype == "fp16" else 1.0
 
     def attach(self, run: str) -> Any:
-        tiers = [ckpt.Memory(), ckpt.Tier(run, every=3)]
+        tiers = [ckpt.Tier(run, every=3)]
         return ckpt.deepspeed.attach(self.engine, tiers, state={"rng": ckpt.RNG()})
 
 

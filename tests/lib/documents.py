@@ -12,7 +12,8 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import click
 from torch.distributed.run import get_args_parser
@@ -24,7 +25,12 @@ from processes import REPO
 
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 LANGUAGES = ("python", "console", "bash", "yaml", "text")  # text: a picture, or what something prints
-CALLED = {"cp": ckpt.Checkpointer, "save": ckpt.Save, "loader": ckpt.Loader, "weights": ckpt.Loaded}  # on all pages
+CALLED = {
+    "cp": ckpt.Checkpointer,
+    "save": ckpt.Save,
+    "loader": ckpt.Loader,
+    "weights": ckpt.types.Loaded,
+}  # on all pages
 SHELL = {".", "cd", "export", "git", "jq", "kill", "sh", "sleep"}  # that need no look
 FENCE = re.compile(r"^( *)```(.*)$")
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
@@ -137,6 +143,7 @@ def _returned(called: Any) -> Any:
     if inspect.isclass(called) or called is None:
         return called
     found = get_type_hints(called).get("return") if inspect.isroutine(called) else None
+    found = get_args(found)[0] if isinstance(found, UnionType) else found  # overloads: the first
     return found if inspect.isclass(found) and found.__module__.startswith("ckpt") else None
 
 

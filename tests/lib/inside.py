@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -54,7 +53,7 @@ from ckpt.core.format.table import PRESSED, Table, columns_of, merge
 from ckpt.core.ipc import channel, process
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.ipc.protocol import MOST_BYTES
-from ckpt.core.ipc.requests import Close, Lend
+from ckpt.core.ipc.requests import Leave, Lend
 from ckpt.core.ipc.watch_requests import Look
 from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import MARK, Acquire, Commit, RunState
@@ -69,11 +68,9 @@ from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.ownership import Ownership
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saver import Saver
-from ckpt.core.run.supervise import find_writer, held_snapshots, writer_client
-from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
-from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.next_arena import NextArena
-from ckpt.core.run.supervise.opening import RunOpener
+from ckpt.core.run.supervise import opening, writer_link
+from ckpt.core.run.supervise.memory import NextArena, SnapshotMemory
+from ckpt.core.run.supervise.opening import HeldSnapshots, RunOpener
 from ckpt.core.run.supervise.writes import KnownLayouts
 from ckpt.core.snapshot import device, snapshot, stage
 from ckpt.core.snapshot.device import PageLocks
@@ -512,7 +509,7 @@ def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
     """Return the retention rule of the only tier, parsed as `Checkpointer` parses its arguments."""
-    (tier,) = as_tiers(tiers, every)[1]
+    (tier,) = as_tiers(tiers, every=every)[1]
     return tier.keeping
 
 
@@ -559,12 +556,12 @@ def process_of(pid: int) -> Process:
     return process.Process.of(pid)
 
 
-MOST_RESTARTS_OF_WRITER = find_writer.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
+MOST_RESTARTS_OF_WRITER = opening.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
 
 
 def run_in_writers(patch: pytest.MonkeyPatch, code: str, *, instead: bool = False) -> None:
     """Make each writer that this process starts run a line of code first, or nothing else."""
-    patch.setattr(writer_client, "_BOOT", code if instead else f"{code}; {writer_client._BOOT}")
+    patch.setattr(writer_link, "_BOOT", code if instead else f"{code}; {writer_link._BOOT}")
 
 
 MEMORY_IS_SHORT = "import ckpt.core.writer.life as life; life.SHORT = 2.0"  # for `run_in_writers`
@@ -606,34 +603,33 @@ FOREVER = pytest.MonkeyPatch()  # for scripts in their own process, where nothin
 
 def wait_for_writers_for(answer_s: float, meet_s: float | None = None, patient_s: float | None = None) -> None:
     """Set how long this process waits for a writer to answer, for one that is not stopped, and for one to appear."""
-    for module in (find_writer, held_snapshots):
-        module.HELLO_S, module.PATIENT_S = answer_s, patient_s or answer_s  # type: ignore[attr-defined]
+    opening.HELLO_S, opening.PATIENT_S = answer_s, patient_s or answer_s
     if meet_s is not None:
-        find_writer.MEET_S = meet_s
+        opening.MEET_S = meet_s
 
 
 def wait_for_release_for(seconds: float) -> None:
     """Set how long this process waits for the writer of a fenced job to release its memory."""
-    find_writer.FREED_S = seconds
+    opening.FREED_S = seconds
 
 
 def stop_writer_after_its_first_answer() -> None:
     """Stop the writer that this process finds as soon as it has answered once, and never resume it."""
-    ask = writer_client.WriterClient.ask_patiently
+    ask = writer_link.WriterClient.ask_patiently
 
     def stopping(self: Any, *arguments: Any) -> Any:
         found = ask(self, *arguments)
         if found[0].alive:
             os.kill(found[0].pid, signal.SIGSTOP)
-            find_writer.DYING_S = 0.0
+            opening.DYING_S = 0.0
         return found
 
-    writer_client.WriterClient.ask_patiently = stopping  # type: ignore[method-assign]
+    writer_link.WriterClient.ask_patiently = stopping  # type: ignore[method-assign]
 
 
 def wake_no_writer() -> None:
     """Make this process not resume stopped writers."""
-    writer_client.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
+    writer_link.WriterClient._wake = lambda self: 0  # type: ignore[method-assign, assignment]
 
 
 def name_of_writer(run: str, rank: int = 0) -> str:
@@ -708,11 +704,11 @@ class LateWriter:
     """A writer without a trainer, left over from a failed start. It owns the name of the run until it leaves."""
 
     def __init__(self, run: str) -> None:
-        self._client = writer_client.WriterClient.spawn(name_of_writer(run))
+        self._client = writer_link.WriterClient.spawn(name_of_writer(run))
         self._client.greet(60.0, 60.0)
 
     def leave(self) -> None:
-        self._client.ask(Close())
+        self._client.ask(Leave())
         self._client.close()
 
 
@@ -781,35 +777,15 @@ def act_instead(patch: pytest.MonkeyPatch, moment: Moment, act: Callable[[], obj
 
 def kill_first_writer_before_it_opens() -> None:
     """Make this process kill its first writer when that writer is about to open the run."""
-    opening, tries = RunOpener.open, list[object]()
+    original, tries = RunOpener.open, list[object]()
 
     def killing(self: Any, client: Any, **more: Any) -> Any:
         tries.append(client)
         if len(tries) == 1:
             os.kill(client.pid, signal.SIGKILL)
-        return opening(self, client, **more)
+        return original(self, client, **more)
 
     RunOpener.open = killing  # type: ignore[method-assign]
-
-
-def die_before_next_writer_reads() -> None:
-    """Make this process stop its next writer for a while, send it all messages, and die before it has read them."""
-    first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
-
-    def early(self: Any, client: Any) -> None:
-        os.kill(client.pid, signal.SIGSTOP)
-        subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {client.pid}"])
-        first(self, client)
-
-    def late(self: Any, client: Any) -> None:
-        last(self, client)
-        while not client._outbox.empty():
-            time.sleep(0.001)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    KnownLayouts.on_new_writer = early  # type: ignore[method-assign]
-    SnapshotMemory.on_new_writer = late  # type: ignore[method-assign]
 
 
 def stop_before_sealing(step: int) -> None:

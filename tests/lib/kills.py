@@ -44,17 +44,17 @@ class NextWriter(logging.Handler):
 
 logging.getLogger("ckpt").addHandler(NextWriter())
 state, open_saves = toy.build(), []
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=2)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=every, keep=2)) as cp:
     os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
     start = cp.restore(default=0)
     tell("start", start)
     for step in range(start + 1, steps + 1):
         toy.train_step(state)
         save = cp.step(step)
-        save.staged(60)
+        save.wait_staged(60)
         tell("staged", step)
         open_saves += [save] if save.tiers else []
-        for save in [s for s in open_saves if s.status == "committed"]:
+        for save in [s for s in open_saves if s.status == "durable"]:
             tell("committed", save.step)
             open_saves.remove(save)
 tell("closed", steps)

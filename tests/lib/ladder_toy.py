@@ -107,12 +107,13 @@ def main() -> None:
         return
     triggers: Any = "auto"
     if options.get("exit_after"):
-        triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_hang(action="exit", min_s=options["exit_after"])]
-    tiers = [
-        ckpt.Memory(every=options.get("every", 1)),
-        ckpt.Tier(options["run"], every=options.get("durable", 1000)),
-    ]
-    with ckpt.Checkpointer(state, tiers, triggers=triggers) as cp:
+        triggers = [
+            ckpt.triggers.on_signal(),
+            ckpt.triggers.on_exception(),
+            ckpt.triggers.on_hang(action="exit", min_s=options["exit_after"]),
+        ]
+    tiers = [ckpt.Tier(options["run"], every=options.get("durable", 1000))]
+    with ckpt.Checkpointer(state, tiers, triggers=triggers, memory=ckpt.Memory(every=options.get("every", 1))) as cp:
         start = cp.restore(default=0)
         assert cp.last_restore is not None
         say("start", step=start, tier=cp.last_restore.tier, faults=[f.to_json() for f in cp.faults])

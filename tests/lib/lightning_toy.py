@@ -85,7 +85,7 @@ class Model(pl.LightningModule):
         if self.spec["kill"] == [what, count]:  # `staged()` covers only the share of its own rank
             save = self.trainer.callbacks[-1]._save
             if save is not None:
-                save.staged(60.0)
+                save.wait_staged(60.0)
         if self.spec["kill"] == [what, count]:
             if self.trainer.world_size > 1:
                 self.trainer.strategy.barrier()
@@ -130,7 +130,7 @@ def fit(**given: Any) -> dict[str, Any]:
     model = Model(spec)
     callbacks: list[Any] = []
     if spec["run"] is not None:
-        arguments = {"every": 5, "triggers": [ckpt.on_signal("SIGTERM")], **spec["callback"]}
+        arguments = {"every": 5, "triggers": [ckpt.triggers.on_signal("SIGTERM")], **spec["callback"]}
         callbacks.append(CheckpointCallback(spec["run"], **arguments))  # first, as users may put it
     callbacks += spec.get("more", [])
     if spec["patience"]:  # no improvement is large enough, so it counts

@@ -300,7 +300,7 @@ class Job:
         return [*(one for some, _ in every for one in some), *(f"{name} is nowhere" for name in sorted(missed))]
 
     def attach(self, run: str) -> ckpt.Checkpointer:
-        tiers = [ckpt.Memory(), ckpt.Tier(run, every=2)]
+        tiers = [ckpt.Tier(run, every=2)]
         return ckpt.megatron.attach(self.ddps, self.optimizer, tiers, state={"sched": self.schedule})
 
 
@@ -399,14 +399,14 @@ def refuse(folder: str, _: list[str]) -> None:
     with Job("tensor-fp32", (1, 1), vocabulary=VOCABULARY + 8).attach(f"{folder}/tensor-fp32") as cp:
         try:
             cp.restore()
-        except ckpt.MismatchError as error:
+        except ckpt.errors.MismatchError as error:
             say(case="vocabulary", error=str(error))
 
 
 def say_error(what: str, job: Job, *, chunks: Any = None, state: Any = None) -> None:
     try:
         ckpt.megatron.attach(chunks or job.ddps, job.optimizer, "nowhere", state=state)
-    except ckpt.UsageError as error:
+    except ckpt.errors.UsageError as error:
         say(case=what, error=str(error))
 
 

@@ -94,11 +94,11 @@ class Rank:
         self.report = (self.folder / "reports" / f"{job}.{dist.get_rank()}").open("a")
         self.state, self.step = build(), 0
         tiers = [
-            ckpt.Memory(replicas=replicas),
             ckpt.Tier(f"{folder}/{LOCAL}/run", local_every, keep=4),
             ckpt.Tier(f"{folder}/{SHARED}/run", shared_every, keep=4),
         ]
-        self.cp = ckpt.Checkpointer(self.state, tiers, on_error="warn", busy_timeout_s=busy_timeout_s)
+        options = ckpt.Options(on_error="warn", busy_timeout_s=busy_timeout_s)
+        self.cp = ckpt.Checkpointer(self.state, tiers, memory=ckpt.Memory(replicas=replicas), options=options)
 
     def say(self, what: str, **fields: Any) -> None:
         self.report.write(json.dumps({"what": what, **fields}) + "\n")
@@ -133,15 +133,15 @@ class Rank:
             self.step += 1
             save = self.cp.step(self.step)
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
             for tier in save.tiers if wait else ():
-                self.committed(save, tier)
+                self.wait_durable(save, tier)
             self.say("step", step=self.step, mine=mine(self.state), whole=whole(self.state))
 
     def committed(self, save: ckpt.Save, tier: str) -> None:
         started, error = time.monotonic(), None
         try:
-            save.committed(90, tier=tier)
+            save.wait_durable(90, tier=tier)
         except ckpt.CheckpointError as problem:
             error = f"{type(problem).__name__}: {problem}"
         seconds = time.monotonic() - started
@@ -153,7 +153,7 @@ class Rank:
         self.step += 1
         save = self.cp.save(self.step)
         for tier in save.tiers:
-            self.committed(save, tier)
+            self.wait_durable(save, tier)
 
     def do_pause(self, name: str) -> None:
         self.say("paused", name=name)

@@ -154,7 +154,7 @@ def gathered(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def save(mode: str, root: str, out: str, steps: int) -> dict[str, Any]:
     state = build(mode)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{mode}", every=2)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{mode}", every=2)) as cp:
         assert cp.restore(default=0) == 0
         for step in range(steps):
             train_step(mode, state, step)
@@ -172,7 +172,7 @@ def save(mode: str, root: str, out: str, steps: int) -> dict[str, Any]:
 def load(mode: str, root: str, out: str, steps: int) -> dict[str, Any]:
     state = build(mode)
     expected = torch.load(f"{out}/{mode}.pt", weights_only=True)
-    with ckpt.Checkpointer(state, [ckpt.Memory(every=1000), ckpt.Tier(f"{root}/{mode}", every=1000)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{mode}", every=1000), memory=ckpt.Memory(every=1000)) as cp:
         step = cp.restore()
         done = cp.last_restore
         assert done is not None

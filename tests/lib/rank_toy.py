@@ -185,8 +185,8 @@ def train(
     if salts is not None:
         inside.compare_no_replicas()
     toy, open_saves = Toy(), list[ckpt.Save]()
-    place: dict[str, Any] = {"tiers": [ckpt.Memory(), ckpt.Tier(run, every, 2)]} if run is not None else {}
-    place = place or {"name": "toy", "tiers": ckpt.Memory(linger_s=25)}
+    place: dict[str, Any] = {"tiers": [ckpt.Tier(run, every, 2)]} if run is not None else {}
+    place = place or {"memory": ckpt.Memory(linger_s=25), "options": ckpt.Options(name="toy")}
     with ckpt.Checkpointer(toy.state, **place) as cp:
         logging.getLogger("ckpt").addHandler(NextWriter((spares or {}).get(str(rank), [])))
         start = cp.restore(default=0)
@@ -198,11 +198,11 @@ def train(
             together()
             save = cp.step(step)
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
             say("staged", step=step)
             open_saves += [save] if save.tiers else []
             for save in [s for s in open_saves if step == start + wait_at or s.status != "staged"]:
-                save.committed(60)
+                save.wait_durable(60)
                 say("committed", step=save.step)
                 open_saves.remove(save)
     say("closed", step=step)
@@ -230,14 +230,14 @@ def failure(call: Callable[[], Any]) -> str:
 
 def checkpointer(toy: Toy, root: str, **settings: Any) -> ckpt.Checkpointer:
     every = settings.pop("every", 1)
-    return ckpt.Checkpointer(toy.state, [ckpt.Memory(), ckpt.Tier(root, every, 3)], **settings)
+    return ckpt.Checkpointer(toy.state, ckpt.Tier(root, every, 3), **settings)
 
 
 def go(toy: Toy, cp: ckpt.Checkpointer, step: int, salt: int = 0) -> ckpt.Save:
     toy.advance(step, salt)
     save = cp.step(step)
     assert save is not None
-    save.staged(60)
+    save.wait_staged(60)
     return save
 
 
@@ -248,7 +248,7 @@ def again(root: str, **settings: Any) -> dict[str, Any]:
     with checkpointer(toy, root, **settings) as cp:
         start = cp.restore(default=0)
         found = {"step": start, "wrong": toy.wrong(start) if start else [], **told(cp.last_restore)}
-        go(toy, cp, start + 1, salt=1).committed(60)
+        go(toy, cp, start + 1, salt=1).wait_durable(60)
     return found
 
 
@@ -268,9 +268,9 @@ def steps_of(root: str) -> Iterator[int]:
     yield from inside.steps_at(root)
 
 
-def impatient() -> dict[str, float]:
+def impatient() -> dict[str, Any]:
     inside.wait_for_ranks_for(0.5)
-    return {"agree_timeout_s": 0.8}
+    return {"options": ckpt.Options(agree_timeout_s=0.8)}
 
 
 @scenario
@@ -324,14 +324,14 @@ def other_cadence(root: str) -> dict[str, Any]:
 def other_step(root: str) -> dict[str, Any]:
     """Rank 1 has counted one step more."""
     toy, rank = Toy(), dist.get_rank()
-    with checkpointer(toy, root, on_error="warn", busy_timeout_s=2.0) as cp:
+    with checkpointer(toy, root, options=ckpt.Options(on_error="warn", busy_timeout_s=2.0)) as cp:
         cp.restore(default=0)
-        go(toy, cp, 3).committed(60)
+        go(toy, cp, 3).wait_durable(60)
         together()
         save = go(toy, cp, 4 + rank)
-        error = failure(lambda: save.committed(60))
+        error = failure(lambda: save.wait_durable(60))
         together()
-        go(toy, cp, 6).committed(60)
+        go(toy, cp, 6).wait_durable(60)
     return {"error": error, "again": again(root)}
 
 
@@ -341,20 +341,22 @@ def other_tensors(root: str, how: str) -> dict[str, Any]:
     rank = dist.get_rank()
     net = Tensors(first=torch.zeros(3), odd=torch.zeros(7, 3), wide=torch.zeros(40, 1024))
     kept = net.odd
-    with ckpt.Checkpointer({"net": nn.parallel.DistributedDataParallel(net)}, root, on_error="warn") as cp:
+    with ckpt.Checkpointer(
+        {"net": nn.parallel.DistributedDataParallel(net)}, root, options=ckpt.Options(on_error="warn")
+    ) as cp:
         cp.restore(default=0)
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
         together()
         if rank == 1 and how == "more":
             net.register_parameter("another", nn.Parameter(torch.zeros(5, 5)))
         elif rank == 1:
             net.odd = nn.Parameter(torch.zeros(7, 4))
         save = cp.save(2)
-        error = failure(lambda: save.committed(60))
+        error = failure(lambda: save.wait_durable(60))
         together()
         net._parameters.pop("another", None)
         net.odd = kept
-        cp.save(3).committed(60)
+        cp.save(3).wait_durable(60)
     return {"error": error, "steps": list(steps_of(root))}
 
 
@@ -362,9 +364,11 @@ def other_tensors(root: str, how: str) -> dict[str, Any]:
 def writer_stalls(root: str) -> dict[str, Any]:
     """The writer of rank 0 is stopped for a while, and then has many steps to write."""
     toy = Toy()
-    with ckpt.Checkpointer(toy.state, [ckpt.Memory(keep=8), ckpt.Tier(root, 1, 2)], on_error="warn") as cp:
+    with ckpt.Checkpointer(
+        toy.state, ckpt.Tier(root, 1, 2), memory=ckpt.Memory(keep=8), options=ckpt.Options(on_error="warn")
+    ) as cp:
         cp.restore(default=0)
-        go(toy, cp, 1).committed(60)
+        go(toy, cp, 1).wait_durable(60)
         together()
         writer = psutil.Process(cp.writer_pid)
         if dist.get_rank() == 0:
@@ -372,7 +376,7 @@ def writer_stalls(root: str) -> dict[str, Any]:
         saves = [go(toy, cp, step) for step in range(2, 9)]
         time.sleep(2.0)  # the writer of rank 1 has all its parts stored, and looks for a commit less and less often
         writer.resume()
-        errors = [failure(lambda save=save: save.committed(60)) for save in saves]  # type: ignore[misc]
+        errors = [failure(lambda save=save: save.wait_durable(60)) for save in saves]  # type: ignore[misc]
     return {"errors": errors, "again": again(root)}
 
 
@@ -383,7 +387,7 @@ def other_restore(root: str) -> dict[str, Any]:
     with checkpointer(toy, root, **impatient()) as cp:
         cp.restore(default=0)
         for step in (1, 2, 3):
-            go(toy, cp, step).committed(60)
+            go(toy, cp, step).wait_durable(60)
         together()
         error = failure(lambda: cp.restore(step=2 if rank == 1 else None))
         unchanged = toy.wrong(3)
@@ -424,7 +428,7 @@ def damaged(root: str) -> dict[str, Any]:
     toy, found = Toy(), {}
     with checkpointer(toy, root) as cp:
         cp.restore(default=0)
-        attempts = [go(toy, cp, step).committed(60).attempt for step in (1, 2)]
+        attempts = [go(toy, cp, step).wait_durable(60).attempt for step in (1, 2)]
     together()
     for number, (how, damage) in enumerate(DAMAGE.items()):
         copy = Path(f"{root}-{number}")
@@ -441,12 +445,12 @@ def disk_fails(root: str, victim: int, fail: str, steps: int) -> dict[str, Any]:
     """The disk of one rank's writer fails repeatedly, at the points in `fail`. Report the result of each step."""
     toy, errors = Toy(), []
     with armed(fail, on=victim):
-        cp = checkpointer(toy, root, on_error="warn")
+        cp = checkpointer(toy, root, options=ckpt.Options(on_error="warn"))
     with cp:
         cp.restore(default=0)
         for step in range(1, steps + 1):
             save = go(toy, cp, step)
-            errors.append(failure(lambda save=save: save.committed(60)))  # type: ignore[misc]
+            errors.append(failure(lambda save=save: save.wait_durable(60)))  # type: ignore[misc]
             together()
     return {"errors": errors, "again": again(root)}
 
@@ -463,9 +467,9 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
             with torch.no_grad():
                 wide.zero_()
 
-    with checkpointer(toy, root, on_error="warn") as cp:
+    with checkpointer(toy, root, options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)
-        go(toy, cp, 1).committed(60)
+        go(toy, cp, 1).wait_durable(60)
         together()
         if rank == 1 and at is None:
             inside.arm("trainer/stage.copied:eio")
@@ -474,10 +478,10 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
         toy.advance(2, 0)
         save = cp.step(2)
         assert save is not None
-        error = failure(lambda: save.committed(60))
+        error = failure(lambda: save.wait_durable(60))
         together()
         inside.disarm()
-        go(toy, cp, 3).committed(60)
+        go(toy, cp, 3).wait_durable(60)
     return {"error": error, "steps": list(steps_of(root)), "again": again(root)}
 
 
@@ -501,9 +505,9 @@ def disk_fills(root: str) -> dict[str, Any]:
     rank, errors = dist.get_rank(), list[str]()
     state = {"own": {"tensor": torch.zeros((6 if rank else 1) << 18)}}
     filler = Path(f"{root}-filler")
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(root, 1, 2)], on_error="warn") as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(root, 1, 2), options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
         together()
         if rank == 0:
             free = shutil.disk_usage(root).free
@@ -511,7 +515,7 @@ def disk_fills(root: str) -> dict[str, Any]:
                 os.posix_fallocate(file.fileno(), 0, free - (4 << 20))
         for step in range(2, 6):
             together()
-            errors.append(failure(lambda step=step: cp.save(step).committed(60)))  # type: ignore[misc]
+            errors.append(failure(lambda step=step: cp.save(step).wait_durable(60)))  # type: ignore[misc]
             together()
             if rank == 0 and step == 4:
                 filler.unlink()
@@ -543,7 +547,7 @@ def save_unlike(root: str) -> None:
     """Save states that do not fit later: a model for each rank, and a replicated one."""
     own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.ones(4, 5)))}
     for name, state in (("own", own), ("alike", alike)):
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1, 3)]) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{name}", 1, 3)) as cp:
             cp.restore(default=0)
             cp.step(1)
     say("saved")
@@ -556,7 +560,7 @@ def cannot_hold(root: str) -> dict[str, Any]:
     own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.zeros(4, 6)))}
     for name, state in (("own", own), ("alike", alike)):
         before = [t.detach().clone() for t in state["net"].state_dict().values()]
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1, 3)]) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{name}", 1, 3)) as cp:
             found[name] = failure(cp.restore)
         after = state["net"].state_dict().values()
         found[f"{name} unchanged"] = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -47,7 +47,7 @@ def train(asked: dict[str, Any]) -> None:
             optim.step()
             save = cp.step(step + 1)
             if step + 1 == asked["kill_at"] and not start and save is not None:
-                save.staged(60.0)
+                save.wait_staged(60.0)
                 torch.distributed.barrier()  # so that all have it
                 if rank == 0:
                     os.kill(os.getpid(), 9)

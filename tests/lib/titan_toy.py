@@ -252,7 +252,7 @@ def four(folder: str) -> None:
     trainer = build(config(f"{folder}/ours", ours(load_only=True), STEPS + 1))
     try:
         trainer.checkpointer.load()
-    except ckpt.UsageError as error:
+    except ckpt.errors.UsageError as error:
         say(case="refused", error=str(error))
     trainer.close()
     train("tensor parallel", config(f"{folder}/ours", ours(), STEPS + 2, tp=2))

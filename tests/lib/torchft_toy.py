@@ -95,7 +95,7 @@ class Group:
             save = self.cp.step(now)
             self.say(step=now, groups=groups)
             if self.number and now == kill_at and not up.exists():
-                save.staged(60.0)
+                save.wait_staged(60.0)
                 self.leave("killed")
                 os.kill(os.getpid(), 9)
             together += now > kill_at and groups == 2

@@ -83,7 +83,7 @@ def main() -> None:
     kill_at = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     every = int(sys.argv[4]) if len(sys.argv) > 4 else 10
     state = build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=3)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run, every=every, keep=3)) as cp:
         start = cp.restore(default=0)
         restored = cp.last_restore
         for step in range(start, steps):
@@ -91,9 +91,9 @@ def main() -> None:
             save = cp.step(step + 1)
             if step + 1 == kill_at:
                 assert save is not None
-                save.staged(30.0)
+                save.wait_staged(30.0)
                 if save.tiers:
-                    save.committed(30.0)
+                    save.wait_durable(30.0)
                 os.kill(os.getpid(), signal.SIGKILL)
     assert restored is not None
     print(json.dumps({"start": start, "tier": restored.tier, "verified": restored.verified, "digest": digest(state)}))

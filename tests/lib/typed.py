@@ -13,15 +13,17 @@ import ckpt
 
 
 def right(model: nn.Module, state: dict[str, Any]) -> None:
-    tiers = [ckpt.Memory(every="auto"), ckpt.Tier("s3://b/r", every=100, keep=ckpt.Keep(last=3, every=1000))]
-    with ckpt.Checkpointer(state, tiers, every=ckpt.Auto(budget=0.02), metrics=9400) as cp:
+    tiers = [ckpt.Tier("s3://b/r", every=100, keep=ckpt.Keep(last=3, every=1000))]
+    with ckpt.Checkpointer(
+        state, tiers, every=ckpt.Auto(budget=0.02), options=ckpt.Options(metrics=9400), memory=ckpt.Memory(every="auto")
+    ) as cp:
         assert_type(cp.restore(default=0), int)
         assert_type(cp.restore(), int)
         assert_type(cp.restore(default=None), int | None)
         assert_type(cp.step(1), ckpt.Save | None)
         save = cp.save(2)
         assert_type(save, ckpt.Save)
-        assert_type(save.committed(5.0), ckpt.Checkpoint)
+        assert_type(save.wait_durable(5.0), ckpt.types.Checkpoint)
         assert_type(cp.last_restore, ckpt.Restored | None)
     ckpt.Checkpointer(state, "runs/a", every=50, keep=10)
     ckpt.Checkpointer(state, "runs/a", every="10min", keep="all")
@@ -34,7 +36,7 @@ def right(model: nn.Module, state: dict[str, Any]) -> None:
     ckpt.transformers.CheckpointCallback("runs/a", every="auto", strict=False)
     try:
         pass
-    except ckpt.MismatchError as error:
+    except ckpt.errors.MismatchError as error:
         assert isinstance(error, ckpt.CheckpointError)
 
 
@@ -42,7 +44,7 @@ def wrong(state: dict[str, Any]) -> None:
     cp = ckpt.Checkpointer([state])  # type: ignore[arg-type]
     cp.step("1")  # type: ignore[arg-type]
     cp.sav()  # type: ignore[attr-defined]
-    ckpt.Checkpointer(state, "runs/a", on_bussy="wait")  # type: ignore[call-arg]
+    ckpt.Options(on_bussy="wait")  # type: ignore[call-arg]
     ckpt.Tier("runs/a", every=object())  # type: ignore[arg-type]
     ckpt.no_such_name()  # type: ignore[attr-defined]
     cp.restore(default=0).upper()  # type: ignore[attr-defined]

@@ -211,7 +211,7 @@ def on_ranks(run: str) -> dict[str, Any]:
             for step in range(cp.restore(default=0) + 1, 4):
                 train_sharded(state, step)
                 cp.step(step)
-    except ckpt.MismatchError as error:
+    except ckpt.errors.MismatchError as error:
         return {"refused": str(error)}
     with ckpt.Checkpointer(twin, run) as cp:
         step, there = cp.restore(), shares(twin) == shares(state)

@@ -164,7 +164,7 @@ def test_path_exists_as_soon_as_the_save_returns(place: str, monkeypatch: pytest
 
 def test_save_that_cannot_be_stored_leaves_no_path(tmp_path: Path) -> None:
     """An error of the state comes before the folder is created."""
-    with pytest.raises(ckpt.StateError, match=r"hyper_parameters\.config"):
+    with pytest.raises(ckpt.errors.StateError, match=r"hyper_parameters\.config"):
         fit(str(tmp_path), ModelCheckpoint(tmp_path / "files"), model=Model(object()))
     assert not list((tmp_path / "files").glob("*.ckpt"))
 
@@ -172,7 +172,7 @@ def test_save_that_cannot_be_stored_leaves_no_path(tmp_path: Path) -> None:
 def test_folder_of_others_is_refused_before_save_returns(tmp_path: Path) -> None:
     class Saves(Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            with pytest.raises(ckpt.FormatError, match="not a run"):
+            with pytest.raises(ckpt.errors.FormatError, match="not a run"):
                 trainer.save_checkpoint(tmp_path / "theirs")
 
     (tmp_path / "theirs").mkdir()
@@ -196,7 +196,7 @@ def test_missing_ckpt_path_is_a_file_not_found_error(place: str, begun: bool) ->
 
 def test_ckpt_path_of_another_kind_is_no_missing_file(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ckpt.FormatError, match="no run"):
+    with pytest.raises(ckpt.errors.FormatError, match="no run"):
         CheckpointIO().load_checkpoint(tmp_path)
 
 

@@ -33,7 +33,7 @@ with ckpt.Checkpointer({"model": model, "optim": optim, "rng": ckpt.RNG()}, run,
         optim.step()
         save = cp.step(step + 1)
         if step + 1 == kill_at:
-            save.staged(60.0)
+            save.wait_staged(60.0)
             os.kill(os.getpid(), 9)
 weights = b"".join(p.detach().numpy().tobytes() for p in plain.parameters())
 print("started at", start, "ended with", hashlib.sha256(weights).hexdigest())

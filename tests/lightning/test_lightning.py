@@ -173,7 +173,7 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     """The best by a logged metric stay, older ones go; also when the training was interrupted in between, in a
     validation too, which is then done once more, and not its step's checkpoint. The weights are those of that step."""
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    places = [ckpt.Memory(), ckpt.Tier(run, every=1, keep=7)]  # of steps of milliseconds: time to mark one of them
+    places = [ckpt.Tier(run, every=1, keep=7)]  # of steps of milliseconds: time to mark one of them
     spec = {"run": places, "out": out, "epochs": 5, "callback": {"every": None, "monitor": "val_loss", "top_k": 2}}
     interrupted(["raise batch", 26], **spec)
     interrupted(["raise val", 2], **spec)  # the first of them belongs to step 32
@@ -187,7 +187,7 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
         assert ckpt.load(run, step=step).step == step
     again = [one.step for one in ckpt.Run(run).list()]
     assert steps[0] == 32 and len(set(steps)) == len(steps) and len(set(again)) == len(again)
-    with pytest.raises(ckpt.NoCheckpointError):
+    with pytest.raises(ckpt.errors.NoCheckpointError):
         ckpt.load(run, step=min(scores, key=lambda step: -scores[step]))
     model = toy.Model(toy.DEFAULTS)
     model.load_state_dict(found.best_model.all())
@@ -204,7 +204,7 @@ def test_best_model_can_be_read_while_fit_runs(tmp_path: Path) -> None:
             if (best := ours.best_step) is not None:
                 seen[best] = len(ours.best_model.all())
 
-    places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1000, max_mib_s=0.1)]
+    places = [ckpt.Tier(str(tmp_path / "run"), every=1000, max_mib_s=0.1)]
     model = toy.fit(run=places, callback={"every": None, "monitor": "val_loss"}, more=[Reads()])["model"]
     assert seen == {8: len(model.state_dict()), 16: len(model.state_dict())}
 
@@ -214,7 +214,7 @@ def test_the_best_by_value() -> None:
     best = Best("acc", "max", 2)
     assert best.add(1.0, 1) and best.add(1.0, 2) and not best.add(1.0, 3) and not best.add(float("nan"), 4)
     assert best.add(2.0, 5) and best.scores == [(2.0, 5), (1.0, 1)] and best.add(3.0, 5) and len(best.scores) == 2
-    with pytest.raises(ckpt.UsageError, match="mode"):
+    with pytest.raises(ckpt.errors.UsageError, match="mode"):
         Best("acc", "largest")
 
 
@@ -398,27 +398,27 @@ def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
     """Two callbacks, another model, another beginning, misspelt words: an error that says what to do, once, and shows
     none of our frames."""
     run = str(tmp_path / "run")
-    with pytest.raises(ckpt.UsageError, match="two CheckpointCallbacks"):
+    with pytest.raises(ckpt.errors.UsageError, match="two CheckpointCallbacks"):
         toy.fit(run=run, more=[CheckpointCallback(run)])
     interrupted(["raise batch", 9], run=run)
-    with pytest.raises(ckpt.MismatchError, match=r"model\.net\.0\.weight"):
+    with pytest.raises(ckpt.errors.MismatchError, match=r"model\.net\.0\.weight"):
         toy.fit(run=run, width=32)
     found = toy.fit(run=str(tmp_path / "copy"), epochs=1, more=[])
     found["trainer"].save_checkpoint(tmp_path / "other.ckpt")
-    with pytest.raises(ckpt.UsageError, match="began without ckpt_path") as caught:
+    with pytest.raises(ckpt.errors.UsageError, match="began without ckpt_path") as caught:
         toy.fit(run=run, ckpt_path=str(tmp_path / "other.ckpt"))
     frames = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames[-1].endswith("trainer.py") and frames[-2] == toy.__file__ and "began without" not in caplog.text
-    with pytest.raises(ckpt.MismatchError, match=r"model\.more\.0\.weight"):
+    with pytest.raises(ckpt.errors.MismatchError, match=r"model\.more\.0\.weight"):
         toy.fit(run=run, extra=1)
     assert toy.fit(run=run, extra=1, callback={"strict": False})["steps"] == 24
     for word, hint in (("on_bussy", "on_busy="), ("save_top_k", "top_k="), ("every_n_train_steps", "every=")):
-        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
+        with pytest.raises(ckpt.errors.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
             CheckpointCallback(run, **{word: 1})
-    with pytest.raises(ckpt.UsageError, match=r"unknown keyword dirpath=: did you mean the first argument"):
+    with pytest.raises(ckpt.errors.UsageError, match=r"unknown keyword dirpath=: did you mean the first argument"):
         CheckpointCallback(dirpath=run)
-    with pytest.raises(ckpt.UsageError, match="given as strings"):
-        CheckpointCallback([ckpt.Tier(run)], every=5)
+    with pytest.raises(ckpt.errors.UsageError, match="given as strings"):
+        CheckpointCallback([ckpt.Tier(run)], every=5, memory=None)
 
 
 class Forgetful(pl.Callback):
@@ -497,14 +497,14 @@ def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
         raw = bytearray(pack.read_bytes())
         raw[-1] ^= 1
         pack.write_bytes(raw)
-    with pytest.raises(ckpt.CorruptError):
+    with pytest.raises(ckpt.errors.CorruptError):
         CheckpointIO().load_checkpoint(folder / "last.ckpt")
     CheckpointIO().remove_checkpoint(saver.best_model_path)
     assert not Path(saver.best_model_path).exists()
-    with pytest.raises(ckpt.StateError, match=r"callbacks\.Odd\.deep\.0"):
+    with pytest.raises(ckpt.errors.StateError, match=r"callbacks\.Odd\.deep\.0"):
         toy.fit(epochs=1, more=[Odd(), ModelCheckpoint(folder / "odd")], limits=limits)
     assert isinstance(CheckpointIO(), pl.plugins.io.CheckpointIO) and isinstance(CheckpointCallback("x"), Callback)
-    with pytest.raises(ckpt.UsageError, match="not an everystep checkpoint"):
+    with pytest.raises(ckpt.errors.UsageError, match="not an everystep checkpoint"):
         CheckpointIO().remove_checkpoint(tmp_path)
 
 

@@ -120,7 +120,7 @@ def test_what_is_no_run_of_lightning_is_refused_in_one_line(tmp_path: Path, caps
     for name, state in (("plain", {"model": nn.Linear(2, 2)}), ("hf", hugging_face)):
         run, file = str(tmp_path / name), str(tmp_path / f"{name}.ckpt")
         with ckpt.Checkpointer(state, run) as cp:
-            cp.save(1).committed()
+            cp.save(1).wait_durable()
         capsys.readouterr()
         assert app.main(["restore", run, "--to", file]) == 2
         said = capsys.readouterr().err
@@ -129,7 +129,7 @@ def test_what_is_no_run_of_lightning_is_refused_in_one_line(tmp_path: Path, caps
         assert app.main(["restore", run, "--to", file, "--format", "torch"]) == 0
         assert torch.load(file, weights_only=True)["model"]["weight"].shape == (2, 2)
     trained(tmp_path, 1, CheckpointCallback(str(tmp_path / "run"), every=1))
-    with pytest.raises(ckpt.UsageError, match="omit --only"):
+    with pytest.raises(ckpt.errors.UsageError, match="omit --only"):
         ckpt.Run(str(tmp_path / "run")).export(tmp_path / "some.ckpt", only=["model.*"])
     capsys.readouterr()
     assert app.main(["restore", str(tmp_path / "run"), "--to", str(tmp_path / "whole.ckpt")]) == 0

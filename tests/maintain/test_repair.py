@@ -459,17 +459,17 @@ def test_a_job_that_trains_there_goes_on(tmp_path: Path, call: Call) -> None:
     """A base is repaired under it: its next checkpoints build on that, and all are sound."""
     run = tmp_path / "run"
     state = {"frozen": torch.randn(400, 256), "x": torch.zeros(2000)}
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=1, keep=20)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(run), every=1, keep=20)) as cp:
         cp.restore(default=0)
         for step in (1, 2, 3):
             state["x"] += 1
-            cp.save(step).committed(60.0)
+            cp.save(step).wait_durable(60.0)
         sound = Path(shutil.copytree(run, tmp_path / "sound"))
         hurt(run, 2, "frozen")
         assert call("repair", run, "--from", sound, "--yes").code == 0
         for step in (4, 5):
             state["x"] += 1
-            cp.save(step).committed(60.0)
+            cp.save(step).wait_durable(60.0)
     assert call("verify", run, "--all").code == 0
     assert [row["full"] for row in call("ls", run, "--json").json["checkpoints"]] == [False, False, False, True, True]
 

@@ -427,7 +427,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder))
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(folder / "run"), every=2, keep=9)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(folder / "run"), every=2, keep=9)) as cp:
         cp.restore(default=0)
         for step in range(1, 7):
             toy.train_step(state)
@@ -497,7 +497,7 @@ def test_a_training_goes_on_in_a_copy(trained: Path, tmp_path: Path, call: Call)
     there = tmp_path / "there"
     call("copy", trained, there, "--yes")
     state = toy.build(seed=1)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(there), every=2)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(there), every=2)) as cp:
         assert cp.restore() == 6
         for step in range(7, 9):
             toy.train_step(state)
@@ -682,7 +682,7 @@ def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words:
 
 def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
     """The note goes into the log; said twice it is one record; a step that is not there is refused."""
-    assert call("keep", f"{run}@2", "--note", "good", "--yes", "--json").json["done"] == {"kept": True}
+    assert call("pin", f"{run}@2", "--note", "good", "--yes", "--json").json["done"] == {"pinned": True}
     assert [a.step for a in state_of(run).kept] == [2] and "good" in state_of(run).kept.values()
     records = len(list((run / "log").iterdir()))
     assert call("keep", f"{run}@2", "--note", "good", "--yes").code == 0
@@ -717,7 +717,7 @@ LIVE = """
 import json, os, sys, time, ckpt, toy
 run, enough = sys.argv[1:]
 state, step = toy.build(), 0
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=5)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=5)) as cp:
     cp.restore(default=0)
     while step % 5 or not os.path.exists(enough):
         toy.train_step(state)
@@ -760,11 +760,11 @@ def test_negative_control_a_job_that_is_hurt_is_seen(run: Path, tmp_path: Path, 
     """A copy that takes the run over while a job trains there fences it for good."""
     make(run, 7, 8)
     there, state = tmp_path / "there", toy.build()
-    with pytest.raises(FencedError), ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(there), every=1)]) as cp:
+    with pytest.raises(FencedError), ckpt.Checkpointer(state, ckpt.Tier(str(there), every=1)) as cp:
         cp.restore(default=0)
         assert call("copy", run, there, "--take-over", "--yes").code == 0
         toy.train_step(state)
-        cp.save(1).committed(30.0)
+        cp.save(1).wait_durable(30.0)
     assert steps(there)[0] == 8
 
 

@@ -125,5 +125,5 @@ def test_what_only_megatron_can_put_together_is_refused(folder: Path, tmp_path: 
     assert (
         "has Megatron's format 'zarr', not torch_dist" in spawn("import", tmp_path / "zarr", tmp_path / "other").stderr
     )
-    refused = spawn("restore", tmp_path / "run", "--to", tmp_path / "out", "--format", "torch_dist")
+    refused = spawn("export", tmp_path / "run", "--to", tmp_path / "out", "--format", "torch_dist")
     assert "this is not a run of ckpt.megatron" in refused.stderr

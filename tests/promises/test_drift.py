@@ -91,10 +91,12 @@ def save() -> None:
     rank, folder = dist.get_rank(), Path(sys.argv[1])
     for kind in sys.argv[2:]:
         state, errors = build(kind), list[str]()
-        tiers = [ckpt.Memory(linger_s=0), ckpt.Tier(folder / kind, every=1000)]
+        tiers = [ckpt.Tier(folder / kind, every=1000)]
         saved = {key: one for key, one in state.items() if key != "optim" or kind != "no optimizer"}
-        with ckpt.Checkpointer(saved, tiers, on_error="warn") as cp:
-            cp.save(1).committed(60)
+        with ckpt.Checkpointer(
+            saved, tiers, options=ckpt.Options(on_error="warn"), memory=ckpt.Memory(linger_s=0)
+        ) as cp:
+            cp.save(1).wait_durable(60)
             for number in (2, 4):
                 train(state["optim"])
                 if number == 2:
@@ -102,9 +104,9 @@ def save() -> None:
                 if kind == "late":
                     cp.step(number)  # so it is in memory before a save to a tier is requested
                 try:
-                    cp.save(number).committed(60)
+                    cp.save(number).wait_durable(60)
                     errors.append("")
-                except ckpt.SaveError as error:
+                except ckpt.errors.SaveError as error:
                     errors.append(str(error))
                     until(lambda cp=cp: inside.differing_replicas(cp))
                 dist.barrier()
@@ -113,7 +115,7 @@ def save() -> None:
         if kind != "hsdp":
             fresh = build(kind)
             wanted = {key: one for key, one in fresh.items() if key in saved}
-            with ckpt.Checkpointer(wanted, [ckpt.Tier(folder / kind)]) as cp:
+            with ckpt.Checkpointer(wanted, [ckpt.Tier(folder / kind)], memory=None) as cp:
                 step = cp.restore()
             own = drifting(fresh, kind).double().sum().item()
             print(json.dumps({"mode": f"{kind} restored", "step": step, "own": own}), flush=True)
@@ -177,5 +179,5 @@ def test_drifted_weights_are_refused_on_another_number_of_ranks(job: Any, tmp_pa
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200), nn.Linear(200, 3))
     with ckpt.Checkpointer({"model": net, "optim": torch.optim.AdamW(net.parameters())}, folder / "one element") as cp:
-        with pytest.raises(ckpt.MismatchError, match=r"model\.0\.weight has different values on ranks 0, 1"):
+        with pytest.raises(ckpt.errors.MismatchError, match=r"model\.0\.weight has different values on ranks 0, 1"):
             cp.restore()

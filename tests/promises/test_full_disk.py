@@ -345,14 +345,14 @@ def test_training_goes_on_while_the_disk_is_full(small: Volume) -> None:
         assert save is not None
         return save
 
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(url, every=1, keep=2)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(url, every=1, keep=2)) as cp:
         cp.restore(default=0)
-        step().committed(60)
+        step().wait_durable(60)
         filler = fill(small)
         with pytest.raises(SaveError, match=r"step 2 was not written .* no space left.*elsewhere on that disk"):
             save = step()
-            assert save.staged(60).step == 2
-            save.committed(60)
+            assert save.wait_staged(60).step == 2
+            save.wait_durable(60)
         with pytest.raises(SaveError, match=r"step 3 was not written .* no space left") as again:
             for _ in range(10):  # the first call after the failure raises, be it the same one
                 step()
@@ -365,7 +365,7 @@ def test_training_goes_on_while_the_disk_is_full(small: Volume) -> None:
         filler.unlink()
         with contextlib.suppress(SaveError):  # of the last save on the full disk
             step()
-        last = step().committed(60).step
+        last = step().wait_durable(60).step
         kept = {name: t.clone() for name, t in state["model"].state_dict().items()}  # type: ignore[attr-defined]
     again = build()
     with ckpt.Checkpointer(again, url) as cp:
@@ -380,7 +380,7 @@ def test_a_job_starts_and_restores_on_a_full_disk(small: Volume) -> None:
     with ckpt.Checkpointer(state, url) as cp:
         cp.restore(default=0)
         train(state)
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
     fill(small)
     again = build()
     with ckpt.Checkpointer(again, url) as cp:

@@ -32,8 +32,9 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
     """A Checkpointer in memory only, closed at the end whatever became of it."""
     with contextlib.ExitStack() as stack:
 
-        def open_run(state: State, **settings: Any) -> ckpt.Checkpointer:
-            cp = ckpt.Checkpointer(state, name="gpu", **settings)
+        def open_run(state: State, *, every: int = 1, **settings: Any) -> ckpt.Checkpointer:
+            options = ckpt.Options(name="gpu", **settings)
+            cp = ckpt.Checkpointer(state, memory=ckpt.Memory(every=every), options=options)
             stack.callback(close, cp)
             cp.restore(default=0)
             memory_ready(cp)
@@ -72,7 +73,7 @@ def spins(monkeypatch: pytest.MonkeyPatch) -> Spins:
 def ready(cp: ckpt.Checkpointer, run: Run) -> Any:
     """One step saved, so that memory is there, and another one done; the boundary behind it."""
     run.move(run.state, 1)
-    cp.save(1).staged(60.0)
+    cp.save(1).wait_staged(60.0)
     run.move(run.state, 2)
     return freeze(run.state)
 
@@ -133,7 +134,7 @@ def test_the_copy_begins_after_the_kernels_of_the_step(open_run: Any) -> None:
         updated = torch.cuda.current_stream().record_event()
         save = cp.step(step)
         assert not updated.query(), "the update had ended: this shows nothing"
-        save.staged(60.0)
+        save.wait_staged(60.0)
         after = freeze(run.state)
         assert differences(read_back(cp, step, run.twin), after) == []
         assert differences(after, before)
@@ -152,7 +153,7 @@ def test_negative_control_a_copy_that_does_not_wait_reads_the_past(
     torch.cuda._sleep(LONG)
     run.move(run.state, 3)
     updated = torch.cuda.current_stream().record_event()
-    cp.step(3).staged(60.0)
+    cp.step(3).wait_staged(60.0)
     assert not updated.query(), "the copy waited all the same"
     torch.cuda.synchronize()
     snapshot = read_back(cp, 3, run.twin)
@@ -169,7 +170,7 @@ def test_updates_wait_for_the_copy_and_the_host_does_not(open_run: Any, spins: S
     save = cp.step(2)
     run.move(run.state, 3)
     assert eventually(lambda: spins.under_way), "the host has waited for the copy"
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert differences(freeze(run.state), boundary)
 
@@ -187,7 +188,7 @@ def test_negative_control_an_update_that_does_not_wait_is_in_the_snapshot(
     save = cp.step(2)
     run.move(run.state, 3)
     assert eventually(lambda: spins.under_way)
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary)
 
 
@@ -230,7 +231,7 @@ def test_the_host_runs_ahead_of_the_device_by_more_than_a_step(open_run: Any) ->
     saves.append(cp.step(3))
     assert not behind.query(), "step() has waited for the copy before"
     for save in saves:
-        save.staged(60.0)
+        save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert differences(read_back(cp, 3, run.twin), freeze(run.state)) == []
 
@@ -268,7 +269,7 @@ def test_buffers_may_be_overwritten_at_once(
     run.state["model"].mean.fill_(-1.0)
     run.state["mine"]["t"].data.fill_(-1.0)
     assert not spins.ends or spins.under_way, "step() has waited for the copy"
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert spins.ends, "nothing was held up"
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert run.state["model"].mean[0, 0].item() == -1.0
@@ -288,7 +289,7 @@ def test_negative_control_buffers_are_overwritten_if_the_stream_does_not_wait(
     run.state["model"].mean.fill_(-1.0)
     run.state["mine"]["t"].data.fill_(-1.0)
     assert eventually(lambda: spins.under_way)
-    save.staged(60.0)
+    save.wait_staged(60.0)
     found = "".join(differences(read_back(cp, 2, run.twin), boundary))
     assert "mean" in found and "mine" in found
 
@@ -306,7 +307,7 @@ def test_negative_control_buffers_are_overwritten_if_they_are_not_cloned(
     run.state["model"].mean.fill_(-1.0)
     run.state["mine"]["t"].data.fill_(-1.0)
     assert eventually(lambda: spins.under_way)
-    save.staged(60.0)
+    save.wait_staged(60.0)
     found = "".join(differences(read_back(cp, 2, run.twin), boundary))
     assert "mean" in found and "mine" in found
 
@@ -368,7 +369,7 @@ def test_every_stream_that_updates_waits(open_run: Any, spins: Spins) -> None:
     cp = open_run(run.state)
     run.move(run.state, 1)
     torch.cuda.synchronize()
-    cp.save(1).staged(60.0)
+    cp.save(1).wait_staged(60.0)
     run.move(run.state, 2)
     torch.cuda.synchronize()
     boundary = freeze(run.state)
@@ -376,7 +377,7 @@ def test_every_stream_that_updates_waits(open_run: Any, spins: Spins) -> None:
     save = cp.step(2)
     run.move(run.state, 3)
     assert eventually(lambda: spins.under_way)
-    save.staged(60.0)
+    save.wait_staged(60.0)
     torch.cuda.synchronize()
     assert differences(read_back(cp, 2, run.twin), boundary) == []
 
@@ -393,7 +394,7 @@ def test_memory_that_is_freed_long_before_it_is_copied_is_not_reused(open_run: A
     run.state["optim"].state.clear()
     filled = [torch.full((LARGE, LARGE), 9.0, device="cuda") for _ in range(4)]
     assert eventually(lambda: spins.under_way)
-    save.staged(60.0)
+    save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     del filled
 
@@ -422,7 +423,7 @@ def test_a_refusal_to_lock_memory_does_not_come_up_later(
     twin: State = {"turned": torch.zeros(LARGE, 64, device="cuda").t(), "plain": torch.zeros(9, device="cuda")}
     cp = open_run(state)
     try:
-        cp.save(1).staged(60.0)
+        cp.save(1).wait_staged(60.0)
         assert eventually(lambda: "could not be page-locked" in caplog.text)
         assert differences(read_back(cp, 1, twin), freeze(state)) == []
     finally:
@@ -454,12 +455,12 @@ from processes import eventually
 torch.cuda.set_device(1)
 model = nn.Linear(512, 512, device="cuda")
 optim = torch.optim.AdamW(model.parameters(), fused=True)
-with ckpt.Checkpointer({"model": model, "optim": optim}, name="second") as cp:
+with ckpt.Checkpointer({"model": model, "optim": optim}, options=ckpt.Options(name="second")) as cp:
     cp.restore(default=0)
     for step in range(1, 4):
         model(torch.ones(2, 512, device="cuda")).sum().backward()
         optim.step()
-        cp.save(step).staged(60.0)
+        cp.save(step).wait_staged(60.0)
     slots = [torch.frombuffer(slot, dtype=torch.uint8) for slot in inside.slots_of(cp)[:2]]
     assert eventually(lambda: all(slot.is_pinned() for slot in slots))
     del slots
@@ -481,7 +482,7 @@ def test_arenas_are_page_locked(open_run: Any) -> None:
     cp = open_run(run.state)
     run.move(run.state, 1)
     save = cp.save(1)
-    save.staged(60.0)
+    save.wait_staged(60.0)
     slots = [torch.frombuffer(slot, dtype=torch.uint8) for slot in inside.slots_of(cp)]
     assert eventually(lambda: all(slot.is_pinned() and slot[-1:].is_pinned() for slot in slots))
     slots.clear()
@@ -515,7 +516,7 @@ def test_states_on_both_sides(open_run: Any) -> None:
         move(run.state, step)
         boundary = freeze(run.state)
         save = cp.save(step)
-        save.staged(60.0)
+        save.wait_staged(60.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
     assert offloaded(run.twin) == {"cpu"}
     assert run.twin["mine"]["device"].is_cuda and not run.twin["mine"]["host"].is_cuda
@@ -563,7 +564,7 @@ def test_an_optimizer_inside_a_graph_is_copied_eagerly_and_exactly(open_run: Any
         boundary = freeze(state)
         save = cp.save(step)
         graph.replay()
-        save.staged(60.0)
+        save.wait_staged(60.0)
         assert differences(read_back(cp, step, twin), boundary) == []
     pointers = [t.data_ptr() for values in optim.state.values() for t in values.values()]
     rate = optim.param_groups[0]["lr"]
@@ -578,7 +579,7 @@ def test_saving_while_a_graph_is_captured_elsewhere(open_run: Any) -> None:
     run = adamw(fused=True)
     run.move(run.state, 1)
     cp = open_run(run.state)
-    cp.save(1).staged(60.0)
+    cp.save(1).wait_staged(60.0)
     x, graph, outcome = torch.ones(64, 64, device="cuda"), torch.cuda.CUDAGraph(), list[Any]()
     x @ x  # cuBLAS cannot begin inside a capture
     run.move(run.state, 2)
@@ -586,7 +587,7 @@ def test_saving_while_a_graph_is_captured_elsewhere(open_run: Any) -> None:
     save = cp.step(2)
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         y = x @ x
-    worker = threading.Thread(target=lambda: outcome.append(save.staged(60.0)))
+    worker = threading.Thread(target=lambda: outcome.append(save.wait_staged(60.0)))
     worker.start()
     worker.join(60.0)
     graph.replay()

@@ -230,13 +230,13 @@ def test_a_checkpointer_passes_over_a_forged_checkpoint(genuine: Run, tmp_path: 
     """`restore()` returns the older step with the reason, and training continues."""
     folder = put(forge(genuine, part=UNCLOSED), tmp_path / "run")
     live = state(1)
-    with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(folder, every=1)]) as cp:
+    with ckpt.Checkpointer(live, ckpt.Tier(folder, every=1)) as cp:
         assert cp.restore() == 10
         assert cp.last_restore is not None and [s.step for s in cp.last_restore.skipped] == [20]
         assert same(live, state(10))
         live["model"](torch.ones(3)).sum().backward()
         live["optim"].step()
-        cp.save(21).committed(60)
+        cp.save(21).wait_durable(60)
     assert ckpt.load(folder).step == 21
 
 
@@ -298,11 +298,11 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
 def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run_dir: str) -> None:
     """Garbage on the writer's socket, from the same user: the same writer continues, and all saves succeed."""
     live = toy.build()
-    with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(live, ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
         toy.train_step(live)
         first = cp.save(1)
-        first.committed(60)
+        first.wait_durable(60)
         before = [process.pid for process in writers(own_sockets)]
         address = inside.addresses_of(inside.name_of_writer_in(run_dir))[0]
         open_ones = []
@@ -314,13 +314,13 @@ def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run
                 peer.sendall(raw)
             toy.train_step(live)
             save = cp.step(step)
-            assert save is not None and save.staged(60).step == step, name
-        save.committed(60)
+            assert save is not None and save.wait_staged(60).step == step, name
+        save.wait_durable(60)
         for peer in open_ones:
             peer.close()
         toy.train_step(live)
         save = cp.save(1000)
-        assert save.committed(60).step == 1000
+        assert save.wait_durable(60).step == 1000
         assert [process.pid for process in writers(own_sockets)] == before
     assert ckpt.load(run_dir).step == 1000
     assert eventually(lambda: not writers(own_sockets))
@@ -341,8 +341,8 @@ def test_a_folder_that_others_can_open_gets_no_words_of_a_writer(own_sockets: Pa
     folder.unlink()
     folder.write_text("a file")
     assert inside.log_of_writer("key") == ""
-    with ckpt.Checkpointer(toy.build(), name="no words") as cp:
-        assert cp.save(1).staged(60).step == 1
+    with ckpt.Checkpointer(toy.build(), options=ckpt.Options(name="no words")) as cp:
+        assert cp.save(1).wait_staged(60).step == 1
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
@@ -363,8 +363,8 @@ input()
     try:
         assert squatter.stdout.readline() == "there\n"
         assert not inside.can_connect(key)
-        with ckpt.Checkpointer(toy.build(), name="squatted") as cp:
-            assert cp.save(1).staged(60).step == 1
+        with ckpt.Checkpointer(toy.build(), options=ckpt.Options(name="squatted")) as cp:
+            assert cp.save(1).wait_staged(60).step == 1
             assert inside.names_taken(key) == {0: key}
     finally:
         squatter.kill()

@@ -18,7 +18,7 @@ import os, signal, sys
 import ckpt, test_increments as t
 
 state = t.build(size=300)
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1, keep=4, compression="zstd")]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=1, keep=4, compression="zstd")) as cp:
     start = cp.restore(default=0)
     restored = cp.last_restore
     if start:
@@ -26,7 +26,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1, ke
         sys.exit()
     for step in range(1, 7):
         t.train(state, step)
-        cp.step(step).committed(60)
+        cp.step(step).wait_durable(60)
     print(6, "memory", True, t.digest(state), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -45,8 +45,8 @@ def test_memory_is_restored_after_saves_with_deltas(run_dir: str) -> None:
 def test_rollbacks_do_not_fence_the_job_itself(run_dir: str) -> None:
     """A save may say what it builds on in the very moment in which a rollback opens the next epoch of the same job."""
     state = build(size=300)
-    places = [ckpt.Memory(keep=4), ckpt.Tier(run_dir, every=1, keep=6, compression="zstd")]
-    with ckpt.Checkpointer(state, places, on_error="warn") as cp:
+    places = [ckpt.Tier(run_dir, every=1, keep=6, compression="zstd")]
+    with ckpt.Checkpointer(state, places, options=ckpt.Options(on_error="warn"), memory=ckpt.Memory(keep=4)) as cp:
         step = int(cp.restore(default=0))
         for _ in range(8):
             for _ in range(3):
@@ -55,7 +55,7 @@ def test_rollbacks_do_not_fence_the_job_itself(run_dir: str) -> None:
                 cp.step(step)
             step = int(cp.restore(step=step - 1))
         train(state, step + 1)
-        cp.save(step + 1).committed(60)  # not fenced
+        cp.save(step + 1).wait_durable(60)  # not fenced
     assert inside.lasting_problems_at(run_dir) == []
 
 
@@ -66,13 +66,13 @@ def test_two_places_with_one_root_do_not_clean_each_other_up(run_dir: str) -> No
     state = build(size=300)
 
     def go(steps: range, *places: ckpt.Tier) -> None:
-        with ckpt.Checkpointer(state, [ckpt.Memory(), *places]) as cp:
+        with ckpt.Checkpointer(state, [*places]) as cp:
             cp.restore(default=0)
             for step in steps:
                 train(state, step)
                 save = cp.step(step)
                 assert save is not None
-                save.promoted(60)
+                save.wait_durable(60, tier="all")
 
     go(range(1, 4), ckpt.Tier(far, every=1, keep=2))
     shutil.copytree(far, near)
@@ -86,24 +86,24 @@ def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
     """The piece came from elsewhere, so the state is whole; the next checkpoint does not refer to the damaged bytes."""
     state = build(size=300)
     tier = ckpt.Tier(run_dir, every=1, keep=3, compression="none")
-    with ckpt.Checkpointer(state, [tier]) as cp:
+    with ckpt.Checkpointer(state, tier, memory=None) as cp:
         cp.restore(default=0)
         for step in range(1, 6):
             train(state, step)
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
         wanted = frozen_copy(state)
     key, offset = newest(run_dir).place_of("model.frozen.weight")
     flip(Path(run_dir, key), offset + 100)
     other = build(seed=5, size=300)
-    with ckpt.Checkpointer(other, [tier], on_error="warn") as cp:
+    with ckpt.Checkpointer(other, tier, memory=None, options=ckpt.Options(on_error="warn")) as cp:
         assert cp.restore() == 5 and differing(other, wanted) == []
         assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
         train(other, 6)
-        cp.save(6).committed(60)
+        cp.save(6).wait_durable(60)
         assert newest(run_dir).place_of("model.frozen.weight") != (key, offset)
         wanted = frozen_copy(other)
     again = build(seed=6, size=300)
-    with ckpt.Checkpointer(again, [tier]) as cp:
+    with ckpt.Checkpointer(again, tier, memory=None) as cp:
         assert cp.restore() == 6 and not cp.last_restore.repaired  # type: ignore[union-attr]
     assert differing(again, wanted) == []
 
@@ -111,18 +111,18 @@ def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
 def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
     """`ckpt.load` repairs as a restore does. Control: with that checkpoint damaged too, it raises the damage."""
     state = build(size=300)
-    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=3, compression="none")]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=3, compression="none")], memory=None) as cp:
         cp.restore(default=0)
         for step in range(1, 5):
             train(state, step)
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
     places = {saved.place_of("model.frozen.weight") for saved in inside.history(run_dir).values()}
     assert len(places) > 1
     for n, (key, offset) in enumerate(sorted(places)):
         flip(Path(run_dir, key), offset + 100)
         last = n == len(places) - 1
         if last:
-            with pytest.raises(ckpt.CorruptError, match="frozen"):
+            with pytest.raises(ckpt.errors.CorruptError, match="frozen"):
                 ckpt.load(run_dir)["model.frozen.weight"]
         else:
             assert ckpt.load(run_dir)["model.frozen.weight"].equal(state["model"]["frozen"].weight.detach())
@@ -133,12 +133,12 @@ def test_a_save_error_about_damage_says_what_to_do(run_dir: str) -> None:
     state = build(size=300)
     tier = ckpt.Tier(run_dir, every=1, keep=2, compression="none")
     errors: list[str] = []
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
         for step in range(1, 13):
             train(state, step)
             try:
-                cp.save(step).committed(60)
+                cp.save(step).wait_durable(60)
                 cp.wait(60)
             except SaveError as error:
                 errors.append(str(error))

@@ -155,13 +155,13 @@ def test_every_bit_comes_back_at_every_step(compression: str, run_dir: str, caps
     compression every codec is used; `verify --all` is clean."""
     state, wanted = build(), dict[int, dict[str, torch.Tensor]]()
     tier = ckpt.Tier(run_dir, every=1, keep=10, compression=compression, full_every=5)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
         for step in range(1, 8):
             train(state, step)
             save = cp.step(step)
             wanted[step] = frozen_copy(state)
-            assert save is not None and save.committed(60).step == step
+            assert save is not None and save.wait_durable(60).step == step
     found = inside.history(run_dir)
     assert [step for step, saved in found.items() if saved.full] == [5, 2, 1]
     for step, saved in found.items():
@@ -181,7 +181,7 @@ def test_every_bit_comes_back_at_every_step(compression: str, run_dir: str, caps
         whole = wanted[step]["plain.embedding"].view(torch.float32).view(4000, 64)
         assert torch.equal(bits(rows), bits(whole[1000:3000, 3:5]))
     other = build(seed=9)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(other, [tier]) as cp:
         for step in sorted(wanted, reverse=True):
             assert cp.restore(step=step) == step
             assert differing(other, wanted[step]) == []
@@ -200,7 +200,7 @@ net["head"] = nn.parallel.DistributedDataParallel(net["head"])
 optim = torch.optim.AdamW(net["head"].parameters(), lr=1e-2)
 half = {"w": torch.zeros(30, 700, dtype=torch.bfloat16)}
 tier = ckpt.Tier(sys.argv[1], every=1, keep=5, compression=sys.argv[2])
-with ckpt.Checkpointer({"model": net, "optim": optim, "half": half}, [ckpt.Memory(), tier]) as cp:
+with ckpt.Checkpointer({"model": net, "optim": optim, "half": half}, [tier]) as cp:
     cp.restore(default=0)
     for step in range(1, 6):
         optim.zero_grad()
@@ -209,7 +209,7 @@ with ckpt.Checkpointer({"model": net, "optim": optim, "half": half}, [ckpt.Memor
         optim.step()
         with torch.no_grad():
             half["w"].copy_(net["head"].module.weight)
-        cp.step(step).committed(60)
+        cp.step(step).wait_durable(60)
         if dist.get_rank() == 0:
             torch.save({**net.state_dict(), "half": half["w"]}, f"{sys.argv[1]}.{step}.pt")
 dist.destroy_process_group()
@@ -253,14 +253,14 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
     stay, and an increment stores only changes. At the end, no unreferenced data file is left."""
     state, before = small_state(), dict[str, int]()
     tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=full_every, compression=compression)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
         for step in range(1, 43):
             state["moving"]["w"] += torch.randn(100, 100)
             state["slow"][f"w{step % 5}"] += 1.0
             save = cp.step(step)
             assert save is not None
-            save.committed(60)
+            save.wait_durable(60)
             if step % 3:
                 continue
             while True:  # a clean-up may be under way while we look
@@ -288,11 +288,11 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
 def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     """If the clean-up deleted a data file that only an increment names, both checks of a run would fail."""
     state = small_state()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="none")]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=4, compression="none")) as cp:
         cp.restore(default=0)
         for step in range(1, 5):
             state["moving"]["w"] += 1
-            cp.step(step).committed(60)  # type: ignore[union-attr]
+            cp.step(step).wait_durable(60)  # type: ignore[union-attr]
     assert verified(run_dir, capsys) == []
     pack, _ = newest(run_dir).place_of("frozen.w")
     Path(run_dir, pack).unlink()
@@ -308,14 +308,14 @@ def test_increment_fails_and_next_is_full_if_its_base_is_gone(
     state, copy = small_state(), dict[str, bytes]()
     tier = bucket(url, moto, keep="all") if place == "bucket" else ckpt.Tier(run_dir, every=1)
     inside.use_options(url, storage_options(moto.url))
-    with ckpt.Checkpointer(state, tier) as cp:
+    with ckpt.Checkpointer(state, tier, memory=None) as cp:
         for step in range(1, 8):
             state["moving"]["w"].fill_(step)
             if step == 6:
                 with pytest.raises(SaveError, match=rf"builds on {pattern(DATA)}, which is gone"):
-                    cp.save(step).committed(60)
+                    cp.save(step).wait_durable(60)
                 continue
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
             if step == 1:
                 copy = inside.read_files(tier.url)
             if step == 5:
@@ -349,19 +349,19 @@ class NextWriter(logging.Handler):
 logging.getLogger("ckpt").addHandler(NextWriter())
 state, open_saves = t.build(size=300), []
 tier = ckpt.Tier(run, every=2, keep=3, full_every=4, compression=compression)
-with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+with ckpt.Checkpointer(state, [tier]) as cp:
     os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
     start = cp.restore(default=0)
     print("start", start, flush=True)
     for step in range(start + 1, steps + 1):
         t.train(state, step)
         save = cp.step(step)
-        save.staged(60)
+        save.wait_staged(60)
         print("staged", step, flush=True)
         open_saves += [save] if save.tiers else []
         if save.tiers and step % 4 == 0:
             cp.wait(60)
-        for save in [s for s in open_saves if s.status == "committed"]:
+        for save in [s for s in open_saves if s.status == "durable"]:
             print("committed", save.step, flush=True)
             open_saves.remove(save)
 print("closed", steps, flush=True)
@@ -503,10 +503,10 @@ def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> 
     after it. All live checkpoints stay readable, and restore at the end."""
     state, failed, saved = build(size=300), list[str](), list[int]()
     tier = ckpt.Tier(run_dir, every=1, keep=6, full_every=6, compression=compression)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
         train(state, 1)
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
         cleaner = Trainer(CLEANER, run_dir)
         cleaner.read_until("round")
         try:
@@ -515,7 +515,7 @@ def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> 
                 try:
                     save = cp.step(step)
                     assert save is not None
-                    save.committed(60)
+                    save.wait_durable(60)
                     saved.append(step)
                 except SaveError as error:
                     failed.append(str(error))
@@ -543,19 +543,19 @@ def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.Cap
     """The newest checkpoint, a source of the next one, is retracted repeatedly, and later those below it: all live
     checkpoints stay readable, and training continues."""
     state = build(size=300)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")) as cp:
         cp.restore(default=0)
         for step in range(1, 16):
             train(state, step)
             save = cp.step(step)
             assert save is not None
-            save.committed(60)
+            save.wait_durable(60)
             if step % 3 == 0:
                 assert inside.take_back(run_dir, lambda steps: steps[:1]) == [step]
                 assert inside.lasting_problems_at(run_dir) == []
         for step in (16, 17, 18):
             train(state, step)
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
     assert inside.steps_at(run_dir)[:4] == [18, 17, 16, 14]
     assert verified(run_dir, capsys) == []
     assert named(run_dir) == data_files_in(run_dir).keys()
@@ -567,7 +567,7 @@ def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.Cap
 def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **settings: Any) -> dict[int, Any]:
     """A run whose steps 1, 2 and 4 are full and the others increments; what every step was."""
     state, wanted = build(size=300), {}
-    tiers = [ckpt.Memory(), ckpt.Tier(folder, every=1, keep=4, full_every=4, **settings)]
+    tiers = [ckpt.Tier(folder, every=1, keep=4, full_every=4, **settings)]
     with ckpt.Checkpointer(state, [*tiers, *([second] if second else [])]) as cp:
         cp.restore(default=0)
         for step in range(1, steps + 1):
@@ -575,7 +575,7 @@ def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **set
             save = cp.step(step)
             wanted[step] = frozen_copy(state)
             assert save is not None
-            save.promoted(60)
+            save.wait_durable(60, tier="all")
     return wanted
 
 
@@ -605,7 +605,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
     assert inside.steps_at(run_dir) == [7, 6, 5, 4, 2]
     injure(run_dir, what)
     other = build(seed=3, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
+    with ckpt.Checkpointer(other, ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")) as cp:
         assert cp.restore() == step
         assert differing(other, wanted[step]) == []
         assert cp.last_restore is not None
@@ -614,7 +614,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
         assert ["step 2" in text for text in cp.last_restore.repaired] == ([True] if what == "shared" else [])
         for more in (step + 1, step + 2):
             train(other, more)
-            cp.save(more).committed(60)
+            cp.save(more).wait_durable(60)
         new = frozen_copy(other)
     again = build(seed=4, size=300)
     with ckpt.Checkpointer(again, run_dir) as cp:
@@ -630,13 +630,13 @@ def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
     wanted = built(run_dir, compression="zstd", second=second)
     injure(run_dir, what)
     other = build(seed=3, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(run_dir, every=1), second]) as cp:
+    with ckpt.Checkpointer(other, [ckpt.Tier(run_dir, every=1), second]) as cp:
         assert cp.restore() == 7
         assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
         assert (f"{run_dir}2" in cp.last_restore.repaired[0]) == (what != "shared")
         assert differing(other, wanted[7]) == []
         train(other, 8)
-        cp.save(8).committed(60)
+        cp.save(8).wait_durable(60)
         assert inside.newest(run_dir).full and not inside.newest(f"{run_dir}2").full
 
 
@@ -648,7 +648,7 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
     """
     state, numbers = build(), count(1)
     tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=1000, compression="none")
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), tier])
+    cp = ckpt.Checkpointer(state, [tier])
     cp.restore(default=0)
 
     def save() -> tuple[str, int]:
@@ -656,7 +656,7 @@ def test_next_checkpoint_is_not_built_on_damage_that_reading_back_has_found(keep
         step = next(numbers)
         train(state, step)
         with contextlib.suppress(SaveError):  # of the damage that clean-up has noticed
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
         return inside.newest(run_dir).place_of("model.frozen.weight")
 
     try:
@@ -694,13 +694,13 @@ def test_the_disk_is_full_in_the_middle_of_an_increment(little: Volume, capsys: 
     The sources of the failed saves are released, and their files are deleted."""
     url, state, numbers = str(little.path / "run"), build(size=300), count(1)
     tier = ckpt.Tier(url, every=1, keep=2, full_every=50, compression="zstd")
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    with ckpt.Checkpointer(state, [tier]) as cp:
         cp.restore(default=0)
 
         def save() -> None:
             step = next(numbers)
             train(state, step)
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
 
         for _ in range(4):
             save()
@@ -763,7 +763,7 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
     """If the bucket rejects data files, that save fails with the reason, leaves nothing, and the next one builds on the
     existing files. Requests that fail once are retried. A restore from the bucket has every bit."""
     state = build(size=300)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), bucket(url, proxy)]) as cp:
+    with ckpt.Checkpointer(state, bucket(url, proxy)) as cp:
         cp.restore(default=0)
         for step in range(1, 8):
             train(state, step)
@@ -774,10 +774,10 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
             save = cp.save(step)
             if step == 4:
                 with pytest.raises(SaveError):
-                    save.committed(60)
+                    save.wait_durable(60)
                 proxy.clear()
             else:
-                save.committed(60)
+                save.wait_durable(60)
         wanted = frozen_copy(state)
     inside.use_options(url, storage_options(moto.url))
     found = inside.history(url)
@@ -785,7 +785,7 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
     assert 4 not in found and inside.lasting_problems_at(url) == []
     assert not any(saved.encodings["delta"] for saved in found.values()), "bases were fetched from there"
     other = build(seed=2, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+    with ckpt.Checkpointer(other, bucket(url, moto)) as cp:
         assert cp.restore() == 7
     assert differing(other, wanted) == []
 
@@ -800,13 +800,13 @@ def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run
     state, wanted = build(size=300), {}
     near = ckpt.Tier(run_dir, every=1, keep=2, compression="none")
     far = bucket(url, proxy, every=2, keep=10)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), near, far]) as cp:
+    with ckpt.Checkpointer(state, [near, far]) as cp:
         cp.restore(default=0)
         for step in range(1, 11):
             train(state, step)
             save = cp.step(step)
             assert save is not None
-            save.promoted(60)
+            save.wait_durable(60, tier="all")
             wanted[step] = frozen_copy(state)
         assert pack_reads(proxy) == []
     inside.use_options(url, storage_options(moto.url))
@@ -819,7 +819,7 @@ def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run
     assert inside.lasting_problems_at(url) == []
     shutil.rmtree(run_dir)
     other = build(seed=2, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto, every=2)]) as cp:
+    with ckpt.Checkpointer(other, bucket(url, moto, every=2)) as cp:
         for step in (10, 8, 4):
             assert cp.restore(step=step) == step
             assert differing(other, wanted[step]) == []
@@ -830,12 +830,12 @@ def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, 
     every bit is restored."""
     state = build(size=300)
     near, far = ckpt.Tier(run_dir, every=1, keep=8, compression="none"), bucket(url, moto)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), near, far]) as cp:
+    with ckpt.Checkpointer(state, [near, far]) as cp:
         cp.restore(default=0)
 
         def save(step: int) -> SavedStep:
             train(state, step)
-            cp.save(step).promoted(60)
+            cp.save(step).wait_durable(60, tier="all")
             return newest(url)
 
         inside.use_options(url, storage_options(moto.url))
@@ -850,7 +850,7 @@ def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, 
         wanted = frozen_copy(state)
     assert inside.lasting_problems_at(url) == []
     other = build(seed=2, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+    with ckpt.Checkpointer(other, bucket(url, moto)) as cp:
         assert cp.restore() == 6
     assert differing(other, wanted) == []
 
@@ -863,12 +863,12 @@ folder, url, steps, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), {optio
 state = t.build(size=300)
 near = ckpt.Tier(folder, every=1, keep=4, compression="none")
 far = ckpt.Tier(url, every=1, keep=4, compression="zstd", storage_options=options)
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), near, far])
+cp = ckpt.Checkpointer(state, [near, far])
 cp.restore(default=0)
 for step in range(1, steps + 1):
     t.train(state, step)
     save = cp.step(step)
-    save.committed(60) if step == steps else save.promoted(60)
+    save.wait_durable(60) if step == steps else save.wait_durable(60, tier="all")
 print("committed", flush=True)
 time.sleep(600)
 """
@@ -895,16 +895,16 @@ def test_a_promotion_that_was_cut_off_is_taken_up(
     proxy.clear()
     state = build(seed=5, size=300)
     near = ckpt.Tier(run_dir, every=1, keep=4, compression="none")
-    with ckpt.Checkpointer(state, [ckpt.Memory(), near, bucket(url, moto)]) as cp:
+    with ckpt.Checkpointer(state, [near, bucket(url, moto)]) as cp:
         assert cp.restore() == steps
         assert eventually(lambda: inside.steps_at(url)[0] == steps, 60)
         wanted = frozen_copy(state)
         train(state, steps + 1)
-        cp.save(steps + 1).promoted(60)
+        cp.save(steps + 1).wait_durable(60, tier="all")
     assert inside.lasting_problems_at(url) == []
     assert all(set(saved.encodings) - {"raw"} for saved in inside.history(url).values())
     shutil.rmtree(run_dir)
     other = build(seed=6, size=300)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+    with ckpt.Checkpointer(other, bucket(url, moto)) as cp:
         assert cp.restore(step=steps) == steps
     assert differing(other, wanted) == []

@@ -24,7 +24,7 @@ import ckpt, toy
 
 run, every = sys.argv[1], int(sys.argv[2])
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=1)], takeover=True)
+cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=every, keep=1), takeover=True)
 step = cp.restore(default=0)
 print("start", step, cp.last_restore.tier, flush=True)
 for line in sys.stdin:  # how many steps to train, or "close"
@@ -37,9 +37,9 @@ for line in sys.stdin:  # how many steps to train, or "close"
             toy.train_step(state)
             step += 1
             save = cp.step(step)
-            save.staged(60)
+            save.wait_staged(60)
             if save.tiers:
-                save.committed(60)
+                save.wait_durable(60)
                 print("committed", step, flush=True)
         print("done", step, flush=True)
     except ckpt.CheckpointError as error:
@@ -187,11 +187,11 @@ def test_second_checkpointer_in_one_process(run_dir: str, monkeypatch: pytest.Mo
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
         for spelling in (run_dir, run_dir + "/", f"file://{run_dir}", os.path.basename(run_dir), Path(run_dir)):
-            with pytest.raises(ckpt.UsageError, match="close"):
+            with pytest.raises(ckpt.errors.UsageError, match="close"):
                 ckpt.Checkpointer(state, spelling)
         toy.train_step(state)
         save = cp.step(1)
-        assert save is not None and save.staged(60), "the attempt did no harm"
+        assert save is not None and save.wait_staged(60), "the attempt did no harm"
     with ckpt.Checkpointer(state, run_dir) as cp:
         assert cp.restore() == 1
 
@@ -209,7 +209,7 @@ def test_one_whose_name_is_lost_is_taken_over_in_its_own_process(run_dir: str) -
 
     cell()
     state = toy.build()
-    with pytest.raises(ckpt.UsageError, match="takeover=True"):
+    with pytest.raises(ckpt.errors.UsageError, match="takeover=True"):
         ckpt.Checkpointer(state, run_dir)
     with ckpt.Checkpointer(state, run_dir, takeover=True) as cp:
         assert cp.restore(default=0) == 1 and steps_on_disk(run_dir) == [1]

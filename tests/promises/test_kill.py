@@ -174,12 +174,12 @@ import ckpt, toy
 
 run, more, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=1000))
 start = cp.restore(default=0)
 print("start", start, flush=True)
 for step in range(start + 1, start + more + 1):
     toy.train_step(state)
-    cp.step(step).staged(60)
+    cp.step(step).wait_staged(60)
     print("staged", step, flush=True)
 print("digest", toy.digest(state), flush=True)
 
@@ -243,10 +243,10 @@ import ctypes, os, sys
 import ckpt, toy
 
 state, libc = toy.build(), ctypes.CDLL(None)
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1000)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=1000))
 for step in range(1, 6):
     toy.train_step(state)
-    cp.step(step).staged(60)
+    cp.step(step).wait_staged(60)
 child = libc.fork()  # behind Python's back: the child keeps every descriptor that we have
 if child == 0:
     for fd in (0, 1, 2):

@@ -40,13 +40,13 @@ def train(cp: ckpt.Checkpointer, state: State, first: int, last: int) -> ckpt.Sa
         toy.train_step(state)
         save = cp.step(step)
         if save is not None:
-            save.staged(60)
+            save.wait_staged(60)
     return save
 
 
-def rare(run: str, **options: Any) -> list[Any]:
+def rare(run: str, **options: Any) -> dict[str, Any]:
     """Memory at every step, and a durable tier that is never due."""
-    return [ckpt.Memory(**options), ckpt.Tier(run, every=1000)]
+    return {"tiers": ckpt.Tier(run, every=1000), "memory": ckpt.Memory(**options)}
 
 
 @contextlib.contextmanager
@@ -63,14 +63,14 @@ def stopped(processes: list[psutil.Process]) -> Iterator[None]:
 
 def abandon(run: str, steps: int, *, every: int = 1000, name: str = "") -> None:
     """Another process trains `steps` steps and is killed; its memory stays."""
-    tiers = f"ckpt.Tier({run!r}, every={every})" if run else ""
+    tiers = f"ckpt.Tier({run!r}, every={every})" if run else None
     code = f"""
 import os, signal, ckpt, toy
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), {tiers}], name={name or None!r})
+cp = ckpt.Checkpointer(state, {tiers}, options=ckpt.Options(name={name or None!r}))
 for step in range(1, {steps} + 1):
     toy.train_step(state)
-    cp.step(step).staged(60)
+    cp.step(step).wait_staged(60)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     result = run_script(code)
@@ -88,7 +88,7 @@ def test_close_twice_and_use_after_close(run_dir: str) -> None:
     cp.close()
     cp.close()
     for call in (lambda: cp.step(3), cp.save, cp.restore, lambda: cp.save(3)):
-        with pytest.raises(ckpt.ClosedError):
+        with pytest.raises(ckpt.errors.ClosedError):
             call()
     assert steps_on_disk(run_dir) == [2]
 
@@ -97,7 +97,7 @@ def test_exception_in_the_loop_stays_and_the_newest_step_is_durable(run_dir: str
     """The user's own error comes out of the with-block, and the last step is on disk."""
     state = toy.build()
     with pytest.raises(ZeroDivisionError) as raised:
-        with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
             train(cp, state, 1, 3)
             _ = 1 / 0
     assert not getattr(raised.value, "__notes__", [])
@@ -109,7 +109,7 @@ def test_exception_in_the_loop_is_not_replaced_by_a_failing_close(run_dir: str) 
     """When closing fails as well, the user's error comes out and carries a note about the other."""
     state = toy.build()
     with pytest.raises(ZeroDivisionError) as raised:
-        with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
             train(cp, state, 1, 3)
             Path(run_dir, DATA_FOLDER).write_text("in the way")
             _ = 1 / 0
@@ -119,15 +119,15 @@ def test_exception_in_the_loop_is_not_replaced_by_a_failing_close(run_dir: str) 
 def test_close_keeps_the_newest_staged_step_though_a_later_one_was_dropped(run_dir: str) -> None:
     """A last step that could not be staged does not take the one before it along."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, rare(run_dir))
+    cp = ckpt.Checkpointer(state, **rare(run_dir))
     train(cp, state, 1, 3)
     state["big"] = torch.zeros(64 << 20, dtype=torch.uint8)  # fits into no slot that is there
     toy.train_step(state)
     dropped = cp.step(4)
     assert dropped is not None
     newest = 3
-    with contextlib.suppress(ckpt.SkippedError):
-        dropped.staged(60)
+    with contextlib.suppress(ckpt.errors.SkippedError):
+        dropped.wait_staged(60)
         newest = 4  # its memory was made in time
     toy.train_step(state)  # else it would be staged now
     cp.close()
@@ -138,11 +138,11 @@ def test_close_keeps_what_was_restored_from_memory_alone(run_dir: str) -> None:
     """A step that was brought back from memory, with nothing trained after it, is durable after close()."""
     folder = Path(run_dir, DATA_FOLDER)
     Path(run_dir).mkdir()
-    ckpt.Checkpointer(toy.build(), rare(run_dir)).close()
+    ckpt.Checkpointer(toy.build(), **rare(run_dir)).close()
     folder.write_text("in the way")  # so that the writer cannot persist the ring at the death
     abandon(run_dir, 5)
     assert steps_on_disk(run_dir) == []
-    with ckpt.Checkpointer(toy.build(), rare(run_dir)) as cp:
+    with ckpt.Checkpointer(toy.build(), **rare(run_dir)) as cp:
         assert cp.restore() == 5
         assert cp.last_restore is not None and cp.last_restore.tier == "memory"
         folder.unlink()
@@ -152,10 +152,10 @@ def test_close_keeps_what_was_restored_from_memory_alone(run_dir: str) -> None:
 def test_close_says_when_it_takes_too_long(run_dir: str, own_sockets: Path) -> None:
     """With a store that hangs close() ends at its deadline, and the writer finishes when the store is back."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, rare(run_dir))
+    cp = ckpt.Checkpointer(state, **rare(run_dir))
     train(cp, state, 1, 2)
     with stopped(writers(own_sockets)):
-        with pytest.raises(ckpt.DeadlineError):
+        with pytest.raises(ckpt.errors.DeadlineError):
             cp.close(timeout_s=0.2)
     assert eventually(lambda: steps_on_disk(run_dir) == [2])
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
@@ -199,10 +199,10 @@ def test_writer_leaves_at_its_deadline(run_dir: str, own_sockets: Path) -> None:
     code = f"""
 import os, ckpt, toy
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0.5), ckpt.Tier({run_dir!r}, every=1000)])
+cp = ckpt.Checkpointer(state, ckpt.Tier({run_dir!r}, every=1000), memory=ckpt.Memory(linger_s=0.5))
 for step in range(1, 6):
     toy.train_step(state)
-    cp.step(step).staged(60)
+    cp.step(step).wait_staged(60)
 os._exit(0)
 """
     assert run_script(code).returncode == 0
@@ -248,7 +248,7 @@ def small_update() -> None:
 def test_fork_may_not_save_and_harms_nothing(run_dir: str, own_sockets: Path) -> None:
     """Every call in a forked child raises ClosedError; its close() and its end do not touch the parent's run."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
         train(cp, state, 1, 2)
         for call in (lambda: cp.step(3), cp.save, cp.restore, lambda: cp.save(3)):
             assert in_fork(call).startswith("ClosedError")
@@ -265,15 +265,15 @@ def test_fork_that_exits_like_python_harms_nothing(run_dir: str) -> None:
     code = f"""
 import os, sys, ckpt, toy
 state = toy.build()
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier({run_dir!r}, every=1000)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier({run_dir!r}, every=1000)) as cp:
     for step in range(1, 4):
         toy.train_step(state)
-        cp.step(step).staged(60)
+        cp.step(step).wait_staged(60)
     if os.fork() == 0:
         sys.exit(0)
     os.wait()
     toy.train_step(state)
-    cp.step(4).staged(60)
+    cp.step(4).wait_staged(60)
 """
     result = run_script(code)
     assert result.returncode == 0, result.stderr
@@ -295,7 +295,7 @@ def test_data_loader_with_forked_workers(run_dir: str) -> None:
     loader = torch.utils.data.DataLoader(
         Numbers(), batch_size=2, num_workers=2, multiprocessing_context=multiprocessing.get_context("fork")
     )
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
         for step, batch in enumerate(loader, start=1):
             assert batch.tolist() == [2 * step - 2, 2 * step - 1]
             train(cp, state, step, step)
@@ -322,7 +322,11 @@ def make_file(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "error"),
-    [(make_foreign, ckpt.FormatError), (make_newer, ckpt.FormatError), (make_file, ckpt.StoreError)],
+    [
+        (make_foreign, ckpt.errors.FormatError),
+        (make_newer, ckpt.errors.FormatError),
+        (make_file, ckpt.errors.StoreError),
+    ],
 )
 def test_place_that_is_not_ours(
     run_dir: str, own_sockets: Path, make: Callable[[Path], None], error: type[Exception]
@@ -351,7 +355,7 @@ def test_place_that_is_read_only(run_dir: str, own_sockets: Path) -> None:
         subprocess.run(["mount", "-o", "remount,bind,ro", run_dir], capture_output=True, check=False)
         if os.access(run_dir, os.W_OK):
             pytest.skip("read-only mounts do not work here")
-        with pytest.raises(ckpt.StoreError, match="read-only"):
+        with pytest.raises(ckpt.errors.StoreError, match="read-only"):
             ckpt.Checkpointer(toy.build(), run_dir)
     finally:
         subprocess.run(["umount", run_dir], check=True)
@@ -365,7 +369,7 @@ def test_damaged_format_file_loses_nothing(run_dir: str) -> None:
         train(cp, state, 1, 2)
     for content in (b"", b"{", b"\0" * 200):
         Path(run_dir, "FORMAT.json").write_bytes(content)
-        with contextlib.suppress(ckpt.FormatError, ckpt.CorruptError):
+        with contextlib.suppress(ckpt.errors.FormatError, ckpt.errors.CorruptError):
             with ckpt.Checkpointer(toy.build(1), run_dir) as cp:
                 assert cp.restore(default=0) == 2
         assert len(data_files(run_dir)) == 1
@@ -381,7 +385,7 @@ def test_step_without_restore(run_dir: str) -> None:
         train(cp, state, 1, 2)
     with ckpt.Checkpointer(state, run_dir) as cp:
         for call in (lambda: cp.step(1), lambda: cp.save(1)):
-            with pytest.raises(ckpt.UsageError, match="restore"):
+            with pytest.raises(ckpt.errors.UsageError, match="restore"):
                 call()
         assert cp.restore() == 2
         train(cp, state, 3, 3)
@@ -390,12 +394,12 @@ def test_step_without_restore(run_dir: str) -> None:
 
 def test_step_without_restore_beside_memory_alone(run_dir: str) -> None:
     """The same where only memory holds steps, with and without a durable tier."""
-    ckpt.Checkpointer(toy.build(), rare(run_dir)).close()
+    ckpt.Checkpointer(toy.build(), **rare(run_dir)).close()
     Path(run_dir, DATA_FOLDER).write_text("in the way")
     abandon(run_dir, 3)
-    cp = ckpt.Checkpointer(toy.build(), rare(run_dir))
+    cp = ckpt.Checkpointer(toy.build(), **rare(run_dir))
     try:
-        with pytest.raises(ckpt.UsageError, match="restore"):
+        with pytest.raises(ckpt.errors.UsageError, match="restore"):
             cp.step(1)
         assert cp.restore(default=0) == 3
     finally:
@@ -410,7 +414,7 @@ def test_steps_only_go_up(run_dir: str) -> None:
         train(cp, state, 1, 2)
         wrong: list[Any] = [2, 1, -1, True, 1.5, "3", 10**18]
         for step in wrong:
-            with pytest.raises(ckpt.UsageError):
+            with pytest.raises(ckpt.errors.UsageError):
                 cp.step(step)
         train(cp, state, 3, 3)
 
@@ -422,12 +426,12 @@ def test_call_amid_gradient_accumulation(run_dir: str) -> None:
         train(cp, state, 1, 1)
         state["optim"].zero_grad()
         state["model"](torch.randn(8, toy.WIDTH)).sum().backward()
-        with pytest.raises(ckpt.UsageError, match="accumulation"):
+        with pytest.raises(ckpt.errors.UsageError, match="accumulation"):
             cp.step(2)
         state["optim"].step()
         saved = cp.step(2)
         assert saved is not None
-        saved.staged(60)
+        saved.wait_staged(60)
 
 
 def test_step_left_out_by_a_grad_scaler(run_dir: str) -> None:
@@ -455,14 +459,14 @@ def test_default_only_where_nothing_is(run_dir: str) -> None:
     """restore(default) gives the default in an empty place, and the step where there is one; without, it raises."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
-        with pytest.raises(ckpt.NoCheckpointError):
+        with pytest.raises(ckpt.errors.NoCheckpointError):
             cp.restore()
         assert cp.restore(default=None) is None
         assert cp.restore(default=0) == 0
         train(cp, state, 1, 2)
     with ckpt.Checkpointer(state, run_dir) as cp:
         assert cp.restore(default=0) == 2
-        with pytest.raises(ckpt.NoCheckpointError):
+        with pytest.raises(ckpt.errors.NoCheckpointError):
             cp.restore(default=0, step=77)
 
 
@@ -471,19 +475,19 @@ def test_rollback_stays(run_dir: str, own_sockets: Path) -> None:
     code = f"""
 import os, signal, ckpt, toy
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier({run_dir!r}, every=5, keep=9)])
+cp = ckpt.Checkpointer(state, ckpt.Tier({run_dir!r}, every=5, keep=9))
 print(cp.restore(step=10), toy.digest(state), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=5, keep=9)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5, keep=9)) as cp:
         train(cp, state, 1, 20)
     assert steps_on_disk(run_dir) == [20, 15, 10, 5]
     assert run_script(code).stdout.split() == ["10", toy.reference(10)]
     kill_all(writers(own_sockets))
     for last in (10, 12):  # killed before anything was saved; then after two steps that are in memory only
         state = toy.build()
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=5, keep=9)]) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5, keep=9)) as cp:
             assert cp.restore() == 10
             assert toy.digest(state) == toy.reference(10)
             train(cp, state, 11, last)
@@ -495,7 +499,7 @@ def test_rollback_in_memory_stays(run_dir: str) -> None:
     """The same with the memory of the undone steps still there."""
     abandon(run_dir, 5, every=1)
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=9)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=9)) as cp:
         assert cp.restore() == 5
         assert cp.restore(step=3) == 3
         assert toy.digest(state) == toy.reference(3)
@@ -509,17 +513,17 @@ def test_rollback_in_memory_stays(run_dir: str) -> None:
 def test_memory_only_run(own_sockets: Path) -> None:
     """A run without any durable tier is found again by its name, and by no other."""
     abandon("", 4, name="mine")
-    with ckpt.Checkpointer(toy.build(), name="other") as cp:
+    with ckpt.Checkpointer(toy.build(), options=ckpt.Options(name="other")) as cp:
         assert cp.restore(default=None) is None
     state = toy.build()
-    with ckpt.Checkpointer(state, name="mine") as cp:
-        with pytest.raises(ckpt.UsageError, match="restore"):
+    with ckpt.Checkpointer(state, options=ckpt.Options(name="mine")) as cp:
+        with pytest.raises(ckpt.errors.UsageError, match="restore"):
             cp.step(1)
         assert cp.restore() == 4
         assert toy.digest(state) == toy.reference(4)
         train(cp, state, 5, 6)
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
-    with pytest.raises(ckpt.UsageError, match="name"):
+    with pytest.raises(ckpt.errors.UsageError, match="name"):
         ckpt.Checkpointer(state)
 
 
@@ -529,52 +533,52 @@ def test_memory_only_run(own_sockets: Path) -> None:
 def test_save_and_handles(run_dir: str) -> None:
     """save() writes to every tier; handles report what is safe, and raise for levels that were not requested."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
-        with pytest.raises(ckpt.UsageError, match="which step"):
+    with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
+        with pytest.raises(ckpt.errors.UsageError, match="which step"):
             cp.save()
         staged = train(cp, state, 1, 1)
-        assert staged is not None and staged.staged(60).tier == "memory"
+        assert staged is not None and staged.wait_staged(60).tier == "memory"
         assert staged.status == "staged"
-        with pytest.raises(ckpt.SaveError, match="stays in memory"):
-            staged.committed(60)
+        with pytest.raises(ckpt.errors.SaveError, match="stays in memory"):
+            staged.wait_durable(60)
         saved = cp.save()
-        assert saved.committed(60).step == 1
-        assert saved.status == "committed" and saved.committed(0).tier == f"file://{run_dir}"
-        with pytest.raises(ckpt.SaveError, match="not written"):
-            saved.committed(tier="file:///elsewhere")
+        assert saved.wait_durable(60).step == 1
+        assert saved.status == "durable" and saved.wait_durable(0).tier == f"file://{run_dir}"
+        with pytest.raises(ckpt.errors.SaveError, match="not written"):
+            saved.wait_durable(tier="file:///elsewhere")
         assert cp.save(1).attempt == saved.attempt, "a step that is safe is not saved again"
         toy.train_step(state)
-        with pytest.raises(ckpt.UsageError, match="went on"):
+        with pytest.raises(ckpt.errors.UsageError, match="went on"):
             cp.save()
-        assert cp.save(2).committed(60).step == 2
+        assert cp.save(2).wait_durable(60).step == 2
         assert steps_on_disk(run_dir) == [2, 1]
 
 
 def test_handle_waits_no_longer_than_told(run_dir: str, own_sockets: Path) -> None:
     """A wait past its deadline raises DeadlineError, and the save continues."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1)], memory=None) as cp:
         train(cp, state, 1, 1)
         cp.wait(60)
         with stopped(writers(own_sockets)):
             save = train(cp, state, 2, 2)
             assert save is not None
-            with pytest.raises(ckpt.DeadlineError):
-                save.committed(0.05)
-            with pytest.raises(ckpt.DeadlineError):
+            with pytest.raises(ckpt.errors.DeadlineError):
+                save.wait_durable(0.05)
+            with pytest.raises(ckpt.errors.DeadlineError):
                 cp.wait(0.05)
-        assert save.committed(60).step == 2
+        assert save.wait_durable(60).step == 2
 
 
 def test_two_tiers_with_their_own_cadences(tmp_path: Path) -> None:
     """Each place gets the steps that are due there, and at the end the last one."""
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     state = toy.build()
-    tiers = [ckpt.Memory(), ckpt.Tier(near, every=2, keep=20), ckpt.Tier(far, every=3, keep=20)]
+    tiers = [ckpt.Tier(near, every=2, keep=20), ckpt.Tier(far, every=3, keep=20)]
     with ckpt.Checkpointer(state, tiers) as cp:
         save = train(cp, state, 1, 12)
         assert save is not None
-        assert save.committed(60, tier=f"file://{far}").step == 12
+        assert save.wait_durable(60, tier=f"file://{far}").step == 12
         train(cp, state, 13, 13)
     assert steps_on_disk(near) == [13, 12, 10, 8, 6, 4, 2]
     assert steps_on_disk(far) == [13, 12, 9, 6, 3]
@@ -586,7 +590,9 @@ def test_two_tiers_with_their_own_cadences(tmp_path: Path) -> None:
 def test_busy_skip(run_dir: str, own_sockets: Path) -> None:
     """When the store hangs, steps are skipped, never waited for; what was due is written once it is back."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)], on_busy="skip") as cp:
+    with ckpt.Checkpointer(
+        state, [ckpt.Tier(run_dir, every=1, keep=50)], memory=None, options=ckpt.Options(on_busy="skip")
+    ) as cp:
         train(cp, state, 1, 1)
         cp.wait(60)
         saves = []
@@ -595,11 +601,11 @@ def test_busy_skip(run_dir: str, own_sockets: Path) -> None:
                 toy.train_step(state)
                 saves.append(cp.step(step))
         assert saves[-1] is not None
-        with pytest.raises(ckpt.SkippedError):
-            saves[-1].staged(1)
+        with pytest.raises(ckpt.errors.SkippedError):
+            saves[-1].wait_staged(1)
         skipped = [s.step for s in saves if s is not None and s.status == "failed"]
         assert skipped and cp.stats.skipped == len(skipped)
-        assert eventually(lambda: saves[0] is not None and saves[0].status == "committed")
+        assert eventually(lambda: saves[0] is not None and saves[0].status == "durable")
         cp.wait(60)
         train(cp, state, 12, 12)
     assert set(steps_on_disk(run_dir)) == set(range(1, 13)) - set(skipped)
@@ -608,12 +614,14 @@ def test_busy_skip(run_dir: str, own_sockets: Path) -> None:
 def test_busy_wait_has_a_deadline(run_dir: str, own_sockets: Path) -> None:
     """With this choice, step() waits for the store, at most busy_timeout_s, and then raises; later saves succeed."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)], busy_timeout_s=0.3)
+    cp = ckpt.Checkpointer(
+        state, [ckpt.Tier(run_dir, every=1, keep=50)], memory=None, options=ckpt.Options(busy_timeout_s=0.3)
+    )
     with cp:
         train(cp, state, 1, 1)
         cp.wait(60)
         with stopped(writers(own_sockets)):
-            with pytest.raises(ckpt.DeadlineError, match="no slot became free"):
+            with pytest.raises(ckpt.errors.DeadlineError, match="no slot became free"):
                 for step in range(2, 12):
                     toy.train_step(state)
                     cp.step(step)
@@ -626,7 +634,7 @@ def test_busy_wait_has_a_deadline(run_dir: str, own_sockets: Path) -> None:
 def test_busy_wait_goes_on_when_the_store_is_back(run_dir: str, own_sockets: Path) -> None:
     """A wait ends when a slot is free, and no step is lost."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)], memory=None) as cp:
         train(cp, state, 1, 1)
         cp.wait(60)
         frozen = writers(own_sockets)
@@ -650,7 +658,7 @@ def test_state_that_grows(run_dir: str, own_sockets: Path) -> None:
         return state
 
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=5, keep=9)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5, keep=9)) as cp:
         train(cp, state, 1, 7)
         state["extra"] = nn.Linear(1500, 1500)
         state["optim"].add_param_group({"params": list(state["extra"].parameters())})
@@ -686,22 +694,22 @@ reserved = mmap.mmap(-1, available * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYM
 huge = torch.frombuffer(reserved, dtype=torch.uint8)  # takes no memory while nobody touches it
 run = sys.argv[1]
 state = {"small": torch.arange(4.0)}
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=2)], on_error="warn") as cp:
-    cp.step(1).staged(60)
-    cp.step(2).committed(60)
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=2), options=ckpt.Options(on_error="warn")) as cp:
+    cp.step(1).wait_staged(60)
+    cp.step(2).wait_durable(60)
     state["huge"] = huge
     for step in (3, 4, 5):
         save = cp.step(step)
-        with contextlib.suppress(ckpt.SkippedError):
+        with contextlib.suppress(ckpt.errors.SkippedError):
             if save is not None:
-                save.staged(60)
+                save.wait_staged(60)
         print(step, save, flush=True)
     try:
-        cp.save().staged(60)
-    except ckpt.SkippedError as error:
+        cp.save().wait_staged(60)
+    except ckpt.errors.SkippedError as error:
         print(error, flush=True)
     del state["huge"]
-    print(cp.step(6).committed(60).step)
+    print(cp.step(6).wait_durable(60).step)
 """
 
 
@@ -720,12 +728,12 @@ def test_memory_refused_by_a_limit(run_dir: str) -> None:
     code = f"""
 import resource, torch, ckpt
 state = {{"w": torch.zeros(96 << 20, dtype=torch.uint8)}}
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier({run_dir!r}, every=1)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier({run_dir!r}, every=1)) as cp:
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
     try:
         save = cp.step(1)
-        print("saved" if save and save.committed(60).step == 1 else "refused")
+        print("saved" if save and save.wait_durable(60).step == 1 else "refused")
     except ckpt.CheckpointError as error:
         print("refused", type(error).__name__, error)
 """
@@ -743,24 +751,24 @@ def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str
     """A failed write is raised once, by the next call. Once the store is repaired, saving works as before."""
     state = toy.build()
     folder = Path(run_dir, DATA_FOLDER)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=50)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=50)) as cp:
         folder.write_text("in the way")
         told: list[str] = []
         for step in (1, 2):
             toy.train_step(state)
             try:
                 cp.step(step)
-            except ckpt.SaveError as error:  # by the next call, or by this one, if it failed that quickly
+            except ckpt.errors.SaveError as error:  # by the next call, or by this one, if it failed that quickly
                 told += [str(error), *getattr(error, "__notes__", ())]
             inside.wait_for_writes(cp, 60)  # as wait() does, but raises nothing
         assert sum("step 1 was not written" in one for one in told) == 1, told
         folder.unlink()
         if not any("step 2 was not written" in one for one in told):
-            with pytest.raises(ckpt.SaveError, match="step 2 was not written"):  # it failed after that call
+            with pytest.raises(ckpt.errors.SaveError, match="step 2 was not written"):  # it failed after that call
                 cp.save()
         toy.train_step(state)
         saved = cp.step(3)
-        assert saved is not None and saved.committed(60).step == 3
+        assert saved is not None and saved.wait_durable(60).step == 3
     assert steps_on_disk(run_dir)[0] == 3
     assert problems(run_dir) == []
 
@@ -768,20 +776,20 @@ def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str
 def committed(save: ckpt.Save | None) -> None:
     """Wait for a save whose error may also be raised by step() itself."""
     assert save is not None
-    save.committed(60)
+    save.wait_durable(60)
 
 
 def test_failed_step_can_be_saved_again(run_dir: str) -> None:
     """save() of a step whose write failed writes it once more."""
     state = toy.build()
     folder = Path(run_dir, DATA_FOLDER)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1)) as cp:
         folder.write_text("in the way")
         toy.train_step(state)
-        with pytest.raises(ckpt.SaveError):
+        with pytest.raises(ckpt.errors.SaveError):
             committed(cp.step(1))
         folder.unlink()
-        assert cp.save().committed(60).step == 1
+        assert cp.save().wait_durable(60).step == 1
     assert steps_on_disk(run_dir) == [1]
 
 
@@ -789,10 +797,10 @@ def test_failure_that_was_told_is_not_told_again(run_dir: str) -> None:
     """An error that its handle has raised does not come out of the next call as well."""
     state = toy.build()
     folder = Path(run_dir, DATA_FOLDER)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1)) as cp:
         folder.write_text("in the way")
         toy.train_step(state)
-        with pytest.raises(ckpt.SaveError):
+        with pytest.raises(ckpt.errors.SaveError):
             committed(cp.step(1))
         folder.unlink()
         train(cp, state, 2, 2)
@@ -803,7 +811,7 @@ def test_failures_can_be_warnings(run_dir: str, caplog: pytest.LogCaptureFixture
     state = toy.build()
     folder = Path(run_dir, DATA_FOLDER)
     with caplog.at_level(logging.WARNING, "ckpt"):
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), options=ckpt.Options(on_error="warn")) as cp:
             folder.write_text("in the way")
             toy.train_step(state)
             cp.step(1)
@@ -821,7 +829,9 @@ def test_close_logs_an_error_if_every_save_failed(run_dir: str, caplog: pytest.L
     """With on_error="warn" nothing is raised, and the script ends with exit code 0."""
     state = toy.build()
     with caplog.at_level(logging.ERROR, "ckpt"):
-        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), on_error="warn") as cp:
+        with ckpt.Checkpointer(
+            state, ckpt.Tier(run_dir, every=1), memory=None, options=ckpt.Options(on_error="warn")
+        ) as cp:
             Path(run_dir, DATA_FOLDER).write_text("in the way")
             train(cp, state, 1, 2)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
@@ -832,22 +842,22 @@ def test_close_logs_an_error_if_every_save_failed(run_dir: str, caplog: pytest.L
 def test_saving_recovers_after_the_folder_of_data_files_is_removed(run_dir: str) -> None:
     """If a folder of the run is removed, saves fail or create it again; saving recovers."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), options=ckpt.Options(on_error="warn")) as cp:
         saved = train(cp, state, 1, 1)
-        assert saved is not None and saved.committed(60)
+        assert saved is not None and saved.wait_durable(60)
         shutil.rmtree(Path(run_dir, DATA_FOLDER))
-        with contextlib.suppress(ckpt.SaveError):
+        with contextlib.suppress(ckpt.errors.SaveError):
             train(cp, state, 2, 2)
-            cp.save().committed(60)
+            cp.save().wait_durable(60)
         last = train(cp, state, 3, 3)
-        assert last is not None and last.committed(60).step == 3
+        assert last is not None and last.wait_durable(60).step == 3
 
 
 def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After several deaths in a row no writer is started; this is reported, and training continues. The error of an
     earlier failed start is not reported as the reason, because later starts succeeded."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, rare(run_dir))
+    cp = ckpt.Checkpointer(state, **rare(run_dir))
     train(cp, state, 1, 2)
     once = Path(run_dir).with_name("once")
     monkeypatch.delenv(writer_zygote.VARIABLE)  # forks of it would not run what is set below
@@ -859,11 +869,11 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path, monkeypatch: p
         old = {process.pid for process in writers(own_sockets)}
         kill_all(writers(own_sockets))
         assert eventually(lambda old=old: {p.pid for p in writers(own_sockets)} - old != set())
-        assert cp.save().committed(60)
+        assert cp.save().wait_durable(60)
         last = (cp.save().step or 0) + 1
         train(cp, state, last, last)
     kill_all(writers(own_sockets))
-    with pytest.raises(ckpt.WriterError, match="died") as failed:
+    with pytest.raises(ckpt.errors.WriterError, match="died") as failed:
         for step in range(10, 10_000):
             toy.train_step(state)
             cp.step(step)
@@ -871,7 +881,7 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path, monkeypatch: p
     toy.train_step(state)
     cp.step(20_001)
     with pytest.raises(ckpt.CheckpointError, match="no writer"):
-        cp.save().committed(60)
+        cp.save().wait_durable(60)
     with contextlib.suppress(ckpt.CheckpointError):
         cp.close()
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
@@ -883,15 +893,15 @@ def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monke
     """For example, the library was removed during the job: the error has Python's message. A failed save is not called
     held in memory, because nothing keeps it when the trainer ends."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, rare(run_dir))
+    cp = ckpt.Checkpointer(state, **rare(run_dir))
     train(cp, state, 1, 2)
     inside.run_in_writers(monkeypatch, "import everystep_was_removed", instead=True)
     kill_all(writers(own_sockets))
     saved = cp.save()
-    with pytest.raises(ckpt.SaveError, match="No writer holds it: memory ends with this process") as failed:
-        saved.committed(60)
+    with pytest.raises(ckpt.errors.SaveError, match="No writer holds it: memory ends with this process") as failed:
+        saved.wait_durable(60)
     assert "still in memory" not in str(failed.value)
-    with pytest.raises(ckpt.WriterError, match=r"times within.*No module named 'everystep_was_removed'"):
+    with pytest.raises(ckpt.errors.WriterError, match=r"times within.*No module named 'everystep_was_removed'"):
         for step in range(10, 10_000):
             toy.train_step(state)
             cp.step(step)
@@ -906,13 +916,13 @@ import pytest
 from processes import writers
 
 state = toy.build()
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=100_000)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=100_000)) as cp:
     cp.restore(default=0)
     for step in range(1, 100_000):
         toy.train_step(state)
         cp.step(step)
         if step == 3:
-            cp.save().staged(60)
+            cp.save().wait_staged(60)
             inside.run_in_writers(pytest.MonkeyPatch(), "import everystep_was_removed", instead=True)
             [writer.kill() for writer in writers(pathlib.Path(os.environ["CKPT_RUNTIME_DIR"]))]
 """
@@ -937,7 +947,7 @@ def train(folder):
     with ckpt.Checkpointer({"model": model}, folder) as cp:
         hook = sys.excepthook
         sys.excepthook = lambda *what: hook(*what)  # as libraries do that are imported late, and keep it
-        cp.step(1).staged()
+        cp.step(1).wait_staged()
         return shared_kib()
 
 def collect():

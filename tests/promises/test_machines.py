@@ -15,13 +15,13 @@ LIFE = """
 import os, sys
 import torch, ckpt
 state = {"w": torch.zeros(1 << 16)}
-with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=60), ckpt.Tier(sys.argv[1], every=100)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=100), memory=ckpt.Memory(linger_s=60)) as cp:
     start = cp.restore(default=0)
     print("start", start, cp.last_restore.tier if start else None, state["w"].sum().item() / (1 << 16), flush=True)
     for step in range(start + 1, start + 4):
         state["w"].add_(1.0)
         save = cp.step(step)
-    save.staged(60)
+    save.wait_staged(60)
     if len(sys.argv) > 2:
         os.kill(os.getpid(), 9)
 """

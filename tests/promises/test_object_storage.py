@@ -63,7 +63,7 @@ def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: range, *, wait: b
         if save is not None:
             saves.append(save)
             if wait and save.tiers:
-                save.promoted(60)
+                save.wait_durable(60, tier="all")
     return saves
 
 
@@ -90,7 +90,7 @@ def test_a_machine_that_has_only_the_url_goes_on(moto: MotoServer, url: str, tmp
     new process has every bit of the newest step back."""
     state = toy.build()
     folder = tmp_path / "run"
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(folder), every=2), tier(url, moto, every=4)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(folder), every=2), tier(url, moto, every=4)]) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 9))
         cp.wait(60)
@@ -105,16 +105,16 @@ def test_a_machine_that_has_only_the_url_goes_on(moto: MotoServer, url: str, tmp
 def test_straight_from_memory(moto: MotoServer, url: str) -> None:
     """Without a folder checkpoints go from memory to the bucket; loading, verifying and going back work by the URL."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, every=2, keep=5)]) as cp:
+    with ckpt.Checkpointer(state, tier(url, moto, every=2, keep=5)) as cp:
         cp.restore(default=0)
         saves = train(cp, state, range(1, 7), wait=True)
-        assert saves[-1].committed(60).tier == saves[-1].promoted(60).tier == url
+        assert saves[-1].wait_durable(60).tier == saves[-1].wait_durable(60, tier="all").tier == url
     loaded = ckpt.load(url)
     assert loaded.step == 6
     for name, tensor in state["model"].state_dict().items():
         assert torch.equal(loaded[f"model.{name}"], tensor)
     other = toy.build(seed=3)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), tier(url, moto, every=2)]) as cp:
+    with ckpt.Checkpointer(other, tier(url, moto, every=2)) as cp:
         assert cp.restore(step=4) == 4
         assert toy.digest(other) == digest_after(4)
 
@@ -123,7 +123,7 @@ def test_directory_bucket_keeps_a_run(moto: MotoServer, tmp_path: Path, monkeypa
     """S3 Express lists in no order: a run is saved there, verified, and restored by its URL alone."""
     url = f"s3://runs--use1-az4--x-s3/run{next(runs)}"
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, every=2, keep=2)]) as cp:
+    with ckpt.Checkpointer(state, tier(url, moto, every=2, keep=2)) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 7), wait=True)
     names = inside.file_names(url)
@@ -153,12 +153,12 @@ def test_what_a_crash_interrupted_is_taken_up(moto: MotoServer, proxy: FaultProx
     assert inside.steps_at(url) == []
     proxy.clear()
     state = toy.build(seed=5)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(folder, every=2), tier(url, moto, every=2)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(folder, every=2), tier(url, moto, every=2)]) as cp:
         assert cp.restore() == 2
         eventually(lambda: inside.steps_at(url) == [2], 30)
     assert toy.digest(state) == digest_after(2)
     shutil.rmtree(folder)
-    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)]) as cp:
+    with ckpt.Checkpointer(toy.build(), tier(url, moto)) as cp:
         assert cp.restore() == 2
 
 
@@ -167,14 +167,13 @@ import sys, time
 import ckpt, toy
 
 state = toy.build()
-cp = ckpt.Checkpointer(
-    state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=2), ckpt.Tier(sys.argv[2], every=2, storage_options={options})]
-)
+tiers = [ckpt.Tier(sys.argv[1], every=2), ckpt.Tier(sys.argv[2], every=2, storage_options={options})]
+cp = ckpt.Checkpointer(state, tiers)
 cp.restore(default=0)
 for step in (1, 2):
     toy.train_step(state)
     save = cp.step(step)
-save.committed(60)
+save.wait_durable(60)
 print("committed", flush=True)
 time.sleep(600)
 """
@@ -184,7 +183,7 @@ def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_p
     """A flipped bit in the folder: only that piece comes from the bucket, bit-exactly, and the restore reports it.
     Control: without the bucket, only the step before can be restored."""
     state, folder = toy.build(), tmp_path / "run"
-    places = [ckpt.Memory(), ckpt.Tier(str(folder), every=2), tier(url, moto, every=2)]
+    places = [ckpt.Tier(str(folder), every=2), tier(url, moto, every=2)]
     with ckpt.Checkpointer(state, places) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 5))
@@ -201,7 +200,7 @@ def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_p
         assert cp.last_restore.tier == f"file://{folder}"
         assert len(cp.last_restore.repaired) == 1 and url in cp.last_restore.repaired[0]
     assert toy.digest(other) == digest_after(4)
-    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(str(folder), every=2)]) as cp:
+    with ckpt.Checkpointer(toy.build(), ckpt.Tier(str(folder), every=2)) as cp:
         assert cp.restore() == 2
         assert cp.last_restore is not None and not cp.last_restore.repaired
 
@@ -210,7 +209,7 @@ def test_both_places_damaged_in_different_pieces(moto: MotoServer, url: str, tmp
     """One piece is damaged here, another there: both together have it. The same piece in both: the older step."""
     state, folder, second = toy.build(), tmp_path / "run", tmp_path / "second"
     folders = [ckpt.Tier(str(home), every=2) for home in (folder, second)]
-    places = [ckpt.Memory(), *folders, tier(url, moto, every=4)]
+    places = [*folders, tier(url, moto, every=4)]
     with ckpt.Checkpointer(state, places) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 3))
@@ -232,17 +231,18 @@ def test_an_outage_does_not_stop_the_training(moto: MotoServer, proxy: FaultProx
     """While the bucket returns 503, training continues and saves to the folder. When it is back, scheduled checkpoints
     are uploaded, and at the end the last step."""
     state = toy.build()
-    places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=2), tier(url, proxy, every=4)]
+    places = [ckpt.Tier(str(tmp_path / "run"), every=2), tier(url, proxy, every=4)]
     with ckpt.Checkpointer(state, places) as cp:
         cp.restore(default=0)
         proxy.fail("status", count=100_000, code=503)
         saves = train(cp, state, range(1, 5))
-        assert saves[-1].committed(30).step == 4
+        assert saves[-1].wait_durable(30).step == 4
         train(cp, state, range(5, 7))
-        assert not saves[3].written(url)
+        with pytest.raises(ckpt.errors.DeadlineError):
+            saves[3].wait_durable(0, tier=url)
         assert proxy.hits()
         proxy.clear()
-        assert saves[3].promoted(60).tier == url
+        assert saves[3].wait_durable(60, tier="all").tier == url
     inside.use_options(url, storage_options(moto.url))
     assert inside.steps_at(url) == [6, 4]
 
@@ -252,7 +252,7 @@ def test_a_bucket_that_refuses_is_told_of(proxy: FaultProxy, url: str, tmp_path:
     """Permission, credentials or the bucket are lost during a run: the next call raises the remedy. The step is in the
     folder, training continues, and later saves succeed."""
     state = toy.build()
-    places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1), tier(url, proxy)]
+    places = [ckpt.Tier(str(tmp_path / "run"), every=1), tier(url, proxy)]
     with ckpt.Checkpointer(state, places) as cp:
         cp.restore(default=0)
         proxy.fail("delay", method="PUT", match=pattern(DATA), s=3.0)  # the folder has the step by then
@@ -260,20 +260,20 @@ def test_a_bucket_that_refuses_is_told_of(proxy: FaultProxy, url: str, tmp_path:
         proxy.fail("status", method="POST", count=100_000, code=code, s3_code=s3_code)
         toy.train_step(state)
         first = cp.step(1)
-        assert first is not None and first.committed(30).tier.startswith("file://")
+        assert first is not None and first.wait_durable(30).tier.startswith("file://")
         with pytest.raises(SaveError, match="still in file://"):
-            first.promoted(60)
+            first.wait_durable(60, tier="all")
         proxy.clear()
         toy.train_step(state)
         second = cp.step(2)
-        assert second is not None and second.promoted(60).tier == url
+        assert second is not None and second.wait_durable(60, tier="all").tier == url
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_once(moto: MotoServer, tmp_path: Path) -> None:
     """Before the training begins, with what to do about it; it is not created, and no process is left."""
     place = tier("s3://nobodys/run", moto)
     with pytest.raises(AccessError, match="nobodys"):
-        ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run")), place])
+        ckpt.Checkpointer(toy.build(), [ckpt.Tier(str(tmp_path / "run")), place])
     assert not eventually_left()
 
 
@@ -289,12 +289,12 @@ def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> Non
     """A prefix with other files is rejected and unchanged. Files next to a run survive all clean-up."""
     inside.use_options(url, storage_options(moto.url))
     inside.write_files(url, {"notes/mine.txt": b"mine"})
-    with pytest.raises(ckpt.FormatError, match="not empty"):
-        ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)])
+    with pytest.raises(ckpt.errors.FormatError, match="not empty"):
+        ckpt.Checkpointer(toy.build(), tier(url, moto))
     assert inside.file_names(url) == ["notes/mine.txt"]
     other, theirs = f"{url}-other", {f"{DATA_FOLDER}/mine.txt", "mine.txt", "log/mine.txt"}
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(other, moto, keep=2, reader_grace_s=0)]) as cp:
+    with ckpt.Checkpointer(state, tier(other, moto, keep=2, reader_grace_s=0)) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 3), wait=True)
         inside.use_options(other, storage_options(moto.url))
@@ -308,7 +308,7 @@ def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> Non
 def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
     """`keep` applies there, and the files of retired checkpoints are deleted; with a grace period, after its end."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, keep=2, reader_grace_s=0)]) as cp:
+    with ckpt.Checkpointer(state, tier(url, moto, keep=2, reader_grace_s=0)) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 9), wait=True)
         eventually(lambda: len(select(inside.file_names(url), DATA)) == len(inside.steps_at(url)) <= 3, 30)
@@ -316,7 +316,7 @@ def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
     assert steps[:2] == [8, 7] and len(steps) <= 3  # and the newest that was read back
     assert len(select(inside.file_names(url), DATA)) == len(steps)
     patient = f"{url}-patient"
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(patient, moto, keep=2, reader_grace_s=3600)]) as cp:
+    with ckpt.Checkpointer(state, tier(patient, moto, keep=2, reader_grace_s=3600)) as cp:
         cp.restore(default=0)
         train(cp, state, range(11, 17), wait=True)
         eventually(lambda: len(inside.steps_at(patient)) <= 3, 30)
@@ -335,7 +335,7 @@ def quiet(proxy: FaultProxy) -> int:
 def test_requests_are_few(proxy: FaultProxy, url: str) -> None:
     """A checkpoint takes at most its data divided by the part size, plus 11 requests."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy, keep=2, reader_grace_s=3600)]) as cp:
+    with ckpt.Checkpointer(state, tier(url, proxy, keep=2, reader_grace_s=3600)) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 4), wait=True)  # the first clean-up looks at everything
         before = quiet(proxy)
@@ -350,13 +350,13 @@ def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, t
     """If steps come faster than the bucket takes them, some are skipped there with a warning and the remedy. Training
     does not wait, memory is not used up, the folder has all steps, and the newest one reaches the bucket."""
     state = toy.build()
-    places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1, keep=20), tier(url, proxy, keep=20)]
+    places = [ckpt.Tier(str(tmp_path / "run"), every=1, keep=20), tier(url, proxy, keep=20)]
     with ckpt.Checkpointer(state, places) as cp:
         cp.restore(default=0)
         proxy.fail("delay", method="PUT", match=pattern(DATA), count=100, s=0.7)
         saves = train(cp, state, range(1, 11))
         for save in saves:
-            save.committed(60)
+            save.wait_durable(60)
         cp.wait(60)
         assert cp.stats.skipped > 0
         left_out = [save.step for save in saves if save.failed(url)]
@@ -368,15 +368,15 @@ def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, t
 def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
     """The newer job wins, the older one is notified, and the run stays intact."""
     first = toy.build()
-    with ckpt.Checkpointer(first, [ckpt.Memory(), tier(url, moto)]) as old:
+    with ckpt.Checkpointer(first, tier(url, moto)) as old:
         old.restore(default=0)
         train(old, first, range(1, 3), wait=True)
         script = OTHER_JOB.format(options=storage_options(moto.url))
         found = run_script(script, url)
         assert found.stdout.split() == ["2", "3"], found.stderr
-        with pytest.raises(ckpt.FencedError):
-            train(old, first, range(3, 4))[0].committed(60)
-        with pytest.raises(ckpt.FencedError):
+        with pytest.raises(ckpt.errors.FencedError):
+            train(old, first, range(3, 4))[0].wait_durable(60)
+        with pytest.raises(ckpt.errors.FencedError):
             old.step(4)
     assert inside.steps_at(url) == [3, 2, 1]
 
@@ -387,10 +387,11 @@ os.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()  # of another machine
 import ckpt, toy
 
 state = toy.build(seed=1)
-with ckpt.Checkpointer(state, [ckpt.Tier(sys.argv[1], every=1, storage_options={options})], takeover=True) as cp:
+tier = ckpt.Tier(sys.argv[1], every=1, storage_options={options})
+with ckpt.Checkpointer(state, tier, takeover=True, memory=None) as cp:
     print(cp.restore(), flush=True)
     toy.train_step(state)
-    print(cp.step(3).committed(60).step, flush=True)
+    print(cp.step(3).wait_durable(60).step, flush=True)
 """
 
 
@@ -409,12 +410,12 @@ def test_unfinished_uploads_are_aborted_at_the_next_start(moto: MotoServer, url:
     prefix = url.removeprefix("s3://bucket/")
     ours, others = f"{prefix}/{data_key(checkpoint_id(50))}", f"{prefix}/{DATA_FOLDER}/mine"
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto)]) as cp:
+    with ckpt.Checkpointer(state, tier(url, moto)) as cp:
         cp.restore(default=0)
-        train(cp, state, range(1, 2))[0].committed(60)
+        train(cp, state, range(1, 2))[0].wait_durable(60)
     for key in (ours, others):
         client.create_multipart_upload(Bucket="bucket", Key=key)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto)]) as cp:
+    with ckpt.Checkpointer(state, tier(url, moto)) as cp:
         cp.restore()
     open_ones = [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket", Prefix=prefix).get("Uploads", [])]
     assert open_ones == [others]
@@ -447,7 +448,7 @@ state = toy.build(seed=dist.get_rank() if steps == 0 else 0)
 if dist.get_world_size() > 1:
     state["model"] = DistributedDataParallel(state["model"])
 far = ckpt.Tier(url, every=2, storage_options=options)
-tiers = [ckpt.Memory(), *([ckpt.Tier(folder, every=1)] if folder else []), far]
+tiers = [*([ckpt.Tier(folder, every=1)] if folder else []), far]
 cp = ckpt.Checkpointer(state, tiers)
 start = cp.restore(default=0)
 for step in range(start, steps):
@@ -455,7 +456,7 @@ for step in range(start, steps):
     toy.train_step(state)
     save = cp.step(step + 1)
     if folder:
-        save.committed(60)
+        save.wait_durable(60)
 done = cp.last_restore
 print("trained", start, done.tier, toy.digest({**state, "meta": {}}), done.nbytes, done.nbytes_received, flush=True)
 sys.stdin.readline()
@@ -524,11 +525,11 @@ def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProx
     """Without a folder, while the bucket returns only 503: training continues in memory, and steps that would need too
     much memory are skipped. When the bucket is back, it gets the waiting steps, and at the end the newest one."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy)], busy_timeout_s=20) as cp:
+    with ckpt.Checkpointer(state, tier(url, proxy), options=ckpt.Options(busy_timeout_s=20)) as cp:
         cp.restore(default=0)
         proxy.fail("status", count=100_000, code=503)
         saves = train(cp, state, range(1, 13))
-        saves[-1].staged(20)
+        saves[-1].wait_staged(20)
         assert [save.step for save in saves if save.failed(url)]
         proxy.clear()
     inside.use_options(url, storage_options(proxy.url))

@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def there_and_back(call: Any, run: Path, out: Path, back: Path) -> None:
     """Convert a run to another form, and back to a run."""
     words = ["--format", "dcp"] if out.suffix == "" else []
-    assert call("restore", run, "--to", out, *words).code == 0
+    assert call("export", run, "--to", out, *words).code == 0
     assert call("import", out, back).code == 0
 
 
@@ -120,9 +120,9 @@ def test_what_dcp_has_saved_becomes_anything(tmp_path: Path, call: Any) -> None:
         assert done.returncode == 0, done.stderr
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
     for form in ("False", "True"):
-        assert call("restore", tmp_path / form, "--to", tmp_path / f"{form}.pt").code == 0
-        assert call("restore", tmp_path / form, "--to", tmp_path / f"{form}-run", "--format", "run").code == 0
-        assert call("restore", tmp_path / form, "--to", tmp_path / f"{form}.safetensors").code == 0
+        assert call("export", tmp_path / form, "--to", tmp_path / f"{form}.pt").code == 0
+        assert call("export", tmp_path / form, "--to", tmp_path / f"{form}-run", "--format", "run").code == 0
+        assert call("export", tmp_path / form, "--to", tmp_path / f"{form}.safetensors").code == 0
         there = torch.load(tmp_path / f"{form}.pt", weights_only=True)
         net, net2 = whole(), whole()
         optim, optim2 = (torch.optim.AdamW(n.parameters()) for n in (net, net2))

@@ -15,7 +15,7 @@ from torch import nn
 import ckpt
 import inside
 import toy
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 from kills import steps_on_disk
 from processes import eventually, killed, run_script, writers
 from test_promise_ends import restored
@@ -32,11 +32,11 @@ def test_no_restore_within_a_step(run_dir: str, monkeypatch: pytest.MonkeyPatch,
     """A signal handler calls restore(): step() would continue with another state. It is rejected, and the step is
     saved."""
     state, said = toy.build(), list[BaseException]()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=1 if due else 10), ckpt.Tier(run_dir, every=100)])
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100), memory=ckpt.Memory(every=1 if due else 10))
     steps(cp, state, 2)
 
     def interrupted() -> None:
-        with pytest.raises(ckpt.UsageError, match="cannot come into") as caught:
+        with pytest.raises(ckpt.errors.UsageError, match="cannot come into") as caught:
             cp.restore()
         said.append(caught.value)
 
@@ -44,7 +44,7 @@ def test_no_restore_within_a_step(run_dir: str, monkeypatch: pytest.MonkeyPatch,
     with monkeypatch.context() as patch:
         inside.interrupt_at(patch, inside.STATE_IS_READ, interrupted)
         cp.step(3)
-        cp.save().committed(30)
+        cp.save().wait_durable(30)
     cp.close()
     assert said and restored(run_dir) == (3, toy.reference(3))
 
@@ -56,7 +56,7 @@ def test_closed_within_restore(run_dir: str, monkeypatch: pytest.MonkeyPatch) ->
     cp = ckpt.Checkpointer(state, run_dir)
     inside.interrupt_at(monkeypatch, inside.RUN_IS_TAKEN, lambda: cp.close())
     began = time.monotonic()
-    with pytest.raises(ckpt.ClosedError):
+    with pytest.raises(ckpt.errors.ClosedError):
         cp.restore()
     assert time.monotonic() - began < 15
     monkeypatch.undo()
@@ -65,7 +65,7 @@ def test_closed_within_restore(run_dir: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_two_that_are_made_at_once(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads open the same run: one succeeds, the other is rejected."""
-    found: list[ckpt.Checkpointer | ckpt.UsageError] = []
+    found: list[ckpt.Checkpointer | ckpt.errors.UsageError] = []
     first = threading.Event()
 
     def slowly() -> None:
@@ -77,7 +77,7 @@ def test_two_that_are_made_at_once(run_dir: str, monkeypatch: pytest.MonkeyPatch
     def make() -> None:
         try:
             found.append(ckpt.Checkpointer(toy.build(), run_dir, triggers=None))
-        except ckpt.UsageError as error:
+        except ckpt.errors.UsageError as error:
             found.append(error)
 
     threads = [threading.Thread(target=make) for _ in range(2)]
@@ -100,7 +100,7 @@ def none_at_the_end(thread):
     start(thread)
 threading.Thread.start = none_at_the_end
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(every=100), ckpt.Tier(sys.argv[1], every=100)], triggers=None)
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=100), triggers=None, memory=ckpt.Memory(every=100))
 atexit.register(cp.close)
 for step in range(cp.restore(default=0), 3):
     toy.train_step(state)
@@ -144,7 +144,7 @@ def test_a_key_that_goes_where_a_tensor_comes(run_dir: str) -> None:
     """Every step is saved, with what there was of it."""
     model = nn.Linear(4, 4)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ckpt.Checkpointer({"model": model, "optim": optim}, [ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer({"model": model, "optim": optim}, [ckpt.Tier(run_dir, every=1)], memory=None) as cp:
         cp.restore(default=0)
         for step in range(1, 5):
             model(torch.ones(1, 4)).sum().backward()
@@ -155,7 +155,7 @@ def test_a_key_that_goes_where_a_tensor_comes(run_dir: str) -> None:
                 elif step == 3:
                     del optim.state[p]["warm"]
                     optim.state[p]["moment"] = torch.full_like(p, 3.0)
-            cp.step(step).committed(30.0)
+            cp.step(step).wait_durable(30.0)
     assert torch.equal(ckpt.load(run_dir)["optim.state.model.weight.moment"], torch.full((4, 4), 3.0))
 
 
@@ -165,18 +165,18 @@ state = {"w": torch.zeros(1 << 20)}
 with ckpt.Checkpointer(state, sys.argv[1]) as cp:
     cp.restore(default=0)
     save = cp.save(1)
-    with cp.pause():
+    with cp.not_training():
         if not (child := os.fork()):
             found = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and
                      os.path.lexists(f"/proc/self/fd/{fd}")]
             assert not [one for one in found if "memfd:ckpt" in one], found
             try:
                 cp.wait()
-            except ckpt.ClosedError:
+            except ckpt.errors.ClosedError:
                 sys.exit(7)
             sys.exit(8)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    save.committed(30)
+    save.wait_durable(30)
     cp.step(2)
 """
 
@@ -194,20 +194,23 @@ KEEPING = """
 import os, signal, sys, toy, ckpt
 run, victim = sys.argv[1:]
 state = toy.build()
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, keep=1)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=1, keep=1)) as cp:
     cp.restore(default=0)
     for step in range(1, 10):
         toy.train_step(state)
         save = cp.step(step)
         if step in (2, 3):
-            cp.keep_steps({2: "best so far"} if step == 2 else {2: "second best", 3: "best"})
+            cp.pin(step, "best so far" if step == 2 else "best")
+        if step == 3:
+            cp.pin(2, "second best")
         if step == 3 and victim == "writer":
             os.kill(cp.writer_pid, signal.SIGKILL)
-        save.committed(60)
+        save.wait_durable(60)
     if victim == "trainer":
-        cp.keep_steps({3: "best", 9: "last"})
+        cp.unpin(2)
+        cp.pin(9, "last")
         toy.train_step(state)
-        cp.step(10).staged(60)
+        cp.step(10).wait_staged(60)
         os.kill(os.getpid(), signal.SIGKILL)
 print(toy.digest(state))
 """
@@ -225,19 +228,20 @@ def test_steps_that_are_to_stay(run_dir: str, own_sockets: Path, victim: str) ->
     assert eventually(lambda: inside.kept_at(run_dir) == kept)
     there = set(steps_on_disk(run_dir))
     assert there >= {*kept, 9} and not there & {1, 4, 5}
-    with ckpt.Checkpointer(state := toy.build(), ckpt.Tier(run_dir, every=1, keep=1), triggers=None) as cp:
+    with ckpt.Checkpointer(state := toy.build(), ckpt.Tier(run_dir, every=1, keep=1), triggers=None, memory=None) as cp:
         first = cp.restore()
         assert first == (10 if victim == "trainer" else 9)
-        cp.keep_steps({})
+        for step in (2, 3, 9):
+            cp.unpin(step)
         for step in range(first + 1, first + 4):
             toy.train_step(state)
-            cp.step(step).committed(60)  # type: ignore[union-attr]
+            cp.step(step).wait_durable(60)  # type: ignore[union-attr]
     assert eventually(lambda: inside.kept_at(run_dir) == {} and not set(steps_on_disk(run_dir)) & {2, 3})
 
 
 def test_what_is_no_note_is_refused(run_dir: str) -> None:
     """By name, and nothing is kept then."""
     with ckpt.Checkpointer(toy.build(), run_dir, triggers=None) as cp:
-        for notes in ({"3": "best"}, {3: None}, {True: "x"}):
-            with pytest.raises(UsageError, match="step: why"):
-                cp.keep_steps(notes)  # type: ignore[arg-type]
+        for step, note in (("3", "best"), (3, None), (3, ""), (True, "x"), (-1, "x")):
+            with pytest.raises(InvalidArgumentError, match=r"note must be|whole number"):
+                cp.pin(step, note)  # type: ignore[arg-type]

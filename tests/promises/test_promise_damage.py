@@ -58,7 +58,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     state, digests = toy.build(), dict[int, str]()
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(base))
-    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(base / "run")]) as cp:
+    with ckpt.Checkpointer(state, tier(base / "run")) as cp:
         step = cp.restore(default=0)
         for until in (20, STEPS):
             while step < until:
@@ -67,7 +67,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
                 done = cp.step(step)
                 assert done is not None
                 if done.tiers:
-                    done.committed(60)
+                    done.wait_durable(60)
                 digests[step] = toy.digest(state)
             step = cp.restore(step=BACK) if until == 20 else step
         assert eventually(lambda: not checkpoint_files(base / "run", step=8)), "the first checkpoint is deleted"
@@ -147,7 +147,7 @@ def test_a_start_takes_up_what_a_damaged_record_had_committed(
     last = max(seq for seq, kind in records(folder) if kind == "COMMIT")
     flip(folder / "log" / f"{last:012d}.json", 60)
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(folder), every=1000)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(folder), every=1000)], memory=None) as cp:
         assert cp.restore() == 40 and toy.digest(state) == left.digests[40]
         assert cp.last_restore is not None and not cp.last_restore.skipped
         again = max(seq for seq, kind in records_of(folder) if kind == "COMMIT")
@@ -262,7 +262,7 @@ def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
         path.unlink()
     done = restored(folder)
     assert done.step is None and STEPS in [one.step for one in done.skipped]
-    with ckpt.Checkpointer(toy.build(), [tier(folder)]) as cp, pytest.raises(CorruptError, match="step 40"):
+    with ckpt.Checkpointer(toy.build(), tier(folder), memory=None) as cp, pytest.raises(CorruptError, match="step 40"):
         cp.restore(default=0)
 
 
@@ -362,7 +362,7 @@ def test_record_that_is_no_file_counts_as_damaged_at_a_start(left: Left, tmp_pat
     os.mkfifo(folder / "log" / name)
     code = (
         "import sys, ckpt, toy\n"
-        "with ckpt.Checkpointer(toy.build(), [ckpt.Tier(sys.argv[1])]) as cp: print('RESTORED', cp.restore())"
+        "with ckpt.Checkpointer(toy.build(), sys.argv[1], memory=None) as cp: print('RESTORED', cp.restore())"
     )
     done = run_script(code, folder, timeout_s=40)
     assert "RESTORED" in done.stdout and f"log record {int(name[:12])} is damaged" in done.stderr, done

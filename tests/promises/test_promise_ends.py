@@ -33,7 +33,8 @@ import gc, sys, torch, toy, ckpt
 from boundaries import memory_ready
 run, how = sys.argv[1:]
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)])
+tiers = [ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
+cp = ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(every=10))
 for step in range(cp.restore(default=0), 25):
     toy.train_step(state)
     memory_ready(cp)
@@ -63,14 +64,20 @@ def restored(place: str, step: int | None = None) -> tuple[int, str]:
         return cp.restore(step=step), toy.digest(state)
 
 
-def sparse(run: str) -> list[Any]:
-    return [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
+def sparse(run: str) -> dict[str, Any]:
+    tiers = [ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
+    return {"tiers": tiers, "memory": ckpt.Memory(every=10)}
 
 
 def trained(run: str, steps: int, *, memory_every: int = 10) -> tuple[dict[str, Any], ckpt.Checkpointer]:
     """Return a state after some steps, and its Checkpointer, which has saved the last one nowhere yet."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=memory_every), ckpt.Tier(run, every=100)], close_timeout_s=30)
+    cp = ckpt.Checkpointer(
+        state,
+        ckpt.Tier(run, every=100),
+        memory=ckpt.Memory(every=memory_every),
+        options=ckpt.Options(close_timeout_s=30),
+    )
     train_to(cp, state, steps)
     return state, cp
 
@@ -98,7 +105,7 @@ def test_leaving_the_block_keeps_a_step(run_dir: str, error: type[BaseException]
     """Whatever the intervals: the last step is in every tier, bit for bit, and a restart does not save it again. At an
     exception, possibly within the next step, it is the newest step that memory was scheduled to have."""
     state = toy.build()
-    tiers: Any = {"tiers": run_dir, "every": "auto"} if auto else {"tiers": sparse(run_dir)}
+    tiers: Any = {"tiers": run_dir, "every": "auto"} if auto else sparse(run_dir)
     with contextlib.suppress(error or ZeroDivisionError), ckpt.Checkpointer(state, **tiers) as cp:
         train_to(cp, state, STEPS)
         if error is not None:
@@ -134,15 +141,15 @@ def test_what_is_left_to_the_writer_is_no_failure(run_dir: str, caplog: pytest.L
     is notified that it continues, and it is committed."""
     state = {"x": torch.randn(1 << 20)}
     slow = ckpt.Tier(run_dir, every=1, max_mib_s=4)
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), slow])
+    cp = ckpt.Checkpointer(state, [slow])
     with caplog.at_level(logging.WARNING, "ckpt"):
         cp.restore(default=0)
         save = cp.step(1)
         assert save is not None
-        save.staged(60)
+        save.wait_staged(60)
         inside.abandon(cp)
-        with pytest.raises(ckpt.SaveError, match="its writer goes on"):
-            save.committed(60)
+        with pytest.raises(ckpt.errors.SaveError, match="its writer goes on"):
+            save.wait_durable(60)
     assert not caplog.messages
     assert eventually(lambda: newest(run_dir) == 1)
 
@@ -156,7 +163,7 @@ def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
             cp.restore(default=0)
             toy.train_step(state)
             cp.step(1)
-            inside.fail_in_background(cp, ckpt.SaveError("the disk is full"))
+            inside.fail_in_background(cp, ckpt.errors.SaveError("the disk is full"))
             raise KeyboardInterrupt
         finally:
             cp.close()
@@ -169,7 +176,7 @@ IN_A_CHILD = """
 import multiprocessing, sys, threading, time, toy, ckpt
 def train(run):
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=100), triggers=None, memory=ckpt.Memory(every=10))
     start = cp.restore(default=0)
     opened.set()
     for step in range(start, 25):
@@ -209,7 +216,7 @@ def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptur
     """Once an optimizer has begun the next step, the last one cannot be saved any longer: the newest step in memory is
     kept, and one warning names it, the reason and the cost."""
     state = toy.build()
-    with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
+    with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, **sparse(run_dir)) as cp:
         train_to(cp, state, STEPS)
         toy.train_step(state)
     said = [record.getMessage() for record in caplog.records if "was the last one" in record.getMessage()]
@@ -229,9 +236,9 @@ def test_weights_that_are_others_at_the_end_are_not_saved(run_dir: str, swapped:
         with torch.no_grad():
             state["model"][0].weight.zero_()
 
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, **sparse(run_dir)) as cp:
         train_to(cp, state, STEPS)
-        with cp.pause(changes_state=swapped == "pause"):
+        with cp.not_training(changes_state=swapped == "pause"):
             swap()
             raise ValueError("enough")
     assert restored(run_dir) == (20, toy.reference(20))
@@ -241,11 +248,11 @@ def test_what_was_only_restored_is_not_saved_again(run_dir: str) -> None:
     """A script that restores and ends has done no step: there is nothing to bring anywhere."""
     for _ in range(2):
         state = toy.build()
-        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5)) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5), memory=None) as cp:
             if cp.restore(default=0) == 0:
                 toy.train_step(state)
                 cp.step(5)
-    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(run_dir, every=5), ckpt.Tier(run_dir + "-far")]) as cp:
+    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(run_dir, every=5), ckpt.Tier(run_dir + "-far")], memory=None) as cp:
         assert cp.restore() == 5
     assert newest(run_dir) == 5 and newest(run_dir + "-far") == -1
 
@@ -253,12 +260,12 @@ def test_what_was_only_restored_is_not_saved_again(run_dir: str) -> None:
 def test_a_broken_last_step_does_not_stand_alone(run_dir: str) -> None:
     """With finite=False it is saved as such, together with the newest intact step."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100)) as cp:
         for step in range(cp.restore(default=0), 8):
             toy.train_step(state)
             save = cp.step(step + 1, finite=step < 6)
             assert save is not None
-            save.staged(60)
+            save.wait_staged(60)
     assert ckpt.load(run_dir, step=8).step == 8
     assert restored(run_dir) == (6, toy.reference(6))
 
@@ -268,8 +275,8 @@ import sys, torch.distributed as dist, toy, ckpt
 run, how = sys.argv[1:]
 dist.init_process_group("gloo")
 state = toy.build()
-tiers = [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=100)]
-with ckpt.Checkpointer(state, tiers) as cp:
+tiers = [ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=100)]
+with ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(every=10)) as cp:
     for step in range(cp.restore(default=0), 15):
         toy.train_step(state)
         cp.step(step + 1)
@@ -304,14 +311,14 @@ UNKEPT = """
 import json, os, signal, sys, time, psutil, toy, ckpt
 run, folder, when = sys.argv[1:]
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)], on_error="warn")
+cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=1000), options=ckpt.Options(on_error="warn"))
 cp.restore(default=0)
 
 def train(step):
     toy.train_step(state)
     return cp.step(step)
 
-train(1).staged(60)
+train(1).wait_staged(60)
 with open(f"{folder}/python", "w") as script:
     script.write(f'#!/bin/sh\\nwhile [ ! -e {folder}/gate ]; do sleep 0.02; done\\nexec {sys.executable} "$@"\\n')
 os.chmod(f"{folder}/python", 0o700)
@@ -323,7 +330,7 @@ saves = [train(step) for step in range(2, 12)]
 
 def outcome(save, timeout_s):
     try:
-        return save.staged(timeout_s).tier
+        return save.wait_staged(timeout_s).tier
     except ckpt.CheckpointError as error:
         return type(error).__name__
 
@@ -344,7 +351,7 @@ def test_staged_is_told_when_another_process_has_the_memory(run_dir: str, tmp_pa
     assert (found["at once"], found["status"]) == ("DeadlineError", "staging")
     assert found["then"][-1] == "memory" and found["then"][0] == "SaveError"
     state = toy.build(seed=1)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000)) as cp:
         assert cp.restore() == 11 and toy.digest(state) == toy.reference(11)
         assert cp.last_restore is not None and cp.last_restore.tier == "memory"
 
@@ -358,14 +365,15 @@ def test_without_a_writer_nothing_is_acknowledged(run_dir: str, tmp_path: Path) 
 
 def test_staged_says_what_it_is_worth(run_dir: str) -> None:
     """Memory that does not survive the trainer and is written nowhere is reported as such."""
-    for tiers, name, worth in (
-        (ckpt.Memory(linger_s=0), "short", "trainer"),
-        (ckpt.Memory(), "long", "memory"),
+    for tiers, memory, worth in (
+        (None, ckpt.Memory(linger_s=0), "trainer"),
+        (None, ckpt.Memory(), "memory"),
         (ckpt.Tier(run_dir, every=1), None, "memory"),
     ):
-        with ckpt.Checkpointer({"w": torch.ones(3)}, tiers, name=name) as cp:
+        options = ckpt.Options(name=f"memory {worth}")
+        with ckpt.Checkpointer({"w": torch.ones(3)}, tiers, memory=memory, options=options) as cp:
             cp.restore(default=0)
-            assert cp.save(1).staged(60).tier == worth
+            assert cp.save(1).wait_staged(60).tier == worth
 
 
 # Trains on a machine with the free memory that a file contains (as lxcfs has it in containers): 20 MiB a snapshot.
@@ -375,7 +383,7 @@ logging.basicConfig(level=logging.WARNING, format="%(message)s")
 run, meminfo, memory, *on_error = sys.argv[1:]
 weight = torch.nn.Parameter(torch.zeros(5 << 20))
 optim = torch.optim.SGD([weight], lr=1.0)
-tier = ckpt.Tier(run, every=2, keep=9, incremental=False)
+tier = ckpt.Tier(run, every=2, keep=9, full_every=1)
 found = []
 
 def train(step):
@@ -383,18 +391,19 @@ def train(step):
     optim.step()
     save = cp.step(step)
     try:
-        found.append(save and (save.staged(60).tier, *(save.committed(60, tier=t).step for t in save.tiers)))
-    except ckpt.SkippedError:  # it was not known yet how much memory there is
+        found.append(save and (save.wait_staged(60).tier, *(save.wait_durable(60, tier=t).step for t in save.tiers)))
+    except ckpt.errors.SkippedError:  # it was not known yet how much memory there is
         found.append(None)
 
-tiers = [ckpt.Memory(), tier] if memory == "memory" else tier
-with ckpt.Checkpointer({"w": weight, "opt": optim}, tiers, on_error=(on_error or ["raise"])[0]) as cp:
+held = ckpt.Memory() if memory == "memory" else None
+options = ckpt.Options(on_error=(on_error or ["raise"])[0])
+with ckpt.Checkpointer({"w": weight, "opt": optim}, tier, memory=held, options=options) as cp:
     start = cp.restore(default=0)
     for step in range(start + 1, start + 5):
         train(step)
     explicit = ""
     try:
-        cp.save().committed(60)
+        cp.save().wait_durable(60)
     except ckpt.CheckpointError as error:
         explicit = type(error).__name__
     if explicit:
@@ -430,7 +439,7 @@ def test_never_more_snapshots_than_an_arena_takes(tmp_path: Path) -> None:
     """Twelve are asked for, and each tier has one more: as many as go are held, and all is kept."""
     state = toy.build()
     tiers = [ckpt.Tier(str(tmp_path / str(n))) for n in range(5)]
-    with ckpt.Checkpointer(state, [ckpt.Memory(keep=12), *tiers]) as cp:
+    with ckpt.Checkpointer(state, [*tiers], memory=ckpt.Memory(keep=12)) as cp:
         train_to(cp, state, 5)
     for tier in tiers:
         assert restored(tier.url) == (5, toy.reference(5))
@@ -473,9 +482,10 @@ found = {}
 def script(work, tiers=None, every=2, **settings):
     model = torch.nn.Linear(600, 600)
     optim = torch.optim.AdamW(model.parameters())
-    name = work.__name__ if "name" in settings else None
+    name = work.__name__ if tiers == "name" else None
     place = None if name else tempfile.mkdtemp(dir=sys.argv[1]) + "/run"
-    settings = {**settings, "triggers": None} | ({} if name else {"every": every})
+    options = ckpt.Options(name=name, **settings)
+    settings = {"options": options, "triggers": None} | ({} if name else {"every": every})
 
     def train(cp, steps):
         for step in range(cp.restore(default=0), steps):
@@ -520,7 +530,7 @@ def only_logged(make, train):
 
 for work in with_block, last_step_scheduled, waited, exit_0, exit_3, exit_3_finally, own_error: script(work)
 script(nothing_scheduled, every=100)
-script(memory_alone, name="n")
+script(memory_alone, "name")
 script(only_logged, on_error="warn")
 print(json.dumps(found))
 """
@@ -550,7 +560,9 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
         cp.step(step)
 
     on_error = "warn" if then == "warn" else "raise"
-    cp = ckpt.Checkpointer({"model": model, "optim": optim}, run_dir, every=2, triggers=None, on_error=on_error)
+    cp = ckpt.Checkpointer(
+        {"model": model, "optim": optim}, run_dir, every=2, triggers=None, options=ckpt.Options(on_error=on_error)
+    )
     cp.restore(default=0)
     train(1)
     memory_ready(cp)
@@ -561,7 +573,7 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
         model.weight.mul_(0.5)
     copying.set()
     if then == "wait":
-        with pytest.raises(ckpt.SaveError, match=r"step 2 was dropped: model\.weight changed outside"):
+        with pytest.raises(ckpt.errors.SaveError, match=r"step 2 was dropped: model\.weight changed outside"):
             cp.wait(60)
         cp.wait(60)  # once
     if then in ("wait", "next step"):
@@ -572,7 +584,9 @@ def test_scheduled_save_that_was_dropped_is_an_error_unless_made_up_for(run_dir:
     if then == "moved on":
         model.weight.grad = torch.ones_like(model.weight)
         optim.step()
-    with contextlib.nullcontext() if then == "warn" else pytest.raises(ckpt.SaveError, match="step 2 was dropped"):
+    with (
+        contextlib.nullcontext() if then == "warn" else pytest.raises(ckpt.errors.SaveError, match="step 2 was dropped")
+    ):
         cp.close()
     assert newest(run_dir) == 1  # which memory had
 
@@ -606,15 +620,15 @@ def test_closed_by_a_handler_within_a_step(
     """The step is saved immediately as it is at that moment; step() then raises that this Checkpointer is closed, or
     ends normally."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, run_dir, close_timeout_s=30)
+    cp = ckpt.Checkpointer(state, run_dir, options=ckpt.Options(close_timeout_s=30))
     cp.restore(default=0)
     toy.train_step(state)
     inside.interrupt_at(monkeypatch, inside.STEPPING[moment], closes(cp), before=before)
     began = time.monotonic()
-    with contextlib.suppress(ckpt.ClosedError):
+    with contextlib.suppress(ckpt.errors.ClosedError):
         cp.step(1)
     assert time.monotonic() - began < 15
-    with pytest.raises(ckpt.ClosedError):
+    with pytest.raises(ckpt.errors.ClosedError):
         cp.step(2)
     monkeypatch.undo()
     assert restored(run_dir) == (1, toy.reference(1))
@@ -673,11 +687,11 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
         except ckpt.CheckpointError as error:
             heard.append(error)
 
-    with ckpt.Checkpointer(state, run_dir, on_fault=on_fault, close_timeout_s=60) as cp:
+    with ckpt.Checkpointer(state, run_dir, options=ckpt.Options(on_fault=on_fault, close_timeout_s=60)) as cp:
         cp.restore(default=0)
         toy.train_step(state)
         cp.step(1)
-        cp.request("a test")
+        cp.request_save("a test")
         last = 1
         while not arrived.wait(0.05):  # a step taken before the request arrived does not count
             assert last < 600
@@ -687,7 +701,7 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
         began = time.monotonic()
     assert time.monotonic() - began < 20
     assert restored(run_dir) == (last, toy.reference(last))
-    assert [type(one) for one in heard] == [ckpt.ClosedError]
+    assert [type(one) for one in heard] == [ckpt.errors.ClosedError]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -695,7 +709,7 @@ def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, sha
     """A probe with a model of its own is trained after the last step, which is still saved. If the optimizer shares
     memory with the state, that counts as a further step."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100), memory=ckpt.Memory(every=10)) as cp:
         train_to(cp, state, 13)
         probe = torch.nn.Linear(4, 1)
         params = [next(iter(state["model"].parameters())).detach().view(-1)[:1]] if shared else probe.parameters()
@@ -709,11 +723,11 @@ def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: p
     """`save()` is interrupted before the request to the writer: close() requests it again, and waits for nothing that
     will not happen."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)], close_timeout_s=60)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=100), options=ckpt.Options(close_timeout_s=60))
     cp.restore(default=0)
     toy.train_step(state)
     done = cp.step(1)
-    assert done is not None and done.staged(30)
+    assert done is not None and done.wait_staged(30)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         inside.act_instead(patch, inside.WRITE_IS_ASKED_FOR, interrupt)
         cp.save()
@@ -742,17 +756,17 @@ def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_step_is_in_memory_when_its_layout_is_too(own_sockets: Path) -> None:
     """A stopped writer has not received a new layout: nothing is acknowledged until it has."""
     state: dict[str, Any] = {"left": torch.zeros(1)}
-    with ckpt.Checkpointer(state, [ckpt.Memory()], name="layouts") as cp:
+    with ckpt.Checkpointer(state, options=ckpt.Options(name="layouts")) as cp:
         cp.restore(default=0)
         first = cp.step(1)
-        assert first is not None and first.staged(30)
+        assert first is not None and first.wait_staged(30)
         os.kill(cp.writer_pid, signal.SIGSTOP)
         try:
             state["left"] = torch.zeros(2)
             second = cp.step(2)
             assert second is not None
-            with pytest.raises(ckpt.DeadlineError):
-                second.staged(1.0)
+            with pytest.raises(ckpt.errors.DeadlineError):
+                second.wait_staged(1.0)
         finally:
             os.kill(cp.writer_pid, signal.SIGCONT)
-        assert second.staged(30).step == 2
+        assert second.wait_staged(30).step == 2

@@ -28,14 +28,14 @@ import logging, os, signal, sys, torch, ckpt
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 run, steps, end = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 state = {"w": torch.zeros(700_000), "n": torch.zeros(1)}
-with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), ckpt.Tier(run, every=2, keep=2)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(run, every=2, keep=2), memory=ckpt.Memory(linger_s=0)) as cp:
     start = cp.restore(default=0)
     whole = bool((state["w"] == start).all()) and int(state["n"]) == start
     print("start", start, whole, flush=True)
     for step in range(start, start + steps):
         state["w"].fill_(step + 1), state["n"].fill_(step + 1)
         save = cp.step(step + 1)
-    save.committed(60)
+    save.wait_durable(60)
     if end == "kill": os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -85,7 +85,7 @@ def test_run_survives_kill_on_file_system_without(library: str, tmp_path: Path, 
 EXPORT = """
 import os, sys, torch, ckpt
 run, forms = sys.argv[1], sys.argv[2:]
-with ckpt.Checkpointer({"w": torch.ones(700_000)}, [ckpt.Tier(run, every=1)]) as cp: cp.step(1)
+with ckpt.Checkpointer({"w": torch.ones(700_000)}, [ckpt.Tier(run, every=1)], memory=None) as cp: cp.step(1)
 from inside import main
 for form in forms:
     out, back = run + "." + form, run + ".from." + form
@@ -173,8 +173,8 @@ STOPPED = """
 import logging, os, signal, sys, threading, torch, ckpt, inside
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 model = torch.nn.Linear(300, 300); optim = torch.optim.AdamW(model.parameters())
-tiers = [ckpt.Memory(linger_s=0, keep=2), ckpt.Tier(sys.argv[1], every=1)]
-with ckpt.Checkpointer({"m": model, "o": optim}, tiers) as cp:
+tiers = [ckpt.Tier(sys.argv[1], every=1)]
+with ckpt.Checkpointer({"m": model, "o": optim}, tiers, memory=ckpt.Memory(linger_s=0, keep=2)) as cp:
     writer, warned = [], threading.Event()
     class Seen(logging.Handler):
         def emit(self, record):
@@ -184,7 +184,7 @@ with ckpt.Checkpointer({"m": model, "o": optim}, tiers) as cp:
         model(torch.ones(2, 300)).sum().backward(); optim.step(); optim.zero_grad()
         save = cp.step(step + 1)
         if step == 3:
-            save.committed(60)
+            save.wait_durable(60)
             writer = inside.writers_in(sys.argv[1])
             def wake():
                 warned.wait(40); os.kill(writer[0], signal.SIGCONT)

@@ -29,14 +29,14 @@ import os, sys, ckpt, torch
 import torch.distributed as dist
 from torch import nn
 until, words = int(sys.argv[1]), sys.argv[2:]
-options = {"name": "handover"}
+options = {"options": ckpt.Options(name="handover", busy_timeout_s=20)}
 def prepare(): pass
 #PATCH#
 if int(os.environ.get("WORLD_SIZE", 1)) > 1:
     dist.init_process_group("gloo")
 w = nn.Parameter(torch.zeros(8))
 opt = torch.optim.SGD([w], lr=1.0)
-cp = ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, busy_timeout_s=20, **options)
+cp = ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **options)
 start = step = cp.restore(default=0)
 print("start", start, int(w[0]), flush=True)
 def train():
@@ -44,7 +44,7 @@ def train():
     w.grad = torch.full_like(w, -1.0)
     opt.step()
     step += 1
-    cp.step(step).staged(30)
+    cp.step(step).wait_staged(30)
 while step < until:
     train()
 print("trained", cp.writer_pid, flush=True)
@@ -55,7 +55,7 @@ for line in sys.stdin:
     except ckpt.CheckpointError as error:
         print(type(error).__name__, error, flush=True)
 """
-FOLDER = 'options = {"tiers": [ckpt.Memory(), ckpt.Tier(os.environ["PLACE"], every=1000)]}'
+FOLDER = 'options = {"tiers": [ckpt.Tier(os.environ["PLACE"], every=1000)], "options": ckpt.Options(busy_timeout_s=20)}'
 HELD = """
 import os, time
 def held(real):
@@ -186,7 +186,7 @@ def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path
 
 FAR = (
     FOLDER
-    + "; options['tiers'][:1] = [ckpt.Memory(linger_s=float(os.environ['LINGER']))]"
+    + "; options['memory'] = ckpt.Memory(linger_s=float(os.environ['LINGER']))"
     + ("; options['tiers'].append(ckpt.Tier(os.environ['FAR'], every=1000))")
 )
 
@@ -305,7 +305,7 @@ def test_takeover_by_fewer_ranks_fences_every_rank(own_sockets: Path, tmp_path: 
     get FencedError at their next call."""
     with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
         for rank in ranks:
-            rank.say("cp.save().committed(60)")
+            rank.say("cp.save().wait_durable(60)")
         assert [rank.line() for rank in ranks] == ["done 4"] * 2
         for rank in ranks:
             rank.say("train()")

@@ -83,15 +83,15 @@ def interrupted(run: str, at: int, how: str, step: int) -> int:
     """Train to a step whose `step()` is interrupted at that line, and a few more if that does not end it; then restore.
     How many lines it had."""
     state, seen, acknowledged = build(0), dict[int, Bits](), 0
-    tiers = [ckpt.Memory(), ckpt.Tier(run, every=4)]
-    cp = ckpt.Checkpointer(state, tiers, triggers=None, on_error="warn", close_timeout_s=60)
+    tiers = [ckpt.Tier(run, every=4)]
+    cp = ckpt.Checkpointer(state, tiers, triggers=None, options=ckpt.Options(on_error="warn", close_timeout_s=60))
     cp.restore(default=0)
 
     def act() -> None:
         if how == "handler":
             cp.close()
         elif how == "saves":
-            with contextlib.suppress(ckpt.UsageError):  # before the first step
+            with contextlib.suppress(ckpt.errors.UsageError):  # before the first step
                 cp.save()
         else:
             raise KeyboardInterrupt
@@ -111,10 +111,10 @@ def interrupted(run: str, at: int, how: str, step: int) -> int:
             except KeyboardInterrupt:
                 pass
             if save is not None:
-                save.staged(PATIENCE_S)
+                save.wait_staged(PATIENCE_S)
                 acknowledged = n
-        acknowledged = cp.save().committed(PATIENCE_S).step
-    except ckpt.ClosedError:
+        acknowledged = cp.save().wait_durable(PATIENCE_S).step
+    except ckpt.errors.ClosedError:
         acknowledged = max(acknowledged, step - 1)  # the first lines come before this step
     cp.close()
     about = f"{how} at line {at} of step({step}), {interruption.where}"

@@ -22,8 +22,8 @@ from test_promise_ends import newest, restored
 STEPS = 25
 
 
-def rare(run: str) -> list[Any]:
-    return [ckpt.Memory(every=10), ckpt.Tier(run, every=1000)]
+def rare(run: str) -> dict[str, Any]:
+    return {"tiers": ckpt.Tier(run, every=1000), "memory": ckpt.Memory(every=10)}
 
 
 def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: int = STEPS) -> None:
@@ -48,7 +48,7 @@ def test_an_exception_leaves_the_newest_step_in_memory(
 ) -> None:
     """It may come in the middle of a step: a warning names the step that stays."""
     state = toy.build()
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir), triggers=triggers) as cp:
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, **rare(run_dir), triggers=triggers) as cp:
         train(cp, state)
         state["model"](torch.randn(8, toy.WIDTH))  # random numbers and buffers move on
         raise ValueError("enough")
@@ -59,11 +59,11 @@ def test_an_exception_leaves_the_newest_step_in_memory(
 EXIT = """
 import sys, torch, toy, ckpt
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(sys.argv[1], every=1000)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=1000), memory=ckpt.Memory(every=10))
 for step in range(cp.restore(default=0), 25):
     toy.train_step(state)
     if (save := cp.step(step + 1)) is not None:
-        save.staged(60)
+        save.wait_staged(60)
 state["model"](torch.randn(8, toy.WIDTH))
 sys.exit(0)
 """
@@ -85,7 +85,7 @@ def test_a_teacher_of_inference_mode_ends_no_training(run_dir: str) -> None:
     with torch.inference_mode():
         teacher = torch.nn.Linear(800, 800)
     state["teacher"] = teacher
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
         train(cp, state)
     assert newest(run_dir) == STEPS
 
@@ -98,7 +98,7 @@ def test_a_tensor_put_into_the_same_group_is_saved(run_dir: str) -> None:
         cp.restore(default=0)
         master = model.weight.detach().double().clone().requires_grad_()
         optim.param_groups[0]["params"][0] = master
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
     assert torch.equal(ckpt.load(run_dir)["optim.params.0.0"], master.detach())
 
 
@@ -109,7 +109,7 @@ def test_a_tensor_put_into_the_same_group_is_saved(run_dir: str) -> None:
 def test_a_step_that_was_not_due_is_saved_on_request(run_dir: str, call: Callable[[ckpt.Checkpointer], Any]) -> None:
     """Right after its step(). What is staged so survives an exception as well."""
     state = toy.build()
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, **rare(run_dir)) as cp:
         train(cp, state)
         call(cp)
         raise ValueError("enough")
@@ -119,11 +119,11 @@ def test_a_step_that_was_not_due_is_saved_on_request(run_dir: str, call: Callabl
 def test_a_step_whose_weights_are_exchanged_cannot_be_saved(run_dir: str) -> None:
     """save() raises, whatever the interval, and the run keeps its earlier steps."""
     state = toy.build()
-    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, **rare(run_dir)) as cp:
         train(cp, state)
-        with cp.pause(changes_state=True):
+        with cp.not_training(changes_state=True):
             halve(state)
-            with pytest.raises(ckpt.UsageError, match=r"step 25 cannot be saved any more.*right after step"):
+            with pytest.raises(ckpt.errors.UsageError, match=r"step 25 cannot be saved any more.*right after step"):
                 cp.save()
             raise ValueError("enough")
     assert restored(run_dir) == (20, toy.reference(20))
@@ -132,7 +132,7 @@ def test_a_step_whose_weights_are_exchanged_cannot_be_saved(run_dir: str) -> Non
 def test_going_back_to_a_step_that_is_on_its_way(run_dir: str) -> None:
     """restore(step=) waits until it is saved, even if it has left one memory."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(keep=2), ckpt.Tier(run_dir, every=5)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5), memory=ckpt.Memory(keep=2)) as cp:
         for step in range(cp.restore(default=0), 40):
             toy.train_step(state)
             cp.step(step + 1)
@@ -151,13 +151,13 @@ ALONE = """
 import sys, os, signal, torch, toy, ckpt
 name, every, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 state = toy.build()
-cp = ckpt.Checkpointer(state, ckpt.Memory(every=every, linger_s=60), name=name)
+cp = ckpt.Checkpointer(state, memory=ckpt.Memory(every=every, linger_s=60), options=ckpt.Options(name=name))
 def train():
     for step in range(cp.restore(default=0), 25):
         toy.train_step(state)
         save = cp.step(step + 1)
         if save is not None:
-            save.staged(60)
+            save.wait_staged(60)
     if how.endswith("raise"): raise ValueError("enough")
     if how.endswith("interrupt"): raise KeyboardInterrupt
     if how.endswith("exit"): sys.exit(75)
@@ -172,7 +172,7 @@ else:
 AGAIN = """
 import sys, toy, ckpt
 state = toy.build(seed=1)
-with ckpt.Checkpointer(state, ckpt.Memory(), name=sys.argv[1]) as cp:
+with ckpt.Checkpointer(state, options=ckpt.Options(name=sys.argv[1])) as cp:
     step = cp.restore(default=-1)
     print("FOUND", step, step == -1 or toy.digest(state) == toy.reference(step))
 """
@@ -211,7 +211,7 @@ def test_closing_while_another_thread_trains(tmp_path: Path) -> None:
     """close() of a watchdog at any moment: what it keeps is a boundary, and no step() hangs."""
     for trial in range(6):
         state, place, boundaries = toy.build(), str(tmp_path / str(trial)), dict[int, str]()
-        cp = ckpt.Checkpointer(state, rare(place))
+        cp = ckpt.Checkpointer(state, **rare(place))
         cp.restore(default=0)
         closed = threading.Event()
 
@@ -224,7 +224,7 @@ def test_closing_while_another_thread_trains(tmp_path: Path) -> None:
         thread = threading.Thread(target=close)
         thread.start()
         step = 0
-        with contextlib.suppress(ckpt.ClosedError):
+        with contextlib.suppress(ckpt.errors.ClosedError):
             while True:
                 toy.train_step(state)
                 step += 1
@@ -244,7 +244,7 @@ import multiprocessing, sys, torch, toy, ckpt
 torch.set_num_threads(1)
 def train(run, how):
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=1000)])
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=1000), memory=ckpt.Memory(every=10))
     for step in range(cp.restore(default=0), 25):
         toy.train_step(state)
         cp.step(step + 1)
@@ -276,7 +276,7 @@ def test_a_dropped_step_is_not_saved_as_it_is_now(run_dir: str, caplog: pytest.L
     model = torch.nn.Linear(3000, 3000)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     boundaries: dict[int, torch.Tensor] = {}
-    with ckpt.Checkpointer({"model": model, "optim": optim}, [ckpt.Memory(), ckpt.Tier(run_dir)]) as cp:
+    with ckpt.Checkpointer({"model": model, "optim": optim}, ckpt.Tier(run_dir)) as cp:
         cp.restore(default=0)
         for step in range(1, 5):
             model.weight.grad = torch.ones_like(model.weight)
@@ -286,10 +286,10 @@ def test_a_dropped_step_is_not_saved_as_it_is_now(run_dir: str, caplog: pytest.L
             with torch.no_grad():
                 model.weight.mul_(0.5)  # the copy may contain some of it
             with contextlib.suppress(ckpt.CheckpointError):
-                cp.save().committed(60)
+                cp.save().wait_durable(60)
             with torch.no_grad():
                 model.weight.copy_(boundaries[step])
-    with contextlib.suppress(ckpt.NoCheckpointError):
+    with contextlib.suppress(ckpt.errors.NoCheckpointError):
         found = ckpt.load(run_dir)
         assert torch.equal(found["model.weight"], boundaries[found.step])
 
@@ -297,11 +297,11 @@ def test_a_dropped_step_is_not_saved_as_it_is_now(run_dir: str, caplog: pytest.L
 def test_stage_is_of_the_step_that_was_named(run_dir: str) -> None:
     """After a further update it is refused, as save() is."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
         train(cp, state, 3)
         toy.train_step(state)
         for call in (cp.stage, cp.save):
-            with pytest.raises(ckpt.UsageError, match="training went on"):
+            with pytest.raises(ckpt.errors.UsageError, match="training went on"):
                 call()
         cp.save(4)  # a run in which no step was saved ends with an error
 
@@ -309,13 +309,13 @@ def test_stage_is_of_the_step_that_was_named(run_dir: str) -> None:
 def test_what_was_said_of_a_step_is_of_that_step_alone(run_dir: str) -> None:
     """Back from one that had gone wrong, the older one is saved with other settings: a restart finds those."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1)) as cp:
         train(cp, state, 4)
         toy.train_step(state)
         cp.step(5, finite=False)
         assert cp.restore(step=4) == 4
         state["optim"].param_groups[0]["weight_decay"] = 0.5
-        cp.save().committed(60)
+        cp.save().wait_durable(60)
     again = toy.build(seed=1)
     with ckpt.Checkpointer(again, run_dir, triggers=None) as cp:
         assert cp.restore() == 4 and again["optim"].param_groups[0]["weight_decay"] == 0.5
@@ -324,12 +324,12 @@ def test_what_was_said_of_a_step_is_of_that_step_alone(run_dir: str) -> None:
 def test_a_pause_within_a_pause_gives_nothing_free(run_dir: str) -> None:
     """An evaluation inside of an exchange of weights ends before the exchange does."""
     state = toy.build()
-    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+    with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
         train(cp, state)
-        with cp.pause(changes_state=True):
-            with cp.pause():
+        with cp.not_training(changes_state=True):
+            with cp.not_training():
                 halve(state)
-            with pytest.raises(ckpt.UsageError, match="exchanged"):
+            with pytest.raises(ckpt.errors.UsageError, match="exchanged"):
                 cp.save()
 
 
@@ -339,16 +339,16 @@ def test_a_pause_within_a_pause_gives_nothing_free(run_dir: str) -> None:
 def broken(cp: ckpt.Checkpointer, state: dict[str, Any], step: int) -> None:
     toy.train_step(state)
     save = cp.step(step, finite=False)
-    assert save is not None and save.staged(30)
+    assert save is not None and save.wait_staged(30)
 
 
 def test_what_was_said_of_a_refused_step_is_not_said_of_another(run_dir: str) -> None:
     """A batch is skipped, and `step()` rejected: the last finished step is still intact."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(every=50), ckpt.Tier(run_dir, every=1000)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), memory=ckpt.Memory(every=50)) as cp:
         train(cp, state, 9)
         state["model"](torch.randn(8, toy.WIDTH)).sum().backward()
-        with pytest.raises(ckpt.UsageError, match="no optimizer has stepped"):
+        with pytest.raises(ckpt.errors.UsageError, match="no optimizer has stepped"):
             cp.step(10, finite=False)
         for param in state["model"].parameters():
             param.grad = None
@@ -360,17 +360,17 @@ def test_what_was_said_of_a_refused_step_is_not_said_of_another(run_dir: str) ->
 GONE_BACK = """
 import os, signal, sys, toy, ckpt
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=5)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=5))
 for step in range(cp.restore(default=0), 9):
     toy.train_step(state)
     save = cp.step(step + 1)
-    save.staged(30)
+    save.wait_staged(30)
     if save.tiers:
-        save.committed(30)
+        save.wait_durable(30)
 assert cp.restore(step=7) == 7
 for step in (8, 9, 10, 11, 12):
     toy.train_step(state)
-    cp.step(step, finite=False).staged(30)
+    cp.step(step, finite=False).wait_staged(30)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -385,11 +385,11 @@ def test_the_step_that_was_gone_back_to_stays_while_training_is_broken(run_dir: 
 def test_two_slots_and_broken_steps_hold_nobody_up(own_sockets: Path) -> None:
     """The newest slot is broken, the other one is the newest intact one: the next step replaces the broken one."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory()], name="two", busy_timeout_s=20) as cp:
+    with ckpt.Checkpointer(state, options=ckpt.Options(name="two", busy_timeout_s=20)) as cp:
         cp.restore(default=0)
         toy.train_step(state)
         done = cp.step(1)
-        assert done is not None and done.staged(30)
+        assert done is not None and done.wait_staged(30)
         inside.give_up_slots(cp)
         began = time.monotonic()
         for step in range(2, 8):
@@ -401,11 +401,11 @@ def test_two_slots_and_broken_steps_hold_nobody_up(own_sockets: Path) -> None:
 def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Path) -> None:
     """The state grows, and is broken from then on: the last intact step is in memory that is no longer used."""
     state = toy.build() | {"more": torch.zeros(1)}
-    with ckpt.Checkpointer(state, [ckpt.Memory()], name="grown") as cp:
+    with ckpt.Checkpointer(state, options=ckpt.Options(name="grown")) as cp:
         cp.restore(default=0)
         toy.train_step(state)
         done = cp.step(1)
-        assert done is not None and done.staged(30)
+        assert done is not None and done.wait_staged(30)
         state["more"] = torch.zeros(4 << 20)
         staged_broken, step = 0, 1
         while staged_broken < 3:
@@ -413,7 +413,7 @@ def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Pa
             try:
                 broken(cp, state, step)
                 staged_broken += 1
-            except ckpt.SkippedError:  # its memory is not ready yet
+            except ckpt.errors.SkippedError:  # its memory is not ready yet
                 time.sleep(0.1)
         assert 1 in inside.steps_in_any_memory(cp)
 
@@ -421,9 +421,9 @@ def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Pa
 ARRIVING = """
 import os, signal, sys, time, torch, ckpt, inside
 state = {"w": torch.zeros(4)}
-cp = ckpt.Checkpointer(state, [ckpt.Memory()], name="arriving", triggers=None)
+cp = ckpt.Checkpointer(state, triggers=None, options=ckpt.Options(name="arriving"))
 cp.restore(default=0)
-assert cp.step(1).staged(30)
+assert cp.step(1).wait_staged(30)
 def late():
     old = cp.writer_pid
     os.kill(old, signal.SIGKILL)
@@ -433,7 +433,7 @@ def late():
 inside.interrupt_at(inside.FOREVER, inside.MEMORY_IS_ADOPTED, late)
 state["more"] = torch.arange(1 << 20)
 try:
-    assert cp.save(2).staged(30).tier == "memory"
+    assert cp.save(2).wait_staged(30).tier == "memory"
 finally:
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -443,6 +443,6 @@ def test_the_writer_dies_while_new_memory_is_taken(own_sockets: Path) -> None:
     """Between its message and the first copy: the next writer has that memory too, watches it, and keeps what is in."""
     assert killed(run_script(ARRIVING))
     state = {"w": torch.ones(4), "more": torch.zeros(1 << 20, dtype=torch.int64)}
-    with ckpt.Checkpointer(state, [ckpt.Memory()], name="arriving", triggers=None) as cp:
+    with ckpt.Checkpointer(state, triggers=None, options=ckpt.Options(name="arriving")) as cp:
         assert cp.restore(default=0) == 2
     assert torch.equal(state["more"], torch.arange(1 << 20))

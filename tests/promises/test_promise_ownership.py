@@ -31,7 +31,7 @@ from torch import nn
 place, until, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 w = nn.Parameter(torch.zeros(int(os.environ.get("SIZE", 8))))
 opt = torch.optim.SGD([w], lr=1.0)
-place = {"name": place[7:]} if place.startswith("memory:") else {"tiers": place}
+place = {"options": ckpt.Options(name=place[7:])} if place.startswith("memory:") else {"tiers": place}
 with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **place) as cp:
     start = cp.restore(default=0)
     print("start", start, int(w[0]), cp.last_restore.tier, flush=True)
@@ -39,7 +39,7 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
     for step in range(start + 1, until + 1):
         w.grad = torch.full_like(w, -1.0)
         opt.step()
-        cp.step(step).staged(30)
+        cp.step(step).wait_staged(30)
     if "kill" in words:
         os.kill(os.getpid(), 9)
     if "go on" in words:
@@ -52,7 +52,7 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
         opt.step()
         step += 1
         try:
-            cp.step(step).staged(30)
+            cp.step(step).wait_staged(30)
             print("staged", step, flush=True)
         except ckpt.CheckpointError as error:
             print(type(error).__name__, error, flush=True)
@@ -81,7 +81,7 @@ class Life(Trainer):
 
     def commit(self) -> str:
         """The step that it is at, once that is durable."""
-        return self.ask("cp.save().committed(60).step")
+        return self.ask("cp.save().wait_durable(60).step")
 
 
 def start_of(place: str, until: int = 0, *words: str) -> list[str]:
@@ -320,7 +320,7 @@ def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) 
     first."""
     Path(run_dir).mkdir()
     (Path(run_dir) / "notes.txt").write_text("somebody else's")
-    script = LIFE.replace("**place)", "tiers=[ckpt.Memory(), ckpt.Tier(sys.argv[1])])")
+    script = LIFE.replace("**place)", "tiers=[ckpt.Tier(sys.argv[1])])")
     with Life("memory:kept", 3) as first:
         assert "FormatError" in run_script(script, run_dir, 9).stderr
         assert first.do() == "staged 4"
@@ -369,13 +369,13 @@ def remove(folder: str) -> None:
 def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_dir: str, tmp_path: Path) -> None:
     """The next save raises; nothing is written. When the folder is back, saves continue."""
     state, folder, deferred = toy.build(), Path(run_dir), tmp_path / "aside"
-    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(str(tmp_path / "other"), every=1)]) as other:
+    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(str(tmp_path / "other"), every=1)], memory=None) as other:
         other.restore(default=0)
-        other.save(7).committed(60)
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn")
+        other.save(7).wait_durable(60)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), options=ckpt.Options(on_error="warn"))
     cp.restore(default=0)
     toy.train_step(state)
-    cp.save(1).committed(60)
+    cp.save(1).wait_durable(60)
     folder.rename(deferred)
     if how == "emptied":
         folder.mkdir()
@@ -383,14 +383,14 @@ def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_d
         (tmp_path / "other").rename(folder)
     before = sorted(folder.rglob("*")) if folder.exists() else None
     toy.train_step(state)
-    with pytest.raises(ckpt.SaveError, match="moved, emptied or replaced"):
-        cp.save(2).committed(60)
+    with pytest.raises(ckpt.errors.SaveError, match="moved, emptied or replaced"):
+        cp.save(2).wait_durable(60)
     assert (sorted(folder.rglob("*")) if folder.exists() else None) == before
     if folder.exists():
         shutil.rmtree(folder)
     deferred.rename(folder)
     toy.train_step(state)
-    cp.save(3).committed(60)
+    cp.save(3).wait_durable(60)
     cp.close()
     assert ckpt.load(run_dir).step == 3
 
@@ -412,7 +412,7 @@ def test_a_number_that_is_used_again_is_no_trainer(run_dir: str) -> None:
     if other is None:
         pytest.skip("another process was quicker, each time")
     try:
-        script = LIFE.replace("**place)", "tiers=[ckpt.Memory(), ckpt.Tier(sys.argv[1])], busy_timeout_s=5)")
+        script = LIFE.replace("**place)", "tiers=ckpt.Tier(sys.argv[1]), options=ckpt.Options(busy_timeout_s=5))")
         found = run_script(script, run_dir, 8)
         assert found.stdout.split() == ["start", "3", "3", "memory"] and found.returncode == 0, found.stderr
     finally:
@@ -449,12 +449,12 @@ def test_the_loser_of_two_starts_is_told_even_if_errors_are_only_logged(run_dir:
     latest at its end."""
     weight = nn.Parameter(torch.zeros(8))
     state = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
-    cp = ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=10)], on_error="warn")
+    cp = ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=10)], memory=None, options=ckpt.Options(on_error="warn"))
     cp.restore(default=0)
-    cp.save(1).committed(60)
+    cp.save(1).wait_durable(60)
     script = 'import os, sys, tempfile\nos.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()\n' + LIFE
     assert start_of_script(script, run_dir, 3, "takeover")[:2] == ["start", "1"]
-    with pytest.raises(ckpt.FencedError):
+    with pytest.raises(ckpt.errors.FencedError):
         cp.close()
 
 
@@ -481,7 +481,9 @@ def test_a_checkpointer_of_another_thread_says_what_signals_do(caplog: pytest.Lo
     """Signals are not triggers there, as under Ray; a log line reports this and the remaining triggers."""
 
     def make() -> None:
-        ckpt.Checkpointer(toy.build(), name="thread", triggers=[ckpt.on_signal("SIGTERM")]).close()
+        ckpt.Checkpointer(
+            toy.build(), triggers=[ckpt.triggers.on_signal("SIGTERM")], options=ckpt.Options(name="thread")
+        ).close()
 
     thread = threading.Thread(target=make)
     thread.start()

@@ -53,7 +53,7 @@ def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -
     """If weights are exchanged long after the copy, no checkpoint or snapshot is retracted: not at the next update, not
     at the next step, not at a repeated wait."""
     run = sgd()
-    with ckpt.Checkpointer(run.state, ckpt.Tier(run_dir, every=1)) as cp:
+    with ckpt.Checkpointer(run.state, ckpt.Tier(run_dir, every=1), memory=None) as cp:
         cp.restore(default=0)
         boundaries = {}
         for step in (1, 2, 3):
@@ -61,13 +61,12 @@ def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -
             boundaries[step] = freeze(run.state)
             save = cp.step(step)
             assert save is not None
-            assert eventually(lambda save=save: not save.unfinished())  # without any request
+            assert eventually(lambda save=save: save.status == "durable")  # without any request
             exchange(run.state)
             run.move(run.state, step)  # the first possible check
-            assert (save.committed(1.0).step, save.staged(1.0).step) == (step, step)
-            assert save.status == "committed"
+            assert (save.wait_durable(1.0).step, save.wait_staged(1.0).step) == (step, step)
             assert differences(read_back(cp, step, run.twin), boundaries[step]) == []
-    with ckpt.Checkpointer(run.twin, ckpt.Tier(run_dir, every=1)) as cp:
+    with ckpt.Checkpointer(run.twin, ckpt.Tier(run_dir, every=1), memory=None) as cp:
         for step in (1, 2, 3):
             assert cp.restore(step=step) == step
             assert differences(freeze(run.twin), boundaries[step]) == []
@@ -84,7 +83,7 @@ def test_a_staged_step_stays_when_weights_are_exchanged_later(open_run: Any) -> 
         assert inside.wait_until_copied(cp, 30.0)
         exchange(run.state)
         run.move(run.state, step)
-        save.staged(30.0)
+        save.wait_staged(30.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
 
 
@@ -119,20 +118,20 @@ def test_writes_past_the_counters_tear_nothing(write: Any, open_run: Any, gate: 
     run = sgd()
     cp = open_run(run.state, on_error="warn")
     run.move(run.state, 1)
-    cp.step(1).staged(30.0)
+    cp.step(1).wait_staged(30.0)
     run.move(run.state, 2)
     gate.clear()
     save = cp.step(2)
     write(run.state)
     gate.set()
     with pytest.raises(SaveError, match=r"step 2 was dropped: model\.0\.weight"):
-        save.staged(30.0)
+        save.wait_staged(30.0)
     for step in range(3, 9):
         run.move(run.state, step)
         boundary = freeze(run.state)
         save = cp.step(step)
         write(run.state)
-        save.staged(30.0)
+        save.wait_staged(30.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
 
 
@@ -147,9 +146,9 @@ def test_a_write_behind_a_fence_costs_no_step(open_run: Any, gate: threading.Eve
         gate.clear()
         save = cp.step(step)
         threading.Timer(0.1, gate.set).start()
-        cp.fence()
+        cp.before_untracked_update()
         decayed(run.state)
-        save.staged(30.0)
+        save.wait_staged(30.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
         assert inside.copied_at_once(cp) == set()
 
@@ -161,7 +160,7 @@ def test_weights_that_are_exchanged_and_back_again_while_they_are_copied(
     run = sgd()
     cp = open_run(run.state, on_error="warn")
     run.move(run.state, 1)
-    cp.step(1).staged(30.0)
+    cp.step(1).wait_staged(30.0)
     run.move(run.state, 2)
     first, others = run.state["model"][0].weight, list(run.state["model"][1].parameters())
 
@@ -173,7 +172,7 @@ def test_weights_that_are_exchanged_and_back_again_while_they_are_copied(
     inside.after_each_large_copy(monkeypatch, meanwhile)
     save = cp.step(2)
     with pytest.raises(SaveError, match=r"step 2 was dropped: model\.1\.weight"):
-        save.staged(30.0)
+        save.wait_staged(30.0)
 
 
 def test_a_few_elements_by_a_write_that_torch_counts(open_run: Any, gate: threading.Event) -> None:
@@ -181,7 +180,7 @@ def test_a_few_elements_by_a_write_that_torch_counts(open_run: Any, gate: thread
     run = sgd()
     cp = open_run(run.state, on_error="warn")
     run.move(run.state, 1)
-    cp.step(1).staged(30.0)
+    cp.step(1).wait_staged(30.0)
     gate.clear()
     run.move(run.state, 2)
     save = cp.step(2)
@@ -189,13 +188,13 @@ def test_a_few_elements_by_a_write_that_torch_counts(open_run: Any, gate: thread
         run.state["model"][1].weight[321, 123] += 1.0
     gate.set()
     with pytest.raises(SaveError, match=r"step 2 was dropped: model\.1\.weight"):
-        save.staged(30.0)
+        save.wait_staged(30.0)
 
 
 def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) -> None:
     """Memory is due at every fourth step: when that snapshot is dropped, the step behind it is saved."""
     run = sgd()
-    cp = open_run(run.state, tiers=ckpt.Memory(every=4), on_error="warn")
+    cp = open_run(run.state, every=4, on_error="warn")
     saved = []
     for step in range(1, 10):
         run.move(run.state, step)
@@ -209,9 +208,9 @@ def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) ->
             decayed(run.state)
             gate.set()
             with pytest.raises(SaveError, match="step 4 was dropped"):
-                save.staged(30.0)
+                save.wait_staged(30.0)
         else:
-            save.staged(30.0)
+            save.wait_staged(30.0)
     assert saved == [4, 5, 8]
 
 
@@ -226,10 +225,10 @@ def move():
     weight.grad = torch.full_like(weight, -1.0)
     optim.step()
 
-cp = ckpt.Checkpointer({"model": model, "optim": optim}, name="killed", triggers=())
+cp = ckpt.Checkpointer({"model": model, "optim": optim}, triggers=(), options=ckpt.Options(name="killed"))
 cp.restore(default=0)
 move()
-cp.step(1).staged(30.0)
+cp.step(1).wait_staged(30.0)
 move()
 first = weight.detach().view(-1)
 
@@ -251,7 +250,7 @@ def test_a_write_under_way_when_the_trainer_dies(own_sockets: Path) -> None:
     assert killed(run_script(IN_THE_MIDDLE, fail="trainer/stage.sealed:kill:2"))
     model = nn.Linear(1500, 1500, bias=False)
     state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0)}
-    with ckpt.Checkpointer(state, name="killed", triggers=()) as cp:
+    with ckpt.Checkpointer(state, triggers=(), options=ckpt.Options(name="killed")) as cp:
         step = cp.restore()
         assert model.weight.unique().tolist() == [step] == [1.0]
 
@@ -275,8 +274,8 @@ def test_an_optimizer_that_steps_past_its_hook_tears_nothing(open_run: Any) -> N
         boundary = freeze(run.state)
         save = cp.step(step)
         replay(run.state, step)
-        with contextlib.suppress(ckpt.SkippedError):  # the first may come before its memory
-            save.staged(30.0)
+        with contextlib.suppress(ckpt.errors.SkippedError):  # the first may come before its memory
+            save.wait_staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
     assert not any(inside.guarded(cp).values()) and inside.updates_announced(cp) == 0
 
@@ -298,7 +297,7 @@ def test_a_wrapper_is_trusted_when_what_it_wraps_has_stepped(open_run: Any) -> N
     cp = open_run({"model": model, "optim": Wrapper(torch.optim.AdamW(model.parameters()))})
     gradients(model, 1)
     inside.state_of(cp)["optim"].step()
-    cp.step(1).staged(30.0)
+    cp.step(1).wait_staged(30.0)
     assert all(inside.guarded(cp).values())
     model.zero_grad()
     cp.step(2)
@@ -340,7 +339,7 @@ def test_optimizers_that_take_turns(open_run: Any) -> None:
         save = cp.step(step)
         assert guarded_parts(cp) == {name}
         worked_out.append(inside.worked_out(cp))
-        save.staged(30.0)
+        save.wait_staged(30.0)
         assert differences(read_back(cp, step, twin), boundary) == []
     layouts, lists = map(set, zip(*worked_out, strict=True))
     assert (len(layouts), len(lists)) == (1, 2)
@@ -374,21 +373,21 @@ def test_a_write_past_the_counters_on_a_device(open_run: Any, monkeypatch: pytes
 
     cp = open_run(run.state, on_error="warn")
     run.move(run.state, 1)
-    cp.save(1).staged(60.0)
+    cp.save(1).wait_staged(60.0)
     inside.before_copies(monkeypatch, held)
     run.move(run.state, 2)
     late.set()
     save = cp.step(2)
     run.state["model"].weight.data.mul_(0.5)
     with pytest.raises(SaveError, match=r"step 2 was dropped: model\.weight"):
-        save.staged(60.0)
+        save.wait_staged(60.0)
     late.clear()
     for step in (3, 4, 5):
         run.move(run.state, step)
         boundary = freeze(run.state)
         save = cp.step(step)
         run.state["model"].weight.data.mul_(0.5)
-        save.staged(60.0)
+        save.wait_staged(60.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
 
 
@@ -412,6 +411,6 @@ def test_a_graph_that_was_captured_before(open_run: Any) -> None:
         boundary = freeze(state)
         save = cp.save(step)
         graph.replay()
-        save.staged(60.0)
+        save.wait_staged(60.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
     assert inside.updates_announced(cp) == 0

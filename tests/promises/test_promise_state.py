@@ -149,7 +149,7 @@ def save(kind: str, root: str) -> State:
             with Counting() as counting:
                 cp.step(step + 1)
             seen += counting.seen
-        cp.save(STEPS).committed()
+        cp.save(STEPS).wait_durable()
     return {"collectives": seen, "loss": train_step(state, STEPS), "sent": control()}
 
 
@@ -253,7 +253,7 @@ class Derived(nn.Module):
 
 def restored(state: State, twin: State, tmp_path: Path) -> State:
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
         assert cp.restore() == 1
     return twin
@@ -410,7 +410,7 @@ def goes_on_alike(kind: str, tmp_path: Path) -> None:
         for step in range(STEPS):
             optimize(state, step)
             cp.step(step + 1)
-        cp.save(STEPS).committed()
+        cp.save(STEPS).wait_durable()
         optimize(state, STEPS)
     done = run_script(RESUMED, kind, tmp_path / "run", tmp_path / "numbers.pt")
     assert done.stdout.split() == [str(STEPS)], done.stderr[-3000:]
@@ -427,7 +427,7 @@ def test_an_optimizer_inside_another_is_not_forgotten(tmp_path: Path) -> None:
     """The outer one's state_dict() omits its moments: the error tells the user to add it."""
     state = around(0)
     del state["base"]
-    with pytest.raises(ckpt.StateError, match=r"optim: .* in \.base.* add that optimizer to the state"):
+    with pytest.raises(ckpt.errors.StateError, match=r"optim: .* in \.base.* add that optimizer to the state"):
         ckpt.Checkpointer(state, tmp_path / "run")
 
 
@@ -467,7 +467,7 @@ def test_masters_that_were_not_saved_are_missed(tmp_path: Path) -> None:
     state = mastered(0)
     optimize(state, 0)
     with ckpt.Checkpointer({"model": state["model"]}, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     twin = mastered(1)
     with ckpt.Checkpointer(twin, tmp_path / "run") as cp, _unchanged(twin):
         with pytest.raises(MismatchError):
@@ -475,7 +475,7 @@ def test_masters_that_were_not_saved_are_missed(tmp_path: Path) -> None:
 
     held: State = {"model": state["model"], "masters": list(state["optim"].param_groups[0]["params"])}
     with ckpt.Checkpointer({**held, "optim": state["optim"]}, tmp_path / "held") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
         assert not [name for name in ckpt.load(tmp_path / "held") if "optim.params" in name]
     with ckpt.Checkpointer(twin, tmp_path / "held") as cp, _unchanged(twin):
         with pytest.raises(MismatchError, match=r"optim\.params\.0\.0 is not in the checkpoint"):
@@ -487,7 +487,7 @@ def test_masters_go_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     state, twin = mastered(0), mastered(1)
     optimize(state, 0)
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     file, again = str(tmp_path / "x.pt"), str(tmp_path / "again")
     for command in (["restore", str(tmp_path / "run"), "--to", file, "--format", "torch"], ["import", file, again]):
         with redirect_stdout(io.StringIO()), suppress(SystemExit):

@@ -26,14 +26,15 @@ import os, signal, sys
 os.umask(int(sys.argv[2], 8))
 import ckpt, toy
 state = toy.build()
-tiers = [ckpt.Memory(linger_s=0), ckpt.Tier(sys.argv[1], every=2, keep=2)]
-with ckpt.Checkpointer(state, tiers, metrics=ckpt.Metrics(tensorboard=sys.argv[3])) as cp:
+tiers = [ckpt.Tier(sys.argv[1], every=2, keep=2)]
+options = ckpt.Options(metrics=ckpt.Metrics(tensorboard=sys.argv[3]))
+with ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(linger_s=0), options=options) as cp:
     cp.restore(default=0)
     for step in range(1, 12):
         toy.train_step(state)
-        cp.step(step).staged(30)
+        cp.step(step).wait_staged(30)
         if step % 2 == 0:
-            cp.save(step).committed(30)
+            cp.save(step).wait_durable(30)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 COMMAND = """
@@ -81,16 +82,16 @@ import os, signal, sys, ckpt, toy
 run, first, last, kill = sys.argv[1], *map(int, sys.argv[2:])
 state = toy.build()
 tier = ckpt.Tier(run, every=2, compression="zstd", full_every=4)
-with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+with ckpt.Checkpointer(state, [tier]) as cp:
     assert cp.restore(default=0) == first - 1, cp.last_restore
     for step in range(first, last + 1):
         toy.train_step(state)
         save = cp.step(step)
         if step % 2 == 0:
-            save.committed(60)
+            save.wait_durable(60)
         print(step, toy.bits(state["model"].state_dict()), flush=True)
     if kill:
-        save.staged(60)
+        save.wait_staged(60)
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -123,12 +124,12 @@ def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list
     """All checkpoints, a number, or a `Keep`, through the writer, which deletes nothing else; `ckpt prune` accepts the
     same settings afterwards."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, incremental=False, **settings)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, full_every=1, **settings)], memory=None) as cp:
         for step in range(1, 9):
             toy.train_step(state)
             save = cp.step(step)
             assert save is not None
-            save.committed(60)
+            save.wait_durable(60)
     assert steps_of(run_dir) == stay
     assert json.loads(told("prune", run_dir, "--keep-last", "all", "--yes", "--json").stdout)["give_up"] == []
     assert steps_of(run_dir) == stay
@@ -160,20 +161,20 @@ def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path) -> None:
     run continues, and its checkpoints are intact."""
     with volume(tmp_path, "tmpfs", 8) as place:
         run, state = str(place.path / "run"), toy.build()
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, incremental=False)]) as cp:
+        with ckpt.Checkpointer(state, ckpt.Tier(run, every=1, full_every=1)) as cp:
             with pytest.raises(SaveError, match=r"no space left.*ckpt prune .* --keep-last 3.*keep=3") as caught:
                 for step in range(1, 1000):
                     toy.train_step(state)
                     save = cp.step(step)
                     assert save is not None
-                    save.committed(60)
+                    save.wait_durable(60)
             assert f"file://{run}" in str(caught.value)
             full = steps_of(run)
             assert full == list(range(1, step)) and len(full) > 10
             pruned = told("prune", run, "--keep-last", 3, "--yes")
             assert pruned.exit_code == 0, pruned.output
             toy.train_step(state)
-            assert cp.save(step + 1).committed(60).step == step + 1
+            assert cp.save(step + 1).wait_durable(60).step == step + 1
         assert steps_of(run) == [*full[-3:], step + 1]
         assert told("verify", run, "--all").exit_code == 0
 
@@ -302,8 +303,8 @@ def test_how_often_and_how_many_is_said_of_a_folder(run_dir: str) -> None:
         for step in range(1, 12):
             toy.train_step(state)
             if (save := cp.step(step)) is not None and step % 2 == 0:
-                save.committed(60)
+                save.wait_durable(60)
         assert steps_of(run_dir)[-1] == 10
     assert steps_of(run_dir)[-2:] == [10, 11] and 6 not in steps_of(run_dir)
     with pytest.raises(UsageError, match="given as strings"):
-        ckpt.Checkpointer(state, ckpt.Tier(run_dir), every=2)
+        ckpt.Checkpointer(state, ckpt.Tier(run_dir), every=2, memory=None)

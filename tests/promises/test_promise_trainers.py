@@ -106,8 +106,8 @@ def test_a_score_is_of_the_step_it_was_measured_at(tmp_path: Path, name: str) ->
     whatever the intervals, with the weights that were scored."""
     where, values, spec, expected = TRAININGS[name]
     run, scored = str(tmp_path / "run"), Scored(where, values)
-    places = [ckpt.Memory(every=SELDOM), ckpt.Tier(run, every=SELDOM, keep=1)]
-    options = {"every": None, "monitor": "score", "top_k": 3}
+    places = [ckpt.Tier(run, every=SELDOM, keep=1)]
+    options = {"every": None, "memory": ckpt.Memory(every=SELDOM), "monitor": "score", "top_k": 3}
     found = toy.fit(run=places, callback=options, more=[scored], **{"epochs": 6, **spec})["callback"]
     assert [step for _, step in inside.scores(found)] == expected
     for score, step in inside.scores(found):
@@ -140,9 +140,10 @@ def test_the_best_are_what_any_checkpoint_is(tmp_path: Path) -> None:
     found = {}
     for name, every in (("each", 1), ("seldom", SELDOM)):
         run = str(tmp_path / name)
-        places = [ckpt.Memory(every=every), ckpt.Tier(run, every=every, keep=ckpt.Keep(last=100))]
+        places = [ckpt.Tier(run, every=every, keep=ckpt.Keep(last=100))]
         spec = {"run": places, "epochs": 2, "accumulate": 2, "val_every": 0.5, "patience": 9}
-        spec["callback"] = {"every": None, "monitor": "val_loss", "top_k": 9}
+        memory = ckpt.Memory(every=every)
+        spec["callback"] = {"every": None, "memory": memory, "monitor": "val_loss", "top_k": 9}
         if name == "seldom":
             with pytest.raises(RuntimeError, match="stop here"):
                 toy.fit(kill=["raise val", 4], **spec)
@@ -351,13 +352,13 @@ def test_storage_options_are_used_or_refused(tmp_path: Path) -> None:
     """A value that is not a dict, and options that a folder cannot use, raise an error; the others reach the store."""
     trainer, _ = lightning_trainer(tmp_path, CheckpointIO())
     trainer.strategy.connect(BoringModel())
-    with pytest.raises(ckpt.UsageError, match=r"a dict of fsspec options like .*, not str"):
+    with pytest.raises(ckpt.errors.UsageError, match=r"a dict of fsspec options like .*, not str"):
         trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options="my options")
-    with pytest.raises(ckpt.UsageError, match="not object"):
+    with pytest.raises(ckpt.errors.UsageError, match="not object"):
         trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options=object())
-    with pytest.raises(ckpt.UsageError, match="with anon, key are for buckets"):
+    with pytest.raises(ckpt.errors.UsageError, match="with anon, key are for buckets"):
         trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options={"anon": True, "key": "k"})
-    with pytest.raises(ckpt.UsageError, match="a dict of fsspec options"):
+    with pytest.raises(ckpt.errors.UsageError, match="a dict of fsspec options"):
         ckpt.load(tmp_path / "a.ckpt", storage_options="my options")  # type: ignore[arg-type]
     assert not (tmp_path / "a.ckpt").exists()
     for nothing in (None, {}):

@@ -21,14 +21,14 @@ opt = torch.optim.SGD([w], lr=1.0)
 def update():
     w.grad = torch.full_like(w, -1.0)
     opt.step()
-with ckpt.Checkpointer({"w": w, "opt": opt}, name="promises") as cp:
+with ckpt.Checkpointer({"w": w, "opt": opt}, options=ckpt.Options(name="promises")) as cp:
     if "leave" in sys.argv:
         sys.exit(0)
     start = cp.restore(default=0)
     print("start", start, int(w[0]), cp.last_restore.tier, flush=True)
     for step in range(start + 1, kill_at + 1):
         update()
-        cp.step(step).staged(30)
+        cp.step(step).wait_staged(30)
     if "back" in sys.argv:
         cp.restore(step=2)
         for step in (3, 4, 5):
@@ -52,7 +52,7 @@ def trained() -> tuple[nn.Parameter, torch.optim.Optimizer]:
 def test_waiting_for_an_older_save_proves_nothing_about_a_newer_one(trained: Any) -> None:
     """`staged()` of the last step, while this one is copied, must not let the optimizer loose on it."""
     weight, optimizer = trained
-    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, name="older") as cp:
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, options=ckpt.Options(name="older")) as cp:
         cp.restore(default=0)
         updated(weight, optimizer, 1.0)
         before = cp.save(1)
@@ -60,9 +60,9 @@ def test_waiting_for_an_older_save_proves_nothing_about_a_newer_one(trained: Any
             updated(weight, optimizer, float(step))
             save = cp.step(step)
             assert save is not None
-            before.staged(30)
+            before.wait_staged(30)
             updated(weight, optimizer, -1.0)  # immediately
-            save.staged(30)
+            save.wait_staged(30)
             assert cp.restore(step=step) == step
             assert torch.equal(weight.detach(), torch.full_like(weight, float(step)))
             before = save
@@ -86,15 +86,15 @@ def test_a_reading_that_fails_is_not_taken_for_unchanged(run_dir: str) -> None:
     """After a StateError, later steps say so too, instead of saving what there was before."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ckpt.Checkpointer({"model": model, "opt": optimizer}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
-        cp.save(1).committed(60)
+    with ckpt.Checkpointer({"model": model, "opt": optimizer}, ckpt.Tier(run_dir, every=1)) as cp:
+        cp.save(1).wait_durable(60)
         model[0] = nn.Linear(4, 4)
         model[1].register_buffer("bad", torch.zeros(1).expand(3))
         for step in (2, 3):
-            with pytest.raises(ckpt.StateError, match=r"model.*bad"):
+            with pytest.raises(ckpt.errors.StateError, match=r"model.*bad"):
                 cp.step(step)
         del model[1].bad
-        cp.save(4).committed(60)
+        cp.save(4).wait_durable(60)
     assert torch.equal(ckpt.load(run_dir)["model.0.weight"], model[0].weight.detach())
 
 
@@ -105,11 +105,11 @@ def test_going_back_while_a_checkpoint_is_written_does_not_fence_us(run_dir: str
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, run_dir) as cp:
         cp.restore(default=0)
         updated(weight, optimizer, 1.0)
-        cp.save(1).committed(60)
+        cp.save(1).wait_durable(60)
         for step in range(2, 12):
             updated(weight, optimizer, float(step))
-            cp.save(step).staged(30)
+            cp.save(step).wait_staged(30)
             assert cp.restore(step=1) == 1
             updated(weight, optimizer, float(step))
-            cp.save(step).committed(60)
+            cp.save(step).wait_durable(60)
             cp.restore(step=1)

@@ -16,7 +16,7 @@ from processes import killed, run_script
 BREAK = """
 import os, sys, ckpt, toy, torch
 state = toy.build()
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=4)]) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=4)) as cp:
     start = cp.restore(default=0)
     print("start", start, cp.last_restore.tier, flush=True)
     for step in range(start + 1, 31):
@@ -25,9 +25,9 @@ with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=4)]) 
         if broken:
             state["model"][0].weight.data.fill_(float("nan"))
         save = cp.step(step, finite=not broken)
-        save.staged(30)
+        save.wait_staged(30)
         if save.tiers:
-            save.committed(30)
+            save.wait_durable(30)
     if "mend" not in sys.argv:
         os.kill(os.getpid(), 9)
 print("digest", toy.digest(state))
@@ -47,13 +47,13 @@ def test_a_broken_step_is_there_for_those_who_ask(run_dir: str) -> None:
     """It is restored by its number; without one, restore() and load() take the last intact one."""
     weight = nn.Parameter(torch.zeros(4))
     state: dict[str, Any] = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=5)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=5)) as cp:
         cp.restore(default=0)
         for step in range(1, 5):
             weight.data.fill_(float(step) if step < 3 else float("nan"))
             save = cp.step(step, finite=torch.isfinite(weight).all())
             assert save is not None
-            save.committed(30)
+            save.wait_durable(30)
         assert cp.restore() == 2 and torch.equal(weight.detach(), torch.full((4,), 2.0))
         assert cp.restore(step=4) == 4 and weight.isnan().all()
     assert ckpt.load(run_dir, step=4)["w"].isnan().all()
@@ -65,26 +65,26 @@ def test_only_broken_steps_are_no_fresh_start(run_dir: str) -> None:
     weight = nn.Parameter(torch.zeros(4))
     state: dict[str, Any] = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
     for again in (False, True):
-        with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1)]) as cp:
+        with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1)], memory=None) as cp:
             if again:
-                with pytest.raises(ckpt.NoCheckpointError):
+                with pytest.raises(ckpt.errors.NoCheckpointError):
                     cp.restore(default=0)
                 assert cp.restore(step=1) == 1
             else:
                 save = cp.step(1, finite=False)
                 assert save is not None
-                save.committed(30)
+                save.wait_durable(30)
 
 
 def test_the_log_says_which_are_finite(run_dir: str) -> None:
     """The record has the value that was passed, None for none."""
     weight = nn.Parameter(torch.zeros(4))
     said = {1: None, 2: True, 3: False}
-    with ckpt.Checkpointer({"w": weight}, [ckpt.Tier(run_dir, every=1, keep=5)]) as cp:
+    with ckpt.Checkpointer({"w": weight}, [ckpt.Tier(run_dir, every=1, keep=5)], memory=None) as cp:
         for step, finite in said.items():
             save = cp.step(step, finite=finite)
             assert save is not None
-            save.committed(30)
+            save.wait_durable(30)
     assert inside.finite_at(run_dir) == said
 
 

@@ -371,13 +371,13 @@ def flip(folder: str, step: int) -> None:
 def test_memory_and_disk_bring_back_the_same(run_dir: str) -> None:
     """The newest step from memory in place, then from the folder into a fresh state: both equal to the bit."""
     state = build(0)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=2)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=2)) as cp:
         assert cp.restore(default=0) == 0
         train(state, 1)
         wanted = freeze(state)
         save = cp.step(2)
         assert save is not None
-        save.committed(60.0)
+        save.wait_durable(60.0)
         train(state, 2)
         state["mine"].clear()
         assert differences(freeze(state), wanted)
@@ -411,7 +411,7 @@ def test_another_tier_has_the_same_step(tmp_path: Path) -> None:
     frozen = saved_run([near, far], 2)
     flip(near, 2)
     twin = build(1)
-    with ckpt.Checkpointer(twin, [near, far]) as cp:
+    with ckpt.Checkpointer(twin, [near, far], memory=None) as cp:
         assert cp.restore() == 2
         assert cp.last_restore is not None and cp.last_restore.tier == f"file://{near}"
         assert not cp.last_restore.skipped and f"file://{far}" in cp.last_restore.repaired[0]
@@ -458,7 +458,7 @@ state = {"w": [torch.full((16 * MB // 4,), float(i)) for i in range(16)]}
 cp = ckpt.Checkpointer(state, [ckpt.Tier(sys.argv[1], every=1)] if sys.argv[2] == "save" else sys.argv[1])
 if sys.argv[2] == "save":
     cp.restore(default=0)
-    cp.save(1).committed(120)
+    cp.save(1).wait_durable(120)
     cp.close()
 else:
     before = peak()
@@ -514,7 +514,7 @@ def test_load_says_what_is_not_there(bench: Bench, tmp_path: Path) -> None:
     loaded = ckpt.load(bench.url)
     with pytest.raises(NoCheckpointError, match="steps there: 1"):
         ckpt.load(bench.url, step=7)
-    with pytest.raises(ckpt.FormatError):
+    with pytest.raises(ckpt.errors.FormatError):
         ckpt.load(tmp_path / "nothing")
     with pytest.raises(UsageError, match="matches"):
         ckpt.load(bench.url, only="nobody.*")
@@ -595,7 +595,7 @@ def check_any_state(bench: Bench, pair: tuple[State, State], place: str) -> None
     state, twin = pair
     try:
         inside.readable(state)
-    except ckpt.StateError as error:  # keys like 1 and "1" with an array under each
+    except ckpt.errors.StateError as error:  # keys like 1 and "1" with an array under each
         assert "get this name" in str(error)
         assume(False)
     wanted, source = freeze(state), getattr(bench, place)(state)

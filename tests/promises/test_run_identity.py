@@ -35,16 +35,16 @@ tag, places, options = float(sys.argv[1]), sys.argv[2].split(","), json.loads(sy
 w = torch.nn.Parameter(torch.full((8,), tag))
 opt = torch.optim.SGD([w], lr=0.0)
 tiers = [ckpt.Tier(p, every=1000, storage_options=options if "://" in p else None) for p in places]
-with ckpt.Checkpointer({"w": w, "opt": opt}, [ckpt.Memory(), *tiers], on_error="warn") as cp:
+with ckpt.Checkpointer({"w": w, "opt": opt}, [*tiers], options=ckpt.Options(on_error="warn")) as cp:
     step = cp.restore(default=0)
     print("start", step, w[0].item(), cp.last_restore.tier if step else None, flush=True)
     for line in sys.stdin:
         word, number = line.split()
         for step in range(step + 1, int(number) + 1):
-            cp.step(step).staged(30)
+            cp.step(step).wait_staged(30)
         try:
             if word == "commit":
-                cp.save().promoted(30)
+                cp.save().wait_durable(30, tier="all")
             print("done", step, flush=True)
         except ckpt.CheckpointError as error:
             print(type(error).__name__, error, flush=True)

@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_an_export_that_was_edited_is_not_taken_for_what_it_was(run: Path, tmp_path: Path, call: Any) -> None:
     """A setting, a value, a tensor more or less: refused, with what to do; without the description all of it counts."""
-    assert call("restore", run, "--to", tmp_path / "e.pt").code == 0
+    assert call("export", run, "--to", tmp_path / "e.pt").code == 0
     edits = (
         lambda x: x["opt"]["param_groups"][0].update(lr=5.0),
         lambda x: x["meta"].update(epoch=99),
@@ -140,10 +140,10 @@ def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) 
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
     b.weight = a.weight
     save(tmp_path / "run", {"a": a, "b": b}, range(1, 2), every=1)
-    assert call("restore", tmp_path / "run", "--to", tmp_path / "b.safetensors", "--only", "b.*").code == 0
+    assert call("export", tmp_path / "run", "--to", tmp_path / "b.safetensors", "--only", "b.*").code == 0
     assert set(safetensors.torch.load_file(tmp_path / "b.safetensors")) == {"weight", "bias"}
     words = ["--only", "b.*", "--format", "run"]
-    assert call("restore", tmp_path / "run", "--to", tmp_path / "b", *words).code == 0
+    assert call("export", tmp_path / "run", "--to", tmp_path / "b", *words).code == 0
     fresh = nn.Linear(3, 3)
     with ckpt.Checkpointer({"b": fresh}, str(tmp_path / "b")) as cp:
         assert cp.restore() == 1
@@ -153,10 +153,10 @@ def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) 
 def test_each_pattern_must_match(run: Path, tmp_path: Path, call: Any) -> None:
     """`meta.*` means the entry meta, and a typo among good patterns is named."""
     words = ["--only", "model.*", "--only", "opt.*", "--only", "meta.*"]
-    assert call("restore", run, "--to", tmp_path / "a.pt", *words).code == 0
+    assert call("export", run, "--to", tmp_path / "a.pt", *words).code == 0
     there = torch.load(tmp_path / "a.pt", weights_only=True)
     assert there["meta"] == {"epoch": 3} and "opt" in there
-    found = call("restore", run, "--to", tmp_path / "b.pt", *words, "--only", "typo.*")
+    found = call("export", run, "--to", tmp_path / "b.pt", *words, "--only", "typo.*")
     assert found.code == 2 and "'typo.*'" in found.err
 
 
@@ -191,9 +191,9 @@ def test_a_tensor_called_format(tmp_path: Path, call: Any) -> None:
 def test_targets_that_cannot_be_are_refused_at_once(run: Path, tmp_path: Path, call: Any) -> None:
     """An empty folder in place of a file, and a mount point, are rejected before a byte is written."""
     (tmp_path / "empty.pt").mkdir()
-    found = call("restore", run, "--to", tmp_path / "empty.pt")
+    found = call("export", run, "--to", tmp_path / "empty.pt")
     assert found.code == 2 and "is a folder" in found.err and not (tmp_path / "empty.pt.partial").exists()
-    found = call("restore", run, "--to", "/proc")
+    found = call("export", run, "--to", "/proc")
     assert found.code == 2 and "mount point" in found.err
 
 
@@ -207,7 +207,7 @@ def test_dcp_folders_with_keys_in_tuples(tmp_path: Path, call: Any) -> None:
     """Dicts with numbers as keys, inside of tuples, go to DCP and come back."""
     state = {"model": nn.Linear(2, 2), "meta": {"x": ({0: torch.ones(3), 1: 2},), "y": [{5: torch.zeros(1)}]}}
     save(tmp_path / "run", state, range(1, 2), every=1)
-    assert call("restore", tmp_path / "run", "--to", tmp_path / "d", "--format", "dcp").code == 0
+    assert call("export", tmp_path / "run", "--to", tmp_path / "d", "--format", "dcp").code == 0
     assert call("import", tmp_path / "d", tmp_path / "back").code == 0
     assert call("diff", tmp_path / "run", tmp_path / "back").out == "equal\n"
 
@@ -218,7 +218,7 @@ def test_dcp_folders_with_keys_in_tuples(tmp_path: Path, call: Any) -> None:
 def test_a_name_means_all_that_belongs_to_it(run: Path, tmp_path: Path, call: Any) -> None:
     """`--only model` is the whole model, `opt` the whole optimizer, `meta` its values; diff takes the same words."""
     words = ["--only", "model", "--only", "opt", "--only", "meta"]
-    assert call("restore", run, "--to", tmp_path / "a", "--format", "run", *words).code == 0
+    assert call("export", run, "--to", tmp_path / "a", "--format", "run", *words).code == 0
     assert call("diff", run, tmp_path / "a").code == 0
     assert call("diff", run, tmp_path / "a", "--only", "meta").code == 0
     assert call("diff", run, tmp_path / "a", "--only", "met").code == 2
@@ -234,7 +234,7 @@ def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogC
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with (
         ckpt.Checkpointer({"net": model}, str(run)) as cp,
-        pytest.raises(ckpt.MismatchError, match="nothing of it fits"),
+        pytest.raises(ckpt.errors.MismatchError, match="nothing of it fits"),
     ):
         cp.restore(strict=False)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -242,11 +242,11 @@ def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogC
 
 def test_what_is_no_run_and_no_whole(run: Path, tmp_path: Path, call: Any) -> None:
     """Files of other programs where a run is expected, and part of a DCP folder: the error names the alternative."""
-    call("restore", run, "--to", tmp_path / "e.pt")
-    call("restore", run, "--to", tmp_path / "d", "--format", "dcp")
-    call("restore", run, "--to", tmp_path / "hf")
+    call("export", run, "--to", tmp_path / "e.pt")
+    call("export", run, "--to", tmp_path / "d", "--format", "dcp")
+    call("export", run, "--to", tmp_path / "hf")
     for source in ("e.pt", "d", "hf"):
-        found = call("restore", tmp_path / source, "--to", tmp_path / "x")
+        found = call("export", tmp_path / source, "--to", tmp_path / "x")
         assert found.code == 2 and "`ckpt import" in found.err, source
     found = call("import", tmp_path / "d" / "__0_0.distcp", tmp_path / "x")
     assert found.code == 2 and "give its folder" in found.err
@@ -266,12 +266,12 @@ def test_objects_that_are_refused_do_not_lock_the_weights_in(tmp_path: Path, cal
     state = {"model": {"w": torch.randn(3)}, "cfg": Config()}
     with pytest.warns(UserWarning):
         dcp.save(state, checkpoint_id="step-1", storage_writer=ckpt.dcp.StorageWriter(tmp_path / "run"))
-    found = call("restore", tmp_path / "run", "--to", tmp_path / "w.safetensors")
+    found = call("export", tmp_path / "run", "--to", tmp_path / "w.safetensors")
     assert found.code == 0 and torch.equal(
         safetensors.torch.load_file(tmp_path / "w.safetensors")["w"], state["model"]["w"]
     )
     assert "cfg" in found.out and "skipped" in found.out
     for strict in (True, False):
         with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, str(tmp_path / "run")) as cp:
-            with pytest.raises(ckpt.MismatchError, match=r"through ckpt\.dcp"):
+            with pytest.raises(ckpt.errors.MismatchError, match=r"through ckpt\.dcp"):
                 cp.restore(strict=strict)

@@ -22,7 +22,7 @@ last, others = int(counts[rank]), dist.distributed_c10d._get_default_store()
 net = torch.nn.Linear(8, 8)
 optim = torch.optim.SGD(net.parameters(), 0.1)
 best = ckpt.Best("loss") if "scores" in how else None
-cp = ckpt.Checkpointer({"net": net, "optim": optim}, [ckpt.Memory(), ckpt.Tier(run, every=2)], best=best)
+cp = ckpt.Checkpointer({"net": net, "optim": optim}, ckpt.Tier(run, every=2), best=best)
 cp.restore(default=0)
 
 def train(first, last):
@@ -31,7 +31,7 @@ def train(first, last):
         optim.step()
         optim.zero_grad()
         try: cp.step(step)
-        except ckpt.SaveError: pass  # an older step failed, because another rank has left
+        except ckpt.errors.SaveError: pass  # an older step failed, because another rank has left
 
 def wait_for(key):
     while not others.check([key]):
@@ -45,22 +45,22 @@ try:
     if how == "one raises, the other scores":
         train(last + 1, last + 2)
         try: cp.score(last + 2, 0.5)
-        except ckpt.PeerError as error: found["score"] = str(error)
+        except ckpt.errors.PeerError as error: found["score"] = str(error)
     if how == "one scores, both go back":
         if rank == 0: cp.score(last, 0.5)
         step = cp.restore()
         train(step + 1, step + 1)
         found["score"] = [cp.score(step + 1, 0.1), best.scores]
     if how == "one is killed" and rank == 1:
-        cp.save().staged(60)
+        cp.save().wait_staged(60)
         others.set("killed", "")
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "one is slow" and rank == 1:
-        with cp.pause(): time.sleep(1)
+        with cp.not_training(): time.sleep(1)
         train(last + 1, 6)
     if how == "one closes first" and rank == 0:
         wait_for("closing")
-        try: cp.save(9).committed(60)
+        try: cp.save(9).wait_durable(60)
         except ckpt.CheckpointError as error: found["save"] = str(error)
     if how == "one is killed": wait_for("killed")
     others.set("closing", "")
@@ -190,7 +190,7 @@ def flat(value):
 state = build()
 found = {}
 try:
-    with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), ckpt.Tier(run, every=2)], triggers=None) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run, every=2), triggers=None, memory=ckpt.Memory(linger_s=0)) as cp:
         found["step"] = cp.restore(default=0)
         found["restored"] = flat(state)
         for step in range(found["step"] + 1, found["step"] + 5):
@@ -255,7 +255,7 @@ torch.manual_seed(0)
 net = Net()
 for layer in net.wide, net.one, net: fully_shard(layer)
 optim = PlainAdam(net.parameters())
-with ckpt.Checkpointer({"net": net, "optim": optim}, [ckpt.Memory(linger_s=0), ckpt.Tier(run, every=2)]) as cp:
+with ckpt.Checkpointer({"net": net, "optim": optim}, ckpt.Tier(run, every=2), memory=ckpt.Memory(linger_s=0)) as cp:
     start = cp.restore(default=0)
     for step in range(start, steps):
         net(torch.full((2, 6), float(step))).pow(2).mean().backward()

@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]
     """A run with three checkpoints, and the digests of their states."""
     folder, digests = tmp_path_factory.mktemp("damage") / "run", dict[int, str]()
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(folder), every=2)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(folder), every=2)], memory=None) as cp:
         for step in range(1, STEPS[-1] + 1):
             toy.train_step(state)
             cp.step(step)
@@ -101,7 +101,7 @@ def test_lost_newest_record_is_noticed_by_readers_and_verify(
     assert verified.return_value == 1 and "step 6" in verified.output, verified.output
     assert "log record" in verified.output and "ckpt repair" not in verified.output
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(folder), every=2)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(folder), every=2)], memory=None) as cp:
         assert cp.restore() == 6 and toy.digest(state) == run[1][6]
         toy.train_step(state)
         toy.train_step(state)
@@ -163,12 +163,12 @@ REGIONS: dict[str, tuple[Callable[[SharedMemory], object], str, Sequence[int], b
 def train(folder: str, region: str) -> None:
     """In a process of its own: five steps, damage, and death."""
     state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(keep=2), ckpt.Tier(folder, every=4)])
+    cp = ckpt.Checkpointer(state, ckpt.Tier(folder, every=4), memory=ckpt.Memory(keep=2))
     for step in range(1, 6):
         toy.train_step(state)
         cp.step(step)
     cp.wait()
-    cp.stage().staged()
+    cp.stage().wait_staged()
     REGIONS[region][0](SharedMemory.of_this_process())
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -176,7 +176,7 @@ def train(folder: str, region: str) -> None:
 def start(folder: str) -> None:
     """In another one: what comes back."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(keep=2), ckpt.Tier(folder, every=4)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(folder, every=4), memory=ckpt.Memory(keep=2)) as cp:
         step = cp.restore()
         assert cp.last_restore is not None
         print(json.dumps([step, cp.last_restore.tier, cp.last_restore.verified, toy.digest(state)]))
@@ -229,6 +229,6 @@ def test_verify_accepts_values_of_every_kind(run_dir: str) -> None:
         model(torch.ones(3)).sum().backward()
         optim.step()
         cp.step(1)
-        cp.save().committed()
+        cp.save().wait_durable()
     verified = inside.invoke("verify", run_dir, standalone_mode=False)
     assert verified.return_value == 0, verified.output

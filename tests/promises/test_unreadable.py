@@ -80,10 +80,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def save(*places: Path) -> None:
     state = {"w": torch.zeros(50_000)}
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(place), every=1) for place in places]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(place), every=1) for place in places], memory=None) as cp:
         for step in (1, 2):
             state["w"].fill_(step)
-            cp.save(step).promoted(60)
+            cp.save(step).wait_durable(60, tier="all")
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def digests(run: Path) -> dict[str, str]:
 def restore(run: Path, before: Callable[[], None] = lambda: None, **how: Any) -> tuple[int, float, ckpt.Checkpointer]:
     """Restore in a new Checkpointer; `before` is called when it is open."""
     state = {"w": torch.full((50_000,), -1.0)}
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=1)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=1)], memory=None) as cp:
         before()
         return cp.restore(**how), float(state["w"][-1]), cp
 
@@ -176,7 +176,9 @@ def test_restore_takes_the_step_from_another_tier_that_has_it(saved: Path, tmp_p
     for place in ("run", "near"):
         shutil.copytree(saved / place, tmp_path / place)
     state = {"w": torch.zeros(50_000)}
-    with ckpt.Checkpointer(state, [ckpt.Tier(str(tmp_path / place), every=1) for place in ("run", "near")]) as cp:
+    with ckpt.Checkpointer(
+        state, [ckpt.Tier(str(tmp_path / place), every=1) for place in ("run", "near")], memory=None
+    ) as cp:
         fault.on("ESTALE", f"{tmp_path}/run/{pattern(DATA)}")
         assert cp.restore() == 2 and float(state["w"][0]) == 2.0
         assert cp.last_restore is not None and not cp.last_restore.skipped
@@ -253,11 +255,11 @@ def test_runs_below_are_listed_and_exit_code_is_3_if_one_cannot_be_read(
 @pytest.fixture
 def lease(tmp_path: Path) -> Iterator[Path]:
     """The lease of a Checkpointer that trains a run in this process until the test ends."""
-    with ckpt.Checkpointer({"w": torch.zeros(4)}, [ckpt.Tier(str(tmp_path / "trained"), every=1)]) as cp:
+    with ckpt.Checkpointer({"w": torch.zeros(4)}, [ckpt.Tier(str(tmp_path / "trained"), every=1)], memory=None) as cp:
         cp.restore(default=0)
         assert eventually((tmp_path / "trained" / "lease.json").exists)
         yield tmp_path / "trained" / "lease.json"
-        cp.save(5).committed(60)  # raises FencedError if another job owns the run
+        cp.save(5).wait_durable(60)  # raises FencedError if another job owns the run
 
 
 @pytest.mark.parametrize("error", ["EIO", "ESTALE", "EACCES"])
@@ -281,7 +283,7 @@ def test_damaged_lease_is_waited_for_until_its_trainer_renews_it(lease: Path, mo
     newer = inside.of_newer_version(whole)
     for unknown in (whole[:50], b"", b"x" * 100_000, newer):
         lease.write_bytes(unknown)
-        with pytest.raises(ckpt.InUseError):
+        with pytest.raises(ckpt.errors.InUseError):
             inside.check_free(run, lambda text: lease.write_bytes(whole))
     for unknown in (whole[:50], newer):
         lease.write_bytes(unknown)
@@ -289,7 +291,7 @@ def test_damaged_lease_is_waited_for_until_its_trainer_renews_it(lease: Path, mo
         inside.check_free(run, said.append)  # it is not renewed
         assert len(said) == 1 and "waiting up to" in said[0]
     lease.write_bytes(newer)
-    with pytest.raises(ckpt.InUseError, match="cannot read"):
+    with pytest.raises(ckpt.errors.InUseError, match="cannot read"):
         inside.check_free(run, lambda text: lease.write_bytes(newer.replace(b'"renewed":', b'"renewed":1')))
 
 
@@ -457,7 +459,7 @@ def test_restore_and_diff_of_a_run_whose_folder_cannot_be_read_exit_with_3(
 ) -> None:
     source_fault.on(name, "/run", "stat", "listdir", "scandir")
     fault.on(name, "/run/")
-    export = ("restore", run, "--to", tmp_path / "out", "--only", "w")
+    export = ("export", run, "--to", tmp_path / "out", "--only", "w")
     for work in (export, ("diff", run, run), ("diff", f"{run}@1", f"{run}@2")):
         assert call(*work).code == 3
     fault.off()
@@ -472,10 +474,10 @@ def test_unfinished_export_whose_plan_cannot_be_read_is_not_taken_for_another(
     folder.mkdir()
     (folder / "plan.json").write_text('{"plan": "another"}')
     source_fault.on("EIO", "plan.json", "open")
-    found = call("restore", run, "--to", tmp_path / "out", "--only", "w")
+    found = call("export", run, "--to", tmp_path / "out", "--only", "w")
     assert found.code == 3 and "plan.json cannot be read now" in found.err
     source_fault.left = 0
-    found = call("restore", run, "--to", tmp_path / "out", "--only", "w")
+    found = call("export", run, "--to", tmp_path / "out", "--only", "w")
     assert found.code == 2 and "unfinished export from another source" in found.err
 
 
@@ -782,11 +784,11 @@ def test_object_storage_that_refuses_reads_is_unreadable(
     url = f"s3://bucket/run{code}"
     tier = ckpt.Tier(url, every=1, storage_options=storage_options(proxy.url))
     state = {"w": torch.zeros(50_000)}
-    with ckpt.Checkpointer(state, [tier]) as cp:
+    with ckpt.Checkpointer(state, tier, memory=None) as cp:
         for step in (1, 2):
             state["w"].fill_(step)
-            cp.save(step).committed(60)
-    with ckpt.Checkpointer(state, [tier]) as cp:
+            cp.save(step).wait_durable(60)
+    with ckpt.Checkpointer(state, tier, memory=None) as cp:
         match = f"{pattern(MANIFEST, 2)}|{pattern(DATA, 2)}"
         for method in ("GET", "HEAD"):
             proxy.fail("status", method=method, match=match, code=code, s3_code=s3_code, count=10_000)

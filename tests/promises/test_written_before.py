@@ -86,7 +86,7 @@ def differing(found: dict[str, torch.Tensor], kind: str) -> list[str]:
 
 def check_restore(state: dict[str, Any], url: str, kind: str) -> None:
     """A Checkpointer gives back every bit of the newest step, and the plain values."""
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(url, every=1000)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(url, every=1000)) as cp:
         assert cp.restore() == make_runs.STEPS[kind]
         done = cp.last_restore
         assert done is not None and not done.skipped
@@ -124,8 +124,8 @@ def test_another_format_is_refused(place: Place) -> None:
     state = make_runs.build(16)
     before = freeze(state)
     url = place("folder", lambda run: inside.rewrite_format(run, major=1))
-    with pytest.raises(ckpt.FormatError, match=r"format 1\."):
-        ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(url)])
+    with pytest.raises(ckpt.errors.FormatError, match=r"format 1\."):
+        ckpt.Checkpointer(state, ckpt.Tier(url))
     assert differences(freeze(state), before) == []
 
 
@@ -149,5 +149,5 @@ def test_negative_control_a_flipped_byte_is_not_accepted(place: Place, kind: str
 
     url = place(kind, flip)
     assert inside.main(["verify", url, "--all"]) == 1
-    with pytest.raises(ckpt.CorruptError):
+    with pytest.raises(ckpt.errors.CorruptError):
         dict(ckpt.load(url))

@@ -45,7 +45,7 @@ def begin() -> None:
 def save(root: str, end: str) -> dict[str, Any]:
     """Steps 1 to 3 before the group ends in this way, 4 to 6 afterwards."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{end}", every=2)]) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{end}", every=2)) as cp:
         start = cp.restore(default=0)
         for step in range(1, 4):
             toy.train_step(state)
@@ -57,11 +57,11 @@ def save(root: str, end: str) -> dict[str, Any]:
         for step in range(4, 7):
             toy.train_step(state)
             cp.step(step)
-        cp.save().committed(60.0)
+        cp.save().wait_durable(60.0)
     if not dist.is_initialized():
         begin()  # as a job does that goes on with other peers
     was, other = toy.digest(state), toy.build(seed=1)
-    with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(f"{root}/{end}", every=2)]) as cp:
+    with ckpt.Checkpointer(other, ckpt.Tier(f"{root}/{end}", every=2)) as cp:
         back = cp.restore()
     return {"start": start, "back": back, "calls": CALLS, "exact": toy.digest(other) == was}
 

@@ -108,7 +108,7 @@ def test_moments_get_the_strides_that_they_had(name: str, tmp_path: Path) -> Non
     """A fresh optimizer restores moments that lie as in the uninterrupted run, and both continue equally."""
     state, twin = trained(OPTIMIZERS[name], 2), trained(OPTIMIZERS[name], 0)
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(2).committed()
+        cp.save(2).wait_durable()
     with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
         assert cp.restore() == 2
         wanted = layouts(state["optim"].state_dict()["state"])
@@ -125,11 +125,11 @@ def test_loaded_and_exported_tensors_keep_their_strides(through: str, tmp_path: 
     run, file, again = tmp_path / "run", tmp_path / "out.pt", tmp_path / "again"
     plain = {"ema": state["model"].conv.weight.detach().clone()}
     with ckpt.Checkpointer(state | plain, run) as cp:
-        cp.save(2).committed()
+        cp.save(2).wait_durable()
     if through == "import of other strides":
         torch.save({"optim": state["optim"].state_dict(), "model": state["model"].state_dict(), **plain}, file)
     elif through != "load":
-        command("restore", run, "--to", file, "--format", "torch")
+        command("export", run, "--to", file, "--format", "torch")
     if through.startswith("import"):
         command("import", file, again, "--step", "2")
     if through == "export":
@@ -219,10 +219,10 @@ def save_differing() -> None:
     dist.init_process_group("gloo")
     rank, folder = dist.get_rank(), Path(sys.argv[1])
     for name, (make, _) in DIFFERING.items():
-        with ckpt.Checkpointer(differing(make, rank, 2), [ckpt.Tier(folder / name)]) as cp:
-            cp.save(2).committed()
+        with ckpt.Checkpointer(differing(make, rank, 2), [ckpt.Tier(folder / name)], memory=None) as cp:
+            cp.save(2).wait_durable()
         twin = differing(make, rank, 0)
-        with ckpt.Checkpointer(twin, [ckpt.Tier(folder / name)]) as cp:
+        with ckpt.Checkpointer(twin, [ckpt.Tier(folder / name)], memory=None) as cp:
             cp.restore()
         moment = str(layouts(twin["optim"].state_dict()["state"]))
         print(json.dumps({"mode": name, "state": repr(twin["optim"].state_dict()["state"]), "moment": moment}))
@@ -239,9 +239,9 @@ def save_differing() -> None:
         return {"model": model, "optim": optim}
 
     state, twin = sharded(2), sharded(0)
-    with ckpt.Checkpointer(state, [ckpt.Tier(folder / "sharded")]) as cp:
-        cp.save(2).committed()
-    with ckpt.Checkpointer(twin, [ckpt.Tier(folder / "sharded")]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Tier(folder / "sharded")], memory=None) as cp:
+        cp.save(2).wait_durable()
+    with ckpt.Checkpointer(twin, [ckpt.Tier(folder / "sharded")], memory=None) as cp:
         cp.restore()
     strides = [
         [one["optim"].state[p]["exp_avg"]._local_tensor.stride() for p in one["model"].parameters()]
@@ -271,7 +271,7 @@ def test_differing_moments_are_refused_on_other_numbers_of_ranks(name: str, save
         state = differing(make, 0, steps)
         before = repr(state["optim"].state_dict())
         with ckpt.Checkpointer(state, folder / name) as cp:
-            with pytest.raises(ckpt.MismatchError, match=refusal):
+            with pytest.raises(ckpt.errors.MismatchError, match=refusal):
                 cp.restore()
             assert repr(state["optim"].state_dict()) == before
     state = differing(make, 0, 0)

@@ -46,12 +46,12 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
 
 def train(folder: Path, *steps: int) -> None:
     state = state_of(0)
-    with ckpt.Checkpointer(state, ckpt.Tier(str(folder), every=1, keep="all"), triggers=()) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(str(folder), every=1, keep="all"), triggers=(), memory=None) as cp:
         cp.restore(default=0)
         for step in steps:
             state["weight"].fill_(step)
             state["step"] = step
-            cp.save(step).committed(60.0)
+            cp.save(step).wait_durable(60.0)
 
 
 def looked(folder: Path) -> EarlyLook:

@@ -28,7 +28,7 @@ def open_at(tmp_path: Path) -> Iterator[Open]:
 
         def open_at(state: State, **settings: Any) -> ckpt.Checkpointer:
             tier = ckpt.Tier(str(tmp_path / "run"), **{"every": 1, "keep": 4, **settings})
-            cp = ckpt.Checkpointer(state, [tier], triggers=())
+            cp = ckpt.Checkpointer(state, tier, memory=None, triggers=())
             stack.callback(close, cp)
             return cp
 
@@ -43,7 +43,7 @@ def close(cp: ckpt.Checkpointer) -> None:
 def saved(open_at: Open, state: State, **settings: Any) -> None:
     cp = open_at(state, **settings)
     cp.restore(default=0)
-    cp.save(1).committed(60.0)
+    cp.save(1).wait_durable(60.0)
     cp.close()
 
 
@@ -60,7 +60,7 @@ def test_equal_tensors_that_are_stored_once_both_come_back(open_at: Open, compre
     for step in range(1, 5):
         state["online"].normal_()
         state["target"].copy_(state["online"])
-        cp.save(step).committed(60.0)
+        cp.save(step).wait_durable(60.0)
     cp.close()
     found = make()
     cp = open_at(found)
@@ -89,7 +89,7 @@ def test_what_a_lenient_restore_could_not_have_is_left_alone(open_at: Open, tmp_
     cp = open_at(second, compression="none")
     cp.restore(strict=False)
     second["late"].fill_(1.5)
-    cp.save(2).committed(60.0)
+    cp.save(2).wait_durable(60.0)
     cp.close()
     damage(tmp_path, torch.full((1024,), 1.5).numpy().tobytes())
     live = {"a": torch.zeros(MIB), "late": torch.full((MIB,), -1.0)}

@@ -34,10 +34,10 @@ def test_another_kind_is_refused_or_begins_anew(saved: Any, here: Any, word: str
     for _ in range(steps):
         trained(state)
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     settings = [{k: v for k, v in group.items() if k != "params"} for group in twin["optim"].param_groups]
     with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
-        with pytest.raises(ckpt.MismatchError, match=f"another kind: the checkpoint has the settings .*{word}"):
+        with pytest.raises(ckpt.errors.MismatchError, match=f"another kind: the checkpoint has the settings .*{word}"):
             cp.restore()
         assert cp.restore(strict=False) == 1
         assert cp.last_restore is not None
@@ -55,7 +55,7 @@ def test_schedulers_and_versions_of_torch_make_no_other_kind(tmp_path: Path) -> 
     torch.optim.lr_scheduler.OneCycleLR(state["optim"], max_lr=0.3, total_steps=9)
     del state["optim"].param_groups[0]["decoupled_weight_decay"]
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
         assert cp.restore() == 1
     assert len(twin["optim"].state) == 4
@@ -73,7 +73,7 @@ def test_settings_of_the_script_that_do_not_count_are_said(tmp_path: Path, caplo
             if lr is not None:
                 state["optim"].param_groups[0]["lr"] = lr
             state["new"] = torch.zeros(step)  # the state is walked through again
-            cp.save(step + 1).committed()
+            cp.save(step + 1).wait_durable()
             said = [] if cp.last_restore is None else cp.last_restore.overruled
         assert len([line for line in caplog.messages if "not the script's" in line]) == len(said)
         assert all(line in caplog.text for line in said)
@@ -95,9 +95,9 @@ def test_what_is_taken_is_not_said_to_be_left_out(tmp_path: Path, caplog: pytest
     state, twin = trained(built(ADAMW)), built(lambda p: torch.optim.AdamW(p, lr=0.5), "ac")
     twin["model"]["a"].bfloat16()
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
     with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
-        with pytest.raises(ckpt.MismatchError, match=r"strict=False .* cast other dtypes"):
+        with pytest.raises(ckpt.errors.MismatchError, match=r"strict=False .* cast other dtypes"):
             cp.restore()
         assert cp.restore(strict=False) == 1
         assert cp.last_restore is not None

@@ -88,12 +88,12 @@ import sys
 import ckpt, toy
 
 state = toy.build()
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=1))
 toy.train_step(state)
 save = cp.step(1)
 print("staged", flush=True)
 try:
-    save.committed(90)
+    save.wait_durable(90)
     print("committed", flush=True)
 except Exception as error:
     print(type(error).__name__, flush=True)

@@ -60,7 +60,7 @@ def test_what_an_optimizer_keeps_and_cannot_be_saved_is_refused_by_name() -> Non
         def state_dict(self) -> dict[str, Any]:
             return {"scaler": object()}
 
-    with pytest.raises(ckpt.StateError, match=r"optim\.scaler"):
+    with pytest.raises(ckpt.errors.StateError, match=r"optim\.scaler"):
         Capture({"optim": Odd([[nn.Parameter(torch.ones(2))]])}).read()
 
 

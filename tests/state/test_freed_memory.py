@@ -59,7 +59,7 @@ def in_wrapper() -> tuple[State, Tensor]:
 
 def in_shards() -> tuple[State, Tensor]:
     found = torch.ones(8)
-    return {"s": ckpt.Shards({"w": ckpt.Shard(found, (8,))})}, found
+    return {"s": ckpt.state.Shards({"w": ckpt.state.Shard(found, (8,))})}, found
 
 
 class Says:

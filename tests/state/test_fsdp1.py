@@ -66,7 +66,7 @@ def begin(kind: str, folder: Path) -> None:
         step(model, optim, number)
     try:
         ckpt.Checkpointer({"model": model, "optim": optim}, str(folder / "refused"))
-    except ckpt.StateError as error:
+    except ckpt.errors.StateError as error:
         print("refused", error, flush=True)
     if kind == "fsdp1":
         weights, moments = get_state_dict(model, optim)
@@ -142,7 +142,7 @@ def test_the_refusal_names_the_object_and_the_way(refusals: list[str], folder: P
     """What is to be used, and by which call and command a training that has begun gets there; nothing was made."""
     fsdp1, zero = refusals
     assert "model: FullyShardedDataParallel" in fsdp1 and "fully_shard" in fsdp1
-    assert "ckpt.dcp.StorageWriter(OLD)" in fsdp1 and "`ckpt restore OLD --to NEW --format run`" in fsdp1
+    assert "ckpt.dcp.StorageWriter(OLD)" in fsdp1 and "`ckpt export OLD --to NEW --format run`" in fsdp1
     assert "optim: ZeroRedundancyOptimizer" in zero and "fully_shard" in zero
     assert "consolidate_state_dict()" in zero and "`ckpt import FILE NEW --step N`" in zero
     assert not (folder / "refused").exists()

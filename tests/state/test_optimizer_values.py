@@ -390,7 +390,7 @@ def test_optimizers_of_all_forms_continue_alike_through_a_checkpointer(tmp_path:
         for one in state.values():
             train(one, range(3))
         cp.step(3)
-        cp.save().committed()
+        cp.save().wait_durable()
     for one in state.values():
         train(one, range(3, 5))
     twin = make(1)

@@ -1,4 +1,5 @@
-"""`ckpt.Shards`: tensors that ranks divide in ways of their own, saved, restored by others, and refused if wrong."""
+"""`ckpt.state.Shards`: tensors that ranks divide in ways of their own, saved, restored by others,
+and refused if wrong."""
 
 from __future__ import annotations
 
@@ -24,34 +25,46 @@ FULL = torch.arange(20.0)
 def said(pieces: Any, **settings: Any) -> str:
     """What is said of pieces that one rank of two names."""
     with pytest.raises(StateError) as error:
-        Capture({"s": ckpt.Shards(pieces, **settings)}, Seat(0, 2)).read()
+        Capture({"s": ckpt.state.Shards(pieces, **settings)}, Seat(0, 2)).read()
     return str(error.value)
 
 
 WRONG: dict[str, tuple[Any, str]] = {
     "overlap": (
-        [ckpt.Shard(FULL[:12], (4, 5), start=0), ckpt.Shard(FULL[8:], (4, 5), start=8)],
+        [ckpt.state.Shard(FULL[:12], (4, 5), start=0), ckpt.state.Shard(FULL[8:], (4, 5), start=8)],
         "s.w: two pieces of this rank claim the same elements",
     ),
-    "the same box twice": ([ckpt.Shard(FULL, (20,)), ckpt.Shard(FULL.clone(), (20,))], "claim the same elements"),
-    "run out of range": (ckpt.Shard(FULL, (4, 5), start=1), "elements 1 to 21 are out of range: there are 20"),
-    "negative start": (ckpt.Shard(FULL, (4, 5), start=-1), "elements -1 to 19 are out of range"),
-    "box out of range": (ckpt.Shard(FULL.view(4, 5), (4, 6), (0, 2)), "a box of [4, 5] at [0, 2] is out of range"),
-    "other dimensions": (ckpt.Shard(FULL, (4, 5)), "a box of [20] at [0, 0] is out of range: the tensor is of shape"),
-    "gaps": (ckpt.Shard(FULL[::2], (4, 5), start=0), "without gaps; this has shape [10] and strides [2]"),
-    "run of rows": (ckpt.Shard(FULL.view(4, 5), (4, 5), start=0), "must be memory of one dimension"),
+    "the same box twice": (
+        [ckpt.state.Shard(FULL, (20,)), ckpt.state.Shard(FULL.clone(), (20,))],
+        "claim the same elements",
+    ),
+    "run out of range": (ckpt.state.Shard(FULL, (4, 5), start=1), "elements 1 to 21 are out of range: there are 20"),
+    "negative start": (ckpt.state.Shard(FULL, (4, 5), start=-1), "elements -1 to 19 are out of range"),
+    "box out of range": (
+        ckpt.state.Shard(FULL.view(4, 5), (4, 6), (0, 2)),
+        "a box of [4, 5] at [0, 2] is out of range",
+    ),
+    "other dimensions": (
+        ckpt.state.Shard(FULL, (4, 5)),
+        "a box of [20] at [0, 0] is out of range: the tensor is of shape",
+    ),
+    "gaps": (ckpt.state.Shard(FULL[::2], (4, 5), start=0), "without gaps; this has shape [10] and strides [2]"),
+    "run of rows": (ckpt.state.Shard(FULL.view(4, 5), (4, 5), start=0), "must be memory of one dimension"),
     "shapes": (
-        [ckpt.Shard(FULL[:10], (4, 5), start=0), ckpt.Shard(FULL[10:], (20,), start=10)],
+        [ckpt.state.Shard(FULL[:10], (4, 5), start=0), ckpt.state.Shard(FULL[10:], (20,), start=10)],
         "all must have the shape and dtype of the whole tensor",
     ),
     "dtypes": (
-        [ckpt.Shard(FULL[:10], (4, 5), start=0), ckpt.Shard(FULL[10:].double(), (4, 5), start=10)],
+        [ckpt.state.Shard(FULL[:10], (4, 5), start=0), ckpt.state.Shard(FULL[10:].double(), (4, 5), start=10)],
         "all must have the shape and dtype of the whole tensor",
     ),
-    "replicas without this rank": (ckpt.Shard(FULL, (20,), replicas=(1,)), "replicas=[1] must be ranks of [0, 1]"),
-    "replicas beyond the ranks": (ckpt.Shard(FULL, (20,), replicas=(0, 2)), "replicas=[0, 2] must be ranks of"),
-    "no shard": ([FULL], "must be a str, with a ckpt.Shard or a list of them"),
-    "sparse": (ckpt.Shard(FULL.to_sparse(), (20,)), "s.w: this tensor is torch.sparse_coo"),
+    "replicas without this rank": (
+        ckpt.state.Shard(FULL, (20,), replicas=(1,)),
+        "replicas=[1] must be ranks of [0, 1]",
+    ),
+    "replicas beyond the ranks": (ckpt.state.Shard(FULL, (20,), replicas=(0, 2)), "replicas=[0, 2] must be ranks of"),
+    "no shard": ([FULL], "must be a str, with a Shard or a list of them"),
+    "sparse": (ckpt.state.Shard(FULL.to_sparse(), (20,)), "s.w: this tensor is torch.sparse_coo"),
 }
 
 
@@ -63,17 +76,17 @@ def test_what_one_rank_can_see_is_refused_at_once(name: str) -> None:
 
 
 def test_other_mistakes_are_refused() -> None:
-    assert "a dict by name, not <class 'list'>" in said([ckpt.Shard(FULL, (20,))])
+    assert "a dict by name, not <class 'list'>" in said([ckpt.state.Shard(FULL, (20,))])
     assert "ranks=[1] must be ranks of this job and include this rank, 0" in said(
-        {"w": ckpt.Shard(FULL, (20,))}, ranks=(1,)
+        {"w": ckpt.state.Shard(FULL, (20,))}, ranks=(1,)
     )
-    assert "must be a str" in said({1: ckpt.Shard(FULL, (20,))})
+    assert "must be a str" in said({1: ckpt.state.Shard(FULL, (20,))})
 
 
 def test_memory_that_moves_is_followed_and_memory_that_stays_is_not_looked_at_again() -> None:
     """New views of the same memory make no new layout; other memory, or another place, does."""
     flat, start = torch.arange(20.0), [0]
-    pieces = ckpt.Shards(lambda: {"w": ckpt.Shard(flat[start[0] : 10], (20,), start=start[0])})
+    pieces = ckpt.state.Shards(lambda: {"w": ckpt.state.Shard(flat[start[0] : 10], (20,), start=start[0])})
     capture = Capture({"s": pieces}, Seat(0, 2))
     first = capture.read()
     assert capture.read().layout is first.layout
@@ -89,12 +102,12 @@ def test_a_copy_waits_for_the_optimizer_that_is_named() -> None:
     param = nn.Parameter(torch.zeros(20))
     optim = torch.optim.SGD([param], 0.1)
     for optimizer, guarded in ((optim, [True]), (None, [False])):
-        capture = Capture({"s": ckpt.Shards({"w": ckpt.Shard(param, (20,))}, optimizer=optimizer)})
+        capture = Capture({"s": ckpt.state.Shards({"w": ckpt.state.Shard(param, (20,))}, optimizer=optimizer)})
         assert capture.read().guarded == guarded
         assert capture.optimizers == ([optim] if optimizer else [])
         capture.unguard(optim)
         assert capture.read().guarded == [False]
-    both = Capture({"s": ckpt.Shards({"w": ckpt.Shard(param, (20,))}, optimizer=optim), "optim": optim})
+    both = Capture({"s": ckpt.state.Shards({"w": ckpt.state.Shard(param, (20,))}, optimizer=optim), "optim": optim})
     assert both.optimizers == [optim]
     both.read()
 
@@ -102,31 +115,33 @@ def test_a_copy_waits_for_the_optimizer_that_is_named() -> None:
 def test_two_names_of_one_shard_are_one_tensor(run_dir: str) -> None:
     """Stored once; tied and untied states are told apart."""
     flat = torch.arange(20.0)
-    one = ckpt.Shard(flat, (4, 5), start=0)
-    with ckpt.Checkpointer({"s": ckpt.Shards({"w": one, "tied": one})}, run_dir) as cp:
-        cp.save(1).committed()
+    one = ckpt.state.Shard(flat, (4, 5), start=0)
+    with ckpt.Checkpointer({"s": ckpt.state.Shards({"w": one, "tied": one})}, run_dir) as cp:
+        cp.save(1).wait_durable()
         flat.zero_()
         assert cp.restore() == 1 and flat.tolist() == [*range(20)]
     assert stored(Path(run_dir)) == 80
     assert torch.equal(ckpt.load(run_dir)["s.tied"], flat.view(4, 5))
-    with ckpt.Checkpointer({"s": ckpt.Shards({"w": ckpt.Shard(flat, (4, 5), start=0)})}, run_dir + "2") as cp:
-        cp.save(1).committed()
-    with ckpt.Checkpointer({"s": ckpt.Shards({"w": one, "tied": one})}, run_dir + "2") as cp:
+    with ckpt.Checkpointer(
+        {"s": ckpt.state.Shards({"w": ckpt.state.Shard(flat, (4, 5), start=0)})}, run_dir + "2"
+    ) as cp:
+        cp.save(1).wait_durable()
+    with ckpt.Checkpointer({"s": ckpt.state.Shards({"w": one, "tied": one})}, run_dir + "2") as cp:
         with pytest.raises(MismatchError, match=r"s\.tied is not in the checkpoint"):
             cp.restore()
-    apart = {"w": ckpt.Shard(flat, (4, 5), start=0), "tied": ckpt.Shard(flat + 1, (4, 5), start=0)}
-    with ckpt.Checkpointer({"s": ckpt.Shards(apart)}, run_dir + "3") as cp:
-        cp.save(1).committed()
-    with ckpt.Checkpointer({"s": ckpt.Shards({"w": one, "tied": one})}, run_dir + "3") as cp:
+    apart = {"w": ckpt.state.Shard(flat, (4, 5), start=0), "tied": ckpt.state.Shard(flat + 1, (4, 5), start=0)}
+    with ckpt.Checkpointer({"s": ckpt.state.Shards(apart)}, run_dir + "3") as cp:
+        cp.save(1).wait_durable()
+    with ckpt.Checkpointer({"s": ckpt.state.Shards({"w": one, "tied": one})}, run_dir + "3") as cp:
         with pytest.raises(MismatchError, match=r"s\.w and s\.tied are one tensor here"):
             cp.restore()
 
 
 def test_a_plain_tensor_is_the_ranks_own() -> None:
     """Beside shards, and copied early, as anything else may write to it."""
-    pieces = {"w": ckpt.Shard(FULL[:10], (20,), start=0), "count": torch.ones(3)}
+    pieces = {"w": ckpt.state.Shard(FULL[:10], (20,), start=0), "count": torch.ones(3)}
     optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
-    reading = Capture({"s": ckpt.Shards(pieces, optimizer=optim)}, Seat(0, 2)).read()
+    reading = Capture({"s": ckpt.state.Shards(pieces, optimizer=optim)}, Seat(0, 2)).read()
     assert {t.name: t.instance for t in reading.layout.tensors} == {"s.w": -1, "s.count": 0}
     assert reading.guarded == [True, False]
 
@@ -134,25 +149,30 @@ def test_a_plain_tensor_is_the_ranks_own() -> None:
 def test_shards_and_a_module_of_the_same_names_restore_each_other(run_dir: str) -> None:
     """Whoever saved it: the name and the shape decide."""
     net, flat = nn.Linear(3, 4), torch.arange(16.0)
-    pieces = {"weight": ckpt.Shard(flat[:12], (4, 3), start=0), "bias": ckpt.Shard(flat[12:], (4,), start=0)}
-    with ckpt.Checkpointer({"net": ckpt.Shards(pieces)}, run_dir) as cp:
-        cp.save(1).committed()
+    pieces = {
+        "weight": ckpt.state.Shard(flat[:12], (4, 3), start=0),
+        "bias": ckpt.state.Shard(flat[12:], (4,), start=0),
+    }
+    with ckpt.Checkpointer({"net": ckpt.state.Shards(pieces)}, run_dir) as cp:
+        cp.save(1).wait_durable()
     with ckpt.Checkpointer({"net": net}, run_dir) as cp:
         assert cp.restore() == 1
         assert torch.equal(net.weight, flat[:12].view(4, 3)) and torch.equal(net.bias, flat[12:])
         with torch.no_grad():
             net.weight += 1
-        cp.save(2).committed()
-    with ckpt.Checkpointer({"net": ckpt.Shards(pieces)}, run_dir) as cp:
+        cp.save(2).wait_durable()
+    with ckpt.Checkpointer({"net": ckpt.state.Shards(pieces)}, run_dir) as cp:
         assert cp.restore() == 2
     assert torch.equal(flat[:12].view(4, 3), net.weight)
 
 
 def test_another_shape_is_a_mismatch_and_changes_nothing(run_dir: str) -> None:
-    with ckpt.Checkpointer({"s": ckpt.Shards({"w": ckpt.Shard(FULL.clone(), (4, 5), start=0)})}, run_dir) as cp:
-        cp.save(1).committed()
+    with ckpt.Checkpointer(
+        {"s": ckpt.state.Shards({"w": ckpt.state.Shard(FULL.clone(), (4, 5), start=0)})}, run_dir
+    ) as cp:
+        cp.save(1).wait_durable()
     other = torch.zeros(20)
-    with ckpt.Checkpointer({"s": ckpt.Shards({"w": ckpt.Shard(other, (5, 4), start=0)})}, run_dir) as cp:
+    with ckpt.Checkpointer({"s": ckpt.state.Shards({"w": ckpt.state.Shard(other, (5, 4), start=0)})}, run_dir) as cp:
         with pytest.raises(MismatchError, match=r"s.w has shape \[4, 5\] in the checkpoint and \[5, 4\] here"):
             cp.restore()
     assert not other.any()

@@ -256,11 +256,11 @@ import os, signal, sys
 import ckpt
 from wrapped_toy import build, everything, train
 state = build(0)
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=3)])
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=3))
 for step in range(1, 6):
     train(state, step)
     save = cp.step(step)
-save.staged(30)
+save.wait_staged(30)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -271,7 +271,7 @@ def test_killed_and_back_from_memory(run_dir: str) -> None:
     wanted, twin = build(0), build(3)
     for step in range(1, 6):
         train(wanted, step)
-    with ckpt.Checkpointer(twin, [ckpt.Memory(), ckpt.Tier(run_dir, every=3)]) as cp:
+    with ckpt.Checkpointer(twin, ckpt.Tier(run_dir, every=3)) as cp:
         assert cp.restore() == 5
         assert cp.last_restore is not None and cp.last_restore.tier == "memory"
         assert differences(everything(twin), everything(wanted)) == []

@@ -57,14 +57,14 @@ from ckpt.metrics import Metrics
 run, port, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 state = toy.build()
 metrics = Metrics(prometheus_port=port, tensorboard=folder, every_s=0.2)
-cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=10)], metrics=metrics)
+cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=10), options=ckpt.Options(metrics=metrics))
 step = cp.restore(default=0)
 for line in sys.stdin:
     for _ in range(int(line)):
         toy.train_step(state)
         step += 1
         save = cp.step(step)
-    save.staged(30.0)
+    save.wait_staged(30.0)
     os.write(1, (json.dumps({"step": step, "saves": cp.stats.saves}) + "\\n").encode())
 cp.close()
 os._exit(0)
@@ -124,7 +124,7 @@ def look_at(run_dir: str, number: int = 0) -> RankStatus:
 def training(run_dir: str, **options: Any) -> Iterator[tuple[ckpt.Checkpointer, Callable[[int], int]]]:
     """A trainer in this process, and how to have it do steps."""
     state = toy.build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=10)], **options) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=10), options=ckpt.Options(**options)) as cp:
         step = cp.restore(default=0)
 
         def go(steps: int) -> int:
@@ -134,7 +134,7 @@ def training(run_dir: str, **options: Any) -> Iterator[tuple[ckpt.Checkpointer, 
                 step += 1
                 save = cp.step(step)
                 if step == 1 and save is not None:
-                    save.staged(PATIENCE_S)  # memory is there from now on, and nothing is left out
+                    save.wait_staged(PATIENCE_S)  # memory is there from now on, and nothing is left out
             cp.wait(PATIENCE_S)
             return step
 
@@ -214,7 +214,7 @@ def test_a_missing_package_is_said_at_once(run_dir: str, own_sockets: Path, monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for metrics in (9400, Metrics(tensorboard=run_dir)):
         with pytest.raises(UsageError, match=r"pip install 'everystep\[metrics\]'"):
-            ckpt.Checkpointer(toy.build(), run_dir, metrics=metrics)
+            ckpt.Checkpointer(toy.build(), run_dir, options=ckpt.Options(metrics=metrics))
     assert not writers(own_sockets) and not Path(run_dir).exists()
 
 
@@ -487,7 +487,7 @@ def test_a_folder_that_cannot_be_written_harms_nothing(
 
 def test_what_each_tier_was_given_is_counted(run_dir: str, tmp_path: Path) -> None:
     """Bytes of states and bytes stored, in the nearest tier and in the one that is filled from it, by its rhythm."""
-    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1, compression="none"), ckpt.Tier(str(tmp_path / "far"), every=2)]
+    tiers = [ckpt.Tier(run_dir, every=1, compression="none"), ckpt.Tier(str(tmp_path / "far"), every=2)]
     tensor = torch.randn(1 << 20)
     with ckpt.Checkpointer({"tensor": tensor}, tiers) as cp:
         cp.restore(default=0)
@@ -495,7 +495,7 @@ def test_what_each_tier_was_given_is_counted(run_dir: str, tmp_path: Path) -> No
             tensor.add_(1.0)
             save = cp.step(step)
             assert save is not None
-            save.staged(PATIENCE_S)
+            save.wait_staged(PATIENCE_S)
             cp.wait(PATIENCE_S)
         near, far = look_at(run_dir).tiers
         assert (near.saves, near.committed, near.lag_steps) == (4, 4, 0) and near.raw == 4 * tensor.nbytes
@@ -507,8 +507,8 @@ def test_what_each_tier_was_given_is_counted(run_dir: str, tmp_path: Path) -> No
 def test_a_tier_that_fails_says_why(run_dir: str, tmp_path: Path) -> None:
     """How often, and with which words, until a save has succeeded again; the nearest tier is not to blame."""
     far, away = tmp_path / "far", tmp_path / "away"
-    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1), ckpt.Tier(str(far), every=1)]
-    with ckpt.Checkpointer(toy.build(), tiers, on_error="warn") as cp:
+    tiers = [ckpt.Tier(run_dir, every=1), ckpt.Tier(str(far), every=1)]
+    with ckpt.Checkpointer(toy.build(), tiers, options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)
 
         def go(step: int) -> None:

@@ -84,8 +84,10 @@ def training(run: str, *, memory: int = 1, on_fault: Any = None, **settings: Any
         if on_fault is not None:
             on_fault(fault)
 
-    tiers = [ckpt.Memory(every=memory), ckpt.Tier(run, every=10_000)]
-    with ckpt.Checkpointer(state, tiers, on_fault=note, **settings) as cp:
+    tiers = [ckpt.Tier(run, every=10_000)]
+    with ckpt.Checkpointer(
+        state, tiers, options=ckpt.Options(on_fault=note), memory=ckpt.Memory(every=memory), **settings
+    ) as cp:
         yield Training(cp, state, faults)
 
 
@@ -139,8 +141,8 @@ state, me, libc = toy.build(), os.getpid(), ctypes.CDLL(None)
 def say(*words):
     print(*words, flush=True)
 def opened(memory=1, **settings):
-    tiers = [ckpt.Memory(every=memory), ckpt.Tier(sys.argv[1], every=10_000)]
-    cp = ckpt.Checkpointer(state, tiers, **settings)
+    tiers = [ckpt.Tier(sys.argv[1], every=10_000)]
+    cp = ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(every=memory), **settings)
     say("start", cp.restore(default=0))
     return cp
 def train(cp, steps, pause_s=0.01):
@@ -225,7 +227,7 @@ def test_negative_control_a_signal_that_is_no_trigger_saves_nothing(run_dir: str
     """With another signal among the triggers, SIGUSR1 is the user's alone."""
     calls: list[int] = []
     handlers(signal.SIGUSR1, lambda number, frame: calls.append(number))
-    with training(run_dir, triggers=[ckpt.on_signal("SIGUSR2")]) as run:
+    with training(run_dir, triggers=[ckpt.triggers.on_signal("SIGUSR2")]) as run:
         run.go(3)
         send(signal.SIGUSR1)
         run.go(3)
@@ -321,8 +323,8 @@ def test_sigterm_to_two_runs_in_one_process(run_dir: str) -> None:
     code = """
 from ckpt.core.run.emergency import EmergencySaver
 other = toy.build()
-tiers = [ckpt.Memory(every=1000), ckpt.Tier(sys.argv[1] + "-2", every=10_000)]
-cp, cp2 = opened(1000), ckpt.Checkpointer(other, tiers)
+tiers = [ckpt.Tier(sys.argv[1] + "-2", every=10_000)]
+cp, cp2 = opened(1000), ckpt.Checkpointer(other, tiers, memory=ckpt.Memory(every=1000))
 cp2.restore(default=0)
 for step in range(1, 6):
     for some, of in (state, cp), (other, cp2):
@@ -388,9 +390,9 @@ began = threading.Event()
 def slow(fault):
     began.set()
     time.sleep(2)
-cp = opened(on_fault=slow)
+cp = opened(options=ckpt.Options(on_fault=slow))
 train(cp, 2)
-cp.request("now")
+cp.request_save("now")
 while not began.is_set():
     train(cp, 1)
 later(0.7, os.kill, me, signal.SIGTERM)
@@ -405,7 +407,7 @@ time.sleep(1)
 def test_a_deadline_that_is_too_short_is_not_called_a_save(run_dir: str, handlers: Any) -> None:
     """The disk does not answer within the grace: memory has the step, nothing is said to be durable. Later it is."""
     handlers(signal.SIGTERM, lambda number, frame: None)
-    with training(run_dir, triggers=[ckpt.on_signal("SIGTERM", grace_s=1.0)]) as run:
+    with training(run_dir, triggers=[ckpt.triggers.on_signal("SIGTERM", grace_s=1.0)]) as run:
         run.go(3)
         send(signal.SIGTERM)
         assert saved_on_disk(run.fault("signal"))  # negative control: it is quick enough as a rule
@@ -463,7 +465,7 @@ def test_everything_is_put_back(run_dir: str, enabled: bool, own_sockets: Path) 
             during = surroundings()
             assert all(during[name] != before[name] for name in ("handlers", "wakeup", "excepthook", "threads"))
             assert faulthandler.is_enabled()
-            run.cp.request("something to do")
+            run.cp.request_save("something to do")
             run.fault("request")
         assert surroundings() == before
         assert eventually(lambda: descriptors() <= fds), os.listdir("/proc/self/fd")
@@ -515,8 +517,8 @@ def test_no_triggers_arm_nothing(run_dir: str) -> None:
         there = [name for name in threads() if name not in ("ckpt-stage", "ckpt-receive")]
         assert {**during, "threads": []} == before
         assert not [name for name in there if "sentinel" in name or "incident" in name]
-        with pytest.raises(ckpt.UsageError, match="has triggers=\\[\\]"):
-            run.cp.request("no")
+        with pytest.raises(ckpt.errors.UsageError, match="has triggers=\\[\\]"):
+            run.cp.request_save("no")
     assert eventually(lambda: descriptors() <= fds, 5.0)
     with pytest.raises(ValueError), training(run_dir, triggers=None) as run:
         raise ValueError
@@ -572,8 +574,8 @@ def test_no_memory_is_a_kind_of_its_own(run_dir: str, how: str) -> None:
 def test_only_the_kinds_that_were_asked_for(run_dir: str) -> None:
     """on_oom() alone says nothing of other exceptions, and the other way round."""
     errors: list[tuple[Any, Exception, list[str]]] = [
-        (ckpt.on_oom(), ValueError(), []), (ckpt.on_oom(), MemoryError(), ["oom"]),
-        (ckpt.on_exception(), MemoryError(), []), (ckpt.on_exception(), ValueError(), ["exception"]),
+        (ckpt.triggers.on_oom(), ValueError(), []), (ckpt.triggers.on_oom(), MemoryError(), ["oom"]),
+        (ckpt.triggers.on_exception(), MemoryError(), []), (ckpt.triggers.on_exception(), ValueError(), ["exception"]),
     ]  # fmt: skip
     for number, (trigger, error, kinds) in enumerate(errors):
         with pytest.raises(type(error)), training(f"{run_dir}-{number}", triggers=[trigger]) as run:
@@ -591,7 +593,7 @@ def test_an_exception_inside_the_optimizer_takes_what_memory_has(run_dir: str) -
     with pytest.raises(RuntimeError, match="inside"), training(run_dir, memory=10) as run:
         save = run.go(10)
         assert save is not None
-        save.staged(60)  # a later step, where memory was not there in time
+        save.wait_staged(60)  # a later step, where memory was not there in time
         run.go(3)
         run.state["optim"].register_step_post_hook(fail)
         run.go()
@@ -622,7 +624,9 @@ def test_what_keeps_a_run_from_being_opened_is_told(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     opening = "def opening(): ckpt.Checkpointer({'n': torch.zeros(1)}, '/proc/no/run')\n"
     calling = (
-        "import contextlib\nwith contextlib.suppress(ckpt.StoreError): opening()\n1 / 0" if caught else "opening()"
+        "import contextlib\nwith contextlib.suppress(ckpt.errors.StoreError): opening()\n1 / 0"
+        if caught
+        else "opening()"
     )
     said = run_script(f"import ckpt, torch\n{opening}{calling}\n").stderr
     if caught:
@@ -647,7 +651,8 @@ def test_the_next_start_knows_how_the_last_one_died(run_dir: str, how: str) -> N
     step in memory is restored. A crash is told on stderr as ever. Nobody can trigger a dead trainer."""
     if how == "crash":  # faulthandler is on before, as in `python -X faulthandler`
         code = "faulthandler.enable()\ndef crash(): ctypes.string_at(1)\n"
-        code += "other = ckpt.Checkpointer({'n': torch.zeros(1)}, name='other')\ncp = opened(); train(cp, 5)\n"
+        code += "other = ckpt.Checkpointer({'n': torch.zeros(1)}, options=ckpt.Options(name='other'))\n"
+        code += "cp = opened(); train(cp, 5)\n"
         code += "other.close(); cp._saver.last.copied.wait(); crash()\n"
     else:
         code = "cp = opened(); train(cp, 5); cp._saver.last.copied.wait(); os.kill(me, signal.SIGKILL)\n"
@@ -699,11 +704,12 @@ held.pthread_mutex_lock(mutex)
 
 
 def test_a_hang_is_reported_and_a_pause_is_none(run_dir: str) -> None:
-    """The same standstill twice: inside cp.pause() nothing is said, and outside it is, once, while it still lasts."""
-    with training(run_dir, triggers=[ckpt.on_hang(**QUICK_HANG)]) as run:
+    """The same standstill twice: nothing is logged inside cp.not_training(), and one line outside it, while
+    it still lasts."""
+    with training(run_dir, triggers=[ckpt.triggers.on_hang(**QUICK_HANG)]) as run:
         end = time.monotonic() + 1.5
         run.until(lambda: time.monotonic() > end)  # so that the usual pace is known
-        with run.cp.pause():
+        with run.cp.not_training():
             time.sleep(3.5)
         assert run.faults == []
         end = time.monotonic() + 0.5
@@ -722,7 +728,7 @@ def test_a_hang_is_reported_and_a_pause_is_none(run_dir: str) -> None:
 
 def test_a_trainer_that_was_stopped_does_not_report_it_again(run_dir: str) -> None:
     """Who is stopped by SIGSTOP is reported as that by its writer; let go on, it trains, and says of no hang."""
-    code = "cp = opened(triggers=[ckpt.on_hang(min_s=1, factor=2)])\nwhile True: train(cp, 20)\n"
+    code = "cp = opened(triggers=[ckpt.triggers.on_hang(min_s=1, factor=2)])\nwhile True: train(cp, 20)\n"
     with trainer(run_dir, code) as process:
         await_line(process, "step 120")
         process.send_signal(signal.SIGSTOP)
@@ -735,7 +741,7 @@ def test_a_trainer_that_was_stopped_does_not_report_it_again(run_dir: str) -> No
 
 def test_a_hang_may_end_the_process(run_dir: str) -> None:
     """action="exit": the last step is durable, and the exit code tells the launcher to start it again."""
-    code = "cp = opened(triggers=[ckpt.on_hang(action='exit', min_s=1, factor=2)]); train(cp, 120); block()\n"
+    code = "cp = opened(triggers=[ckpt.triggers.on_hang(action='exit', min_s=1, factor=2)]); train(cp, 120); block()\n"
     result = run_script(HEAD + code, run_dir, timeout_s=ANSWER_S)
     assert result.returncode == 75, result.stderr
     (fault,) = reports(run_dir)
@@ -752,8 +758,8 @@ def test_a_pause_inside_a_pause(run_dir: str) -> None:
     """An evaluation that pauses by itself, called inside a pause: until the outer one ends it is no training."""
     with training(run_dir) as run:
         run.go()
-        with run.cp.pause():
-            with run.cp.pause():
+        with run.cp.not_training():
+            with run.cp.not_training():
                 pass
             assert run.cp._run.heartbeat.read().doing == "paused"
 
@@ -765,7 +771,7 @@ def test_a_request_saves_one_of_the_next_steps(run_dir: str) -> None:
     """From any thread, at once, and as often as asked for; the account says who wanted it, and why."""
     with training(run_dir) as run:
         run.go(2)
-        run.cp.request("before the upgrade")
+        run.cp.request_save("before the upgrade")
         fault = run.fault("request")
         assert "before the upgrade" in fault.summary and fault.exit_code is None and saved_on_disk(fault)
         thread = threading.Thread(target=run.cp.request)
@@ -774,18 +780,18 @@ def test_a_request_saves_one_of_the_next_steps(run_dir: str) -> None:
         assert not thread.is_alive()
         again = run.fault("request", 2)
         assert saved_on_disk(again) > saved_on_disk(fault)
-    with pytest.raises(ckpt.ClosedError):
-        run.cp.request("too late")
+    with pytest.raises(ckpt.errors.ClosedError):
+        run.cp.request_save("too late")
 
 
 def test_a_request_after_going_back(run_dir: str) -> None:
     """The same step number as of an earlier request is another step after restore(step=...)."""
     with training(run_dir, memory=10) as run:
         run.go(4)
-        run.cp.save().committed(ANSWER_S)
+        run.cp.save().wait_durable(ANSWER_S)
         run.go(2)
         for _ in range(2):
-            run.cp.request("now")
+            run.cp.request_save("now")
             assert eventually(lambda: run.cp._run.intervals.plan._ordered == [7], 5.0)
             time.sleep(0.3)  # the second time it is 7 already
             save = run.go()
@@ -835,7 +841,7 @@ def test_an_on_fault_that_raises_harms_nothing(
     with training(run_dir, on_fault=fail) as run:
         run.go()
         for number in (1, 2):
-            run.cp.request(f"number {number}")
+            run.cp.request_save(f"number {number}")
             assert saved_on_disk(run.fault("request", number))
     assert caplog.text.count("on_fault failed") == 2 and "of the hook" in caplog.text
 
@@ -851,7 +857,7 @@ class Data(torch.utils.data.Dataset):
     def __len__(self): return 1000
     def __getitem__(self, index): return torch.full((4,), float(index))
 faults = []
-with opened(on_fault=faults.append) as cp:
+with opened(options=ckpt.Options(on_fault=faults.append)) as cp:
     train(cp, 3)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         batches = iter(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="fork"))
@@ -884,7 +890,7 @@ def in_child(action: Callable[[], object]) -> int:
     if not child:
         try:
             action()
-        except ckpt.ClosedError:
+        except ckpt.errors.ClosedError:
             os._exit(7)
         finally:
             os._exit(1)
@@ -895,13 +901,13 @@ def test_a_forked_child_can_do_nothing_and_break_nothing(run_dir: str) -> None:
     """ClosedError for what it may not do; SIGTERM ends it, and the parent hears of none of that."""
 
     def pause() -> None:
-        with run.cp.pause():
+        with run.cp.not_training():
             os._exit(0)
 
     with training(run_dir) as run:
         run.go(2)
         assert in_child(pause) in (0, 7 << 8)  # it does nothing, or is refused
-        for action in (lambda: run.cp.step(3), lambda: run.cp.request(), lambda: run.cp.restore()):
+        for action in (lambda: run.cp.step(3), lambda: run.cp.request_save(), lambda: run.cp.restore()):
             assert in_child(action) == 7 << 8
         assert in_child(run.cp.close) == 1 << 8  # harmless
         assert in_child(lambda: (send(signal.SIGTERM), time.sleep(20))) == signal.SIGTERM
@@ -917,7 +923,7 @@ def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
     with training(run_dir) as run:
         first = run.go()
         assert first is not None
-        first.staged(ANSWER_S)  # steps before there is memory are left out
+        first.wait_staged(ANSWER_S)  # steps before there is memory are left out
         run.go(9)
         skipped, arena = run.cp.stats.skipped, run.cp._run.stager.arena
         assert arena is not None
@@ -932,7 +938,7 @@ def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
         run.go(10)
         assert run.cp.stats.skipped == skipped and run.cp._run.stager.arena is arena
         exact = toy.digest(run.state)
-        run.cp.save().committed(ANSWER_S)
+        run.cp.save().wait_durable(ANSWER_S)
         with torch.no_grad():
             for tensor in toy.tensors(run.state):
                 tensor.zero_()

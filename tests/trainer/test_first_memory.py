@@ -17,7 +17,7 @@ from torch import nn
 import ckpt
 from ckpt.core.ipc.arena import Arena
 from ckpt.core.run import saver
-from ckpt.core.run.supervise.next_arena import NextArena
+from ckpt.core.run.supervise.memory import NextArena
 from ckpt.core.snapshot.stage import Slots
 from processes import killed, run_script
 
@@ -75,7 +75,7 @@ def restored(tiers: Any, step: int | None = None, *, grown: bool = False) -> tup
 def test_first_step_waits_for_its_memory(run_dir: str, slow: threading.Event, every: int) -> None:
     """Whether or not a tier has scheduled it. The step that is saved is the one at which step() was called."""
     state = build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=every, keep=9)], triggers=None) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=every, keep=9), triggers=None) as cp:
         cp.restore(default=0)
         train(state)
         expected = weights(state)
@@ -83,9 +83,9 @@ def test_first_step_waits_for_its_memory(run_dir: str, slow: threading.Event, ev
         save = cp.step(1)
         assert slow.is_set() and save is not None
         train(state)
-        assert save.staged(30).step == 1 and cp.stats.skipped == 0
+        assert save.wait_staged(30).step == 1 and cp.stats.skipped == 0
         if every == 1:
-            assert save.committed(30).step == 1
+            assert save.wait_durable(30).step == 1
         else:
             cp.step(2)
             expected = weights(state)
@@ -96,11 +96,11 @@ def test_first_step_waits_for_its_memory(run_dir: str, slow: threading.Event, ev
 
 def test_save_and_close_wait_for_memory(run_dir: str, slow: threading.Event) -> None:
     state = build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=1000), ckpt.Tier(run_dir, every=1000, keep=9)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000, keep=9), memory=ckpt.Memory(every=1000), triggers=None)
     cp.restore(default=0)
     train(state)
     threading.Timer(0.3, slow.set).start()
-    assert cp.save(1).committed(30).step == 1
+    assert cp.save(1).wait_durable(30).step == 1
     expected = weights(state)
     cp.close()
     step, found = restored(run_dir)
@@ -112,13 +112,13 @@ def test_grown_state_waits_for_new_memory(run_dir: str, slow: threading.Event, d
     """The old memory keeps its snapshots until then."""
     slow.set()
     state = build()
-    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1 if due else 1000, keep=9)]
+    tiers = [ckpt.Tier(run_dir, every=1 if due else 1000, keep=9)]
     with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
         cp.restore(default=0)
         train(state)
         save = cp.step(1)
         assert save is not None
-        save.staged(30)
+        save.wait_staged(30)
         slow.clear()
         grow(state)
         train(state)
@@ -127,9 +127,9 @@ def test_grown_state_waits_for_new_memory(run_dir: str, slow: threading.Event, d
         save, expected = cp.step(2), weights(state)
         assert save is not None and held == [1]
         train(state)
-        assert save.staged(30).step == 2
+        assert save.wait_staged(30).step == 2
         if due:
-            assert save.committed(30).step == 2
+            assert save.wait_durable(30).step == 2
         else:
             cp.step(3)
             expected = weights(state)
@@ -140,7 +140,7 @@ def test_grown_state_waits_for_new_memory(run_dir: str, slow: threading.Event, d
 def test_interrupted_wait_for_memory_leaves_the_step_to_close(run_dir: str, slow: threading.Event) -> None:
     """Ctrl-C while step() waits for memory: the save fails, and close() saves the step, since nothing has moved on."""
     state = build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), triggers=None)
     cp.restore(default=0)
     train(state)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -157,7 +157,7 @@ def test_interrupted_wait_for_memory_leaves_the_step_to_close(run_dir: str, slow
 def test_close_in_a_signal_handler_ends_the_wait_for_memory(run_dir: str, slow: threading.Event) -> None:
     """The handler comes into step(), and its close() saves that step. The step() then raises ClosedError."""
     state = build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), triggers=None)
     cp.restore(default=0)
     train(state)
 
@@ -168,7 +168,7 @@ def test_close_in_a_signal_handler_ends_the_wait_for_memory(run_dir: str, slow: 
     before = signal.signal(signal.SIGUSR1, close)
     try:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        with pytest.raises(ckpt.ClosedError):
+        with pytest.raises(ckpt.errors.ClosedError):
             cp.step(1)
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -178,16 +178,16 @@ def test_close_in_a_signal_handler_ends_the_wait_for_memory(run_dir: str, slow: 
 
 def test_memory_that_does_not_come_fails_the_step_in_time(run_dir: str, slow: threading.Event) -> None:
     state = build()
-    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]
-    with ckpt.Checkpointer(state, tiers, triggers=None, busy_timeout_s=0.5) as cp:
+    tiers = ckpt.Tier(run_dir, every=1)
+    with ckpt.Checkpointer(state, tiers, triggers=None, options=ckpt.Options(busy_timeout_s=0.5)) as cp:
         cp.restore(default=0)
         train(state)
-        with pytest.raises(ckpt.DeadlineError, match="step 1 was not saved: there was no memory in time"):
+        with pytest.raises(ckpt.errors.DeadlineError, match="step 1 was not saved: there was no memory in time"):
             cp.step(1)
         slow.set()
         train(state)
         save = cp.step(2)
-        assert save is not None and save.committed(30).step == 2
+        assert save is not None and save.wait_durable(30).step == 2
 
 
 def test_long_wait_for_memory_is_explained(
@@ -196,7 +196,7 @@ def test_long_wait_for_memory_is_explained(
     caplog.set_level(logging.WARNING, "ckpt")
     monkeypatch.setattr(saver, "WARN_S", 0.1)
     state = build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], triggers=None) as cp:
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), triggers=None) as cp:
         cp.restore(default=0)
         train(state)
         threading.Timer(0.5, slow.set).start()
@@ -220,7 +220,7 @@ def test_a_state_that_has_just_grown_leaves_no_memory_open(run_dir: str, raises:
     state, before = build(), arenas_open()
     with (
         contextlib.suppress(ZeroDivisionError),
-        ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp,
+        ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1)) as cp,
     ):
         cp.restore(default=0)
         for step in (1, 2, 3):
@@ -258,13 +258,13 @@ KILLED = """
 import os, signal, sys, torch, ckpt
 weight = torch.nn.Parameter(torch.zeros(1 << 22))
 optim = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-with ckpt.Checkpointer({"w": weight, "o": optim}, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1)]) as cp:
+with ckpt.Checkpointer({"w": weight, "o": optim}, ckpt.Tier(sys.argv[1], every=1)) as cp:
     cp.restore(default=0)
     weight.grad = torch.full_like(weight, -1.0)
     optim.step()
     save = cp.step(1)
     if sys.argv[2] == "staged":
-        save.staged(60)
+        save.wait_staged(60)
     print(save.status, flush=True)
     os.kill(os.getpid(), getattr(signal, sys.argv[3]))
     import time; time.sleep(60)
@@ -277,7 +277,7 @@ def test_killed_right_after_the_first_step(run_dir: str, when: str) -> None:
     assert killed(run_script(KILLED, run_dir, when, "SIGKILL"))
     weight = nn.Parameter(torch.zeros(1 << 22))
     optim = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-    with ckpt.Checkpointer({"w": weight, "o": optim}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer({"w": weight, "o": optim}, ckpt.Tier(run_dir, every=1)) as cp:
         step = cp.restore(default=0)
     assert step == 1 or (step == 0 and when == "returned")
     assert bool((weight == step).all())
@@ -288,6 +288,6 @@ def test_terminated_right_after_the_first_step(run_dir: str) -> None:
     run_script(KILLED, run_dir, "returned", "SIGTERM")
     weight = nn.Parameter(torch.zeros(1 << 22))
     optim = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-    with ckpt.Checkpointer({"w": weight, "o": optim}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+    with ckpt.Checkpointer({"w": weight, "o": optim}, ckpt.Tier(run_dir, every=1)) as cp:
         assert cp.restore(default=0) == 1
     assert bool((weight == 1).all())

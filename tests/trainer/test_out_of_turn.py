@@ -47,14 +47,14 @@ def order(cp: ckpt.Checkpointer, step: int) -> None:
 def test_an_order_for_a_passed_step_uses_memory(run_dir: str, trained: Any) -> None:
     """Memory has step 7, but not step 6 any more, which fails. Step 5 was saved on purpose, and stays."""
     weight, optimizer = trained
-    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1000, keep=9)]
+    tiers = [ckpt.Tier(run_dir, every=1000, keep=9)]
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
         cp.restore(default=0)
         for step in range(1, 15):
             update(weight, optimizer, float(step))
             cp.step(step)
             if step == 5:
-                cp.save().committed(30)
+                cp.save().wait_durable(30)
             if step == 7:
                 order(cp, 7)
                 assert eventually(lambda: durable(run_dir) == [5, 7])
@@ -66,7 +66,7 @@ def test_an_order_for_a_passed_step_uses_memory(run_dir: str, trained: Any) -> N
         update(weight, optimizer, 15.0)
         save = cp.step(15)
         assert save is not None and save.tiers
-        save.committed(30)
+        save.wait_durable(30)
         assert durable(run_dir) == [5, 7, 15]
         assert cp.restore(step=7) == 7 and torch.equal(weight, at_7)
 
@@ -74,14 +74,14 @@ def test_an_order_for_a_passed_step_uses_memory(run_dir: str, trained: Any) -> N
 def test_a_request_returns_what_became_of_it(run_dir: str, trained: Any) -> None:
     """The step, where it is, and when it was there; nothing before the first step, nor after the run was closed."""
     weight, optimizer = trained
-    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]) as cp:
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, ckpt.Tier(run_dir, every=1000)) as cp:
         cp.restore(default=0)
         early = cp._emergency.request_save("too early", time.monotonic() + 30)
         assert (early.saved, early.staged_s, early.durable_s) == ({}, None, None)
         update(weight, optimizer, 1.0)
         save = cp.step(1)
         assert save is not None
-        save.staged(30)
+        save.wait_staged(30)
         found = cp._emergency.request_save("in memory already", time.monotonic() + 30)
         assert [(one.step, one.tier, one.error) for one in found.saved["ring"]] == [
             (1, "memory", ""),
@@ -95,14 +95,14 @@ def test_a_request_returns_what_became_of_it(run_dir: str, trained: Any) -> None
 def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, trained: Any) -> None:
     """A preempted machine takes its memory along: a broken step alone would be no use."""
     weight, optimizer = trained
-    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]
+    tiers = [ckpt.Tier(run_dir, every=1000)]
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
         cp.restore(default=0)
         for step in range(1, 9):
             update(weight, optimizer, float(step))
             save = cp.step(step, finite=step <= 5)
             assert save is not None
-            save.staged(30)
+            save.wait_staged(30)
         with cp._run.supervisor.held.holding_still(alone=True) as attempts:
             assert [attempt.step for attempt in attempts] == [8, 5]
 

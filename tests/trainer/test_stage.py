@@ -59,7 +59,7 @@ def test_version_counters_are_a_second_guard(
     run.move(run.state, 2)
     gate.set()
     with pytest.raises(SaveError, match="changed outside an optimizer step"):
-        save.staged(30.0)
+        save.wait_staged(30.0)
 
 
 def test_several_optimizers_wait_each(open_run: Any) -> None:
@@ -172,7 +172,7 @@ def test_an_optimizer_that_changes_weights_before_its_closure_is_found_out(
     save = cp.step(1)
     move(run.state, 2)
     with pytest.raises(SaveError, match=r"model\.weight"):
-        save.staged(30.0)
+        save.wait_staged(30.0)
     assert check_boundaries(cp, run, 12, first=2) == []
 
 
@@ -220,7 +220,7 @@ def test_a_step_waits_for_no_thread_if_little_may_change(open_run: Any) -> None:
     is copied; and step() returns while the staging thread is busy with something else."""
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
-    cp.step(1).staged(30.0)
+    cp.step(1).wait_staged(30.0)
     wanted = freeze(state)
     opened = busy(cp)
     save = cp.step(2)  # would hang here if it waited
@@ -228,7 +228,7 @@ def test_a_step_waits_for_no_thread_if_little_may_change(open_run: Any) -> None:
     state["mine"]["t"].mul_(3)
     state["mine"]["a"] += 1
     opened.set()
-    save.staged(30.0)
+    save.wait_staged(30.0)
     assert read_back(cp, 2, twin) == wanted
 
 
@@ -239,13 +239,13 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     monkeypatch.setattr(NewSnapshot, "take", lambda self, packs: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
-    cp.step(1).staged(30.0)
+    cp.step(1).wait_staged(30.0)
     wanted = freeze(state)
     opened = busy(cp)
     save = cp.step(2)
     state["model"][1].running_mean += 5
     opened.set()
-    save.staged(30.0)
+    save.wait_staged(30.0)
     assert read_back(cp, 2, twin) != wanted
 
 
@@ -270,7 +270,7 @@ def test_a_write_into_a_copy_under_way_is_noticed_over_several_steps(
 
     state, twin = make(), make()
     cp = open_run(state)
-    cp.step(1).staged(30.0)
+    cp.step(1).wait_staged(30.0)
     opened.clear()
     saves = [cp.step(2)]
     threading.Timer(0.5, opened.set).start()
@@ -280,7 +280,7 @@ def test_a_write_into_a_copy_under_way_is_noticed_over_several_steps(
             p.add_(1.0)
     for step, save in enumerate(saves, 2):
         with contextlib.suppress(CheckpointError):
-            save.staged(30.0)
+            save.wait_staged(30.0)
             read_back(cp, step, twin)
             assert len({p.unique().item() for p in twin["model"]}) == 1
 
@@ -288,7 +288,7 @@ def test_a_write_into_a_copy_under_way_is_noticed_over_several_steps(
 def test_steps_do_not_pile_up_behind_a_full_ring(open_run: Any) -> None:
     """Without an optimizer between them, a step that finds the one before still waiting for a slot waits itself."""
     cp = open_run({"t": torch.zeros(4)}, busy_timeout_s=0.5)
-    cp.step(1).staged(30.0)
+    cp.step(1).wait_staged(30.0)
     arena = cp._run.stager.arena
     for slot in range(arena.slots):
         cp._run.stager.slots.pin(arena, slot)
@@ -326,7 +326,7 @@ def test_a_write_that_the_copy_overtakes_is_noticed_too(open_run: Any) -> None:
         with torch.no_grad():
             torch._foreach_mul_(list(run.state["model"].parameters()), 0.5)
         try:
-            save.staged(30.0)
+            save.wait_staged(30.0)
         except SaveError as error:
             assert "model.weight" in str(error)
         else:
@@ -338,9 +338,9 @@ def test_a_write_that_the_copy_overtakes_is_noticed_too(open_run: Any) -> None:
             with torch.no_grad():
                 torch._foreach_mul_(list(run.state["model"].parameters()), 0.5)
             with contextlib.suppress(SaveError):  # the other tensor of the two may have been the next
-                save.staged(30.0)
+                save.wait_staged(30.0)
                 break
-        save.staged(30.0)
+        save.wait_staged(30.0)
         assert differences(read_back(cp, later, run.twin), boundary) == []
         close(cp)
 
@@ -367,7 +367,7 @@ def test_writes_outside_an_optimizer_are_noticed_then_copied_eagerly(
     write(run.state, 2)
     gate.set()
     with pytest.raises(SaveError, match=r"model\.weight"):
-        save.staged(30.0)
+        save.wait_staged(30.0)
     assert check_boundaries(cp, run, 15, first=2) == []
     assert caplog.text.count("was dropped") == 1 and "model.weight" in caplog.text
 
@@ -485,8 +485,8 @@ def test_a_layout_that_changes_every_step(open_run: Any) -> None:
         state["model"].append(nn.Linear(64, 64))
         state["optim"].add_param_group({"params": list(state["model"][-1].parameters())})
         try:
-            save.staged(30.0)
-        except ckpt.SkippedError:
+            save.wait_staged(30.0)
+        except ckpt.errors.SkippedError:
             memory_ready(cp)  # for more was on its way
             continue
         staged += 1
@@ -504,7 +504,7 @@ def test_a_hundred_saves_without_pause(open_run: Any) -> None:
         save = cp.step(step)
         assert save is not None
         if step % 10 == 0:
-            save.staged(30.0)
+            save.wait_staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
     with cp._run.supervisor.held.snapshots() as snapshots:
         steps = [s.attempt.step for s in snapshots]
@@ -517,7 +517,7 @@ def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
     cp = open_run(state)
     save = cp.step(1)
     assert save is not None
-    save.staged(30.0)
+    save.wait_staged(30.0)
     assert cp._saver.last is not None
     assert cp._saver.last.sources == [] == cp._saver.last.overlapped
 
@@ -525,7 +525,7 @@ def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
 def test_interrupt_at_the_moment_of_sealing_loses_no_step(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends step() right after its snapshot was sealed: the snapshot stays, and close() writes it."""
     state: State = {"t": torch.zeros(LARGE, LARGE)}  # too large to be cloned, so that step() waits
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)], triggers=None)
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), triggers=None)
     cp.restore(default=0)
     sealed = threading.Event()
 

@@ -44,8 +44,9 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
     """A Checkpointer in memory only, closed at the end whatever became of it."""
     with contextlib.ExitStack() as stack:
 
-        def open_run(state: State, **settings: Any) -> ckpt.Checkpointer:
-            cp = ckpt.Checkpointer(state, name="frozen", **settings)
+        def open_run(state: State, *, every: int = 1, **settings: Any) -> ckpt.Checkpointer:
+            options = ckpt.Options(name="frozen", **settings)
+            cp = ckpt.Checkpointer(state, memory=ckpt.Memory(every=every), options=options)
             stack.callback(close, cp)
             cp.restore(default=0)
             memory_ready(cp)
@@ -81,8 +82,8 @@ def follow(cp: ckpt.Checkpointer, state: State, twin: State, steps: range, move:
         save = cp.step(step)
         assert save is not None
         try:
-            save.staged(30.0)
-        except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
+            save.wait_staged(30.0)
+        except ckpt.errors.SkippedError:  # more memory, for optimizer state, is on its way
             memory_ready(cp)
             continue
         found += [f"step {step}: {d}" for d in differences(read_back(cp, step, twin), freeze(state))]
@@ -373,7 +374,7 @@ def failing(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         save = cp.step(step)
         assert save is not None
         with pytest.raises(SaveError, match="no memory, say"):
-            save.staged(30.0)
+            save.wait_staged(30.0)
         found += follow(cp, state, twin, range(step + 1, step + 10), train)
     return found
 
@@ -435,7 +436,7 @@ def test_a_write_in_the_middle_of_the_overlapped_part_is_noticed(
     opened.set()
     assert save is not None
     with pytest.raises(SaveError, match=r"base\.weight"):
-        save.staged(30.0)
+        save.wait_staged(30.0)
     assert follow(cp, state, twin, range(13, 30), train) == []
 
 

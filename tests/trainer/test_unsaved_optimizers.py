@@ -177,7 +177,7 @@ def test_optimizer_outside_the_state_is_named_once(kind: str, tmp_path: Path, ca
     more, steppers = make(net)
     with (
         caplog.at_level(logging.WARNING, "ckpt"),
-        ckpt.Checkpointer({"net": net, **more}, [ckpt.Memory(), ckpt.Tier(tmp_path / "run", every=2)]) as cp,
+        ckpt.Checkpointer({"net": net, **more}, ckpt.Tier(tmp_path / "run", every=2)) as cp,
     ):
         trained(net, steppers, cp)
     (found,) = warnings_of(caplog)
@@ -212,7 +212,7 @@ def test_optimizer_that_is_saved_gives_no_warning(kind: str, tmp_path: Path, cap
     more, steppers = SAVED[kind](net)
     with (
         caplog.at_level(logging.WARNING, "ckpt"),
-        ckpt.Checkpointer({"net": net, **more}, [ckpt.Memory(), ckpt.Tier(tmp_path / "run", every=2)]) as cp,
+        ckpt.Checkpointer({"net": net, **more}, ckpt.Tier(tmp_path / "run", every=2)) as cp,
     ):
         trained(net, steppers, cp)
     assert warnings_of(caplog) == []

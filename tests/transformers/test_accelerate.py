@@ -78,7 +78,7 @@ with ckpt.Checkpointer({"model": model, "optim": optim, "rng": ckpt.RNG()}, run,
         optim.step()
         save = cp.step(step + 1)
         if step + 1 == kill_at:
-            save.staged(60.0)
+            save.wait_staged(60.0)
             dist.barrier()
             os.kill(os.getpid(), 9)
 whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}

@@ -84,7 +84,7 @@ def arguments(out: Path, **more: Any) -> TrainingArguments:
 
 
 def callback(run: str, **more: Any) -> CheckpointCallback:
-    return CheckpointCallback([ckpt.Tier(run, every=1)], **more)
+    return CheckpointCallback([ckpt.Tier(run, every=1)], memory=None, **more)
 
 
 def train(trainer: Trainer) -> Trainer:
@@ -159,7 +159,7 @@ def test_changed_batch_size_is_refused_without_auto_find(tmp_path: Path) -> None
     run = str(tmp_path / "run")
     train(Trainer(llama(), arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback(run), StopAt(3)]))
     other = arguments(tmp_path, per_device_train_batch_size=4)
-    with pytest.raises(ckpt.MismatchError, match="examples_per_step"):
+    with pytest.raises(ckpt.errors.MismatchError, match="examples_per_step"):
         Trainer(llama(), other, train_dataset=Tokens(), callbacks=[callback(run)]).train()
 
 

@@ -232,7 +232,7 @@ def test_what_has_changed_is_refused(run_dir: str, undisturbed: dict[str, Any]) 
         ({"gradient_accumulation_steps": 1}, "steps_per_epoch: 8 then, 15 now"),
         ({"width": 16}, "has shape"),
     ):
-        with pytest.raises(ckpt.MismatchError, match=words) as caught:
+        with pytest.raises(ckpt.errors.MismatchError, match=words) as caught:
             hf_toy.run(run_dir, **changed)
         ours = [f.name for f in traceback.extract_tb(caught.value.__traceback__) if "/ckpt/" in f.filename]
         assert ours == ["entered"], "none of our frames except the wrapper's"
@@ -247,20 +247,20 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
     named = inspect.signature(made).parameters.keys() - {"self", "arguments"}
     assert len(named) > 5 and all(f"`{word}" in made.__doc__ for word in named)
     other = ckpt.transformers.CheckpointCallback(run_dir)
-    with pytest.raises(ckpt.UsageError, match="two CheckpointCallbacks"):
+    with pytest.raises(ckpt.errors.UsageError, match="two CheckpointCallbacks"):
         hf_toy.run(run_dir, more=(other,))
-    with pytest.raises(ckpt.UsageError, match="use Tier"):
-        ckpt.transformers.CheckpointCallback([ckpt.Tier(run_dir)], every=3)
+    with pytest.raises(ckpt.errors.UsageError, match="use Tier"):
+        ckpt.transformers.CheckpointCallback([ckpt.Tier(run_dir)], every=3, memory=None)
     for word, hint in (
         ("save_total_limit", "keep="),
         ("save_steps", "every="),
         ("on_bussy", "on_busy="),
         ("monitor", "best="),
     ):
-        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
+        with pytest.raises(ckpt.errors.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
             ckpt.transformers.CheckpointCallback(run_dir, **{word: 3})
     for word in ("output_dir", "run"):
-        with pytest.raises(ckpt.UsageError, match=f"unknown keyword {word}=: did you mean the first argument"):
+        with pytest.raises(ckpt.errors.UsageError, match=f"unknown keyword {word}=: did you mean the first argument"):
             ckpt.transformers.CheckpointCallback(**{word: run_dir})
     assert not Path(run_dir).exists()
 
@@ -274,16 +274,16 @@ def test_beside_the_trainers_own_checkpoints(run_dir: str, tmp_path: Path, undis
     assert hf_toy.run(f"{run_dir}-2", resume=theirs, kill=("stop", 14), **setting) == {}
     found = hf_toy.run(f"{run_dir}-2", **setting)
     assert (found["started_at"], found["step"]) == (14, 16)
-    with pytest.raises(ckpt.UsageError, match="restored step 12"):
+    with pytest.raises(ckpt.errors.UsageError, match="restored step 12"):
         hf_toy.run(f"{run_dir}-3", kill=("stop", 7))
         hf_toy.run(f"{run_dir}-3", resume=theirs, **setting)
 
 
 def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An adapter's run is small, exact, refuses another base, and peft reads what is exported. `ckpt restore`, which
+    """An adapter's run is small, exact, refuses another base, and peft reads what is exported. `ckpt export`, which
     makes no adapter_config.json, says how to have one."""
     assert hf_toy.run(run_dir, lora=True, kill=("stop", 11)) == {}
-    with pytest.raises(ckpt.MismatchError, match="frozen base model differs"):
+    with pytest.raises(ckpt.errors.MismatchError, match="frozen base model differs"):
         hf_toy.run(run_dir, lora=True, base=1)
     found = hf_toy.run(run_dir, lora=True)
     assert same(found, hf_toy.run(None, lora=True))
@@ -369,7 +369,7 @@ def test_from_pretrained_reads_an_export(run_dir: str, tmp_path: Path, tied: boo
         assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert AutoTokenizer.from_pretrained(folder)("w5 w7").input_ids == [5, 7]
-    with pytest.raises(ckpt.UsageError, match="exists and is never replaced"):
+    with pytest.raises(ckpt.errors.UsageError, match="exists and is never replaced"):
         export_pretrained(run_dir, tmp_path / "export-5")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt.core.ipc.protocol import Request
-from ckpt.core.ipc.requests import AskKept
+from ckpt.core.ipc.requests import KeepSteps
 from ckpt.core.writer import dispatch
 from ckpt.core.writer.dispatch import Caller, Dispatch, handles
 
@@ -18,7 +18,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> object:
     """An object that deals with all requests but one; nobody else does."""
     monkeypatch.setattr(dispatch, "HANDLERS", {})
     methods = {}
-    for kind in (kind for kind in Request.__subclasses__() if kind is not AskKept):
+    for kind in (kind for kind in Request.__subclasses__() if kind is not KeepSteps):
 
         def method(self: object, request: Any) -> None:
             raise AssertionError
@@ -32,19 +32,19 @@ def test_several_objects_deal_with_a_request_in_their_order_and_the_first_replie
     heard = []
 
     class Core:
-        @handles(AskKept)
-        async def deal_with(self, request: AskKept) -> str:
+        @handles(KeepSteps)
+        async def deal_with(self, request: KeepSteps) -> str:
             await asyncio.sleep(0)
             heard.append((self, request))
             return "core"
 
     class PlugIn:
-        @handles(AskKept)
-        def deal_with(self, request: AskKept, caller: Caller) -> str:
+        @handles(KeepSteps)
+        def deal_with(self, request: KeepSteps, caller: Caller) -> str:
             heard.append((self, request))
             return "plug-in"
 
-    core, plug_in, request = Core(), PlugIn(), AskKept(3)
+    core, plug_in, request = Core(), PlugIn(), KeepSteps(step=3)
     caller: Any = None
     assert asyncio.run(Dispatch(others, core, plug_in).answer(request, caller)) == "core"
     assert heard == [(core, request), (plug_in, request)]
@@ -52,5 +52,5 @@ def test_several_objects_deal_with_a_request_in_their_order_and_the_first_replie
 
 
 def test_a_request_that_nobody_deals_with_keeps_the_writer_from_starting(others: object) -> None:
-    with pytest.raises(TypeError, match="nobody deals with AskKept"):
+    with pytest.raises(TypeError, match="nobody deals with KeepSteps"):
         Dispatch(others)

@@ -26,9 +26,9 @@ def test_the_writer_gives_way_to_its_trainer(tmp_path: Path) -> None:
     trainer's: else a writer at work would take half of the cores that a training uses."""
     before = os.nice(0)
     model = torch.nn.Linear(4, 4)
-    with ckpt.Checkpointer({"model": model}, [ckpt.Memory(linger_s=0), ckpt.Tier(str(tmp_path / "run"))]) as cp:
+    with ckpt.Checkpointer({"model": model}, ckpt.Tier(str(tmp_path / "run")), memory=ckpt.Memory(linger_s=0)) as cp:
         cp.restore(default=0)
-        cp.save(1).committed()
+        cp.save(1).wait_durable()
         (writer,) = writers(Path(os.environ["CKPT_RUNTIME_DIR"]))
         assert writer.nice() == min(19, before + NICE) and os.getsid(writer.pid) != os.getsid(0)
         if not SWITCH.exists() or SWITCH.read_text().strip() != "1":

@@ -16,7 +16,7 @@ from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.settle import settle
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc.notes import DamagedNote, StoredNote
+from ckpt.core.ipc.notes import DamagedNote, SlotReadNote
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.ipc.requests import OpenRun, OwnRun, WriteSlot
 from ckpt.core.log.records import Commit, Record, commit_body
@@ -103,7 +103,7 @@ class Writer:
     @property
     def freed(self) -> set[int]:
         """The steps whose memory is not needed any more."""
-        return {Attempt.parse(note.attempt).step for note in self.told if isinstance(note, StoredNote)}
+        return {Attempt.parse(note.attempt).step for note in self.told if isinstance(note, SlotReadNote)}
 
 
 def scenario(work: Callable[[Writer], Coroutine[Any, Any, None]]) -> Callable[[], None]:

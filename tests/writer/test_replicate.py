@@ -15,7 +15,7 @@ from ckpt.core.format.layout import Layout, TensorSpec, pages
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.partition import partner
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.core.ipc.requests import Partner, Push, Serve
+from ckpt.core.ipc.requests import Partner, Push
 from ckpt.plugins.replicas import Replicator
 from parallel import free_port, launch
 from processes import eventually, writers
@@ -42,7 +42,7 @@ def digest():
     found += [optim.state[p]["exp_avg"].full_tensor() for p in model.parameters() if p in optim.state]
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in found)).hexdigest()
 
-cp = ckpt.Checkpointer(state, ckpt.Memory(replicas=replicas), name=root)
+cp = ckpt.Checkpointer(state, memory=ckpt.Memory(replicas=replicas), options=ckpt.Options(name=root))
 start = cp.restore(default=0)
 report = {"rank": rank, "start": start, "tier": cp.last_restore.tier, "own": state["own"]["rank"], "restored": digest()}
 for step in range(start, start + 7):
@@ -50,7 +50,7 @@ for step in range(start, start + 7):
     optim.step()
     optim.zero_grad()
     save = cp.step(step + 1)
-save.staged()
+save.wait_staged()
 print(json.dumps({**report, "trained": digest()}), flush=True)
 dist.barrier()
 if action == "die":
@@ -145,7 +145,7 @@ def push(sender: Replicator, arena: Arena, slot: int, layout: Layout, step: int)
 
 
 async def pushed(taker: Replicator, sender: Replicator, arena: Arena, layout: Layout, steps: range) -> None:
-    sender.send_to(Partner({**taker.serve(Serve()), "addresses": ["127.0.0.1"]}, 3))
+    sender.partner(Partner({**taker.partner(Partner()), "addresses": ["127.0.0.1"]}, 3))
     for step in steps:
         push(sender, arena, step % arena.slots, layout, step)
         for _ in range(500):
@@ -206,7 +206,7 @@ def test_strangers_are_hung_up_on() -> None:
 
     async def work() -> None:
         taker, sender = replicator(), replicator()
-        contact = taker.serve(Serve())
+        contact = taker.partner(Partner())
         reader, writer = await asyncio.open_connection("127.0.0.1", contact["port"])
         writer.write(b"x" * 32 + b"\xff" * 100)
         with contextlib.suppress(ConnectionResetError):

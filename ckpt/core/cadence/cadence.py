@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.core.cadence.ledger import Account, Decision
 from ckpt.core.cadence.model import DAY_S, best_interval, least_interval, nice_steps, steps_apart
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 from ckpt.units import duration
 
 MEMORY = "memory"
@@ -61,7 +61,7 @@ class Auto:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < most:
                 least = "above 0" + (" and below 1" if most == 1.0 else ", in seconds")
-                raise UsageError(f"Auto({name}={value!r}): must be a number {least}")
+                raise InvalidArgumentError(f"Auto({name}={value!r}): must be a number {least}")
 
 
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")  # "30s", "1.5 h"
@@ -69,7 +69,9 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def as_every(every: object) -> int | Auto:
-    """Parse a save interval: a number of steps, a time, "auto" or an `Auto`. Raise UsageError for all other values."""
+    """Parse a save interval: a number of steps, a time, "auto" or an `Auto`. Raise InvalidArgumentError for all other
+    values.
+    """
     if every == "auto":
         return Auto()
     if isinstance(every, Auto):
@@ -77,7 +79,7 @@ def as_every(every: object) -> int | Auto:
     if isinstance(every, str) and (time := _TIME.fullmatch(every)) and float(time[1]):
         return Auto(every_s=float(time[1]) * _SECONDS[time[2]])
     if type(every) is not int or every < 1:
-        raise UsageError(
+        raise InvalidArgumentError(
             f'every={every!r}: must be a number of steps from 1, a time like "30s", "10min" or "2h", '
             '"auto" or ckpt.Auto(...)'
         )

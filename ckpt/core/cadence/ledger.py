@@ -47,7 +47,7 @@ class StepRow:
     `at`: when it ended. `seconds`: since the end of the step or restore before, without pauses. `stalled`: of these,
     the time that the training loop waited for saving. `slowed`: of these, the extra time compared with steps without
     saves, without the wait (an estimate; in single rows it may be negative). `quiet`: steps without any save during
-    them. `paused`: time in `Checkpointer.pause()`. `saves`, `skipped`: snapshots taken and skipped.
+    them. `paused`: time in `Checkpointer.not_training()`. `saves`, `skipped`: snapshots taken and skipped.
     """
 
     at: Moment

@@ -91,7 +91,7 @@ class Manifest:
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
-    """Open the log of an existing run. Raise FormatError if there is none."""
+    """Open the log of an existing run. Raise NoCheckpointError if there is none."""
     log = RunLog(store if store is not None else open_store(url))
     try:
         await log.open()

@@ -15,7 +15,7 @@ from ckpt.core.checkpoint.put import Room
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.table import Content, Table
 from ckpt.core.log.records import Commit, RunState
-from ckpt.errors import CorruptError, FormatError, StoreError, is_unreadable
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.store import Store
 
@@ -89,12 +89,12 @@ async def _search(
             for commit in _candidates(state, attempt, url == store.url):
                 if missing:
                     await _take(other, commit, attempt, table, missing, sink, repaired, unreadable)
-    except (CorruptError, FormatError, StoreError) as error:
+    except (CorruptError, FormatError, NoCheckpointError, StoreError) as error:
         _note_unreadable(error, unreadable)
         logger.warning("step %d cannot be repaired from %s: %s", attempt.step, url, error)
 
 
-def _note_unreadable(error: CorruptError | FormatError | StoreError, unreadable: list[StoreError]) -> None:
+def _note_unreadable(error: CheckpointError, unreadable: list[StoreError]) -> None:
     if isinstance(error, StoreError) and is_unreadable(error):
         unreadable.append(error)
 

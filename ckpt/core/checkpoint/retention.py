@@ -15,7 +15,7 @@ from ckpt.core.checkpoint.read import packs_of
 from ckpt.core.format.manifest import STEPS, Attempt, in_deletion_order, index_key, manifest_key
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_packs, words_of
-from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, InvalidArgumentError, NoCheckpointError, StoreError
 from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import Store
@@ -47,9 +47,9 @@ class Keep:
         for name, least in (("last", 1), ("every", 1), ("daily", 0), ("weekly", 0)):
             number = getattr(self, name)
             if not (type(number) is int and number >= least) and (name, number) != ("every", None):
-                raise UsageError(f"Keep({name}={number!r}): {name} must be a whole number from {least}")
+                raise InvalidArgumentError(f"Keep({name}={number!r}): {name} must be a whole number from {least}")
         if self.hours is not None and not (type(self.hours) in (int, float) and 0 < self.hours < math.inf):
-            raise UsageError(f"Keep(hours={self.hours!r}): hours must be a number above 0")
+            raise InvalidArgumentError(f"Keep(hours={self.hours!r}): hours must be a number above 0")
 
     @property
     def all(self) -> bool:
@@ -61,14 +61,14 @@ def default_grace_s(store: Store) -> float:
 
 
 def as_keep(keep: object) -> Keep:
-    """Convert "all", or a number of checkpoints, to a `Keep`. Raise UsageError for anything else."""
+    """Convert "all", or a number of checkpoints, to a `Keep`. Raise InvalidArgumentError for anything else."""
     if isinstance(keep, Keep):
         return keep
     if keep == "all":
         return Keep(every=1)
     if type(keep) is int:
         return Keep(last=keep)
-    raise UsageError(f'keep must be "all", a number of checkpoints, or a Keep, not {keep!r}')
+    raise InvalidArgumentError(f'keep must be "all", a number of checkpoints, or a Keep, not {keep!r}')
 
 
 def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[Attempt, str]:

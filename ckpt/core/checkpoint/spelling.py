@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 from ckpt.store import folder_of, normalise
 
 LATEST, BEST = "latest", "best"
@@ -24,13 +24,15 @@ _STEP = re.compile(rf"(.+)@([0-9]+|{'|'.join(WORDS)})", re.DOTALL)
 
 
 def split(text: str | Path, step: int | None = None) -> tuple[str, Which]:
-    """Return the run, and which checkpoint of it. `step`: from the option `--step`. Raise UsageError if they differ."""
+    """Return the run, and which checkpoint of it. `step`: from the option `--step`. Raise InvalidArgumentError if they
+    differ.
+    """
     found = _STEP.fullmatch(str(text))
     if found is None or _is_folder(str(text)):
         return str(text), step
     named = found[2] if found[2] in WORDS else int(found[2])
     if step not in (None, named):
-        raise UsageError(f"{text} names @{named}, but the step option is {step}: use only one of them")
+        raise InvalidArgumentError(f"{text} names @{named}, but the step option is {step}: use only one of them")
     return found[1], named
 
 

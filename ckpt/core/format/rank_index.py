@@ -118,7 +118,7 @@ class Pattern:
         return pieces
 
 
-ALL = "each rank names it, in a ckpt.Shards with an empty list if it has nothing of it"
+ALL = "each rank names it, in a ckpt.state.Shards with an empty list if it has nothing of it"
 
 
 def check_cover(shape: Dims, boxes: Sequence[Box], name: str, effort: Effort) -> None:
@@ -130,7 +130,7 @@ def check_cover(shape: Dims, boxes: Sequence[Box], name: str, effort: Effort) ->
     if (least, most) != (1, 1):
         wrong = "saved by nobody" if least == 0 else f"saved {most} times"
         raise CorruptError(
-            f"the ranks do not agree about {name}: some of it was {wrong}. Pieces that ranks name by ckpt.Shards must "
+            f"the ranks do not agree about {name}: some of it was {wrong}. Pieces in ckpt.state.Shards must "
             "cover it and not overlap; those that hold the same all list each other as `replicas`"
         )
 

@@ -12,10 +12,10 @@ handed out; its maker makes the others ready while that one is filled.
 
 A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives.
 
-Geometry, counts and labels have checksums, and the kinds of the mutexes are compared: damage is noticed.
+Geometry, counts and labels have checksums, and the kinds of the mutexes are compared, so that damage is detected.
 
-Numbers that another process reads while they change are stored as aligned words of 8 bytes, at once. `struct.pack_into`
-would not do: it fills the place with zeros first, and a reader on another core sees them.
+Numbers that another process reads while they change are stored as aligned words of 8 bytes, in one store.
+`struct.pack_into` is not used for them: it writes zeros first, which a reader on another core may see.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_SLOTS = 16
 
 _MAGIC = b"EVSTEP02"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, checksum of the rest, slots at most, slot size, id
-_COUNTS = 40  # one number, stored at once: how many slots it has, how many of them are ready (16 bits each), checksum
+_COUNTS = 40  # one word: how many slots it has, how many of them are ready (16 bits each), checksum
 _CHECKSUM = struct.Struct("<I")
 _WORD = 8  # bytes
 _LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
@@ -65,7 +65,7 @@ _SEALS = 0x0001 | 0x0002 | 0x0004  # no further seals, no shrinking, no growing
 _ADD_SEALS = 1033
 _CHUNK = 64 << 20
 _TOUCHING_THREADS = 2
-_PIECE = 8 << 20  # at a time: somebody who maps memory meanwhile waits for it
+_PIECE = 8 << 20  # in one call: threads that map memory wait for its end
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,8 +73,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a slot holds. `order` grows with every snapshot; `layout` is the digest; sizes in bytes, time in seconds;
-    `finite`: what the user said of the training at that step, None for nothing."""
+    """The content of a slot. `order` grows with every snapshot; `layout` is the digest; sizes are bytes, time seconds;
+    `finite`: whether the user called the training finite at that step, None if unknown."""
 
     state: int
     order: int = 0
@@ -143,7 +143,7 @@ class Arena:
             memory.madvise(mmap.MADV_HUGEPAGE)  # what was made of huge pages is mapped by them too
         arena = cls(fd, memory)
         if not (arena.mutex.is_sound() and arena._keeper.is_sound()):
-            raise CorruptError("the header of the shared memory is damaged: its locks are not locks any more")
+            raise CorruptError("the header of the shared memory is damaged: its locks are no longer valid")
         return arena
 
     def close(self) -> None:
@@ -155,11 +155,11 @@ class Arena:
     # -- who keeps it --
 
     def keep(self) -> ArenaKeeper:
-        """Let others see, until it is let go of, or this process ends, that this process has the arena."""
+        """Show other processes that this one holds the arena, until the keeper is released or this process ends."""
         return ArenaKeeper(self._keeper)
 
     def is_kept(self) -> bool:
-        """Whether a process that does not train has this arena, at this moment: the kernel tells at once if it dies."""
+        """Return True if another process holds this arena now. The kernel releases the mutex when that process dies."""
         with self._asking:  # two threads of ours would take each other for a keeper
             if self._keeper.try_lock() is Got.BUSY:
                 return True
@@ -179,15 +179,15 @@ class Arena:
         return self._counts()[1]
 
     def _counts(self) -> tuple[int, int]:
-        """What was read last, if it is damaged now."""
+        """Return the counts, or those read before if they are damaged now."""
         raw = self._words[_COUNTS // _WORD]
         if raw != self._known_word and raw >> 32 == zlib.crc32(_CHECKSUM.pack(raw & 0xFFFFFFFF)):
             self._known, self._known_word = (raw & 0xFFFF, raw >> 16 & 0xFFFF), raw
         return self._known
 
     def make_ready(self) -> None:
-        """Take the memory of the other slots, one after the other; for the process that keeps the arena. Those that it
-        is not there for are given up: MemoryError."""
+        """Take the memory of the other slots, one after the other; for the process that keeps the arena. If there is
+        none for a slot, drop it and those after it, and raise MemoryError."""
         while self.ready < self.slots and self.fd >= 0:
             slot = self.ready
             try:
@@ -202,7 +202,7 @@ class Arena:
             _set_counts(self._words, self.slots, slot + 1)
 
     def touch(self, slot: int, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Enter the pages of a slot into this process's page table, all at once and without the GIL.
+        """Enter the pages of a slot into this process's page table, in large pieces and without the GIL.
 
         They are there already, but the first store to each would still be a fault: a copy of 1.5 GiB took 0.3 s of CPU
         time more by faults, and this takes 0.1 s. Where the kernel does not know it (before 5.14), nothing happens.
@@ -228,7 +228,7 @@ class Arena:
         return bool(pages(data_size) + values_size <= self.slot_size)
 
     def label(self, slot: int) -> Label | None:
-        """What a slot says, or None while it is being changed. Raises CorruptError if it is damaged."""
+        """Return the label of a slot, or None while it changes. Raises CorruptError if it is damaged."""
         at = _TABLE + slot * _ENTRY
         before = self._words[at // _WORD]
         raw = bytes(self.memory[at + 8 : at + 8 + _LABEL.size])
@@ -237,8 +237,9 @@ class Arena:
         return self._parsed(slot, raw)
 
     def settled(self, slot: int) -> Label:
-        """What a slot says, once nobody changes it. If its trainer died in between, or the sequence number is damaged,
-        a label counts that is whole: it is stored before, and after, all that it speaks of. Raises CorruptError."""
+        """Return the label of a slot after a change has ended. If the trainer died during the change, or the sequence
+        number is damaged, an intact label counts, because it is stored before and after the slot changes. Raises
+        CorruptError."""
         for _ in range(_LOOKS):
             if (label := self.label(slot)) is not None:
                 return label
@@ -314,7 +315,8 @@ def _set_counts(words: memoryview, slots: int, ready: int) -> None:
 
 
 class ArenaKeeper:
-    """A thread that sits on a mutex as long as this process keeps an arena. `begun`: it does; others may do before."""
+    """A thread that holds a mutex as long as this process keeps an arena. `begun`: set once it does; another may
+    hold it before."""
 
     def __init__(self, mutex: RobustMutex) -> None:
         self.begun, self._over = threading.Event(), threading.Event()
@@ -328,7 +330,7 @@ class ArenaKeeper:
         mutex.unlock()
 
     def let_go(self, timeout_s: float = 0.0) -> None:
-        """And wait until others see it, unless another process was before us."""
+        """Release the mutex, and wait until it is free, unless another process holds it."""
         self._over.set()
         if self.begun.is_set():
             self._thread.join(timeout_s)

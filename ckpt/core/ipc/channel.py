@@ -1,10 +1,10 @@
 """The wire between trainer and writer: length-prefixed JSON and descriptors over a unix socket.
 
-No pickle crosses it. What the messages are is in `ckpt.core.ipc.protocol`.
+No pickle crosses it. The messages are in `ckpt.core.ipc.protocol`.
 
-A writer is met by a name in the kernel's own list (an abstract socket), not by a file: no folder has to be agreed on,
-none can be cleaned away, and the kernel gives a name to one process at a time, for as long as it lives. Should another
-user of the machine have taken it, there are a few more names to go on to.
+A trainer finds a writer by a name in the kernel's list of sockets (an abstract socket), not by a file: no folder has to
+be configured, none can be deleted, and the kernel gives a name to one process at a time, for as long as it lives. If
+another user of the machine has taken it, there are a few more names.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        # A reader that stands still must not hold up the sender for ever; what was cut off ends the connection.
+        # A stopped reader must not block the sender for ever. A message that is cut off ends the connection.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self._sending = threading.Lock()
         self._buffer = bytearray()
         self._fds: collections.deque[int] = collections.deque()
-        self._over = False  # what comes is not read any more
+        self._over = False  # True if no more is read
 
     def send(self, message: Message, number: int | None = None, fds: tuple[int, ...] = ()) -> None:
         """OSError when the other end is gone, ProtocolError for what it would not take."""
@@ -74,7 +74,7 @@ class Channel:
         self.transmit(encode_reply(value, number, len(fds)), fds)
 
     def transmit(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send what was encoded, as a message with so many descriptors."""
+        """Send an encoded message with its descriptors."""
         data = memoryview(struct.pack(">I", len(body)) + body)
         with self._sending:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -115,7 +115,8 @@ class Channel:
         return found
 
     def ask(self, request: Request[R], timeout_s: float) -> R | None:
-        """One question, where nobody else listens; None if it is not answered in time. Raises what is answered."""
+        """Send one request and return the reply, if no other thread receives; None after the timeout. Raises an error
+        that is the reply."""
         try:
             self.sock.settimeout(timeout_s)
             self.send(request, 0)
@@ -136,7 +137,7 @@ class Channel:
         self._drop()
 
     def _drop(self) -> None:
-        """What came with messages that nobody takes."""
+        """Close the descriptors of messages that are not received."""
         with contextlib.suppress(IndexError):  # two threads may be at it
             while True:
                 os.close(self._fds.popleft())

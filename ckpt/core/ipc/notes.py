@@ -1,4 +1,5 @@
-"""Notes: what a writer tells its trainer unasked. `ckpt.core.run` says who hears them (`WriterSupervisor.hear`)."""
+"""Notes: messages from a writer to its trainer without a request. Parts of the trainer subscribe to them with
+`WriterSupervisor.hear`."""
 
 from __future__ import annotations
 
@@ -7,18 +8,14 @@ from typing import Any
 from ckpt.core.ipc.protocol import Note
 
 
-class UnpinnedNote(Note, frozen=True):
-    """A slot that was being written when the trainer came is free."""
+class SlotReadNote(Note, frozen=True):
+    """A slot may be used again: all bytes of this attempt are in this tier, or will come there from a nearer one.
+    Without an attempt: it was being written when the trainer came."""
 
     arena: str
     slot: int
-
-
-class StoredNote(Note, frozen=True):
-    """All bytes of an attempt are in a tier, or will come there from a nearer one: its slot may be used again."""
-
-    tier: int
-    attempt: str
+    tier: int = -1
+    attempt: str = ""
 
 
 class HeldNote(Note, frozen=True):
@@ -37,13 +34,13 @@ class DamagedNote(Note, frozen=True):
 
 
 class CadenceNote(Note, frozen=True):
-    """Another cadence would cost less: a `Decision`."""
+    """Propose other save intervals, which would cost less: a `Decision`."""
 
     decision: dict[str, Any]
 
 
 class SaidNote(Note, frozen=True):
-    """For the trainer's log."""
+    """A warning for the trainer's log."""
 
     text: str
 
@@ -62,25 +59,21 @@ class PeerDiedNote(Note, frozen=True):
 
 
 class SignalNote(Note, frozen=True):
-    """A signal that is a trigger came to the trainer, and nobody there has taken it. Answered by `Heard`."""
-
-    number: int
-
-
-class PassedNote(Note, frozen=True):
-    """Signals that the writer has read in the trainer's place: others there may wait for them too."""
+    """Signals that the writer has read from the trainer's wakeup socket; other handlers there may wait for them.
+    `numbers`: those that are triggers, and that the trainer has not handled. It replies with `Heard`."""
 
     raw: list[int]
+    numbers: list[int]
 
 
 class TriggerNote(Note, frozen=True):
-    """Somebody at a shell wants a save."""
+    """A person requests a save from a shell."""
 
     why: str
 
 
 class HangNote(Note, frozen=True):
-    """The trainer makes no step any more; `evidence` is an `Evidence` of it. Answered by `Heard`."""
+    """The trainer makes no more steps; `evidence` is an `Evidence` of it. It replies with `Heard`."""
 
     idle_s: float
     limit_s: float
@@ -90,7 +83,7 @@ class HangNote(Note, frozen=True):
 
 
 class PressureNote(Note, frozen=True):
-    """Memory gets short, in bytes."""
+    """Memory runs short. Sizes in bytes."""
 
     available: int
     total: int

@@ -25,7 +25,7 @@ import msgspec
 from ckpt.errors import ProtocolError, from_wire, to_wire
 from ckpt.version import VERSION
 
-PROTOCOL = 9  # raise it whenever a message changes
+PROTOCOL = 10  # raise it whenever a message changes
 MIB = 1 << 20
 MOST_BYTES = 256 * MIB  # of any message
 MOST_NAME = 60  # characters of a name that is not known

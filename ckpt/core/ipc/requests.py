@@ -1,4 +1,4 @@
-"""Requests: what a writer is asked, and what it answers. `ckpt.core.writer` says who deals with them (`handles`).
+"""Requests to a writer, and its replies. Methods below `handles` in `ckpt.core.writer` deal with them.
 
 Arenas go by the hex digits of their id, attempts by their text, tiers by their number. What has a form of its own
 elsewhere (a layout, a fault, a tier) is that form in JSON, and is checked where it is parsed.
@@ -21,10 +21,10 @@ Digest = tuple[str, int, str, bool]  # attempt, rank, the digests of its blobs i
 
 
 class LendReply(Body, frozen=True):
-    """What a writer holds. `trainer`: its process, `since`: when it came (seconds since 1970), `alive`: it lives, so
-    nobody else may continue its run. The descriptors of all `arenas` come with the reply; nobody writes to the
-    `foreign` ones. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the opened
-    runs, by URL. `sees`: whether the writer sees the file `Lend.proof`."""
+    """The memory that a writer holds. `trainer`: its process, `since`: when it came (seconds since 1970), `alive`: it
+    lives, so nobody else may continue its run. The descriptors of all `arenas` come with the reply; nobody writes to
+    the `foreign` ones. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the
+    opened runs, by URL. `sees`: whether the writer sees the file `Lend.proof`."""
 
     pid: int
     alive: bool
@@ -42,22 +42,23 @@ class LendReply(Body, frozen=True):
 
 
 class Lend(Request[LendReply], frozen=True):
-    """Lend memory to another rank of this job, or of a new one, which only reads it. `look`: send no arenas. `fenced`:
-    the same, and read the log first, because the caller has fenced our job there; WriterError if this writer leaves.
-    `proof`: the name of a temporary file in the folder of the nearest tier, which only those see who see that folder.
-    """
+    """Lend memory to another rank of this job, or of a new one, which only reads it. `look`: send no arenas. `digest`:
+    compute missing digests first. `fenced`: send no arenas, and read the log first, because the caller has fenced our
+    job there; WriterError if this writer leaves. `proof`: the name of a temporary file in the folder of the nearest
+    tier, which tells whether the writer sees the same folder."""
 
     proof: str = ""
     look: bool = False
+    digest: bool = False
     fenced: bool = False
     protocol: int = PROTOCOL
     library: str = VERSION
 
 
 class GreetingReply(LendReply, frozen=True, kw_only=True):
-    """What a writer hands over. `writing_on`: processes (number and start time) whose devices may write to the arenas
-    until they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a tier, by
-    arena; `faults`: reports that no trainer has received yet."""
+    """The memory that a trainer inherits. `writing_on`: processes (number and start time) whose devices may write to
+    the arenas until they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a
+    tier, by arena; `faults`: reports that no trainer has received yet."""
 
     writing_on: list[tuple[int, int]]
     lost: list[str]
@@ -66,7 +67,7 @@ class GreetingReply(LendReply, frozen=True, kw_only=True):
 
 
 class Greeting(Request[GreetingReply], frozen=True):
-    """A trainer comes, which the writer serves from now on, unless its own lives."""
+    """Serve this trainer from now on, unless the writer's own trainer lives."""
 
     protocol: int = PROTOCOL
     library: str = VERSION
@@ -82,17 +83,17 @@ class TierFound(Body, frozen=True):
 
 
 class OpenRunReply(Body, frozen=True):
-    """The tiers as they were found; `cadence`: what the last incarnation saved by, {} for unknown."""
+    """The tiers as they were found; `cadence`: the measured save intervals of the last job attempt, {} if unknown."""
 
     tiers: list[TierFound]
     cadence: Json
 
 
 class OpenRun(Request[OpenRunReply], frozen=True):
-    """Open the tiers (see `Tier.spec`), without changing anything in them. `check`: refuse if somebody trains the run;
-    `auto`: tiers whose cadence is to be found out; `first_number`: of the data files of this writer; `acquires`: the
-    history of the memory; `next_nonces`: an ACQUIRE with one of these is by the writer's own job; `roots`: the ids that
-    the runs in these tiers must have, "" for any."""
+    """Open the tiers (see `Tier.spec`), without changing anything in them. `check`: refuse if another job trains the
+    run; `auto`: tiers whose save interval is to be measured; `first_number`: of the data files of this writer;
+    `acquires`: the history of the memory; `next_nonces`: an ACQUIRE with one of these is by the writer's own job;
+    `roots`: the ids that the runs in these tiers must have, "" for any."""
 
     tiers: list[Json]
     linger_s: float
@@ -115,7 +116,7 @@ class AcquireRun(Request[list[int]], frozen=True):
 
 
 class PartsHere(Body, frozen=True):
-    """Of an attempt of `world` ranks, the parts of these ranks are in a tier."""
+    """The ranks, out of `world`, whose parts of a checkpoint are in a tier."""
 
     tier: int
     attempt: str
@@ -135,7 +136,7 @@ class OwnRun(Request[list[PartsHere]], frozen=True):
 
 
 class Resume(Request[None], frozen=True):
-    """All ranks have recovered: go on with what a crash has interrupted."""
+    """All ranks have recovered: resume copies to further tiers that a crash interrupted."""
 
 
 class Complete(Request[None], frozen=True):
@@ -146,18 +147,16 @@ class Complete(Request[None], frozen=True):
 
 
 class Distrust(Request[None], frozen=True):
-    """A restore found damage in this tier: no checkpoint that is there now is built on."""
+    """A restore found damage in this tier: do not build increments on the checkpoints that are there now."""
 
     url: str
 
 
 class Leave(Request[None], frozen=True):
-    """The trainer lets go of everything, and may live on: as if it had died."""
+    """The trainer is done: finish what was begun, and leave. `keep`: keep the memory and persist it, as after the
+    trainer's death, although its process may live on. `failed`: an error has ended the training."""
 
-
-class Close(Request[None], frozen=True):
-    """The trainer is done: finish what was begun, and leave. `failed`: an error has ended the training."""
-
+    keep: bool = False
     failed: bool = False
 
 
@@ -165,8 +164,8 @@ class Close(Request[None], frozen=True):
 
 
 class MakeArena(Request[str], frozen=True):
-    """Make an arena of so many slots, or of fewer but at least `least`: its id, and its descriptor. `ranks`: so many
-    share this machine; `node`: of its memory, by which the device is."""
+    """Make an arena with this number of slots, or fewer but at least `least`. The reply is its id, with its descriptor.
+    `ranks`: how many share this machine; `node`: the NUMA node near the device."""
 
     slots: int
     slot_size: int
@@ -175,18 +174,9 @@ class MakeArena(Request[str], frozen=True):
     node: int | None = None
 
 
-class KeepArena(Request[None], frozen=True):
-    """The trainer has seen that nobody keeps this arena; it looks again when this is answered."""
-
-    arena: str
-
-
-class HandedOver(Request[None], frozen=True):
-    """A writer that took a dead one's place has been given all that its trainer has. Answered when it keeps it."""
-
-
 class AttachArena(Request[None], frozen=True):
-    """An arena, by its descriptor, that the writer is to hold; `foreign`: other ranks staged into it."""
+    """Hold this arena, which comes as a descriptor. The reply is sent once the arena is held. `foreign`: other ranks
+    staged into it."""
 
     descriptors = 1
     foreign: bool = False
@@ -199,33 +189,24 @@ class WatchArena(Request[None], frozen=True):
 
 
 class ReleaseArena(Request[None], frozen=True):
-    """This arena is not needed any more."""
+    """Release this arena."""
 
     arena: str
 
 
 class KnowLayout(Request[None], frozen=True):
-    """What the bytes of a slot are: a `Layout`."""
+    """A `Layout`, which describes the bytes of a slot."""
 
     most_bytes = MOST_BYTES
     layout: Json
 
 
-class AskDigests(Request[list[Digest]], frozen=True):
-    """The digests of snapshots that are known so far; of all, if told."""
+class Partner(Request[Json], frozen=True):
+    """Be ready to keep a copy of another rank's memory. The reply says how other nodes reach this writer. `contact`:
+    the same of the writer that keeps a copy of our memory, which is that of `rank`."""
 
-    all: bool = False
-
-
-class Serve(Request[Json], frozen=True):
-    """Be ready to keep a copy of another rank's memory: how the writer is reached from other nodes."""
-
-
-class Partner(Request[None], frozen=True):
-    """Who keeps a copy of our memory, which is that of `rank`."""
-
-    contact: Json
-    rank: int
+    contact: Json | None = None
+    rank: int = 0
 
 
 class Push(Request[None], frozen=True):
@@ -261,27 +242,19 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
 
 
 class Retract(Request[None], frozen=True):
-    """A snapshot must not become a checkpoint, or not stay one."""
+    """Give a snapshot up: it must not become a checkpoint, or not stay one."""
 
     attempt: str
     reason: str
 
 
 class SavedInTier(Body, frozen=True):
-    """What became of a step in a tier; no `error` if it is durable."""
+    """The result of saving a step to a tier; no `error` if it is durable."""
 
     step: int
     tier: str
     seconds: float
     error: str
-
-
-class KeepSteps(Request[None], frozen=True):
-    """These steps stay in every tier, however old they get, each with a note that says why. What was kept by such a
-    request before, and is not among them, may go again. Answered when the run logs say so of those that are there."""
-
-    most_bytes = MOST_BYTES
-    notes: list[tuple[int, str]]
 
 
 class KeptReply(Body, frozen=True):
@@ -292,14 +265,19 @@ class KeptReply(Body, frozen=True):
     saved: bool
 
 
-class AskKept(Request[KeptReply], frozen=True):
-    """What stays in the tiers that this rank speaks for, and whether a step is there."""
+class KeepSteps(Request[KeptReply], frozen=True):
+    """Keep these steps in every tier, however old they get, each with a note that says why, and no others that such a
+    request named before; None changes nothing. The reply is sent when the run logs contain the notes. It lists what is
+    kept in the tiers that this rank speaks for, and whether they have `step`."""
 
-    step: int
+    most_bytes = MOST_BYTES
+    notes: list[tuple[int, str]] | None = None
+    step: int = -1
 
 
 class Persist(Request[list[SavedInTier]], frozen=True):
-    """Make these attempts in memory durable, now: what became of each. `far`: the newest in further tiers as well."""
+    """Make these attempts in memory durable now, and return the results. `far`: save the newest to further tiers
+    too."""
 
     deadline_s: float
     far: bool

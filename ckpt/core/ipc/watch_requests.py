@@ -1,15 +1,15 @@
-"""Requests about what the trainer does: its ledger, its status, its faults. The others are in `ipc.requests`."""
+"""Requests about the trainer: its run metrics, its status, its faults. The others are in `ipc.requests`."""
 
 from __future__ import annotations
 
 from ckpt.core.ipc.protocol import MOST_BYTES, Body, Request
 from ckpt.core.ipc.requests import Json
 
-# -- what is known of the trainer --
+# -- metrics and status --
 
 
 class RestoreDone(Request[None], frozen=True):
-    """The trainer has called restore(). As `cadence.ledger.Restore`, and what saving had cost by then."""
+    """The trainer has called restore(). The fields of `cadence.ledger.Restore`, and the costs of saving until then."""
 
     at: float
     seconds: float
@@ -27,7 +27,7 @@ class RestoreDone(Request[None], frozen=True):
 
 
 class CadenceOf(Body, frozen=True):
-    """How often a tier, or memory, is saved to: steps, or the fields of an `Auto`; and `now`."""
+    """The save interval of a tier, or of memory: in steps, or the fields of an `Auto`; `now`: the current one."""
 
     name: str
     every: int | tuple[float, float | None, float | None]
@@ -36,8 +36,8 @@ class CadenceOf(Body, frozen=True):
 
 
 class KeepBooks(Request[None], frozen=True):
-    """Keep the ledger of the trainer from now on; see `cadence.ledger.Account`. With its heartbeat. `decides`: a
-    cadence may be proposed to it; `again`: a writer before this one has begun."""
+    """Record the run metrics of the trainer from now on; see `cadence.ledger.Account`. With its heartbeat. `decides`:
+    propose save intervals to it; `again`: a writer before this one has begun."""
 
     descriptors = 1
     epoch: str
@@ -54,13 +54,13 @@ class KeepBooks(Request[None], frozen=True):
 
 
 class SetCadence(Request[None], frozen=True):
-    """The ranks save by another cadence from some step on: a `Decision`."""
+    """The ranks have agreed on other save intervals: a `Decision`."""
 
     decision: Json
 
 
 class Show(Request[None], frozen=True):
-    """The trainer can be looked at from now on, and wants these metrics. With its heartbeat."""
+    """Report the status of this trainer from now on, and serve these metrics. With its heartbeat."""
 
     descriptors = 1
     place: str
@@ -74,7 +74,7 @@ class Show(Request[None], frozen=True):
 
 
 class Look(Request[Json], frozen=True):
-    """What does the trainer do, and what is on its way? A `RankStatus`, for anybody of this user."""
+    """Return the `RankStatus` of the trainer, to any process of this user."""
 
 
 # -- faults --
@@ -94,34 +94,34 @@ class Arm(Request[None], frozen=True):
 
 
 class Heard(Request[None], frozen=True):
-    """The fault handler has taken up what it was told."""
+    """The fault handler handles the last note that it got."""
 
 
 class Report(Request[str], frozen=True):
-    """The fault handler's account of a `Fault`: where it is kept. If it `ends` the trainer, its death is no news."""
+    """Write the report of a `Fault`, and return its key. `ends`: the trainer exits because of it, so its death is not
+    reported again."""
 
     most_bytes = MOST_BYTES
     fault: Json
     ends: bool = False
 
 
-class Sample(Request[Json | None], frozen=True):
-    """What does the trainer do? An `Evidence` for another writer of the node; None where nobody is watched."""
-
-
 class AskEvidence(Request[list[Json]], frozen=True):
-    """What do all trainers of this node do? An `Evidence` of each, for the fault handler."""
+    """Report what the trainer does, as an `Evidence`; none if it is not watched. `node`: of all trainers of this node,
+    for the fault handler, which the writer collects from the other writers."""
+
+    node: bool = False
 
 
 class PeerDied(Request[None], frozen=True):
-    """Another rank of this node has died, says its writer."""
+    """Another rank of this node has died. Sent by its writer."""
 
     rank: int
     summary: str
 
 
 class TriggerSaveReply(Body, frozen=True):
-    """The trainer that was told."""
+    """The trainer that got the request."""
 
     pid: int
     rank: int
@@ -130,6 +130,6 @@ class TriggerSaveReply(Body, frozen=True):
 
 
 class TriggerSave(Request[TriggerSaveReply], frozen=True):
-    """Somebody at a shell on this node wants a save."""
+    """A person at a shell on this node requests a save."""
 
     why: str

@@ -51,6 +51,7 @@ from ckpt.errors import (
     FencedError,
     FormatError,
     FullError,
+    NoCheckpointError,
     NotFoundError,
     OutcomeUnknownError,
     RunGoneError,
@@ -121,13 +122,16 @@ class RunLog(LogFiles):
         return await infer_root(self.store) not in (None, self.root)
 
     async def open(self) -> None:
-        """Read FORMAT.json and fold the log. Raise FormatError if this is not a run."""
+        """Read FORMAT.json and fold the log. Raise NoCheckpointError if there is no run."""
         try:
             self.root = read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT))
         except (NotFoundError, CorruptError) as error:
             root = await infer_root(self.store)
             if root is None and isinstance(error, NotFoundError):
-                raise FormatError(f"no run at {self.store.url}: it has no FORMAT.json") from None
+                raise NoCheckpointError(
+                    f"no run at {self.store.url}: it has no FORMAT.json. `ckpt import` makes a run of files of other "
+                    "programs"
+                ) from None
             if root is None:
                 raise FormatError(f"{self.store.url} is not a run, or its log is damaged: {error}") from None
             logger.warning("%s: FORMAT.json is unreadable (%s); using the run id in the log", self.store.url, error)

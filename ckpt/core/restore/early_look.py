@@ -20,7 +20,7 @@ from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.format.rank_index import Directory
 from ckpt.core.log.log import Commit, RunLog
-from ckpt.errors import CheckpointError, FormatError, StoreError
+from ckpt.errors import CheckpointError, FormatError, NoCheckpointError, StoreError
 from ckpt.store import folder_of, open_store
 
 WAIT_S = 5.0  # for a look that was begun: one that hangs is left alone
@@ -63,7 +63,7 @@ class EarlyLook:
         while True:
             try:
                 return await self._read_log(url)
-            except (FormatError, StoreError) as error:
+            except (FormatError, NoCheckpointError, StoreError) as error:
                 if time.monotonic() >= until or (error.retryable and folder_of(url) is None):  # retried long enough
                     raise
             await asyncio.sleep(steady.LONGEST_PAUSE_S / 2)

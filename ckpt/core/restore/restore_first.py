@@ -188,9 +188,10 @@ def _restore(
     except UsageError as error:  # more than one message holds; another location may need no telling
         raise CorruptError(f"the ranks cannot tell each other what they have of it: {error}") from error
     mine = _Try(world, source, capture, strict)
+    whole = strict and not capture.subset
     try:
         told = together(
-            world, "place", lambda: mine.prepare(described), lambda p: fitting(p, source.saved if strict else None)
+            world, "place", lambda: mine.prepare(described), lambda p: fitting(p, source.saved if whole else None)
         )
         point("restore.chosen")
         on_touch()

@@ -23,7 +23,7 @@ from ckpt.core.ipc.heartbeat import LEAVING
 from ckpt.core.ranks.world import Mailbox
 from ckpt.core.run.open_run import TURN_S, OpenRun
 from ckpt.core.run.saver import NO_TIME, Saver
-from ckpt.core.run.supervise.writer_client import start_thread
+from ckpt.core.run.supervise.writer_link import start_thread
 from ckpt.core.snapshot.snapshot import Snapshot, Write
 from ckpt.errors import CheckpointError, DeadlineError, SaveError
 from ckpt.events import log

@@ -24,10 +24,10 @@ from ckpt.core.ranks.orders import Order
 from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.saver import TOO_LATE, Saver
-from ckpt.core.run.supervise.writer_client import start_thread
+from ckpt.core.run.supervise.writer_link import start_thread
 from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
-from ckpt.save import Save
+from ckpt.saving import Save
 
 PATIENT_S = 600.0  # for a save without a deadline
 LIVE_S = 10.0  # for a copy of the step that an exception came into
@@ -206,10 +206,10 @@ class EmergencySaver:
         """Wait until a save is in all its tiers. Return False if it failed, for example after a rank had passed it."""
         passed = dict[str, float]()
         try:
-            save.staged(_left(end))
+            save.wait_staged(_left(end))
             passed["memory"] = outcome.passed_s
             for tier in save.tiers:
-                save.committed(_left(end), tier=tier)
+                save.wait_durable(_left(end), tier=tier)
                 passed[tier] = outcome.passed_s
         except CheckpointError as error:
             log.info("the requested save of step %d failed: %s", save.step, error)

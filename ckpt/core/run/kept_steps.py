@@ -1,18 +1,17 @@
-"""Which steps stay however old they get: those that the user names, and the best of those that were scored."""
+"""Which steps are kept regardless of their age: those that the user pins, and the best of those that were scored."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from ckpt.core.ipc.requests import AskKept, KeptReply
+from ckpt.core.ipc.requests import KeepSteps, KeptReply
 from ckpt.core.log.records import THE_BEST
 from ckpt.core.ranks.world import together
 from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.saver import Saver
-from ckpt.errors import CheckpointError, DeadlineError, PeerError, UsageError, from_wire, to_wire
+from ckpt.errors import CheckpointError, DeadlineError, InvalidArgumentError, PeerError, UsageError, from_wire, to_wire
 from ckpt.events import log
 
 
@@ -23,16 +22,28 @@ class KeptSteps:
     def __init__(self, run: OpenRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._best = run.settings.best
-        self._asked: dict[int, str] | None = None  # what the user has named, or had at an earlier start
+        self._pinned: dict[int, str] | None = None  # pins of this and earlier job attempts; None until they are read
         self._scored = 0  # calls since the last restore
         if self._best is not None:
             self._best.scores = []  # it may have been another run's
 
-    def keep(self, notes: Mapping[int, str]) -> None:
-        """See `Checkpointer.keep_steps`."""
-        if not all(type(step) is int and isinstance(note, str) for step, note in notes.items()):
-            raise UsageError(f"keep_steps wants {{step: why}}, not {notes!r}")
-        self._asked = dict(notes)
+    def pin(self, step: int, note: str) -> None:
+        """See `Checkpointer.pin`."""
+        if not isinstance(note, str) or not note:
+            raise InvalidArgumentError(f"pin(note={note!r}): note must be a string that is not empty")
+        self._change_pins(step, note)
+
+    def unpin(self, step: int) -> None:
+        """See `Checkpointer.unpin`."""
+        self._change_pins(step, None)
+
+    def _change_pins(self, step: int, note: str | None) -> None:
+        if type(step) is not int or step < 0:
+            raise InvalidArgumentError(f"step={step!r}: it must be a whole number from 0")
+        if self._pinned is None:  # the writer declares all pins together, so those of earlier job attempts are needed
+            self._pinned = {at: text for at, text, _ in self._ask(step).notes}
+        others = {at: text for at, text in self._pinned.items() if at != step}
+        self._pinned = others if note is None else {**others, step: note}
         self._tell()
 
     def score(self, step: int, value: object) -> bool:
@@ -104,7 +115,7 @@ class KeptSteps:
         assert best is not None
         number = _number(value)
         if type(step) is not int or last is None or not 0 <= step <= last:
-            raise UsageError(f"step {step!r} was not made yet, so it has no score: step() has named {last}")
+            raise InvalidArgumentError(f"step {step!r} was not made yet, so it has no score: step() has named {last}")
         saved = self._ask(step).saved or any(save.step == step for save in self._saver.under_way())
         if not math.isfinite(number):
             log.warning("step %d scored %s=%r: it is none of the best", step, best.monitor, number)
@@ -132,8 +143,8 @@ class KeptSteps:
             reply = self._ask(-1 if step is None else step)
             best.scores = []
             others = best.take({at: note for at, note, there in reply.notes if there or at == step})
-            if self._asked is None:
-                self._asked = others
+            if self._pinned is None:
+                self._pinned = others
                 self._say_others([at for at, note in others.items() if note.startswith(THE_BEST)])
             return [best.scores, reply.saved]
 
@@ -144,18 +155,18 @@ class KeptSteps:
             self._saver.save_last()
 
     def _ask(self, step: int) -> KeptReply:
-        return self._run.supervisor.writer.insist(lambda client: client.ask(AskKept(step)))
+        return self._run.supervisor.writer.insist(lambda client: client.ask(KeepSteps(step=step)))
 
     def _say_others(self, steps: list[int]) -> None:
-        if steps and self._best is not None and self._asked is not None:
-            notes = ", ".join(f"step {step} ({self._asked[step].removeprefix(THE_BEST)})" for step in steps)
+        if steps and self._best is not None and self._pinned is not None:
+            notes = ", ".join(f"step {step} ({self._pinned[step].removeprefix(THE_BEST)})" for step in steps)
             log.warning(
-                "the best by another score than %s, %s, stays too; keep_steps({}) lets it go", self._best.monitor, notes
+                "the best by another score than %s, %s, stays too; unpin() releases it", self._best.monitor, notes
             )
 
     def _tell(self) -> None:
         """Have the writer note down what stays. There is one best."""
-        notes: dict[int, Any] = dict(self._asked or {})
+        notes: dict[int, Any] = dict(self._pinned or {})
         if self._best is not None and self._best.scores:
             notes = {step: note.removeprefix(THE_BEST) for step, note in notes.items()}
         for step, note in ({} if self._best is None else self._best.notes()).items():
@@ -168,4 +179,4 @@ def _number(value: Any) -> float:
     try:
         return float("" if isinstance(value, str) else value)
     except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
-        raise UsageError(f"a score is one number, not {value!r}") from None
+        raise InvalidArgumentError(f"a score is one number, not {value!r}") from None

@@ -39,10 +39,19 @@ from ckpt.core.snapshot.device import memory_node, traced
 from ckpt.core.snapshot.stage import Stager
 from ckpt.core.snapshot.update_gate import UpdateHook
 from ckpt.core.state.capture import Capture
-from ckpt.errors import CheckpointError, ClosedError, FencedError, SaveError, SkippedError, UsageError
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    FencedError,
+    InvalidArgumentError,
+    SaveError,
+    SkippedError,
+    UsageError,
+)
 from ckpt.events import log
-from ckpt.metrics import Metrics, as_metrics
-from ckpt.save import Save
+from ckpt.metrics import Metrics
+from ckpt.options import Options
+from ckpt.saving import Save
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.version import VERSION
 
@@ -68,34 +77,44 @@ class Settings:
     def checked(
         cls,
         tiers: object,
-        name: str | None,
+        memory: object,
         every: int | str | Auto | None,
         keep: object,
         best: Best | None,
-        modes: tuple[str, str],
-        timeouts_s: tuple[float, float, float],
-        metrics: object,
+        options: Options,
     ) -> Settings:
-        """`modes`: on_busy and on_error; `timeouts_s`: of a busy memory, of closing, of agreeing. UsageError."""
-        on_busy, on_error = modes
-        busy_s, close_s, agree_s = timeouts_s
-        if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
-            raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
-        wanted = as_metrics(metrics)
-        world = World.detect(channel.node_id(), timeout_s=agree_s)
-        if on_busy == "skip" and world.size > 1:
-            raise UsageError(
-                'on_busy="skip" is for one rank only: a rank that skips alone leaves no step that all have'
+        """Check the arguments of a Checkpointer. Raises InvalidArgumentError before anything is created."""
+        if not isinstance(options, Options):
+            raise InvalidArgumentError(f"options={options!r}: it must be ckpt.Options(...)")
+        held, durable = as_tiers(tiers, memory, every, keep)
+        if not durable and options.name is None:
+            raise InvalidArgumentError(
+                "a run in memory only needs a name by which it is found again: options=ckpt.Options(name=...)"
             )
-        if wanted is not None:
-            wanted.port(world.local_rank)
-        memory, durable = as_tiers(tiers, every, keep)
-        if not durable and name is None:
-            raise UsageError("a run that is kept in memory only needs name=, by which it is found again")
-        url = durable[0].url if durable else f"memory:{name}"
         if best is not None and not (isinstance(best, Best) and durable):
-            raise UsageError('best is a ckpt.Best("val_loss"), for a run that has a folder or URL to keep the best in')
-        return cls(world, memory, durable, url, on_busy, on_error, busy_s, close_s, wanted, best)
+            raise InvalidArgumentError(
+                f'best={best!r}: it must be a ckpt.Best("val_loss"), and the run needs a folder or URL'
+            )
+        world = World.detect(channel.node_id(), timeout_s=options.agree_timeout_s)
+        if options.on_busy == "skip" and world.size > 1:
+            raise InvalidArgumentError(
+                'on_busy="skip" needs a single rank: a rank that skips alone leaves no step that all ranks have'
+            )
+        assert not isinstance(options.metrics, int)
+        if options.metrics is not None:
+            options.metrics.port(world.local_rank)
+        return cls(
+            world=world,
+            memory=held,
+            tiers=durable,
+            url=durable[0].url if durable else f"memory:{options.name}",
+            on_busy=options.on_busy,
+            on_error=options.on_error,
+            busy_timeout_s=options.busy_timeout_s,
+            close_timeout_s=options.close_timeout_s,
+            metrics=options.metrics,
+            best=best,
+        )
 
     @property
     def everywhere(self) -> list[int]:
@@ -133,7 +152,7 @@ class BackgroundErrors:
         """Forget the errors of a save that is tried again."""
         with self._lock:
             self._noted = [(error, of) for error, of in self._noted if of is not save]
-        save.told = False
+        save._raised = False
 
     def check_owner(self) -> None:
         if self.fenced is not None:
@@ -146,7 +165,7 @@ class BackgroundErrors:
 
     def raise_pending(self) -> None:
         with self._lock:
-            errors = [error for error, save in self._noted if save is None or not save.told]
+            errors = [error for error, save in self._noted if save is None or not save._raised]
             self._noted = []
         errors = [error for error in errors if not self.is_known(error)]
         if not errors or self._on_error == "warn":
@@ -174,7 +193,7 @@ class OpenRun:
     - `step`: the step that the training named last. `stepped`: it was done since the last restore, by `thread`.
     - `finite`: the argument of step().
     - `within`: the step that step() or save() handles now, or in which it was interrupted.
-    - `exchanged`: the weights are swapped for others, see `pause`.
+    - `exchanged`: the weights are swapped for others, see `not_training`.
     - `restored`, `torn`: the state was restored; a restore failed halfway.
     - `turn`: held by the thread that is in step(), save(), restore() or close().
     - `ends`: what is stopped when the run is closed.
@@ -370,7 +389,7 @@ class OpenRun:
 
     @contextlib.contextmanager
     def pause(self, changes_state: bool) -> Iterator[None]:
-        """See `Checkpointer.pause`."""
+        """See `Checkpointer.not_training`."""
         heartbeat, outer = self.heartbeat, self.exchanged
         if changes_state:
             self.exchanged = True
@@ -407,7 +426,9 @@ class OpenRun:
 
     def check_next(self, step: int) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
-            raise UsageError(f"a step is a number from 0, not {step!r}")
+            raise InvalidArgumentError(
+                f"step={step!r}: it must be the number of completed steps, a whole number from 0"
+            )
         if self.step is not None and step <= self.step:
             raise UsageError(f"step {step} cannot follow step {self.step}: steps only go up (restore() goes back)")
         silent = self.capture.has_scaler or self.capture.has_unguarded  # steps may be skipped, or run no hooks
@@ -444,9 +465,9 @@ class OpenRun:
     def stalled_by(self, save: Save) -> float:
         """Return the seconds that training has waited for a save, in step() and perhaps just now before an update."""
         now, since = time.perf_counter(), self._waiting_since
-        if save.stalled_s is not None:
-            return save.stalled_s + (0.0 if since is None else now - since)
-        return now - save.began if save.began else 0.0  # step() still waits
+        if save._stalled_s is not None:
+            return save._stalled_s + (0.0 if since is None else now - since)
+        return now - save._began if save._began else 0.0  # step() still waits
 
 
 def _predicted_size(capture: Capture) -> int:

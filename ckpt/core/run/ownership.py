@@ -17,7 +17,7 @@ from ckpt.core.checkpoint.commit import Role
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.partition import partner
 from ckpt.core.ipc.notes import HeldNote
-from ckpt.core.ipc.requests import Partner, Serve
+from ckpt.core.ipc.requests import Partner
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import Mailbox, World, together
 from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
@@ -89,7 +89,7 @@ class Ownership:
         if other is None:
             log.warning("Memory(replicas=2) needs a second node: all ranks are on one, so memory is kept once")
             return
-        contacts = together(world, "partners", lambda: self.supervisor.client.ask(Serve()))
+        contacts = together(world, "partners", lambda: self.supervisor.client.ask(Partner()))
         self.supervisor.memory.push_copies()
         self.supervisor.standing.tell(Partner(contacts[other], world.rank))
 

@@ -119,7 +119,7 @@ class Restoring:
         if memory is not None and place is not None and kept:
             if memory.world == run.world.size:  # else it is not a share of what this rank has now
                 newest = Snapshot(source.attempt, place=place)
-                newest.save.set_staged()
+                newest.save._set_staged()
             if supervisor.memory.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
                 run.stager.slots.pin(*place)

@@ -28,7 +28,7 @@ from ckpt.core.ipc.notes import CadenceNote
 from ckpt.core.ipc.watch_requests import CadenceOf, SetCadence
 from ckpt.core.ranks.orders import Order, Orders
 from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.writer_client import start_thread
+from ckpt.core.run.supervise.writer_link import start_thread
 from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
 from ckpt.errors import CheckpointError
 from ckpt.events import log

@@ -53,7 +53,7 @@ from ckpt.core.log.log import Acquire
 from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
-from ckpt.core.run.supervise.writer_client import HUNG_UP
+from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.snapshot.direct import Speed, write_directly
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, Write
@@ -70,7 +70,7 @@ from ckpt.errors import (
     WriterError,
 )
 from ckpt.events import log
-from ckpt.save import Save
+from ckpt.saving import Save
 from ckpt.subscribers import publish
 from ckpt.units import decimal, duration
 
@@ -127,17 +127,21 @@ class Saver:
         decision = self._plan.decide(step)
         tiers = sorted({*decision.tiers, *self.owed})
         memory = (self._dropped or decision.memory) and run.supervisor.memory.rings
-        save = None
+        save, refusal = None, None
         try:
             with run.saving(step):
                 run.begin_step(step, finite)
                 if tiers or decision.ordered or memory:
                     save = self._begin(step, tiers, explicit=decision.ordered, ordered=decision.ordered)
         except SkippedError as error:
-            self._on_refused(step, error)
+            refusal = error
         if save is not None and decision.ordered:
             self.answer(save)
-        run.errors.raise_pending()
+        try:
+            run.errors.raise_pending()
+        finally:
+            if refusal is not None:
+                self._on_refused(step, refusal)
         return save
 
     def save_as(self, step: int) -> Save:
@@ -155,7 +159,7 @@ class Saver:
             if last is None or (last.place is None and not last.stored):
                 self._check_same()
                 return self._begin(step, self._run.settings.everywhere, explicit=True)
-            if last.save.told:
+            if last.save._raised:
                 self._run.errors.forget(last.save)
             self._plan.saved_everywhere(step)
             for tier in self._run.settings.everywhere:
@@ -188,7 +192,7 @@ class Saver:
 
     def _check_same(self) -> None:
         """Raise UsageError if the state is known to be no longer that of the last step."""
-        exchanged = "weights are exchanged for others at the moment, see pause()" if self._run.exchanged else ""
+        exchanged = "weights are exchanged for others at the moment, see not_training()" if self._run.exchanged else ""
         if why := exchanged or self._why_torn():
             step = self._run.step
             raise UsageError(f"step {step} cannot be saved any more: {why}. Call save() right after step()")
@@ -208,14 +212,14 @@ class Saver:
         deadline = time.monotonic() + patience_s
         if explicit and tiers:
             self._plan.saved_everywhere(step)
-        save.told = ordered and not self._is_scheduled(step)  # a best effort, whose failure need not be raised
+        save._raised = ordered and not self._is_scheduled(step)  # a best effort, whose failure need not be raised
         try:
             reading, values = self._read()
             sizes = reading.layout.arrangement.data_size, len(values)
             fits = self._await_memory(step, sizes, deadline, required=required, tiers=bool(tiers))
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
-            save.set_failed(what)
+            save._set_failed(what)
             self._retract(attempt, tiers, what)
             raise
         snapshot = NewSnapshot(
@@ -230,12 +234,12 @@ class Saver:
             finite=run.finite,
         )
         self.replicas.begin(snapshot, durable=bool(tiers), closing=timeout_s is not None)
-        save.began = started
+        save._began = started
         if not fits:
             self.last = snapshot
             self._write_directly(snapshot)
-            save.stalled_s = time.perf_counter() - started
-            run.count_stall(save.stalled_s)
+            save._stalled_s = time.perf_counter() - started
+            run.count_stall(save._stalled_s)
             return save
         try:
             self.last = snapshot
@@ -243,10 +247,10 @@ class Saver:
             run.stager.submit(snapshot)
         except BaseException as error:
             if not snapshot.submitted:
-                save.set_failed(SaveError(f"step {step} was not saved: {error!r}"))
+                save._set_failed(SaveError(f"step {step} was not saved: {error!r}"))
             raise
-        save.stalled_s = time.perf_counter() - started
-        run.count_stall(save.stalled_s)
+        save._stalled_s = time.perf_counter() - started
+        run.count_stall(save._stalled_s)
         return save
 
     def _read(self) -> tuple[Reading, bytes]:
@@ -361,7 +365,7 @@ class Saver:
             self._retract(attempt, list(snapshot.writes), snapshot.error)
             publish("failed", attempt.step, tier=url, error=str(why))
             run.errors.note(snapshot.error, save)
-            save.set_failed(snapshot.error)
+            save._set_failed(snapshot.error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
         finally:
@@ -422,7 +426,7 @@ class Saver:
         if arena is None or slot is None:
             return None
         found = Snapshot(attempt, place=(arena, slot))
-        found.save.set_staged()
+        found.save._set_staged()
         return found
 
     def unpin_restored(self) -> None:
@@ -449,7 +453,7 @@ class Saver:
     def forgo_begun(self) -> None:
         """Fail a snapshot that was not submitted because a signal handler, which closes the run, came into step()."""
         if self.last is not None and not self._has_begun(self.last, QUEUED_S):
-            self.last.save.set_failed(ClosedError(f"closed before step {self._run.step} was staged"))
+            self.last.save._set_failed(ClosedError(f"closed before step {self._run.step} was staged"))
             self.last = None
 
     def stage_last(self, end: float, *, live: bool) -> str:
@@ -494,7 +498,7 @@ class Saver:
         if self._run.torn:
             return "a restore has failed half-way since"
         if self._run.exchanged:
-            return "weights were exchanged for others, see pause()"
+            return "weights were exchanged for others, see not_training()"
         return self._why_torn()
 
     def _why_not_staged(self) -> str:
@@ -565,7 +569,7 @@ class Saver:
             alone = run.world.size == 1  # the next step makes up for it; other ranks would not save that one
             if alone:
                 chosen = snapshot.busy == "skip" and ALL_BUSY in str(error)
-                owed = None if chosen or save.told else error
+                owed = None if chosen or save._raised else error
                 self.owed.update(dict.fromkeys(tiers, (save, owed)))
             self._dropped = alone and torn
             run.stats.skipped += 1
@@ -578,7 +582,7 @@ class Saver:
         self._retract(snapshot.attempt, tiers, error)
         publish("failed", save.step, tier="memory", error=str(error))
         snapshot.writes = dict.fromkeys(tiers, Write.FAILED)
-        save.set_failed(error)
+        save._set_failed(error)
 
     def _retract(self, attempt: Attempt, tiers: Sequence[int], why: CheckpointError) -> None:
         """Fail the checkpoint of this attempt, because other ranks wait for this rank's part."""
@@ -589,9 +593,9 @@ class Saver:
         """Settle `staged`: a process that survives this one holds the snapshot, or none ever will."""
         if error is not None:
             publish("failed", save.step, tier="memory", error=str(error))
-            save.set_unstaged(error)
+            save._set_unstaged(error)
             return
-        save.set_staged(self._run.supervisor.survives)
+        save._set_staged("memory" if self._run.supervisor.survives else "trainer")
         publish("staged", save.step, stall_s=self._run.stalled_by(save), nbytes=nbytes)
 
     # -- writes to tiers, in any thread --
@@ -614,13 +618,13 @@ class Saver:
         """Write to one more tier, or again. After Ctrl-C in here nobody waits for it, and close() tries again."""
         url = self._run.tiers[tier].url
         try:
-            snapshot.save.add_tier(url)
+            snapshot.save._add_tier(url)
             self._write(snapshot, tier)
         except BaseException as error:
             snapshot.writes.pop(tier, None)
             if url in snapshot.save.tiers:
                 what = SaveError(f"step {snapshot.attempt.step} was not written to {url}: {error!r}")
-                snapshot.save.set_failed(what, url)
+                snapshot.save._set_failed(what, url)
             raise
 
     def write_missing(self, snapshot: Snapshot, tiers: Sequence[int]) -> None:
@@ -645,14 +649,14 @@ class Saver:
             sizes = f"{decimal(write.nbytes)} as {decimal(write.nbytes_stored)}{of}"
             log.log(level, "step %d committed to %s in %s, %s", step, url, duration(seconds), sizes)
             if snapshot.direct:
-                save.set_staged()
-            save.set_committed(url)
+                save._set_staged(url)
+            save._set_committed(url)
             return
         snapshot.writes[tier] = Write.FAILED
         if snapshot.direct and tier == min(snapshot.writes):
-            save.set_unstaged(error)
+            save._set_unstaged(error)
         if HUNG_UP in str(error):  # not known, and not a failure
-            save.set_failed(SaveError(f"step {step} is not known to be in {url}: {error}"), url)
+            save._set_failed(SaveError(f"step {step} is not known to be in {url}: {error}"), url)
             return
         publish("failed", step, tier=url, error=str(error))
         if isinstance(error, SkippedError) or TOO_LATE in str(error):  # a slow tier or rank does not disturb training
@@ -668,7 +672,7 @@ class Saver:
                     where = "No writer holds it: memory ends with this process"
                 error = SaveError(f"step {step} was not written to {url}: {error}. {where}")
             run.errors.note(error, save)  # before anyone who waits for the save goes on
-        save.set_failed(error, url)
+        save._set_failed(error, url)
         if DIFFER in str(error):
             self.replicas.find_differing(snapshot.attempt)
 
@@ -682,7 +686,7 @@ class Saver:
     def _follow(self, save: Save) -> None:
         """Have `wait` wait for a save."""
         with self._lock:
-            self._active = [*(s for s in self._active if s is not save and s.unfinished()), save]
+            self._active = [*(s for s in self._active if s is not save and s._unfinished()), save]
 
     def wait(self, timeout_s: float | None = None, step: int | None = None) -> None:
         """Wait until all saves, or that of one step, have ended in whichever way. DeadlineError."""
@@ -690,7 +694,7 @@ class Saver:
         with self._lock:
             active = [save for save in self._active if step in (None, save.step)]
         for save in active:
-            for future in save.unfinished():
+            for future in save._unfinished():
                 try:
                     future.exception(None if end is None else max(0.0, end - time.monotonic()))
                 except TimeoutError:
@@ -699,7 +703,7 @@ class Saver:
     def under_way(self) -> list[Save]:
         """Return the saves that are not committed in all their tiers yet, and have not failed."""
         with self._lock:
-            return [save for save in self._active if save.tiers and save.unfinished()]
+            return [save for save in self._active if save.tiers and save._unfinished()]
 
 
 def _left(end: float) -> float:

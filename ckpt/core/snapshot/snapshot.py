@@ -28,7 +28,7 @@ from ckpt.core.state.capture import Reading
 from ckpt.core.state.fingerprint import Fingerprint
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.events import log
-from ckpt.save import Save
+from ckpt.saving import Save
 
 LITTLE = 1 << 20  # bytes of host memory that step() clones itself: quicker than waking another thread
 MOST = 64 << 20  # bytes that are cloned on devices
@@ -182,7 +182,7 @@ class NewSnapshot(Snapshot):
         ) is not None:
             raise SaveError(
                 f"step {self.attempt.step} was dropped: the storage of {self.reading.layout.tensors[short].name} was "
-                "freed or made smaller while it was copied. Call fence() of the Checkpointer before"
+                "freed or made smaller while it was copied. Call before_untracked_update() of the Checkpointer first"
             )
 
     def check_versions(self) -> None:

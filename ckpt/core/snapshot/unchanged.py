@@ -170,7 +170,8 @@ def _readable(source: Tensor) -> memoryview:
     found = as_bytes(source).numpy().data
     if source.untyped_storage().nbytes() < source.nbytes:
         raise SaveError(
-            "the storage of a tensor was freed while it was copied. Call fence() of the Checkpointer before"
+            "the storage of a tensor was freed while it was copied. Call before_untracked_update() of the "
+            "Checkpointer first"
         )
     return found
 

@@ -150,7 +150,7 @@ class UpdateHook:
         """Count a step that the caller is about to make in place of these optimizers. Raise UsageError in a capture,
         because nothing would wait at the replay."""
         if is_capturing():
-            raise UsageError("fence() belongs before the replay of a graph, not into its capture")
+            raise UsageError("call before_untracked_update() before the replay of a graph, not in its capture")
         self.count += 1
         self._announced.update((id(one), one) for one in optimizers)
         self._before()

@@ -448,7 +448,7 @@ def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
         return (
             "FullyShardedDataParallel hides its parameters: use torch.distributed.fsdp.fully_shard. To convert "
             "an existing run, dcp.save its get_state_dict() with ckpt.dcp.StorageWriter(OLD), then run "
-            "`ckpt restore OLD --to NEW --format run`"
+            "`ckpt export OLD --to NEW --format run`"
         )
     if zero is not None and isinstance(value, zero):
         return (

@@ -1,10 +1,10 @@
-"""What does the process do that outlives the trainer? Hold memory, persist, promote, keep the ledger.
+"""What does the process do that outlives the trainer? It holds memory, saves snapshots and records run metrics.
 
-In: messages and arenas from the trainer. Out: checkpoints in stores, the ledger, acknowledgements. It may not import
-torch, nor anything of the trainer, the guard or the tools.
+In: messages and arenas from the trainer. Out: checkpoints in stores, run metrics, replies. It may not import torch, nor
+anything of the trainer, the guard or the tools.
 
-`ckpt.writer_process` puts it together; `dispatch` finds the methods that deal with a request. What it knows:
-`held_run`, `memory`. Whom it serves, and when it leaves: `life`. How a run is opened: `opening`. How snapshots become
-checkpoints in the tiers: `persist`, `parts`, `promotion`; how one gets into one store is `ckpt.core.checkpoint`. The
-ledger: `bookkeeper`. Who watches the trainer does so behind the port in `watch`.
+`ckpt.writer_process` assembles it, and `dispatch` passes requests to their handlers. Its state is in `held_run` and
+`memory`. `life` decides which trainer it serves, and when it leaves. `opening` opens a run. `persist`, `parts` and
+`promotion` turn snapshots into checkpoints of the tiers; `ckpt.core.checkpoint` does that in one store. `bookkeeper`
+records run metrics. A guard watches the trainer through the port `life.TrainerWatch`.
 """

@@ -1,10 +1,10 @@
-"""Which methods deal with which request: a table from its type, which is complete or the writer does not start.
+"""The port for requests: a table from the type of a request to the methods that handle it. If a type has no method, the
+writer does not start.
 
-This is the port for requests. Whatever has methods below `@handles` can be given to `Dispatch`, which knows none of the
-classes: objects of the core, of the guard, or of tools. If several objects deal with a type, they do so in the order in
-which they were given, and the first one's result is the reply.
+Any object with methods below `@handles` can be given to `Dispatch`: of the core, of the guard, or of tools. If several
+objects handle a type, they do so in the order in which they were given, and the result of the first is the reply.
 
-And what runs beside: tasks of the writer's event loop, and threads that feed it.
+Also here: background tasks of the writer's event loop, and threads that feed it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt.version import VERSION
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and what descriptors came along."""
+    """The sender of a request, and the descriptors that came with it."""
 
     channel: Channel
     fds: list[int]
@@ -45,8 +45,8 @@ HANDLERS: dict[type[Request[Any]], list[Callable[..., object]]] = {}
 
 
 def handles(kind: type[Request[Any]]) -> Callable[[H], H]:
-    """A method for all requests of this type. What it returns is the reply, and what it raises; it may be async. It
-    gets the `caller` as well if it has that parameter: who has to know who asks, or what came along."""
+    """Mark a method as the handler of this type of requests. It returns the reply, or raises it; it may be async. It
+    gets the `caller` too if it has that parameter."""
 
     def enter(handler: H) -> H:
         HANDLERS.setdefault(kind, []).append(handler)
@@ -56,7 +56,7 @@ def handles(kind: type[Request[Any]]) -> Callable[[H], H]:
 
 
 class Dispatch:
-    """Has these objects deal with all requests. TypeError if none of them deals with one."""
+    """Passes requests to the handlers of these objects. Raises TypeError if a type has none."""
 
     def __init__(self, *objects: object) -> None:
         self._kinds = table(HANDLERS)
@@ -73,11 +73,11 @@ class Dispatch:
             raise TypeError(f"nobody deals with {', '.join(missing)}")
 
     def request(self, incoming: Incoming) -> Request[Any]:
-        """What this message asks for; ProtocolError if it is no request."""
+        """Return the request in a message. Raises ProtocolError if it is not one."""
         return message_of(incoming, self._kinds)
 
     async def answer(self, request: Request[Any], caller: Caller) -> object:
-        """What deals with it returns, or raises."""
+        """Call the handlers, and return or raise the result of the first."""
         replies = []
         for handler in self._bound[type(request)]:
             wants_caller = "caller" in inspect.signature(handler).parameters
@@ -87,7 +87,7 @@ class Dispatch:
 
 
 def check_version(greeting: Greeting | Lend) -> None:
-    """ProtocolError for a trainer of another version, before anything changes."""
+    """Raise ProtocolError for a trainer of another version, before anything changes."""
     if greeting.protocol != PROTOCOL:
         raise ProtocolError(
             f"this writer is of everystep {VERSION}, protocol {PROTOCOL}, and keeps its memory for that: everystep "
@@ -96,14 +96,14 @@ def check_version(greeting: Greeting | Lend) -> None:
 
 
 class Background:
-    """Of one event loop, in which it is made."""
+    """Tasks and threads of the event loop in which it is made."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that nobody has to wait for; if it fails, that is logged."""
+        """Start a task in the background. If it fails, the error is logged."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
@@ -112,13 +112,13 @@ class Background:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            events.log.error("something that ran beside failed", exc_info=error)
+            events.log.error("background task failed", exc_info=error)
 
     def thread(self, target: Callable[..., None], *arguments: object) -> None:
-        """A thread that the process does not wait for."""
+        """Start a thread that the process does not wait for."""
         threading.Thread(target=target, args=arguments, daemon=True).start()
 
     def post(self, function: Callable[..., None], *arguments: object) -> None:
-        """From such a thread: have this called in the loop."""
+        """Call a function in the event loop, from such a thread."""
         with contextlib.suppress(RuntimeError):  # the loop has closed: we are leaving
             self.loop.call_soon_threadsafe(function, *arguments)

@@ -21,7 +21,7 @@ from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.notes import FencedNote, SaidNote
 from ckpt.core.ipc.process import Process, number_in_proc
 from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.requests import AskKept, KeepSteps, KeptReply, Owner
+from ckpt.core.ipc.requests import KeepSteps, KeptReply, Owner
 from ckpt.core.log.log import Acquire, RunLog
 from ckpt.core.writer.dispatch import handles
 from ckpt.errors import CheckpointError, FencedError, StoreError, UsageError
@@ -36,17 +36,17 @@ class PresentTrainer:
 
     def __init__(self, channel: Channel | None, process: Process) -> None:
         self.adoptions = 0  # trainers that have inherited this writer
-        self.fenced: FencedError | None = None  # why its job does not own the run any more
+        self.fenced: FencedError | None = None  # why its job no longer owns the run
         self._earlier: list[Process] = []  # trainers that were found dead, and their processes may not have ended
         self._begin(channel, process)
 
     def _begin(self, channel: Channel | None, process: Process) -> None:
         self.channel, self.process = channel, process
         self.since = time.time()
-        self.dead = False  # whether nothing more is to come from it
-        self.left = False  # whether it lives, and has said that it is done
-        self.closed = False  # whether it waits no longer for what is unfinished
-        self.announced = False  # whether it has said that, and why, it is about to end
+        self.dead = False  # True if it sends nothing more
+        self.left = False  # True if it has left; its process may live
+        self.closed = False  # True if it has left and needs no memory to be kept
+        self.announced = False  # True if it has explained its end
         self.ended_at: float | None = None  # when it was found to have died, left, closed or lost the run (monotonic)
         self.crashed = asyncio.Event()  # set by whoever sees it crash: a large process takes a while to die of that
 
@@ -61,22 +61,22 @@ class PresentTrainer:
         return [one for one in dict.fromkeys(found) if one.alive]
 
     def adopted_by(self, channel: Channel, process: Process) -> None:
-        """This is our trainer from now on."""
+        """Serve this trainer from now on."""
         self._earlier = self.writing_on
         self.adoptions += 1
         self._begin(channel, process)
 
     def disown(self) -> None:
-        """What it has asked for, and is under way, must not change whose run it is any more."""
+        """Keep requests of this trainer that are under way from changing the owner of the run."""
         self.adoptions += 1
         self.closed = False
 
     def end(self) -> None:
-        """It has died, left, closed or lost the run, as of the first call."""
+        """Note when it died, left, closed or lost the run; the first call counts."""
         self.ended_at = self.ended_at or time.monotonic()
 
     def fence(self, error: FencedError) -> None:
-        """It has lost the run to another job, and is told so whenever it asks for something."""
+        """Fence it, because another job owns the run: from now on all its requests fail."""
         events.log.warning("%s", error)
         self.fenced = error
         self.tell(FencedNote(str(error)))
@@ -84,20 +84,20 @@ class PresentTrainer:
         self.disown()
 
     def check_not_fenced(self, channel: Channel | None = None) -> None:
-        """FencedError if it has lost the run. `channel`: whose request this is."""
+        """Raise FencedError if it has lost the run. `channel`: the sender of a request."""
         if self.fenced is not None and channel in (None, self.channel):
             raise FencedError(str(self.fenced))
 
-    # -- what it is told --
+    # -- notes --
 
     def tell(self, note: Note) -> None:
-        """If it is there."""
+        """Send a note, if it is connected."""
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 self.channel.send(note)
 
     def say(self, text: str) -> None:
-        """For its log, and ours."""
+        """Log a warning here and in the trainer."""
         events.log.warning("%s", text)
         self.tell(SaidNote(text))
 
@@ -108,10 +108,10 @@ class PresentTrainer:
         if channel is self.channel:
             self.channel = None
 
-    # -- what became of it --
+    # -- for reports --
 
     def state(self) -> str:
-        """As `ckpt.tools.observe.telemetry.status.RankStatus` has it."""
+        """Return its state as in `ckpt.tools.observe.telemetry.status.RankStatus`."""
         if self.closed:
             return "closed"
         try:
@@ -126,8 +126,9 @@ class PresentTrainer:
 
 
 class HeldRun:
-    """`tiers`: the nearest first. What the trainer said when it opened the run: `linger_s`, how long memory is kept
-    for the next one; `commit_s`, how long the parts of other ranks are waited for; `first_number`, of data files."""
+    """The run that this writer has open. `tiers`: the nearest first. From the trainer's `OpenRun`: `linger_s`, how long
+    memory is kept for the next trainer; `commit_s`, the timeout for the parts of other ranks; `first_number`, of data
+    files."""
 
     def __init__(self, trainer: PresentTrainer) -> None:
         self._trainer = trainer
@@ -142,13 +143,13 @@ class HeldRun:
     # -- who owns it --
 
     def mine(self) -> Acquire:
-        """As whom we write. UsageError before the run was opened."""
+        """Return the owner that this writer acts as. Raises UsageError before the run was opened."""
         if self.owner is None:
             raise UsageError("the run has not been opened")
         return self.owner
 
     def become(self, owner: Acquire) -> None:
-        """We act as this one from now on."""
+        """Act as this owner from now on."""
         if self.owner is None or (owner.epoch, owner.nonce) != (self.owner.epoch, self.owner.nonce):
             self.owner = owner
             self.acquires.append(owner)
@@ -159,7 +160,7 @@ class HeldRun:
             self.become(log.state.acquires[-1])
 
     async def as_owner(self, log: RunLog, act: Callable[[Acquire], Awaitable[T]]) -> T:
-        """Do this as whoever we are; once more, if it is we ourselves who are taking over meanwhile."""
+        """Do this as the owner. If it is fenced by a newer term of our own job, do it again with that."""
         while True:
             mine = self.mine()
             try:
@@ -171,13 +172,12 @@ class HeldRun:
                         raise
 
     def check_still(self, begun: int) -> None:
-        """FencedError if another trainer has come since this adoption: nothing of what it does must be undone."""
+        """Raise FencedError if another trainer has come since this adoption, because its changes must stay."""
         if begun != self._trainer.adoptions:
             raise FencedError("another process has taken this run over")
 
     async def check_owner(self, tiers: Iterable[OpenTier] | None = None) -> None:
-        """FencedError once another job has taken the run over: nobody will come for this memory then. `tiers`: where to
-        look, by default everywhere."""
+        """Raise FencedError if another job owns the run, according to the logs of these tiers, by default of all."""
         for tier in (tier for tier in tiers or self.tiers if tier.opened):
             with contextlib.suppress(StoreError):
                 await tier.log.refresh()
@@ -187,34 +187,33 @@ class HeldRun:
     # -- its tiers --
 
     def near(self, tier: OpenTier) -> OpenTier | None:
-        """From where a further tier is filled: a nearest tier that is quicker than the network."""
+        """Return the nearest tier if a further one is filled from it, because it is quicker than the network."""
         nearest = self.tiers[0] if self.tiers else None
         return nearest if nearest is not None and nearest is not tier and not nearest.store.remote else None
 
     def spoken_for(self) -> list[OpenTier]:
-        """Those that this rank speaks for."""
+        """Return the tiers in which this rank is the first one."""
         return [tier for tier in self.tiers if tier.role.place == 0]
 
     @handles(KeepSteps)
-    async def keep_steps(self, request: KeepSteps) -> None:
-        """From now on no clean-up takes them, before there are records that say so."""
+    async def keep_steps(self, request: KeepSteps) -> KeptReply:
+        """Keep steps; clean-up spares them from now on, before the records exist. If two tiers have different notes,
+        those of the nearer one count."""
         tiers = self.spoken_for()
-        for tier in tiers:
-            tier.notes = dict(request.notes)
-        found = await asyncio.gather(*(tier.keep_noted(self.mine()) for tier in tiers if tier.opened))
-        for error in filter(None, found):
-            raise error
-
-    @handles(AskKept)
-    def kept(self, request: AskKept) -> KeptReply:
-        """Of what two tiers say the nearer one's word counts."""
-        tiers = [tier for tier in self.spoken_for() if tier.opened]
+        for tier in tiers if request.notes is not None else ():
+            tier.notes = dict(request.notes or ())
+        tiers = [tier for tier in tiers if tier.opened]
+        if request.notes is not None:
+            found = await asyncio.gather(*(tier.keep_noted(self.mine()) for tier in tiers))
+            for error in filter(None, found):
+                raise error
         notes = {step: note for tier in reversed(tiers) for step, note in tier.noted().items()}
         there = set().union(*(tier.steps() for tier in tiers))
         return KeptReply([(step, note, step in there) for step, note in notes.items()], request.step in there)
 
     async def lost(self, tiers: Iterable[OpenTier] | None = None) -> list[str]:
-        """Those that are not the run any more that was opened there; of one that does not answer nothing is known."""
+        """Return the URLs of tiers that no longer contain the run that was opened there. A tier that does not reply is
+        not one of them."""
         found = []
         for tier in (tier for tier in (self.tiers if tiers is None else tiers) if tier.opened):
             with contextlib.suppress(CheckpointError, TimeoutError):
@@ -223,7 +222,7 @@ class HeldRun:
         return found
 
     async def replaced(self) -> bool:
-        """Return True if another run has begun in every tier: nobody can come for this memory any more."""
+        """Return True if another run has begun in every tier, so that no trainer can come for this memory."""
         if not self.tiers or not all(tier.opened for tier in self.tiers):
             return False
         with contextlib.suppress(CheckpointError, TimeoutError):
@@ -242,6 +241,6 @@ class HeldRun:
 
 
 def acquire_of(owner: Owner) -> Acquire:
-    """An owner, as messages have it."""
+    """Convert an owner from its form in messages."""
     epoch, nonce, restored = owner
     return Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))

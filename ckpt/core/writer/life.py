@@ -9,32 +9,34 @@
     FENCED      another job owns the run; memory is released           LEAVING
     LEAVING     the socket name is free; writes that began are ended   -
 
-Who decides: the kernel says that a trainer is dead (its robust mutex, its pidfd), the run log says that a run has a new
-owner. No message does. A trainer that says that it leaves or closes decides that for itself only.
+The evidence that a trainer is dead comes from the kernel (its robust mutex, its pidfd), and the evidence that a run has
+a new owner from the run log. No message is such evidence. A trainer that leaves or closes decides that for itself only.
 
     trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
-    trainer leaves      `Leave` -> the same, though its process may live
-    trainer closes      `Close` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
+    trainer leaves      `Leave(keep=True)` -> the same, though its process may live
+    trainer closes      `Leave` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
     a trainer comes     `Greeting` -> refused while ours lives; else it inherits: memory, history, fault reports
     another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`,
                         makes us read that: `_fence` notifies the trainer, releases memory, frees the name
 
 Faults:
 
-- Two trainers come at once: one event loop answers them in turn. The first inherits, the second finds a trainer that
-  lives. If both start a writer, the kernel gives the socket name to one.
-- A trainer is stopped (SIGSTOP) and resumes later: it lives, so nobody inherits from it. If another job has fenced it
-  meanwhile, its next call raises FencedError, and what it copied into released slots is read by nobody.
+- Two trainers come at the same time: one event loop serves them in turn. The first inherits, the second finds a trainer
+  that lives. If both start a writer, the kernel gives the socket name to one.
+- A trainer is stopped (SIGSTOP) and resumes later: it lives, so no trainer inherits from it. If another job has fenced
+  it in between, its next call raises FencedError, and its copies into released slots are never read.
 - This process is stopped: it keeps its name and its memory. A start resumes it, or fails with an error that names this
   process and the size of its memory. Only a takeover or the ledger may prove that it can be killed.
 - A process number is used again: processes are compared by number and start time, and waited for by pidfd.
 - Another user's process: the socket accepts only connections of this user.
 - A trainer dies while it opens the run: it is ours since its `Greeting`, so that death is one like any other.
-- A restart has fewer local ranks: its ranks share the writers that have no trainer any more. They borrow the memory
+- A restart has fewer local ranks: its ranks share the writers that no longer have a trainer. They borrow the memory
   (`Lend`), and have their own writers hold it (`AttachArena`) before the new job becomes the owner. The old writers
   read that in the log, and leave. With more local ranks, some find no writer, and start one.
-- Memory of a dead trainer may be mapped by the new job, so `_fence` closes it. Memory of a living trainer nobody else
-  uses, so `_fence` also returns its pages to the system.
+- Another writer dies, and its trainer starts this one: the memory comes by `AttachArena`. If that trainer dies before,
+  there is nothing to keep, and this writer leaves.
+- Memory of a dead trainer may be mapped by the new job, so `_fence` only closes it. Memory of a living trainer is used
+  by no other process, so `_fence` also returns its pages to the system.
 - The trainer writes on after its death was noticed: devices may copy until the process has ended. The new trainer waits
   for that before it overwrites a slot; `GreetingReply.writing_on` says for which processes.
 - A write is under way when memory is released: `PresentTrainer.check_not_fenced` fails it after its last read and
@@ -51,7 +53,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt import events, failpoints
 from ckpt.core.format.manifest import Attempt
@@ -65,12 +67,11 @@ from ckpt.core.ipc.process import Process
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Answer, Background, Caller, check_version, handles
 from ckpt.core.writer.held_run import LOST_S, HeldRun, PresentTrainer
-from ckpt.core.writer.memory import HAND_OVER_S, HeldMemory
+from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.parts import PartWriter
 from ckpt.core.writer.persist import Drain, Persister
 from ckpt.core.writer.server import Server
-from ckpt.core.writer.watch import TrainerWatch
 from ckpt.errors import FencedError, InUseError
 from ckpt.units import duration
 
@@ -82,7 +83,7 @@ POLL_S = 0.2  # between two checks of whether a trainer has come
 
 
 class State(Enum):
-    """What a writer does at the moment; see the table above."""
+    """The state of a writer; see the table above."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -98,6 +99,29 @@ NEXT = {
     State.FENCED: {State.LEAVING},
     State.LEAVING: set[State](),
 }
+
+
+class TrainerWatch(Protocol):
+    """The port to whoever watches the trainer: finds out why it died, whether it hangs, and whether memory runs out.
+    The core notices by itself that a trainer has died. `ckpt.guard.fault_reports` is a watch; `ckpt.writer_process`
+    passes it to the core.
+
+    A watch handles its own requests. It reads `PresentTrainer`, `HeldRun`, `HeldMemory` and `Drain`. It sets
+    `PresentTrainer.crashed`, which is earlier than the end of the process, and `PresentTrainer.announced` if the
+    trainer has explained its end, and calls `Bookkeeper.fault`. All methods are called in the event loop.
+    """
+
+    def died(self, drained: asyncio.Event) -> None:
+        """Report the end of a trainer that has died, left or lost the run, unless it has announced that itself.
+
+        drained: set once what is in memory is durable; never, if the next trainer comes first.
+        """
+
+    def hand_over(self) -> list[requests.Json]:
+        """Stop watching: another trainer comes. Return the reports that no trainer has received yet."""
+
+    def stop(self) -> None:
+        """Stop watching: the trainer has closed, or has lost the run."""
 
 
 @dataclass(eq=False)
@@ -192,7 +216,6 @@ class Life:
         failpoints.point("drain.started")
         drained = asyncio.Event()
         self.watch.died(drained)
-        await self._until_all_is_read(adoptions)
         await asyncio.to_thread(self.held_memory.digest_ring)
         try:
             await self._make_durable(adoptions, drained)
@@ -203,14 +226,6 @@ class Life:
             if adoptions == self.trainer.adoptions:
                 self._leave()
                 await self._finish()
-
-    async def _until_all_is_read(self, adoptions: int) -> None:
-        """A trainer that died while it handed us the memory of a dead writer has sent some that we have yet to read."""
-        end = time.monotonic() + HAND_OVER_S
-        while not self.held_memory.handed_over.is_set() and adoptions == self.trainer.adoptions:
-            if self.trainer.channel is None or time.monotonic() > end:
-                return
-            await asyncio.sleep(0.01)
 
     async def _make_durable(
         self, adoptions: int, drained: asyncio.Event, owed: Collection[Attempt] | None = None
@@ -239,7 +254,7 @@ class Life:
         drained.set()
 
     async def _linger(self, adoptions: int) -> None:
-        """Keep memory as long as somebody may come for it. FencedError if another job owns the run."""
+        """Keep memory as long as a trainer may come for it. Raises FencedError if another job owns the run."""
         if adoptions != self.trainer.adoptions:
             return
         self._enter(State.LINGERING)
@@ -267,8 +282,6 @@ class Life:
         see, and WriterError if this writer leaves."""
         check_version(request)
         trainer, memory = self.trainer, self.held_memory
-        if caller.channel is not trainer.channel:
-            await memory.until_handed_over()
         self.server.check_stays()
         lost = await self.run.lost()  # before anything changes
         self.server.check_stays()
@@ -296,7 +309,8 @@ class Life:
     async def lend(self, request: requests.Lend, caller: Caller) -> Answer:
         """Show another trainer what is here. It gets the arenas themselves, and may keep them."""
         check_version(request)
-        await self.held_memory.until_handed_over()
+        if request.digest:
+            await asyncio.to_thread(self.held_memory.digest_ring)
         if request.fenced:
             await self._check_owner(everywhere=True)
             self.server.check_stays()
@@ -338,8 +352,8 @@ class Life:
                 await self._check_owner()
 
     async def _check_owner(self, *, everywhere: bool = False) -> None:
-        """Read the log, and let go of everything if another job owns the run. A rank checks the tiers that it speaks
-        for: the others would ask a bucket as often as there are ranks."""
+        """Read the log, and release everything if another job owns the run. A rank checks only the tiers in which it is
+        the first, so that a bucket does not get as many requests as there are ranks."""
         if self.state is State.SERVING and (self._owned_for != self.trainer.adoptions or self.run.taking.locked()):
             return  # the newest owner in the log may be our trainer, which has fenced an earlier job
         try:
@@ -375,23 +389,19 @@ class Life:
         self.server.finished.set()
 
     @handles(requests.Leave)
-    def on_leave(self, request: requests.Leave, caller: Caller) -> None:
-        """The trainer lets go of everything, and its process may live on."""
-        if self.trainer.channel not in (caller.channel, None):
-            return  # another trainer has come in its place
-        self.trainer.announced = self.trainer.left = True
-        self.books.ended("left")
-        self.died(self.trainer.adoptions)
-
-    @handles(requests.Close)
-    async def on_close(self, request: requests.Close, caller: Caller) -> None:
-        """The trainer is done: finish what began, clean up and leave. As long as something is unfinished, a new trainer
-        may inherit it, as after a death."""
+    async def on_leave(self, request: requests.Leave, caller: Caller) -> None:
+        """Finish what began, clean up and leave. As long as something is unfinished, a new trainer may inherit it, as
+        after a death. With `keep`, do all that is done after a death."""
         trainer = self.trainer
         if trainer.channel not in (caller.channel, None):
             return  # another trainer has come in its place
+        trainer.announced = trainer.left = True
+        if request.keep:
+            self.books.ended("left")
+            self.died(trainer.adoptions)
+            return
         adoptions, owed = trainer.adoptions, self.persister.begun()
-        trainer.announced = trainer.left = trainer.closed = True
+        trainer.closed = True
         self.watch.stop()
         self._ended("left" if request.failed else "closed")
         if owed:
@@ -405,10 +415,10 @@ class Life:
             self._leave()
         try:
             await self.books.finish()
-            try:  # a trainer that lost the run has to be told at its end
+            try:  # a trainer that lost the run must learn that before it ends
                 await asyncio.wait_for(self.run.check_owner(self.run.spoken_for()), LOST_S)
             except TimeoutError:
-                pass  # a bucket does not answer
+                pass  # a bucket does not reply
             finally:
                 await self.persister.close()
         finally:

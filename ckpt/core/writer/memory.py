@@ -1,4 +1,4 @@
-"""What a writer holds in memory, and requests about that: arenas, the layouts of what is in them, and digests.
+"""The memory that a writer holds, and requests about it: arenas, the layouts of the snapshots in them, and digests.
 
 Arenas are its trainer's, those that a trainer inherited from ranks that are no more (`foreign`), and copies of the
 memory of other nodes (`copies`).
@@ -7,8 +7,8 @@ memory of other nodes (`copies`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,19 +25,18 @@ from ckpt.core.ipc.requests import Digest
 from ckpt.core.log.log import Acquire, in_history
 from ckpt.core.writer.dispatch import Answer, Caller, handles
 from ckpt.core.writer.held_run import PresentTrainer
-from ckpt.errors import SaveError, SkippedError
+from ckpt.errors import SaveError, SkippedError, WriterError
 from ckpt.events import log
 
-HAND_OVER_S = 5.0
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
-RING_SHARE = 0.5  # of all memory, that the arenas of a machine may take beyond two slots each: they are made at once
-KEEP_S = 1.0  # for another process that keeps an arena to let go of it
+RING_SHARE = 0.5  # of all memory, that the arenas of a machine may take beyond two slots each
+KEEP_S = 1.0  # for another process that keeps an arena to release it
 
 
 def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
-    """How many slots of this size fit into free memory, at most `slots`, and beyond two only so many that the arenas of
-    all `ranks` of this machine take half of it. SkippedError if not even `least` do."""
+    """Return how many slots of this size fit into free memory, at most `slots`. Beyond two, the arenas of all `ranks`
+    of this machine take at most half of its memory. Raises SkippedError if fewer than `least` fit."""
     there = room()
     free = there.available
     fair = int(RING_SHARE * there.total) // ranks // slot_size
@@ -53,25 +52,25 @@ def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
 
 
 def check_room(slots: int, slot_size: int) -> None:
-    """SkippedError if an arena of this size would take memory that is not free."""
+    """Raise SkippedError if an arena of this size does not fit into free memory."""
     room_for(slots, slot_size, slots)
 
 
 def make_arena(slots: int, slot_size: int, least: int, *, ranks: int = 1, node: int | None = None) -> Arena:
-    """Of as many slots as there is memory for, at most `slots`; the first one is ready. SkippedError if `least` do not
-    fit. `ranks`, `node`: see `MakeArena`."""
+    """Make an arena with as many slots as fit, at most `slots`; the first one is ready. Raises SkippedError if `least`
+    do not fit. `ranks`, `node`: see `MakeArena`."""
     slots = room_for(slots, slot_size, least, max(1, ranks))
     while True:
         try:
             return Arena.create(slots, slot_size, ready=1, node=node)
         except (MemoryError, OSError) as error:  # others were quicker, or it must not be locked, say
             if slots == least:
-                raise SkippedError(f"there is no memory for {slots} snapshots: {error}") from error
+                raise SkippedError(f"{slots} snapshots do not fit into memory: {error}") from error
             slots -= 1
 
 
 def _make_ready(arena: Arena) -> None:
-    """Beside everything else: the trainer fills the first slot meanwhile."""
+    """Make the other slots ready in a thread, while the trainer fills the first one."""
 
     def work() -> None:
         try:
@@ -83,30 +82,21 @@ def _make_ready(arena: Arena) -> None:
 
 
 class HeldMemory:
-    """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread; its own
-    requests see to that."""
+    """The snapshots that this writer holds. All methods run in its event loop, except `digest_ring`, which takes long
+    and runs in a thread."""
 
-    def __init__(self, trainer: PresentTrainer, *, awaited: bool = False) -> None:
-        """`awaited`: a trainer that has memory is about to give it to us."""
+    def __init__(self, trainer: PresentTrainer) -> None:
         self._trainer = trainer
-        self.handed_over = asyncio.Event()
-        if not awaited:
-            self.handed_over.set()
         self.arenas: dict[str, Arena] = {}
         self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
-        self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
+        self.foreign: set[str] = set()  # those that other ranks staged into; they are only read
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.late: set[tuple[Attempt, int]] = set()  # of these they were computed by `digest_ring`, or after a death
-        self.retracted: dict[Attempt, str] = {}  # what must not become a checkpoint, and why
-        self.replicas: dict[Attempt, Replicas] = {}  # what the parts of our rank say of replicated tensors
+        self.retracted: dict[Attempt, str] = {}  # snapshots that must not become checkpoints, and why
+        self.replicas: dict[Attempt, Replicas] = {}  # digests of replicated tensors, for the parts of this rank
         self._numbers: dict[tuple[str, Attempt], Iterator[int]] = {}
         self.copies: dict[int, Arena] = {}  # of the memory of other nodes, by rank; a plug-in fills them
-
-    async def until_handed_over(self) -> None:
-        """Until our own trainer has given us what a dead writer held, if it is about to: there is nothing yet."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.handed_over.wait(), HAND_OVER_S)
 
     def all(self) -> list[Arena]:
         return [*self.arenas.values(), *self.copies.values()]
@@ -117,9 +107,9 @@ class HeldMemory:
             self.foreign.add(arena.id.hex())
 
     def free_all(self) -> None:
-        """Return the memory to the system, although the trainer may live: it has lost the run. Nothing that it copies
-        there from now on is acknowledged. Only this may change slots without holding their mutex: whoever reads one
-        compares its label afterwards, or is fenced as well."""
+        """Return the memory to the system although the trainer may live, because it has lost the run. No copy that it
+        makes from now on is acknowledged. Only this method changes slots without holding their mutex: readers compare
+        the label afterwards, or are fenced as well."""
         for key, arena in list(self.arenas.items()):
             for slot in range(arena.slots):
                 arena.give_up(slot)
@@ -127,7 +117,7 @@ class HeldMemory:
 
     @handles(requests.ReleaseArena)
     def release(self, request: requests.ReleaseArena) -> None:
-        """This arena is not needed any more."""
+        """Release this arena."""
         key = request.arena
         arena = self.arenas.pop(key, None)
         if arena is not None:
@@ -135,12 +125,13 @@ class HeldMemory:
             arena.close()
 
     def layouts_in_use(self, arenas: Iterable[Arena]) -> dict[str, Any]:
-        """What a trainer needs to read what is in these, in JSON. A state that has another at each step leaves many."""
+        """Return the layouts of the snapshots in these arenas, in JSON. Others are omitted: a state whose shapes keep
+        changing leaves many."""
         used = {label.layout for arena in arenas for _, label in arena.sealed()}
         return {digest: layout.to_json() for digest, layout in self.layouts.items() if digest in used}
 
     def ring(self) -> list[tuple[Arena, int, Label]]:
-        """Every sealed snapshot but copies of another node's, newest first."""
+        """Return all sealed snapshots, newest first, without copies of other nodes'."""
         found = [(arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()]
         return sorted(found, key=lambda one: -one[2].order)
 
@@ -173,11 +164,11 @@ class HeldMemory:
         return self._numbers.setdefault((url, attempt), itertools.count(first))
 
     def take_back(self, attempt: Attempt, reason: str) -> None:
-        """It must not become a checkpoint."""
+        """Record that a snapshot must not become a checkpoint."""
         self.retracted.setdefault(attempt, reason)
 
     def forget_old(self) -> None:
-        """What is known of snapshots that are not in memory any more."""
+        """Forget digests and numbers of snapshots that are no longer in memory."""
         held = {label.attempt for arena in self.all() for _, label in arena.sealed()}
         self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
         self.late &= self.digests.keys()
@@ -185,7 +176,8 @@ class HeldMemory:
         self._numbers = {key: numbers for key, numbers in self._numbers.items() if key[1] in held}
 
     def wanted(self, history: Sequence[Acquire], attempts: Collection[Attempt] | None = None) -> list[Attempt]:
-        """What is here (of these, if they are given), belongs to this history and was not taken back, newest first."""
+        """Return the snapshots of this history, newest first, without those that were given up; only these `attempts`,
+        if given."""
         ring = {label.attempt for _, _, label in self.ring() if label.attempt is not None}
         found = in_history(history, ring - self.retracted.keys())
         return [attempt for attempt in found if attempts is None or attempt in attempts]
@@ -216,7 +208,7 @@ class HeldMemory:
         arena = await asyncio.to_thread(
             make_arena, request.slots, request.slot_size, request.least, ranks=request.ranks, node=request.node
         )
-        if begun != self._trainer.adoptions:  # whoever came meanwhile knows nothing of it
+        if begun != self._trainer.adoptions:  # the next trainer would never release it
             arena.close()
             raise SkippedError("the trainer that asked for this memory has lost the run, or died")
         self.add(arena)
@@ -224,31 +216,22 @@ class HeldMemory:
         _make_ready(arena)
         return Answer(arena.id.hex(), (arena.fd,))
 
-    @handles(requests.KeepArena)
-    async def keep(self, request: requests.KeepArena) -> None:
-        await self._kept(request.arena)
-
-    @handles(requests.HandedOver)
-    async def on_handed_over(self, request: requests.HandedOver) -> None:
-        await asyncio.gather(*map(self._kept, list(self.keeping)))
-        self.handed_over.set()
-
     async def _kept(self, key: str) -> None:
         await asyncio.to_thread(self.keeping[key].begun.wait, KEEP_S)
 
     @handles(requests.AttachArena)
-    def attach(self, request: requests.AttachArena, caller: Caller) -> None:
+    async def attach(self, request: requests.AttachArena, caller: Caller) -> None:
+        """Hold an arena of the trainer. If another trainer has come meanwhile, refuse, because nobody would ever
+        release it."""
+        if self._trainer.channel not in (caller.channel, None):
+            os.close(caller.fds[0])
+            raise WriterError("this writer serves another trainer by now")
         arena = Arena.attach(caller.fds[0])
         self.add(arena, foreign=request.foreign)
         if not request.foreign:  # the writer before may not have come to its end
             _make_ready(arena)
+        await self._kept(arena.id.hex())
 
     @handles(requests.KnowLayout)
     def know_layout(self, request: requests.KnowLayout) -> None:
         self.keep_layout(Layout.from_json(request.layout))
-
-    @handles(requests.AskDigests)
-    async def on_digests(self, request: requests.AskDigests) -> list[requests.Digest]:
-        if request.all:
-            await asyncio.to_thread(self.digest_ring)
-        return self.known_digests()

@@ -24,7 +24,7 @@ from ckpt.core.format.manifest import Attempt, folder_of, manifest_key
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.format.table import Table
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.notes import HeldNote, SaidNote, UnpinnedNote
+from ckpt.core.ipc.notes import HeldNote, SaidNote, SlotReadNote
 from ckpt.core.ipc.requests import Retract
 from ckpt.core.writer.dispatch import Background, handles
 from ckpt.core.writer.held_run import HeldRun, PresentTrainer
@@ -187,7 +187,7 @@ class PartWriter:
             if not self.reads[key]:
                 del self.reads[key]
                 if adopted != self.trainer.adoptions:  # the new trainer was told that this slot is being written
-                    self.trainer.tell(UnpinnedNote(arena.id.hex(), slot))
+                    self.trainer.tell(SlotReadNote(arena.id.hex(), slot))
 
     async def store(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True

@@ -18,7 +18,7 @@ from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.notes import StoredNote
+from ckpt.core.ipc.notes import SlotReadNote
 from ckpt.core.ipc.requests import Persist, SavedInTier, WriteSlot, WriteSlotReply
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.dispatch import Background, handles
@@ -57,7 +57,7 @@ class Persister:
     async def write(self, request: WriteSlot) -> WriteSlotReply:
         """Make a checkpoint of a sealed slot in one tier.
 
-        The slot is free again once `StoredNote` is told. A further tier that is busy, or fails, gets the step from the
+        `SlotReadNote` says when the slot is free again. A further tier that is busy, or fails, gets the step from the
         nearest one, so that memory does not wait for a network.
         """
         tier, attempt = self._run.tiers[request.tier], Attempt.parse(request.attempt)
@@ -101,7 +101,7 @@ class Persister:
         return written
 
     def _tell_stored(self, request: WriteSlot) -> None:
-        self._trainer.tell(StoredNote(request.tier, request.attempt))
+        self._trainer.tell(SlotReadNote(request.arena, request.slot, request.tier, request.attempt))
 
     async def _store(
         self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, request: WriteSlot

@@ -1,7 +1,7 @@
-"""How the writer is reached: by the name of the run on this machine, which it has for as long as it holds its memory.
+"""The connections of the writer. It listens under the name of the run on this machine as long as it holds memory.
 
-A thread reads each connection; what it reads is dealt with in the event loop, each request in a task of its own, which
-begin in the order in which they came.
+A thread reads each connection. Each request is handled by a task of the event loop; tasks begin in the order in which
+requests arrive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt.core.writer.dispatch import Answer, Background, Caller, Dispatch
 from ckpt.core.writer.held_run import PresentTrainer
 from ckpt.errors import CheckpointError, ProtocolError, WriterError
 
-AGAIN_S = 1.0  # between two tries to take a connection up, where there is no room for it
+AGAIN_S = 1.0  # pause after a connection could not be accepted, for lack of descriptors
 
 
 class Server:
@@ -29,11 +29,11 @@ class Server:
         self._path, self._trainer, self._background = path, trainer, background
         self._listener: socket.socket | None = listener
         self._dispatch: Dispatch | None = None
-        self.left = asyncio.Event()  # whoever comes now is too late
+        self.left = asyncio.Event()  # no trainer is accepted from now on
         self.finished = asyncio.Event()
 
     async def run(self, dispatch: Dispatch) -> None:
-        """Answer whoever comes. Returns when the name is given up: replies and work go on until `finished`."""
+        """Serve until the name is released. Replies and work go on until `finished`."""
         assert self._listener is not None and self._trainer.channel is not None
         self._dispatch = dispatch
         self._listener.setblocking(False)
@@ -42,7 +42,7 @@ class Server:
         await self.left.wait()
 
     def leave(self) -> None:
-        """Give the name up: the next trainer starts with a writer of its own."""
+        """Release the name, so that the next trainer starts a writer of its own."""
         self.left.set()
         listener, self._listener = self._listener, None
         if listener is None:
@@ -55,8 +55,8 @@ class Server:
                 os.unlink(self._path)
 
     def check_stays(self) -> None:
-        """WriterError for a trainer that comes when it is too late: it waits for the name, and has a writer of its
-        own."""
+        """Raise WriterError for a trainer that comes when this writer leaves. It waits for the name, and starts a
+        writer of its own."""
         if self.left.is_set():
             raise WriterError("this writer is about to leave")
 
@@ -71,7 +71,7 @@ class Server:
             sock, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # out of descriptors, say: whoever asks waits meanwhile
+        except OSError:  # out of descriptors, for example: clients wait
             self._background.loop.remove_reader(listener)
             self._background.loop.call_later(AGAIN_S, self._listen)
             return
@@ -116,7 +116,7 @@ class Server:
 
 
 def _reply(channel: Channel, number: int | None, value: object, fds: tuple[int, ...] = ()) -> None:
-    """Whoever asked with a number gets an answer, if only that there is none."""
+    """Reply to a request that has a number, if only with the error that the reply cannot be sent."""
     if number is not None:
         with contextlib.suppress(OSError):
             try:
@@ -126,6 +126,6 @@ def _reply(channel: Channel, number: int | None, value: object, fds: tuple[int, 
 
 
 def call_myself(name: str) -> None:
-    """As `ps` and `link.writers_of` see it."""
+    """Set the name of this process, which `ps` and `link.writers_of` see."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

@@ -1,8 +1,8 @@
 """The command `ckpt`: inspect runs from a shell, or request a save of a running job. It does not import torch.
 
-Each command has a module of its name (`import_` for import); `ckpt.tools.cli.terminal` prints the results. Exit codes:
-0 fine or equal; 1 damaged or different; 2 wrong usage or another error (stderr states which); 3 files cannot be read
-now, so nothing is known about them and nothing was changed.
+Each command has a module of its name, except for those in `HOMES`; `ckpt.tools.cli.terminal` prints the results. Exit
+codes: 0 fine or equal; 1 damaged or different; 2 wrong usage or another error (stderr states which); 3 files cannot be
+read now, so nothing is known about them and nothing was changed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,23 @@ from ckpt.tools.cli import STOPPED, UNREADABLE
 from ckpt.tools.cli.terminal import STDERR_HANDLER, print_err
 from ckpt.version import VERSION
 
-COMMANDS = (
-    "copy", "diff", "doctor", "faults", "gc", "import", "keep", "ls", "plan", "prune", "repair", "report", "restore",
-    "rm", "show", "top", "trigger", "verify",
-)  # fmt: skip
+GROUPS = {
+    "Inspect": ("ls", "show", "diff", "top", "report"),
+    "Health": ("verify", "repair", "doctor", "faults"),
+    "Manage": ("copy", "pin", "unpin", "prune", "rm", "gc", "trigger"),
+    "Convert": ("export", "import"),
+    "Plan": ("plan",),
+}
+COMMANDS = sorted(name for names in GROUPS.values() for name in names)
+HOMES = {
+    "import": ("import_", "import_"),
+    "unpin": ("pin", "unpin"),
+    "restore": ("export", "export"),
+}  # module, function
 
 MEANT = {  # command names of other programs
-    "clean": "gc", "convert": "import", "delete": "rm", "export": "restore", "info": "show", "inspect": "show",
-    "list": "ls", "load": "restore", "remove": "rm", "save": "trigger", "status": "top",
+    "clean": "gc", "convert": "import", "delete": "rm", "info": "show", "inspect": "show", "keep": "pin",
+    "list": "ls", "load": "export", "remove": "rm", "save": "trigger", "status": "top",
 }  # fmt: skip
 SENTENCE = re.compile(r"(?<=\.) ")
 WHOLE = 1000  # most characters of a sentence in the list of commands
@@ -41,20 +50,20 @@ class Commands(click.Group):
     """Imports each command when it is used, so that `ls` need not wait for the others."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return COMMANDS
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
+        if name not in COMMANDS and name not in HOMES:
             return None
-        called = "import_" if name == "import" else name
-        command: click.Command = getattr(importlib.import_module(f"ckpt.tools.cli.{called}"), called)
+        module, function = HOMES.get(name, (name, name))
+        command: click.Command = getattr(importlib.import_module(f"ckpt.tools.cli.{module}"), function)
         return command
 
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         word = arguments[0]
-        if word not in COMMANDS and not context.resilient_parsing:
+        if word not in COMMANDS and word not in HOMES and not context.resilient_parsing:
             from difflib import get_close_matches
 
             if meant := MEANT.get(word) or next(iter(get_close_matches(word, COMMANDS, 1)), None):
@@ -62,12 +71,13 @@ class Commands(click.Group):
         return super().resolve_command(context, arguments)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """List each command with the whole first sentence of its help, wrapped if it is long."""
-        commands = ((name, self.get_command(context, name)) for name in COMMANDS)
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, command.get_short_help_str(WHOLE)) for name, command in commands if command is not None]
-            )
+        """List the commands by group, each with the whole first sentence of its help, wrapped if it is long."""
+        for group, names in GROUPS.items():
+            commands = ((name, self.get_command(context, name)) for name in names)
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(name, command.get_short_help_str(WHOLE)) for name, command in commands if command is not None]
+                )
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

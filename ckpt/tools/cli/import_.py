@@ -7,9 +7,9 @@ from functools import partial
 import click
 
 from ckpt.tools.cli.arguments import files, folders
+from ckpt.tools.cli.export import dry_option, dtype_option, make, shown, so_far, world_option
 from ckpt.tools.cli.origins import as_option, only_option, open_files
 from ckpt.tools.cli.quantity import ByteSize
-from ckpt.tools.cli.restore import dry_option, dtype_option, make, shown, so_far, world_option
 from ckpt.tools.cli.terminal import act, example, json_option
 from ckpt.tools.convert.forms import Wanted
 from ckpt.tools.convert.output import local_path

@@ -14,10 +14,10 @@ import click
 from ckpt.core.checkpoint import losses
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.log.records import words_of
-from ckpt.errors import CheckpointError, FormatError, is_unreadable
+from ckpt.errors import CheckpointError, FormatError, NoCheckpointError, is_unreadable
 from ckpt.store import normalise
 from ckpt.tools.cli import UNREADABLE
-from ckpt.tools.cli.arguments import run_argument
+from ckpt.tools.cli.arguments import WholeRun, folders
 from ckpt.tools.cli.terminal import (
     PATIENCE_S,
     count_of,
@@ -34,13 +34,11 @@ from ckpt.tools.cli.terminal import (
 REASONS = {"ring": "extra", "late": "extra"}
 
 
-@click.command(
-    epilog=example("ckpt ls runs", "ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'")
-)
-@run_argument
+@click.command(epilog=example("ckpt ls", "ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
+@click.argument("url", metavar="[RUN]", default=".", type=WholeRun(), shell_complete=folders)
 @look_options
 def ls(url: str, as_json: bool) -> int:
-    """List the checkpoints of a run, newest first, or the runs below a folder.
+    """List the checkpoints of a run, newest first, or the runs below a folder. The default is the current folder.
 
     size: bytes that this checkpoint wrote; an increment also uses files of older ones. ranks: number that saved it.
     why: it was scheduled, or extra: saved from memory, on request, at a fault, or after the trainer had died. history:
@@ -51,7 +49,7 @@ def ls(url: str, as_json: bool) -> int:
     unread: list[object] = []
     try:
         found = asyncio.run(_ls(url))
-    except FormatError:
+    except (FormatError, NoCheckpointError):
         below = asyncio.run(_runs_below(url, unread))
         if not unread and all(one["bytes_in_files"] is None for one in below):
             raise

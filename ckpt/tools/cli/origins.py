@@ -76,7 +76,7 @@ async def open_files(
         if not path.exists():
             raise FormatError(f"{src} does not exist")
         if (path / "FORMAT.json").exists():
-            raise FormatError(f"{src} is already a run: `ckpt restore` converts it, and `ckpt copy` copies it")
+            raise FormatError(f"{src} is already a run: `ckpt export` converts it, and `ckpt copy` copies it")
         parsers = (parse_torch_dist, parse_dcp, parse_safetensors, parse_torch)
         parser = next((one for one in parsers if one.sniff(path)), None)
         if parser is None:

@@ -194,11 +194,11 @@ def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, st
 
 
 def tiers_line(chosen: Plan, shared: str) -> str:
-    """Return the line for the Checkpointer, ready to paste; the URL is a placeholder if none was given."""
+    """Return arguments of the Checkpointer, ready to paste; the URL is a placeholder if none was given."""
     every = {one.name: one.every for one in chosen.tiers if one.every}
     words = []
-    if MEMORY in every:
-        words.append(f"ckpt.Memory(every={every[MEMORY]}{', replicas=2' * (REPLICA in every)})")
     if SHARED in every:
-        words.append(f"ckpt.Tier({shared!r}, every={every[SHARED]})")
-    return f"tiers=[{', '.join(words)}]"
+        words.append(f"tiers=ckpt.Tier({shared!r}, every={every[SHARED]})")
+    replicas = ", replicas=2" * (REPLICA in every)
+    words.append(f"memory=ckpt.Memory(every={every[MEMORY]}{replicas})" if MEMORY in every else "memory=None")
+    return ", ".join(words)

@@ -75,7 +75,7 @@ def prune(
     """Delete older checkpoints. A job may be training there.
 
     The newest checkpoint is read back first; if it is damaged, nothing is deleted and the exit code is 1. Checkpoints
-    of `ckpt keep`, the newest finite one and the newest two always stay.
+    of `ckpt pin`, the newest finite one and the newest two always stay.
 
     files, size: of what is deleted.
     """

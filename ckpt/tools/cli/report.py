@@ -15,7 +15,7 @@ from ckpt.core.cadence.ledger import Account
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import RunState
-from ckpt.errors import CheckpointError, CorruptError, FormatError, is_unreadable
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, is_unreadable
 from ckpt.guard.report import Fault
 from ckpt.store import folder_of, normalise, open_store
 from ckpt.tools.cli import UNREADABLE
@@ -60,7 +60,7 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
 
     Lost time is the time of interruptions (until detected, until training was restarted, restoring, repeating steps)
     and the time that saving took from training. The rest of the wall-clock time is effective, including pauses like
-    evaluations in pause() and other work (warm-up, closing). Trained is only the time of steps that count. The
+    evaluations in not_training() and other work (warm-up, closing). Trained is only the time of steps that count. The
     wall-clock time begins when the first start was ready to train and ends when the job was last seen; time after that,
     and between jobs that were closed on purpose, is not counted.
 
@@ -76,7 +76,7 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
         refuse_existing(output, force)
     try:
         url, accounts, faults, damaged, state = asyncio.run(_read(url))
-    except FormatError:
+    except (FormatError, NoCheckpointError):
         below, unread = ([], {}) if output is not None else asyncio.run(_runs_below(url))
         if not below and not unread:
             raise

@@ -38,7 +38,7 @@ def rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: bool) -
     """Delete one checkpoint. A job may be training there.
 
     The newest other checkpoint is read back first; if it is damaged, nothing is deleted and the exit code is 1.
-    Checkpoints of `ckpt keep` and the last one that can be restored are not deleted. Files that other checkpoints use
+    Checkpoints of `ckpt pin` and the last one that can be restored are not deleted. Files that other checkpoints use
     stay.
 
     files, size: of what is deleted.

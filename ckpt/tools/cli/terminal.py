@@ -23,7 +23,7 @@ import click
 from ckpt.core.checkpoint import losses
 from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.log.log import Commit, RunLog
-from ckpt.errors import FormatError
+from ckpt.errors import FormatError, NoCheckpointError
 from ckpt.store import exists, folder_of, open_store, remember_options
 from ckpt.tools.cli import STOPPED
 from ckpt.tools.cli.arguments import folders
@@ -132,21 +132,21 @@ def act(work: Coroutine[Any, Any, T], so_far: Callable[[], str] = nothing_half) 
 
 @contextlib.asynccontextmanager
 async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
-    """Open the log of a run, completely if `whole`. Raises FormatError if there is none. Damaged records are printed on
-    stderr."""
+    """Open the log of a run, completely if `whole`. Raises NoCheckpointError if there is none. Damaged records are
+    printed on stderr."""
     log = RunLog(open_store(url, patience_s=PATIENCE_S), whole=whole)
     try:
         try:
             await log.open()
-        except FormatError as error:
+        except (FormatError, NoCheckpointError) as error:
             if await exists(log.store, "FORMAT.json"):
                 raise error from None
             folder = folder_of(log.store.url)
             if folder is not None and await runs_below(log.store.url):
-                raise FormatError(
+                raise NoCheckpointError(
                     f"{error}. It contains runs: `ckpt ls {shlex.quote(str(folder))}` lists them"
                 ) from None
-            raise FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to") from None
+            raise NoCheckpointError(f"{error}. Give the folder or URL that a Checkpointer saves to") from None
         if damage := await losses.of_log(log):
             print_err(f"WARNING: {damage_text(log, damage)}")
         yield log

@@ -23,7 +23,7 @@ from ckpt.core.checkpoint.ledger_files import account_keys
 from ckpt.core.ipc import channel as link
 from ckpt.core.ipc.watch_requests import Look
 from ckpt.core.log.log import RunLog
-from ckpt.errors import CheckpointError, FormatError, UsageError
+from ckpt.errors import CheckpointError, FormatError, NoCheckpointError, UsageError
 from ckpt.guard import report
 from ckpt.guard.report import Fault
 from ckpt.store import Store, open_store
@@ -82,7 +82,7 @@ class RunWatch:
                 "trains"
             )
         if stored is not None and stored.missing:
-            raise FormatError(f"{stored.error}. Give the folder or URL that a Checkpointer saves to")
+            raise NoCheckpointError(f"{stored.error}. Give the folder or URL that a Checkpointer saves to")
         if stored is None or not stored.at:
             why = "it has not responded in time" if stored is None else stored.error
             raise UsageError(f"{self.shown} cannot be read: {why}")
@@ -197,7 +197,9 @@ class StoreWatch(threading.Thread):
                 except TimeoutError:
                     self._failed("it does not respond")
                 except Exception as error:  # drivers raise any kind of exception
-                    self._failed(str(error) or type(error).__name__, missing=isinstance(error, FormatError))
+                    self._failed(
+                        str(error) or type(error).__name__, missing=isinstance(error, (FormatError, NoCheckpointError))
+                    )
                 self._first.set()
                 await asyncio.sleep(PLACES_S)
         finally:

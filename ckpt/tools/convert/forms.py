@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt.errors import UsageError
+from ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:  # only the requested format is imported
     from ckpt.tools.convert.output import Output
@@ -69,11 +69,11 @@ def form_of(path: Path) -> str:
 
 
 def form_for(path: Path, given: str | None, world: int | None) -> str:
-    """Return the requested format, or that of the name; for other names a folder of safetensors. Raises UsageError for
-    the suffix of an unsupported format."""
+    """Return the requested format, or that of the name; for other names a folder of safetensors. Raises
+    InvalidArgumentError for the suffix of an unsupported format."""
     if path.suffix.lower() in OTHERS and given is None:
         suffixes = ", ".join(f"{name} ({', '.join(form.suffixes)})" for name, form in FORMS.items() if form.suffixes)
-        raise UsageError(
+        raise InvalidArgumentError(
             f"{path.name}: the format {path.suffix} is not supported. Files can be {suffixes}, folders safetensors, "
             "dcp or run; other programs can convert safetensors"
         )
@@ -116,7 +116,7 @@ def _lightning(origin: Origin, views: list[RankView], dtypes: Mapping[str, str],
     from ckpt.tools.convert import to_lightning
 
     if wanted.only:
-        raise UsageError("a .ckpt file of Lightning contains a whole run: omit --only, or add --format")
+        raise InvalidArgumentError("a .ckpt file of Lightning contains a whole run: omit --only, or add --format")
     return to_lightning.plan(origin, views[0], dtypes)
 
 

@@ -91,7 +91,7 @@ def tiers_line(
         return ""
     slots = len(durable)
     keep = next((k for k in (3, 2) if (k + slots) * job.here <= 0.8 * speed.available), None)
-    words = [] if keep is None else [f"ckpt.Memory(every={memory.every}, keep={keep})"]
+    words = []
     every = 1
     needs = {place.url for place in places if place.options}
     for number, one in enumerate(durable):
@@ -101,7 +101,8 @@ def tiers_line(
         options = ", storage_options=options" if one.where in needs else ""
         url = folder_of(one.where) or one.where
         words.append(f"ckpt.Tier({str(url)!r}, every={every}, keep={keeping}{options})")
-    return f"tiers=[{', '.join(words)}]"
+    held = "None" if keep is None else f"ckpt.Memory(every={memory.every}, keep={keep})"
+    return f"tiers=[{', '.join(words)}], memory={held}"
 
 
 def why_no_line(job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed) -> str:

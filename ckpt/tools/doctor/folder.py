@@ -30,7 +30,7 @@ def file_system(path: str, mountinfo: str | None = None) -> FileSystem:
     kind, options = mount_of(os.path.realpath(path), text)
     advice = ""
     if kind in VOLATILE:
-        advice = "This is memory, which does not survive a reboot. Save to a disk; use ckpt.Memory() for memory"
+        advice = "This is memory, which does not survive a reboot. Save to a disk; host memory is memory=ckpt.Memory()"
     elif kind in ("overlay", "aufs"):
         advice = "This is the container's own layer, which is deleted with the container: mount a volume"
     elif kind.startswith("fuse"):

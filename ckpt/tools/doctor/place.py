@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ckpt.core.checkpoint.store_trial import PREFIX
 from ckpt.core.log.log import RunLog
-from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError
+from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NoCheckpointError
 from ckpt.store import Store, exists, folder_of, normalise, open_store, options_of, url_of
 from ckpt.tools.doctor.findings import PROBLEM, Finding, OnBytes, TierFindings, cleaner, judge, worst
 from ckpt.tools.doctor.folder import disk, file_system, nearest_folder, space
@@ -115,7 +115,7 @@ async def bounded(what: str, check: Awaitable[list[Finding]], bounds: Bounds) ->
         name = "reach" if what == "run" else what
         return [Finding(name, f"no response within {bounds.check_s:g} s", PROBLEM, "Check the network and the server")]
     except (CheckpointError, OSError) as error:
-        if what == "run" and not isinstance(error, (FormatError, CorruptError)):
+        if what == "run" and not isinstance(error, (FormatError, NoCheckpointError, CorruptError)):
             advice = "" if isinstance(error, AccessError) else "Check URL, endpoint and network; nothing was written"
             return [Finding("reach", str(error), PROBLEM, advice)]
         return [Finding(what, str(error), PROBLEM, "Do not save there before this works")]
@@ -187,7 +187,7 @@ async def inspect(store: Store) -> list[Finding]:
     log = RunLog(store)
     try:
         await log.open()
-    except FormatError as error:
+    except (FormatError, NoCheckpointError) as error:
         return await _no_run(store, str(error))
     state = log.state
     history = state.lineage()

@@ -63,7 +63,7 @@ async def open_target(store: Store) -> RunLog | None:
     log = RunLog(store)
     try:
         await log.open()
-    except FormatError:
+    except (FormatError, NoCheckpointError):
         if await exists(store, "FORMAT.json"):
             raise
         await check_empty(store)
@@ -234,7 +234,7 @@ async def _blame(
         url = source.store.url
         return CorruptError(f"step {attempt.step} of {url} is damaged: {error}. `ckpt repair {url}` may repair it")
     return NoCheckpointError(
-        f"step {attempt.step} of {source.store.url} was deleted while it was copied. Copy a newer one, or `ckpt keep` "
+        f"step {attempt.step} of {source.store.url} was deleted while it was copied. Copy a newer one, or `ckpt pin` "
         "it first"
     )
 

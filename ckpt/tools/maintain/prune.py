@@ -120,7 +120,7 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = 
             f"nothing was deleted, because step {steps} of {url} cannot be read and may need any file. "
             f"`ckpt verify` lists the damage. If another checkpoint is intact, `ckpt rm {url}@{unreadable[0].step} "
             "--yes` deletes "
-            "this one; if it is protected, run `ckpt keep --undo` first"
+            "this one; if it is protected, run `ckpt unpin` first"
         )
 
 

@@ -66,7 +66,7 @@ def decide_removal(url: str, attempt: Attempt, checked: Attempt, stock: RunFiles
     if attempt in state.kept:
         raise UsageError(
             f"step {attempt.step} of {url} is protected: {state.kept[attempt]}. To delete it, first run "
-            f"`ckpt keep {url}@{attempt.step} --undo --yes`"
+            f"`ckpt unpin {url}@{attempt.step} --yes`"
         )
     if any(attempt in c.needs for c in state.held.values()):
         raise UsageError(f"a save in progress builds on step {attempt.step} of {url}: repeat this after it has ended")

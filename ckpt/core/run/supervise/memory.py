@@ -1,4 +1,6 @@
-"""The arenas: how many slots, which one is staged into, what earlier incarnations left, when older memory may go."""
+"""The arenas of one rank: the one it stages into, the next one, and those of earlier job attempts until newer snapshots
+replace them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -17,18 +20,16 @@ from ckpt.core.ipc.arena import MAX_SLOTS, Arena
 from ckpt.core.ipc.process import Process
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.current_writer import CurrentWriter, WriterUser
-from ckpt.core.run.supervise.next_arena import NextArena
-from ckpt.core.run.supervise.writer_client import WriterClient, start_thread
+from ckpt.core.run.supervise.writer_link import REQUEST_S, CurrentWriter, WriterClient, WriterUser, start_thread
 from ckpt.core.snapshot.stage import Stager
-from ckpt.errors import CorruptError, WriterError
+from ckpt.errors import CheckpointError, CorruptError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.tiers import Memory, Tier
 
 
 class KnownDigests(NamedTuple):
-    """Of all blobs, then of the plain values. `late`: computed after the trainer's death, or when they were asked for:
-    what was damaged before matches them all the same."""
+    """The digests of all blobs, then of the plain values. `late`: computed after the trainer's death, or at a request,
+    so they do not prove that the memory was intact before."""
 
     digests: bytes
     late: bool
@@ -40,8 +41,8 @@ Digests = dict[tuple[Attempt, int], KnownDigests]
 
 @dataclass
 class HeldElsewhere:
-    """What a writer held for an earlier incarnation, or holds for another rank. `damaged`: of arenas that cannot be
-    used, by their ids, why."""
+    """Memory that a writer holds for an earlier job attempt or for another rank. `damaged`: why arenas cannot be used,
+    by their ids."""
 
     arenas: list[Arena] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -50,14 +51,11 @@ class HeldElsewhere:
     damaged: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, hello: requests.LendReply, fds: list[int], digests: list[requests.Digest] | None = None
-    ) -> HeldElsewhere:
-        """As a writer says it of itself. `digests`: if more were asked for."""
+    def of(cls, hello: requests.LendReply, fds: list[int]) -> HeldElsewhere:
+        """Return what a writer has sent."""
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
         acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
-        found = as_digests(hello.digests if digests is None else digests)
-        held = cls([], layouts, found, acquires)
+        held = cls([], layouts, as_digests(hello.digests), acquires)
         for key, fd in zip(hello.arenas, fds, strict=True):
             held._attach(key, fd)
         return held
@@ -83,8 +81,8 @@ class HeldElsewhere:
 
 
 class SnapshotMemory(WriterUser):
-    """Of one rank. `next`: what is being made; `inherited`: of earlier incarnations, and of ranks that this job does
-    not have; `everyone`: whether every rank has sealed enough newer ones."""
+    """The arenas of this rank. `next`: the arena being made; `inherited`: memory of earlier job attempts, and of
+    ranks that this job does not have; `everyone`: True if every rank has sealed enough newer snapshots."""
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class SnapshotMemory(WriterUser):
         memory: Memory | None,
         node: Callable[[], int | None],
     ) -> None:
-        """`node`: of the machine's memory, by which our device is."""
+        """`node`: returns the NUMA node that is near the device of this rank, None if unknown."""
         self._writer, self._stager, self._world = writer, stager, world
         self.lasts = memory is not None and memory.linger_s > 0
         slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)))
@@ -109,43 +107,50 @@ class SnapshotMemory(WriterUser):
         self._arriving: Arena | None = None  # the next one, until it is staged into
         self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer read from when it was found
         self._watched: tuple[WriterClient, bytes] | None = None  # who waits for our death, by the mutex of which arena
-        self._copied = False  # whether another writer keeps a copy of our memory
+        self._attached: list[Future[tuple[None, list[int]]]] = []  # when the next writer holds what we have
+        self._copied = False  # True if another writer keeps a copy of this memory
 
     def arenas(self) -> list[Arena]:
-        """Those that are ours to look after."""
+        """Return the arenas that this rank's writer holds."""
         found = (*self._spares, self._stager.arena, self._arriving)
         return list({arena.id: arena for arena in found if arena is not None}.values())
 
     def all_arenas(self) -> list[Arena]:
-        """And those that are only read, each once."""
+        """Return these, and the arenas that are only read, each once."""
         return list({arena.id: arena for arena in (*self.inherited.arenas, *self.arenas())}.values())
 
     def holds(self, arena: Arena) -> bool:
-        """Whether our writer has this arena; it does not have that of another job that still lives."""
+        """Return True if this rank's writer holds this arena."""
         return any(arena is mine for mine in self.arenas())
 
     @property
     def outlives_us(self) -> bool:
-        """Whether snapshots outlive this process."""
+        """Return True if snapshots outlive this process."""
         arena = self._stager.arena
         return self.lasts and self._writer.failure is None and (arena is None or arena.is_kept())
 
     def on_new_writer(self, client: WriterClient) -> None:
         self._stager.on_writer(client.pid)
-        for arena in self.arenas():
-            client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
+        self._attached = [
+            client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
+        ]
         for arena_id, slot in list(self._read_before):  # by the writer that has died
             self.on_read(arena_id.hex(), slot)
         if (current := self._stager.arena) is not None:
-            self._watch(current)
+            self._watch(current, client)
         self.next.drop()
+
+    def await_attached(self) -> None:
+        """Wait until the next writer holds the memory that this rank has. Raises why it does not."""
+        for attached in self._attached:
+            attached.result(REQUEST_S)
 
     # -- what earlier incarnations left --
 
     def inherit(self, hello: requests.GreetingReply, fds: list[int]) -> None:
-        """Of the writer that was found. The newest of these arenas will go on being used; the others are only read, as
-        are those of other ranks, and of a trainer that lives. Nothing is overwritten as long as the trainer before may
-        write there, nor what the writer reads from just now."""
+        """Map the memory of the writer that was found. The newest arena that this rank staged into is used again; all
+        others are only read. No slot is overwritten while the previous trainer may write to it, or the writer reads
+        it."""
         self.inherited = HeldElsewhere.of(hello, fds)
         self._foreign = {bytes.fromhex(arena) for arena in hello.foreign}
         usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
@@ -161,7 +166,7 @@ class SnapshotMemory(WriterUser):
                 self._read_before.add((arena.id, slot))
 
     def adopt(self) -> None:
-        """Go on in what was inherited. What cannot be locked is only read; what cannot be read is released."""
+        """Stage into the inherited memory. An arena that cannot be locked is only read; a damaged one is released."""
         for key in self.inherited.damaged:
             self._writer.send(requests.ReleaseArena(key))
         if self._arriving is not None:
@@ -173,7 +178,7 @@ class SnapshotMemory(WriterUser):
             self._arriving = None
 
     def on_read(self, arena: str, slot: int) -> None:
-        """The writer has read what it was reading when we came."""
+        """Unpin a slot that the writer was reading when this trainer came."""
         key = bytes.fromhex(arena), slot
         with self._writer.lock:
             pinned = key in self._read_before
@@ -182,13 +187,13 @@ class SnapshotMemory(WriterUser):
             self._stager.slots.unpin(*key)
 
     def _await_gone(self, earlier: list[Process]) -> None:
-        """Overwrite nothing until these trainers have ended: a device may copy for them until then."""
+        """Keep all slots until these trainers have ended, because devices may copy for them until then."""
         while any(process.alive for process in earlier):
             time.sleep(0.05)
         self._stager.slots.hold(-1)
 
     def take(self, found: HeldElsewhere) -> None:
-        """Have our writer hold what another one does, of a rank that this job does not have."""
+        """Have our writer hold the memory of another one, whose rank this job does not have."""
         self.inherited.layouts.update(found.layouts)
         self.inherited.digests.update(found.digests)
         self.inherited.learn(found.acquires)
@@ -203,20 +208,20 @@ class SnapshotMemory(WriterUser):
             self._writer.ask(requests.AttachArena(foreign=True), fds=(arena.fd,))
 
     def _use(self, arena: Arena) -> None:
-        """Whoever is our writer when it is staged into watches it."""
+        """Stage into this arena. The writer that is current by then watches it."""
         self._stager.use(arena, lambda: self._watch(arena))
 
-    def _watch(self, arena: Arena) -> None:
+    def _watch(self, arena: Arena, client: WriterClient | None = None) -> None:
         with self._writer.lock:
-            watched = self._writer.client, arena.id
-            if self._watched != watched:
-                self._watched = watched
-                self._writer.send(requests.WatchArena(arena.id.hex()))
+            client = client or self._writer.client
+            if self._watched != (client, arena.id):
+                self._watched = client, arena.id
+                client.send(requests.WatchArena(arena.id.hex()))
 
     # -- more memory --
 
     def take_prepared(self, timeout_s: float) -> None:
-        """Move to the memory that was prepared; waits up to `timeout_s` for it. Raises why it could not be made."""
+        """Move to the memory that was prepared, after up to `timeout_s`. Raises the reason if it could not be made."""
         if (made := self.next.wait(timeout_s)) is None:
             return
         with self._writer.lock:
@@ -232,9 +237,10 @@ class SnapshotMemory(WriterUser):
 
     @property
     def rings(self) -> bool:
-        """Whether there is memory for one snapshot and the next: else none is held but on its way to a durable tier.
+        """Return True if memory holds a snapshot while the next one is staged. Otherwise a snapshot is in memory only
+        until it is in a durable tier.
 
-        Of several ranks one may be a step behind: what the others overwrite must not be the newest that all have.
+        With several ranks, one may be a step behind: the others must not overwrite the newest step that all have.
         """
         arena = self._stager.arena
         if arena is None:
@@ -244,10 +250,10 @@ class SnapshotMemory(WriterUser):
     # -- older memory --
 
     def on_sealed(self, *, sound: bool = True) -> None:
-        """A snapshot was sealed in the present arena. When there are enough of a `sound` training, older memory is not
-        needed any more.
+        """Count a snapshot that was sealed in the present arena. Release older memory when there are enough newer
+        snapshots of a `sound` training.
 
-        Another rank may be one step behind, and die: then the step before is the newest that all have.
+        If another rank is one step behind and dies, the step before is the newest that all have.
         """
         self._newer += sound
         arena = self._stager.arena
@@ -267,26 +273,27 @@ class SnapshotMemory(WriterUser):
 
     @property
     def newer(self) -> int:
-        """How many snapshots were sealed since the run was opened or restored."""
+        """Return how many snapshots were sealed since the run was opened or restored."""
         return self._newer
 
     @property
     def superseded(self) -> bool:
-        """Whether what was in memory before is not needed any more: every rank has newer snapshots."""
+        """Return True if every rank has newer snapshots, so that older memory can be released."""
         return self._newer >= 1 if self._world.size == 1 else self._newer >= 2 and self.everyone
 
     def count_anew(self) -> None:
-        """From here on another history is staged."""
+        """Start to count for another history."""
         self._newer, self.everyone = 0, False
 
     def push_copies(self) -> None:
-        """From now on another writer gets a copy of each snapshot."""
+        """Send a copy of each snapshot to another writer from now on."""
         self._copied = True
 
     # -- the end --
 
     def close(self) -> None:
-        """What is being made is not taken any more. A mapping has a descriptor of its own: none is kept."""
+        """Release all memory, and the arena that is being made. A mapping has a descriptor of its own, so none is
+        kept."""
         with self._writer.lock:  # the staging thread may be about to move
             self.next.drop()
             for arena in self.all_arenas():
@@ -294,8 +301,8 @@ class SnapshotMemory(WriterUser):
             self._spares, self.inherited.arenas, self._arriving = [], [], None
 
     def forget(self) -> None:
-        """In a forked child: give up what belongs to the parent. Also what `mmap` has made for itself would hold all of
-        the memory as long as the child lives; it goes on to think that it has those descriptors."""
+        """In a forked child, close the descriptors of the parent's memory, including those that `mmap` has duplicated:
+        they would keep all of the memory as long as the child lives."""
         for arena in self.all_arenas():
             os.close(arena.fd)
             arena.fd = -1
@@ -307,7 +314,7 @@ class SnapshotMemory(WriterUser):
 
 
 def _touch_newest(arenas: list[Arena]) -> None:
-    """Have the pages of the newest snapshot at hand when a restore comes, which would meet each of them by a fault."""
+    """Map the pages of the newest snapshot before a restore reads them, which would fault on each."""
     found = [(label.order, number, slot) for number, one in enumerate(arenas) for slot, label in one.sealed()[:1]]
     if found:
         _, number, slot = max(found)
@@ -320,3 +327,119 @@ NONE_KEPT = ", so none is kept there: only steps that are due in a tier are save
 
 def as_digests(rows: list[requests.Digest]) -> Digests:
     return {(Attempt.parse(attempt), rank): KnownDigests(bytes.fromhex(d), late) for attempt, rank, d, late in rows}
+
+
+Made = Future[tuple[str, list[int]]]
+NOTHING = float("inf")
+
+
+class NextArena:
+    """The one that is being made, at most. `slots` are asked for, and `least` have to fit; `ranks`, `node`: see
+    `MakeArena`."""
+
+    def __init__(
+        self, writer: CurrentWriter, stager: Stager, slots: int, least: int, ranks: int, node: Callable[[], int | None]
+    ) -> None:
+        self._writer, self._stager, self._slots, self._least = writer, stager, slots, least
+        self._ranks, self._node = ranks, node
+        self._making: Made | None = None
+        self._asked_size = self._asked = 0  # bytes of a slot, and of the snapshot that it is for
+        self._refused_size = NOTHING
+        self._said_short = False
+
+    def prepare(self, data_size: int, values_size: int, *, again: bool = False) -> None:
+        """Have memory for snapshots of this size made in the background, unless there is enough or it is being made.
+
+        Where memory is short it holds fewer of them. A size that was refused is asked for again only if told.
+        """
+        size, wanted = data_size + 4 * values_size + (1 << 18), data_size + values_size
+        with self._writer.lock:
+            arena = self._stager.arena
+            if self._writer.failure or (arena is not None and arena.fits(data_size, values_size)):
+                return
+            if (self._making is not None and self._asked_size >= wanted) or (self.refused(wanted) and not again):
+                return
+            self._asked_size, self._asked = size, wanted
+            self.drop(release=True)
+            self._making = self._writer.send(
+                requests.MakeArena(self._slots, size, self._least, self._ranks, self._node())
+            )
+
+    def drop(self, *, release: bool = False) -> None:
+        """Nobody takes what is being made any more: its descriptor would hold all of that memory, and so would the
+        writer, which is told to `release` it if it goes on."""
+        with self._writer.lock:
+            making, self._making = self._making, None
+            client = self._writer.client if release else None
+
+        def close(made: Made) -> None:
+            if not made.cancelled() and made.exception() is None:
+                key, fds = made.result()
+                for fd in fds:
+                    os.close(fd)
+                if client is not None:
+                    client.send(requests.ReleaseArena(key))
+
+        if making is not None:
+            making.add_done_callback(close)
+
+    def wait(self, timeout_s: float) -> Made | None:
+        """Until it is made; None if there is none by then. Raises why it could not be made."""
+        with self._writer.lock:
+            making = self._making
+        if making is None:
+            return None
+        try:
+            making.result(timeout_s)
+        except WriterError:
+            with self._writer.lock:
+                self._making = None  # not a refusal: the next writer is asked again
+            return None
+        except CheckpointError as error:
+            with self._writer.lock:
+                self._making, self._refused_size = None, self._asked
+            if isinstance(error, SkippedError):
+                self._say_short(f"{error}. Until then training goes on, and steps are not saved")
+            raise
+        except TimeoutError:
+            return None
+        return making
+
+    def attach(self, made: Made) -> Arena | None:
+        """With the lock. None if another is being made instead. SkippedError if it cannot be mapped."""
+        if made is not self._making:
+            return None
+        self._making = None
+        key, fds = made.result()
+        try:
+            arena = Arena.attach(fds[0])
+        except OSError as error:
+            os.close(fds[0])
+            self._writer.send(requests.ReleaseArena(key))
+            self._refused_size = self._asked
+            refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v")
+            self._say_short(f"{refusal}. Training goes on, and steps are not saved")
+            raise refusal from error
+        self._refused_size = NOTHING
+        self._said_short &= arena.slots < self._slots
+        return arena
+
+    def refused(self, nbytes: int) -> bool:
+        """Whether memory for snapshots of this size was asked for, and is not there."""
+        return nbytes >= self._refused_size
+
+    @property
+    def refused_any(self) -> bool:
+        return self._refused_size != NOTHING
+
+    def say_if_short(self, arena: Arena, so: str) -> None:
+        """`so`: what comes of it."""
+        if arena.slots < self._slots:
+            size = f"{arena.slot_size / 2**20:.0f} MiB"
+            self._say_short(f"{arena.slots} of {self._slots} snapshots of {size} fit{so}")
+
+    def _say_short(self, what: str) -> None:
+        """Once, as long as it is."""
+        if not self._said_short:
+            log.warning("memory is short: %s", what)
+        self._said_short = True

@@ -1,19 +1,44 @@
-"""The run, as each writer is told of it: opened, taken over, and owned by this incarnation."""
+"""Opening a run: find the writer of the last job attempt or start one, open the run through it, and find the snapshots
+that are in the memory of this node.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckpt.core.cadence.cadence import MEMORY, Auto
 from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint.lease import check_unused, fence
+from ckpt.core.checkpoint.losses import Loss
+from ckpt.core.checkpoint.read import run
 from ckpt.core.format.manifest import Attempt, nonce_of
-from ckpt.core.ipc import requests
+from ckpt.core.ipc import channel, requests
 from ckpt.core.ipc.requests import Json
-from ckpt.core.log.log import Acquire
+from ckpt.core.log.log import Acquire, in_history
 from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.current_writer import CurrentWriter
-from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.writer_client import WriterClient
+from ckpt.core.restore.sources import HeldSnapshot
+from ckpt.core.run.supervise.memory import HeldElsewhere, SnapshotMemory, as_digests
+from ckpt.core.run.supervise.writer_link import REQUEST_S, CurrentWriter, WriterClient
+from ckpt.core.run.supervise.writes import KnownLayouts
+from ckpt.core.snapshot.stage import Stager
+from ckpt.errors import (
+    CheckpointError,
+    DeadlineError,
+    FencedError,
+    InUseError,
+    NameTakenError,
+    RunGoneError,
+    StoreError,
+    WriterError,
+)
+from ckpt.events import log
+from ckpt.store import folder_of
 from ckpt.tiers import Memory, Tier
 
 OPEN_S = 300.0
@@ -23,16 +48,16 @@ NEXT_NONCES = 64  # how often other jobs may take ownership while this one opens
 
 @dataclass(frozen=True)
 class Opened:
-    """What the durable tiers, and the memory of earlier incarnations, look like to this rank."""
+    """The durable tiers, and the memory of earlier job attempts, as this rank sees them."""
 
-    roots: tuple[str, ...]  # of every tier, the id of what is there; equal ids are one shared place
-    epoch: int  # the highest that is known
+    roots: tuple[str, ...]  # the id of the run in each tier; equal ids are one shared location
+    epoch: int  # the highest known term
     has_checkpoints: bool
-    cadence: Json  # what the last incarnation saved by, if that is to be found out; {} if nobody knows
+    cadence: Json  # the measured save intervals of the last job attempt; {} if unknown
 
 
 class RunOpener:
-    """Of one rank. `owner`: what all ranks have agreed on; `roles`: of this rank, for each tier."""
+    """Opens the run for this rank. `owner`: all ranks have agreed on it; `roles`: of this rank, one per tier."""
 
     def __init__(
         self,
@@ -46,7 +71,7 @@ class RunOpener:
         root: str,
     ) -> None:
         """`root`: the id of the run in the nearest tier, as this process sees it."""
-        self._roots = [root] if tiers else []  # once the run was opened, of all tiers
+        self._roots = [root] if tiers else []  # the ids in all tiers after the run was opened
         self._writer, self._held, self.tiers, self._memory = writer, held, tiers, memory
         self._world, self._commit_s, self._takeover = world, commit_s, takeover
         self.owner = Acquire(0, "", None)
@@ -55,7 +80,8 @@ class RunOpener:
         self._nonces: list[str] = []  # those that this job has asked for a term with
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
-        """Have the durable places opened; nothing in them is changed. `writers`: of ours that have died before."""
+        """Have the tiers opened, without changing anything in them. `writers`: how many writers of this trainer have
+        died."""
         request = requests.OpenRun(
             tiers=[tier.spec() for tier in self.tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
@@ -81,19 +107,19 @@ class RunOpener:
         return memory + [(tier.url, tier.every) for tier in self.tiers]
 
     def open_again(self, client: WriterClient, *, writers: int) -> None:
-        """By a writer that takes the place of one that has died."""
+        """Open the run by a writer that replaces a dead one."""
         self.open(client, writers=writers)
         if self.owner.epoch:
             self._own(client, recover=False)
 
     @property
     def near(self) -> dict[str, str]:
-        """The id of the run in the nearest tier, by its URL."""
+        """Return the id of the run in the nearest tier, by its URL."""
         return dict(zip([tier.url for tier in self.tiers], self._roots[:1], strict=False))
 
     @property
     def roots(self) -> dict[str, str]:
-        """The ids of the runs in all tiers, by URL, once they are open."""
+        """Return the ids of the runs in all tiers, by URL, once they are open."""
         return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
     def next_nonce(self) -> str:
@@ -108,18 +134,19 @@ class RunOpener:
         return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
     def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
-        """Take over the places that this rank speaks for; the epochs that they gave. All have to be the same."""
+        """Take ownership of the tiers in which this rank is first, and return their terms, which must be equal."""
         mine = self._spoken_for()
         if not mine and (self.roles or self._world.rank > 0):
-            return []  # others speak for all of them
+            return []  # other ranks take ownership of all of them
         request = requests.AcquireRun(nonce, floor, str(restored) if restored else None, mine)
         return self._writer.insist(lambda client: client.ask(request))  # again with the same nonce: done at most once
 
     def own(self, owner: Acquire, *, recover: bool) -> list[requests.PartsHere]:
-        """All ranks agree on the owner. Of the tiers that this rank recovers: what only parts are here of."""
+        """Set the owner that all ranks have agreed on. Return checkpoints of which only parts are here, in the tiers
+        that this rank recovers."""
         with self._writer.lock:
             self.owner = owner
-            self._roots = self.found  # a writer that takes the place of a dead one must find the same
+            self._roots = self.found  # a writer that replaces a dead one must find the same
             self._held.inherited.acquires.append(owner)
         self._held.count_anew()
         return self._writer.insist(lambda client: self._own(client, recover=recover))
@@ -138,11 +165,11 @@ class RunOpener:
         return owner[:2] in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
-        """All ranks have taken the run over: what was on its way to further tiers can go on."""
+        """Go on with copies to further tiers, because all ranks have taken ownership."""
         self._writer.send(requests.Resume())
 
     def complete(self, tier: int, attempts: list[Attempt]) -> None:
-        """All places hold their parts of these."""
+        """Commit these checkpoints, because all nodes store their parts."""
         self._writer.send(requests.Complete(tier, [str(a) for a in attempts]))
 
     def distrust(self, url: str) -> None:
@@ -152,3 +179,462 @@ class RunOpener:
 
 def _row(acquire: Acquire) -> requests.Owner:
     return acquire.epoch, acquire.nonce, str(acquire.restored) if acquire.restored else None
+
+
+MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we can ask
+DYING_S = 3.0  # for a trainer that was killed to be seen as dead
+FREED_S = 15.0  # for a writer whose job is fenced to release its memory
+HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
+PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
+RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
+RESPAWN_WINDOW_S = 60.0
+TOLD = 4096  # bytes of a writer's own words that are looked through
+
+Greeted = tuple[requests.GreetingReply, list[int]]
+Found = tuple[WriterClient, Greeted | None]
+"""And what it says about what it holds, with the descriptors; None of one that was started just now."""
+
+
+class _Leaving(WriterError):
+    """The writer that was found does not take another trainer any more."""
+
+
+class _Ended(_Leaving):
+    """It was killed, since it did not answer."""
+
+
+def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> InUseError:
+    """By whom on this machine, and since when. `pid`: 0 if it cannot be seen; `what`: of the run."""
+    who = f"process {pid}" if pid else "a process that cannot be seen from here (another container)"
+    since = "" if age_s is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(time.time() - age_s))
+    run = tiers[0].url if tiers else "this run, which is in memory only"
+    return InUseError(f"{who} on this machine ({socket.gethostname()}) trains {what}{run}{since}")
+
+
+class Intruder:
+    """A start that finds a trainer of the run alive, on this machine. With `takeover` it fences that job in the log and
+    waits until its writers have released their memory; otherwise it is refused."""
+
+    def __init__(self, tiers: list[Tier], takeover: bool) -> None:
+        self._tiers, self._takeover, self._fenced = tiers, takeover, False
+
+    def make_way(self, found: WriterClient, hello: requests.LendReply, what: str = "") -> None:
+        """Return when the writer has let go, or is about to. `what`: of the run, for messages.
+
+        Raises InUseError if the trainer lives on, and what keeps us from using the tiers.
+        """
+        refusal = in_use(self._tiers, hello.trainer, time.time() - hello.since, what)
+        if not self._takeover:
+            raise refusal
+        if not self._tiers:
+            raise InUseError(f"{refusal}, and takeover=True needs a folder or URL, through which that job is fenced")
+        if not self._fenced:
+            run(fence([tier.spec() for tier in self._tiers]))
+            self._fenced = True
+            log.warning("%s: that job is fenced, and can save no more", refusal)
+        end = time.monotonic() + FREED_S
+        while time.monotonic() < end:
+            try:
+                if not found.ask(requests.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
+                    return
+            except WriterError:
+                return
+            except DeadlineError:
+                break
+            time.sleep(0.1)
+        raise InUseError(
+            f"{found.described()}, has not released it within {FREED_S:g} s, although its job is fenced. Start again "
+            f"when it has, or end it: kill -9 {found.found_pid}"
+        )
+
+
+class WriterFinder:
+    """Finds or starts the writer of one rank. `meanwhile` is what we have to do ourselves while a writer starts; if it
+    fails, no writer has us as its trainer."""
+
+    def __init__(
+        self,
+        writer: CurrentWriter,
+        run: RunOpener,
+        key: str,
+        tiers: list[Tier],
+        intruder: Intruder,
+        meanwhile: Callable[[], object],
+    ) -> None:
+        self._writer, self._run, self._meanwhile = writer, run, meanwhile
+        self._key, self._tiers, self._intruder = key, tiers, intruder
+        self._deaths: list[float] = []
+        self._respawns = 0
+        self._said = 0  # bytes that had been said when the newest of our writers began
+
+    def find_or_spawn(self) -> Found:
+        """Return the writer that has this run's name on this machine, or a new one, which takes the name."""
+        end = time.monotonic() + MEET_S
+        while True:
+            client = WriterClient.find(self._key)
+            try:
+                if client is not None:
+                    return self._join(client)
+                self._say_unreachable()
+                return self.spawn(), None
+            except _Ended:
+                end = time.monotonic() + MEET_S
+            except (NameTakenError, _Leaving):  # another start was quicker, or it is about to leave
+                pass
+            if time.monotonic() > end:
+                raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
+            time.sleep(0.02)
+
+    def spawn(self) -> WriterClient:
+        """Start a writer. Raise NameTakenError if another one has the name of this run."""
+        client = WriterClient.spawn(self._key)
+        try:
+            self._meanwhile()
+            client.greet(OPEN_S, OPEN_S)
+        except BaseException:
+            client.send(requests.Leave())
+            client.close()
+            raise
+        return client
+
+    def _say_unreachable(self) -> None:
+        if others := channel.writers_of(self._key):
+            log.warning(
+                "process %d holds memory of this run on this machine, and cannot be reached from here (another "
+                "container, or another %s): it is not restored from",
+                others[0],
+                channel.RUNTIME,
+            )
+
+    def _join(self, found: WriterClient) -> Found:
+        """Become the trainer of a writer that holds memory. Raises _Leaving if it leaves, so that the name becomes
+        free."""
+        try:
+            self._await_end_of_trainer(found)
+            self._meanwhile()
+            hello, fds = found.greet(HELLO_S, PATIENT_S)
+            if hello.alive:  # another start was quicker
+                for fd in fds:
+                    os.close(fd)
+                raise in_use(self._tiers, hello.trainer, time.time() - hello.since)
+        except _Ended:
+            raise
+        except WriterError as error:
+            found.close()
+            raise _Leaving(str(error)) from None
+        except BaseException:
+            found.close()
+            raise
+        if self._tiers and self._tiers[0].url in hello.lost:  # deleted since we looked, or the writer sees another one
+            for fd in fds:
+                os.close(fd)
+            found.send(requests.Leave(keep=True))
+            found.close()
+            raise RunGoneError.of(self._tiers[0].url)
+        return found, (hello, fds)
+
+    def _await_end_of_trainer(self, found: WriterClient) -> None:
+        """Wait until the trainer of this writer is seen as dead, which takes a moment. If it lives, see `Intruder`."""
+        end = time.monotonic() + DYING_S
+        while (reply := self._look(found)).alive:
+            if time.monotonic() > end:
+                self._intruder.make_way(found, reply)
+            time.sleep(0.1)
+
+    def _look(self, found: WriterClient) -> requests.LendReply:
+        """Query the trainer of a writer. If it does not reply, and the tiers prove that no job trains, kill it."""
+        try:
+            return found.ask_patiently(requests.Lend(look=True), HELLO_S, PATIENT_S)[0]
+        except DeadlineError as error:
+            if not self._tiers:
+                raise InUseError(f"{found.described()}, does not answer: end it to start without its memory") from None
+            run(check_unused([tier.spec() for tier in self._tiers]))
+            log.warning("%s, does not answer (%s): it is killed, and its memory is lost", found.described(), error)
+            found.end()
+            raise _Ended(str(error)) from None
+
+    # -- when the one that we had has died --
+
+    def respawn(self) -> WriterClient:
+        """Start a writer that opens the run. Raises WriterError if several in a row die, and FencedError if another job
+        owns the run by now."""
+        while (fresh := self._start_one()) is None:
+            log.warning("the new writer failed too")
+        return fresh
+
+    def _start_one(self) -> WriterClient | None:
+        """Return None if it died, or if a store did not reply."""
+        now = time.monotonic()
+        self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
+        path = channel.log_path(self._key)
+        if len(self._deaths) > RESPAWN_LIMIT:
+            words = last_line(path, self._said)
+            why = f"; the last words of the last one: {words}" if words else ""
+            raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s{why}")
+        self._respawns += 1
+        self._said = os.path.getsize(path) if os.path.exists(path) else 0
+        try:
+            fresh = self._spawn_in_turn()
+        except WriterError as error:
+            words = last_line(path, self._said)
+            log.warning("%s%s", error, f": {words}" if words else "")
+            return None
+        try:
+            self._run.open_again(fresh, writers=self._respawns)
+        except (WriterError, StoreError, DeadlineError) as error:
+            log.warning("%s", error)
+            fresh.send(requests.Leave())
+            fresh.close()
+            return None
+        return fresh
+
+    def _spawn_in_turn(self) -> WriterClient:
+        """Start a writer when the name of the run is free. A writer of ours that is slow to end may have it, or that of
+        a failed start. Raises FencedError if another job owns the run by now, because it needs the name."""
+        end = time.monotonic() + MEET_S
+        while True:
+            if self._writer.lost is not None:
+                raise self._writer.lost
+            if channel.holder(self._key) is None:
+                with contextlib.suppress(NameTakenError):
+                    return self.spawn()
+            self._check_mine()
+            if self._writer.closing or time.monotonic() > end:
+                raise WriterError("another writer has the name of this run")
+            time.sleep(0.1)
+
+    def _check_mine(self) -> None:
+        """Raise FencedError if the writer that has the name serves another job."""
+        found = None
+        with contextlib.suppress(CheckpointError):
+            found = channel.ask_once(self._key, requests.Lend(look=True), HELLO_S)
+        if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
+            raise FencedError(f"process {found.trainer} on this machine has opened this run")
+
+
+def last_line(path: str, since: int) -> str:
+    """Return the last line of a writer's log after `since` bytes, which says why it could not start; "" if none."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(since, os.path.getsize(path) - TOLD))
+        lines = file.read(TOLD).decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""
+
+
+FORMER_S = 3.0  # for a writer to reply that probably holds another run
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Memory that another writer has lent, and its reply."""
+
+    held: HeldElsewhere
+    reply: requests.LendReply
+
+
+class HeldSnapshots:
+    """The snapshots in the memory of this node, as one rank sees them. Of another job with more local ranks, writers
+    without a trainer are left over: the ranks of this job share them, borrow their memory, and have their own writers
+    hold it. So are former writers, which have the same path or URL and another key: they hold another run, or this one,
+    if its folder was restored from a copy, or if only the nearest tier was emptied."""
+
+    def __init__(
+        self,
+        key: str,
+        writer: CurrentWriter,
+        stager: Stager,
+        world: World,
+        memory: SnapshotMemory,
+        layouts: KnownLayouts,
+        run: RunOpener,
+        intruder: Intruder,
+    ) -> None:
+        self._key, self._writer, self._stager, self._world = key, writer, stager, world
+        self._memory, self._layouts, self._run, self._intruder = memory, layouts, run, intruder
+        self.damage: list[Loss] = []  # of the snapshots that were looked for last
+
+    def sealed(self) -> dict[Attempt, int]:
+        """Slots of the present arena that hold what these ranks took, and no rollback has undone."""
+        arena, found = self._stager.arena, dict[Attempt, int]()
+        for slot, label in arena.sealed() if arena is not None else ():
+            layout = self._layouts.known.get(label.layout)
+            if label.attempt is not None and layout is not None and layout.world == self._world.size:
+                found[label.attempt] = slot
+        return {attempt: found[attempt] for attempt in in_history(self._memory.inherited.acquires, found)}
+
+    @contextlib.contextmanager
+    def holding_still(self, *, alone: bool) -> Iterator[list[Attempt]]:
+        """Inside, the snapshots of the present arena are not overwritten; of a rank that is `alone` the newest, and the
+        newest that is finite."""
+        arena = self._stager.arena
+        sealed = list(self.sealed().items()) if arena is not None else []
+        if alone and arena is not None:
+            broken = {label.attempt for _, label in arena.sealed() if label.finite is False}
+            sealed = list(dict.fromkeys([*sealed[:1], *[one for one in sealed if one[0] not in broken][:1]]))
+        for _, slot in sealed:
+            assert arena is not None
+            self._stager.slots.pin(arena, slot)
+        try:
+            yield [attempt for attempt, _ in sealed]
+        finally:
+            for _, slot in sealed:
+                assert arena is not None
+                self._stager.slots.unpin(arena.id, slot)
+
+    @contextlib.contextmanager
+    def snapshots(self) -> Iterator[Iterator[HeldSnapshot]]:
+        """Yield the snapshots of all ranks of the node, valid inside the context. They are collected on iteration, so
+        that ranks can agree on errors."""
+        borrowed: list[HeldElsewhere] = []
+        try:
+            yield self._look(borrowed)
+        finally:
+            for held in borrowed:
+                held.close()
+
+    def _look(self, borrowed: list[HeldElsewhere]) -> Iterator[HeldSnapshot]:
+        inherited = self._memory.inherited
+        with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
+            everything = self._layouts.differ_from(self._world.size)
+            reply = self._writer.ask(requests.Lend(look=True, digest=everything), REQUEST_S)
+            inherited.digests.update(as_digests(reply.digests))
+        layouts = {**inherited.layouts, **self._layouts.known}
+        ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests, damaged=inherited.damaged)
+        self.damage[:] = _damage(ours)
+        found = {(one.attempt, one.layout.rank): one for one in _sealed(ours)}
+        for key in self._beside():
+            if (there := self._borrow(key)) is not None:
+                borrowed.append(there.held)
+                self.damage += _damage(there.held)
+                inherited.learn(there.held.acquires)
+                for one in _sealed(there.held):
+                    found.setdefault((one.attempt, one.layout.rank), one)
+        yield from found.values()
+
+    # -- other writers of this run on this machine --
+
+    def _beside(self) -> list[str]:
+        """Their keys, ours among them, where there are several ranks."""
+        return list(channel.siblings(self._key).values()) if self._world.size > 1 else []
+
+    def _left_over(self) -> list[str]:
+        world, found = self._world, channel.siblings(self._key)
+        return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
+
+    def _share(self, local_rank: int) -> bool:
+        """Return True if this rank is the one that looks at what another local rank has left."""
+        return local_rank % self._world.local_size == self._world.local_rank
+
+    def _former(self, is_ours: Callable[[requests.LendReply], bool]) -> list[str]:
+        """Return the keys of former writers that hold our run, which `is_ours` tells by their replies."""
+        ours, found = self._key.rpartition("-")[0], list[str]()
+        keys = [key for key in channel.at_place(self._key) if key.rpartition("-")[0] != ours]
+        if not keys:
+            return found
+        with _proof(self._run.tiers) as proof:
+            for key in (key for key in keys if self._share(int(key.rpartition("-")[2]))):
+                with contextlib.suppress(CheckpointError):  # of another version, for example
+                    reply = channel.ask_once(key, requests.Lend(proof), FORMER_S)
+                    if reply is not None and is_ours(reply):
+                        found.append(key)
+        return found
+
+    def _in_our_folder(self, reply: requests.LendReply) -> bool:
+        """Return True for a writer that holds the run of our nearest tier, in the very same folder."""
+        return bool(self._run.near) and reply.sees and self._run.near.items() <= reply.roots.items()
+
+    def _of_our_run(self, reply: requests.LendReply) -> bool:
+        """Return True for a writer that holds this run, by any of its tiers. The run has to be open."""
+        return bool((self._run.roots.items() & reply.roots.items()) - (set() if reply.sees else self._run.near.items()))
+
+    def check_left_over(self) -> None:
+        """Before anything is taken: wait until no trainer of such a writer trains the run. See `Intruder`."""
+        for key in [*self._left_over(), *self._former(self._in_our_folder)]:
+            if (found := self._borrow_unused(key)) is not None:
+                found.held.close()
+
+    def take_left_over(self) -> None:
+        """Have our writer hold what writers without a trainer hold."""
+        self._take(self._left_over())
+
+    def take_former(self) -> bool:
+        """The same of former writers that hold this run. Return True if there were some."""
+        keys = self._former(self._of_our_run)
+        self._take(keys)
+        return bool(keys)
+
+    def _take(self, keys: list[str]) -> None:
+        for key in keys:
+            if (found := self._borrow_unused(key)) is not None:
+                self._layouts.take(found.held.layouts)
+                self._memory.take(found.held)
+
+    def _borrow_unused(self, key: str) -> Lent | None:
+        """Once its trainer is dead, or its job is fenced."""
+        end = time.monotonic() + DYING_S
+        while True:
+            found = self._borrow(key)
+            if found is None or not found.reply.alive:
+                return found
+            found.held.close()
+            if time.monotonic() > end and (client := WriterClient.find(key)) is not None:
+                try:
+                    self._intruder.make_way(client, found.reply, "a rank of ")
+                finally:
+                    client.close()
+            time.sleep(0.1)
+
+    def _borrow(self, key: str) -> Lent | None:
+        """Borrow the memory of another writer of this run on this node. Return None if it is gone. If it does not
+        reply, that is an error, because its memory may be the newest."""
+        client = WriterClient.find(key)
+        if client is None:
+            return None
+        try:
+            compare = self._layouts.differ_from(self._world.size)
+            reply, fds = client.ask_patiently(requests.Lend(digest=compare), HELLO_S, PATIENT_S)
+            return Lent(HeldElsewhere.of(reply, fds), reply)
+        except WriterError as error:
+            log.warning("a writer on this node is gone, with what it held: %s", error)
+            return None
+        except (DeadlineError, OSError) as error:  # it stands still, or its memory cannot be mapped here
+            raise DeadlineError(
+                f"{client.described()}, does not lend it ({error}), and it may be the newest step: try again, or end "
+                f"it (`ps`: {channel.AT_WORK} … {key}) to do without"
+            ) from error
+        finally:
+            client.close()
+
+
+@contextlib.contextmanager
+def _proof(tiers: list[Tier]) -> Iterator[str]:
+    """Yield the name of a temporary file in the folder of the nearest tier, "" if there is none."""
+    folder = folder_of(tiers[0].url) if tiers else None
+    name = f".{secrets.token_hex(8)}.tmp"
+    if folder is None:
+        yield ""
+        return
+    try:
+        (folder / name).touch(exist_ok=False)
+        yield name
+    except OSError:
+        yield ""
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def _sealed(held: HeldElsewhere) -> Iterator[HeldSnapshot]:
+    for arena in held.arenas:
+        for slot, label in arena.sealed():
+            layout = held.layouts.get(label.layout)
+            if layout is not None and label.attempt is not None:
+                known = held.digests.get((label.attempt, layout.rank))
+                digests, late = (None, False) if known is None else known
+                yield HeldSnapshot(arena, slot, label, layout, digests, late)
+
+
+def _damage(held: HeldElsewhere) -> list[Loss]:
+    """List the damaged snapshots in this memory, which may be newer than the intact ones."""
+    found = [*held.damaged.values(), *(problem for arena in held.arenas for problem in arena.damage())]
+    return [Loss("memory", problem) for problem in found]

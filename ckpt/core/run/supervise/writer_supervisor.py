@@ -1,8 +1,8 @@
-"""Puts the parts of the trainer's side together, and gives everything to the next writer when one is lost.
+"""The trainer's side of the writer, as one object, and the replacement of a writer that dies.
 
-A `WriterSupervisor` finds the writer that survived the last incarnation or spawns one, opens the durable tiers through
-it, and gives memory to a new writer when the old one dies. What the writer has to know is kept by its parts, each a
-`WriterUser`: layouts, memory, writes, acknowledgements.
+A `WriterSupervisor` finds the writer that survived the last job attempt or starts one, and opens the durable tiers
+through it. When the writer dies, it starts another and brings it up to date. That is done by its parts, each a
+`WriterUser`: layouts, memory, standing requests, writes, acknowledgements.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from ckpt.core.ipc import notes, requests
 from ckpt.core.ipc.protocol import Note
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.current_writer import CurrentWriter, StandingRequests
-from ckpt.core.run.supervise.find_writer import Intruder, WriterFinder
-from ckpt.core.run.supervise.held_snapshots import HeldSnapshots
 from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.opening import RunOpener
-from ckpt.core.run.supervise.writer_client import SpareThreads, WriterClient
+from ckpt.core.run.supervise.opening import HeldSnapshots, Intruder, RunOpener, WriterFinder
+from ckpt.core.run.supervise.writer_link import CurrentWriter, StandingRequests, WriterClient
 from ckpt.core.run.supervise.writes import Acknowledgements, KnownLayouts, Writes
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, FencedError, WriterError
@@ -32,9 +29,9 @@ N = TypeVar("N", bound=Note)
 
 
 class WriterSupervisor:
-    """Owns the connection to the writer. Methods may be called from any thread. `writer`: the one that there is now;
-    `run`: whose it is; `memory`, `held`: arenas and what is in them; `standing`: what each writer is told once;
-    `layouts`, `writes`, `acknowledgements`: of what is saved."""
+    """Owns the connection to the writer. Methods may be called from any thread. `writer`: the current one; `run`: opens
+    the run, and knows its owner; `memory`: the arenas; `held`: the snapshots in the memory of this node; `standing`:
+    requests that every writer gets; `layouts`, `writes`, `acknowledgements`: of the snapshots of this rank."""
 
     def __init__(
         self,
@@ -48,13 +45,12 @@ class WriterSupervisor:
         node: Callable[[], int | None] = lambda: None,
         root: str = "",
     ) -> None:
-        """`node`: see `SnapshotMemory`; asked for while the writer starts, since the state is read for it. `root`: see
+        """`node`: see `SnapshotMemory`; called while the writer starts, because it reads the state. `root`: see
         `RunOpener`."""
         self._tiers, self._stager = tiers, stager
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
         self._adopted = False
-        self._mourned: WriterClient | None = None  # the last one whose death was seen to
-        self.faults: list[requests.Json] = []  # of earlier incarnations, that nobody was told yet
+        self.faults: list[requests.Json] = []  # of earlier job attempts, not yet reported to a trainer
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self.writer = writer = CurrentWriter()
         self.memory = SnapshotMemory(writer, stager, world, tiers, memory, node)
@@ -66,14 +62,13 @@ class WriterSupervisor:
         self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover, root)
         intruder = Intruder(tiers, takeover)
         self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, intruder)
-        self._finder = WriterFinder(writer, self.run, key, tiers, intruder, node, self._listen)
+        self._finder = WriterFinder(writer, self.run, key, tiers, intruder, node)
         self._hear_all()
         self._begin()
 
     def _begin(self) -> None:
         self.held.check_left_over()
         self._meet()
-        self._spares = SpareThreads()
         try:
             self.held.take_left_over()
             self.opened = self.writer.insist(self.run.open)
@@ -84,10 +79,11 @@ class WriterSupervisor:
             raise
 
     def _meet(self) -> None:
-        """Have a writer, and what it holds."""
+        """Find or start the writer, and map the memory that it holds."""
         client, greeted = self._finder.find_or_spawn()
         self.writer.client = client
         if greeted is None:
+            self._listen(client)
             return
         hello, fds = greeted
         self.memory.inherit(hello, fds)
@@ -99,10 +95,10 @@ class WriterSupervisor:
         self.memory.adopt()
 
     def give_up(self) -> None:
-        """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
+        """Hang up, because the run could not be opened. Memory of an earlier job attempt stays with its writer."""
         self.writer.closing = True
-        self.client.send(requests.Leave() if self.memory.inherited.arenas else requests.Close())
-        self._hang_up()
+        self.client.send(requests.Leave(keep=bool(self.memory.inherited.arenas)))
+        self.client.close()
         self.memory.close()
 
     # -- the writer --
@@ -113,43 +109,49 @@ class WriterSupervisor:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """Why there is no writer any more."""
+        """Return why no further writer starts."""
         return self.writer.failure
 
     def _listen(self, client: WriterClient) -> None:
-        client.listen(self._on_note, lambda: self._on_lost(client))
+        client.listen(self._on_note, self._on_lost)
 
     def _hear_all(self) -> None:
-        """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
-        self.hear(notes.UnpinnedNote, lambda note: self.memory.on_read(note.arena, note.slot))
-        self.hear(notes.StoredNote, self.writes.on_stored)
+        """Handle notes on memory and on the run. Other parts subscribe to the rest when they are made."""
+        self.hear(notes.SlotReadNote, self._on_read)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
         self.hear(notes.FencedNote, self._on_fenced)
 
     def hear(self, kind: type[N], handler: Callable[[N], None]) -> None:
-        """Who deals with a kind of notes; those that nobody does are passed over."""
+        """Call `handler` with notes of this type. Notes without a handler are dropped."""
         self._hears[kind] = handler
 
     def _on_note(self, note: Note) -> None:
         if (handler := self._hears.get(type(note))) is not None:
             handler(note)
 
+    def _on_read(self, note: notes.SlotReadNote) -> None:
+        if note.attempt:
+            self.writes.on_stored(note)
+        else:
+            self.memory.on_read(note.arena, note.slot)
+
     def _on_fenced(self, note: notes.FencedNote) -> None:
         error = FencedError(note.text)
-        self._lose(error)
+        with self.writer.lock:
+            self._lose(error)
+        self.acknowledgements.on_no_writer(error)
         self.on_failure(error)
 
-    def _on_lost(self, client: WriterClient) -> None:
-        """The writer died: the memory is ours as well, so a new one gets it, and the writes begin again.
+    def _on_lost(self) -> None:
+        """Replace the writer, which has died. The memory is mapped by the trainer too, so the next writer gets it, and
+        the writes begin again.
 
-        The new one is made ready without the lock, so that staging goes on; what is to be written waits in `Writes`.
+        The next writer starts without the lock, so that staging goes on. `Writes` keeps what is to be written.
         """
         writer = self.writer
         with writer.lock:
-            over = writer.closing or writer.failure is not None
-            if over or not writer.is_current(client) or client is self._mourned:
+            if writer.closing or writer.failure is not None:
                 return
-            self._mourned = client
         try:
             fresh = self._finder.respawn()
         except Exception as error:  # out of descriptors, say
@@ -158,18 +160,18 @@ class WriterSupervisor:
             return
         with writer.lock:
             if writer.closing:
-                fresh.send(requests.Close())
+                fresh.send(requests.Leave())
                 fresh.close()
                 return
-            writer.client = fresh
             for user in writer.users:
                 user.on_new_writer(fresh)
-        with contextlib.suppress(CheckpointError):  # it died of that, or we are closing
-            fresh.ask(requests.HandedOver())
+            writer.client = fresh  # last: a `Leave` must not arrive before the memory
+        with contextlib.suppress(CheckpointError, TimeoutError):  # it has died too, or the Checkpointer is closing
+            self.memory.await_attached()
         if fresh.alive:
+            self.acknowledgements.settle()
             log.warning("a new writer has taken over; training was not affected")
-        else:
-            self._on_lost(fresh)
+        self._listen(fresh)
 
     def _fail(self, error: CheckpointError) -> None:
         failure = error
@@ -195,53 +197,49 @@ class WriterSupervisor:
 
     @property
     def inherits(self) -> bool:
-        """Whether the writer holds snapshots of an earlier incarnation."""
+        """Return True if the writer holds snapshots of an earlier job attempt."""
         return self._adopted and any(arena.sealed() for arena in self.memory.arenas())
 
     @property
     def survives(self) -> bool:
-        """Whether the writer does something for what it holds when we die: keep it, or write it out."""
+        """Return True if the writer keeps its snapshots, or writes them out, when this process dies."""
         return self.memory.lasts or bool(self._tiers)
 
     # -- the end --
 
     def leave(self, timeout_s: float) -> None:
-        """Hang up, and let the writer treat that as our death: it keeps the memory and persists it. If it has died, the
-        one that takes its place, which has the memory by the time it answers; waits for it no longer than that."""
+        """Hang up, and have the writer keep and persist the memory as after a death of this process. If the writer has
+        died, the next one gets the memory first. Waits at most `timeout_s`."""
         end = time.monotonic() + timeout_s
         if self.failure is None:
             try:
-                self.writer.insist(lambda client: client.ask(requests.Leave(), max(0.1, end - time.monotonic())), end)
+                leave = requests.Leave(keep=True)
+                self.writer.insist(lambda client: client.ask(leave, max(0.1, end - time.monotonic())), end)
             except FencedError:
                 pass  # another job has it
             except CheckpointError as error:
                 log.warning("whether the writer keeps what is in memory is not known: %s", error)
         with self.writer.lock:
             self.writer.closing = True
-        self._hang_up()
-        self.acknowledgements.on_no_writer(WriterError("there was no writer when the trainer let go of its memory"))
+        self.client.close()
+        self.acknowledgements.on_no_writer(WriterError("the writer had died when the trainer released its memory"))
         self.memory.close()
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
-        """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself.
-        `failed`: an error has ended the training, which is for the ledger."""
+        """Let the writer finish and leave. Raises DeadlineError if it has not within `timeout_s`; it goes on by itself.
+        `failed`: an error has ended the training, for the run metrics."""
         with self.writer.lock:
             self.writer.closing = True
         try:
             if self.failure is None:
                 with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
-                    self.client.ask(requests.Close(failed), max(timeout_s, 0.1))
+                    self.client.ask(requests.Leave(failed=failed), max(timeout_s, 0.1))
         finally:
-            self._hang_up()
-            self.acknowledgements.on_no_writer(WriterError("there was no writer when the Checkpointer was closed"))
+            self.client.close()
+            self.acknowledgements.on_no_writer(WriterError("the writer had died when the Checkpointer was closed"))
             self.memory.close()
 
-    def _hang_up(self) -> None:
-        self.client.close()
-        self._spares.end()
-
     def forget(self) -> None:
-        """In a forked child: close our copies of what belongs to the parent."""
+        """In a forked child, close the copies of the parent's descriptors."""
         self.client.forget()
-        self._spares.end()
         self.memory.forget()

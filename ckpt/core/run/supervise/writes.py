@@ -1,4 +1,7 @@
-"""What a writer, and the next one, has to know of snapshots: their layouts, that it keeps them, that it writes them."""
+"""Snapshots as the writer deals with them: it gets their layouts, holds them, and writes them to tiers.
+
+A writer that replaces a dead one gets all of that again.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,14 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.replicas import Replicas
 from ckpt.core.ipc import requests
 from ckpt.core.ipc.arena import Arena
-from ckpt.core.ipc.notes import StoredNote
-from ckpt.core.run.supervise.current_writer import CurrentWriter, WriterUser
+from ckpt.core.ipc.notes import SlotReadNote
 from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.writer_client import WriterClient
+from ckpt.core.run.supervise.writer_link import CurrentWriter, WriterClient, WriterUser
 from ckpt.core.snapshot.stage import Stager
-from ckpt.errors import CheckpointError, FencedError, SaveError, WriterError
+from ckpt.errors import CheckpointError, SaveError, WriterError
 from ckpt.failpoints import point
 
-MOST_TRIES = 3  # by so many writers, and no more
+MOST_TRIES = 3  # writers that try one write: it may be the cause of their deaths
 MOST_S = 3600.0  # for a run log to take a record: the store has its own patience
 
 
@@ -36,11 +38,11 @@ class WriteInFlight:
     stored: bool = False  # its bytes are in the store: the slot may be used again
     nbytes: int = 0  # when it is done: of the snapshot, and of what was stored for it
     nbytes_stored: int = 0
-    replicas: Replicas = field(default_factory=dict)  # what its part says of replicated tensors
+    replicas: Replicas = field(default_factory=dict)  # of replicated tensors, as its part has them
 
 
 class Writes(WriterUser):
-    """Of one rank. What is to be written when the writer has died waits here for the next one."""
+    """The writes of this rank that are under way. If the writer dies, the next one gets them."""
 
     def __init__(self, writer: CurrentWriter, stager: Stager) -> None:
         self._writer, self._stager = writer, stager
@@ -49,7 +51,7 @@ class Writes(WriterUser):
         self._kept: requests.KeepSteps | None = None  # what the next writer is told as well
 
     def write(self, write: WriteInFlight) -> None:
-        """Have a sealed slot written; its slot is pinned until then. `done` is called with the error, if any."""
+        """Have a sealed slot written, and pin it until then. `done` is called with the error, if any."""
         with self._writer.lock:
             if write.arena is not None:
                 self._stager.slots.pin(write.arena, write.slot)
@@ -83,21 +85,21 @@ class Writes(WriterUser):
             error = SaveError(str(error))
         write.done(error, write)
 
-    def on_stored(self, note: StoredNote) -> None:
+    def on_stored(self, note: SlotReadNote) -> None:
         with self._writer.lock:
             for write in self._writes:
                 if (write.tier, str(write.attempt)) == (note.tier, note.attempt):
                     self._release(write)
 
     def _release(self, write: WriteInFlight) -> None:
-        """Its slot."""
+        """Unpin its slot."""
         if not write.stored:
             write.stored = True
             if write.arena is not None:
                 self._stager.slots.unpin(write.arena.id, write.slot)
 
     def retract(self, attempt: Attempt, reason: str) -> None:
-        """This snapshot must not become a checkpoint, or not stay one."""
+        """Give a snapshot up: it must not become a checkpoint, or not stay one."""
         with self._writer.lock:
             self._retracts[attempt] = reason  # until it is done: the writer may die before
             self._send_retract(self._writer.client, attempt, reason)
@@ -110,13 +112,14 @@ class Writes(WriterUser):
         client.send(requests.Retract(str(attempt), reason)).add_done_callback(done)
 
     def keep_steps(self, notes: Mapping[int, str]) -> None:
-        """These steps stay in every tier, however old they get; no others do that were kept so before."""
+        """Keep these steps in every tier, however old they get, and no others that were kept so before."""
         with self._writer.lock:
             self._kept = requests.KeepSteps(list(notes.items()))
             self._writer.client.send(self._kept)
 
     def note_down(self, timeout_s: float) -> None:
-        """Return when the run logs say which steps stay. StoreError if one cannot be written now, or DeadlineError."""
+        """Wait until the run logs contain the kept steps. Raises StoreError if one cannot be written now, and
+        DeadlineError."""
         if (kept := self._kept) is not None and self._writer.failure is None:
             self._writer.insist(lambda client: client.ask(kept, max(0.1, min(timeout_s, MOST_S))))
 
@@ -138,12 +141,12 @@ class Writes(WriterUser):
         return {write.arena.id for write in self._writes if write.arena is not None}
 
 
-MOST_LAYOUTS = 64  # that are kept without asking whether they are needed
-NEWEST = 8  # that are kept in any case
+MOST_LAYOUTS = 64  # that are kept without checking whether they are needed
+NEWEST = 8  # layouts that are always kept
 
 
 class KnownLayouts(WriterUser):
-    """`known`: by digest, those of this rank, and of the memory that its writer holds."""
+    """`known`: the layouts of this rank, and of the memory that its writer holds, by digest."""
 
     def __init__(self, writer: CurrentWriter, memory: SnapshotMemory) -> None:
         self._writer, self._memory = writer, memory
@@ -151,22 +154,23 @@ class KnownLayouts(WriterUser):
         self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # when the writer has
 
     def heard(self, digest: str) -> Future[tuple[None, list[int]]] | None:
-        """Done when the writer knows it; None of one that was there before."""
+        """Return a future that is done when the writer has this layout; None if it had it before."""
         return self._heard.get(digest)
 
     def differ_from(self, world: int) -> bool:
-        """Whether there are some of another number of ranks: it matters then what is the same in their snapshots."""
+        """Return True if a layout is of another number of ranks. Then a restore compares replicated tensors."""
         return any(layout.world not in (1, world) for layout in self.known.values())
 
     def take(self, layouts: Mapping[str, Layout]) -> None:
-        """What another writer knows, ours has to know as well."""
-        for digest, layout in layouts.items():
-            if digest not in self.known:
-                self.known[digest] = layout
-                self._writer.send(requests.KnowLayout(layout.to_json()))
+        """Send layouts that another writer has to ours."""
+        with self._writer.lock:
+            for digest, layout in layouts.items():
+                if digest not in self.known:
+                    self.known[digest] = layout
+                    self._writer.send(requests.KnowLayout(layout.to_json()))
 
     def tell(self, layout: Layout) -> None:
-        """Before a slot is sealed with it."""
+        """Send a layout to the writer, before a slot is sealed with it."""
         if layout.digest in self.known:
             return
         said = layout.to_json()  # takes a while: not with the lock, which a signal handler may need
@@ -177,7 +181,7 @@ class KnownLayouts(WriterUser):
             self.known[layout.digest] = layout  # last: Ctrl-C may come in between
 
     def _forget_unused(self) -> None:
-        """A state whose shapes keep changing must not fill the memory with layouts."""
+        """Forget layouts that no snapshot uses, because a state whose shapes keep changing has many."""
         used = {label.layout for arena in self._memory.arenas() for _, label in arena.sealed()}
         used |= {*list(self.known)[-NEWEST:]}
         self.known = {digest: layout for digest, layout in self.known.items() if digest in used}
@@ -192,95 +196,73 @@ Done = Callable[[CheckpointError | None], None]
 
 
 @dataclass(frozen=True)
-class UnheldSlot:
-    """A sealed slot of memory that only we have. `done`: told when the next writer has it too, or why none has."""
+class AwaitedSlot:
+    """A sealed slot. `done` is called when a writer holds it and has its layout, or with the reason why none does."""
 
     attempt: Attempt
+    layout: str
     arena: Arena
     slot: int
     done: Done
 
-    @property
-    def used_again(self) -> SaveError:
-        return SaveError(
-            f"step {self.attempt.step} was in the trainer's memory only, since the writer had died, and a newer step "
-            "took its place before another writer had it"
-        )
-
 
 class Acknowledgements(WriterUser):
-    """Of one rank."""
+    """Reports for each snapshot of one rank that a process which survives the trainer holds it."""
 
     def __init__(self, writer: CurrentWriter, layouts: KnownLayouts) -> None:
         self._writer, self._layouts = writer, layouts
-        self._unheld: dict[tuple[bytes, int], UnheldSlot] = {}  # by slot
+        self._awaited: dict[tuple[bytes, int], AwaitedSlot] = {}
 
     def acknowledge(self, attempt: Attempt, arena: Arena, slot: int, done: Done) -> None:
-        """Call `done` once a process that survives this one has the slot, and knows its layout: at once, unless our
-        writer has died, or the layout is new. With an error if there will be none any more, or if the slot was used
-        again before there was one."""
+        """Call `done` when a writer holds the slot and its layout: now, unless the writer has died or the layout is
+        new. `done` gets an error if no further writer starts, or if the slot is used again before one holds it."""
         label = arena.label(slot)
-        heard = None if label is None else self._layouts.heard(label.layout)
-        if heard is not None and not heard.done():
-            closed = WriterError(f"closed before the writer had heard of the layout of step {attempt.step}")
-            later = [(attempt, arena, slot, done)]  # a future keeps what it has called, which must not keep the memory
-
-            def go_on(_: object) -> None:
-                one = later.pop()
-                if self._writer.closing:
-                    one[-1](closed)
-                else:
-                    self.acknowledge(*one)
-
-            heard.add_done_callback(go_on)
-            return
-        refusal = None if heard is None else heard.exception()
-        if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):
-            done(refusal)  # who has lost the run, say, is not listened to
-        elif arena.is_kept():
-            done(None)
-        else:
-            self._await_keeper(UnheldSlot(attempt, arena, slot, done))
-
-    def _await_keeper(self, one: UnheldSlot) -> None:
-        key = one.arena.id, one.slot
+        layout = "" if label is None else label.layout
         with self._writer.lock:
-            error, before = self._writer.failure, self._unheld.pop(key, None)
-            if self._writer.closing:
-                error = error or WriterError("the Checkpointer was closed, and there is no writer any more")
-            if error is None:
-                self._unheld[key] = one
-                self._ask_to_keep(self._writer.client, one.arena)
+            before = self._awaited.pop((arena.id, slot), None)
+            self._awaited[arena.id, slot] = AwaitedSlot(attempt, layout, arena, slot, done)
         if before is not None:
-            before.done(before.used_again)
-        if error is not None:
+            before.done(_used_again(before))
+        heard = self._layouts.heard(layout)
+        if heard is not None and not heard.done():
+            heard.add_done_callback(lambda _: self.settle())  # without the slot: a future keeps what it has called
+        self.settle()
+
+    def settle(self) -> None:
+        """Report all snapshots of which it is known whether a writer holds them."""
+        with self._writer.lock:  # the next writer gets the memory while this is locked
+            found = [(key, one, self._state(one)) for key, one in self._awaited.items()]
+            known = [(key, one, error) for key, one, (is_known, error) in found if is_known]
+            for key, _, _ in known:
+                del self._awaited[key]
+        for _, one, error in known:
             one.done(error)
 
-    def _ask_to_keep(self, client: WriterClient, arena: Arena) -> None:
-        future = client.send(requests.KeepArena(arena.id.hex()))
-        future.add_done_callback(lambda future: self._on_keep(client, arena, future.exception()))
-
-    def _on_keep(self, client: WriterClient, arena: Arena, error: BaseException | None) -> None:
-        """The writer should have it by now."""
-        if isinstance(error, WriterError):
-            return  # the next one is asked
-        with self._writer.lock:
-            kept = arena.is_kept()
-            if error is None and not kept:
-                self._ask_to_keep(client, arena)
-                return
-            found = [self._unheld.pop(key) for key in list(self._unheld) if key[0] == arena.id]
-        for one in found:
-            holds = any((slot, label.attempt) == (one.slot, one.attempt) for slot, label in arena.sealed())
-            refusal = error if isinstance(error, FencedError) else None  # who has lost the run is not kept anything for
-            one.done(refusal or (None if kept and holds else one.used_again))
-
-    def on_new_writer(self, client: WriterClient) -> None:
-        for arena in {one.arena.id: one.arena for one in self._unheld.values()}.values():
-            self._ask_to_keep(client, arena)
+    def _state(self, one: AwaitedSlot) -> tuple[bool, CheckpointError | None]:
+        """Return True if it is known whether a writer holds this snapshot, and the error if none ever will."""
+        writer, heard = self._writer, self._layouts.heard(one.layout)
+        error: CheckpointError | None = writer.lost or writer.failure
+        if writer.closing:
+            error = error or WriterError("the Checkpointer was closed before a writer held the snapshot")
+        if heard is not None and not heard.done():
+            return error is not None, error
+        refusal = None if heard is None else heard.exception()
+        if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):
+            return True, refusal  # the run belongs to another job, for example
+        if not one.arena.is_kept():
+            return error is not None, error
+        label = one.arena.label(one.slot)
+        return True, None if label is not None and label.attempt == one.attempt else _used_again(one)
 
     def on_no_writer(self, error: CheckpointError) -> None:
         with self._writer.lock:
-            found, self._unheld = list(self._unheld.values()), {}
+            found, self._awaited = list(self._awaited.values()), {}
         for one in found:
             one.done(error)
+
+
+def _used_again(one: AwaitedSlot) -> SaveError:
+    return SaveError(
+        f"step {one.attempt.step} was only in the trainer's memory, because the writer had died, and a newer step took "
+        "its place before another writer held it"
+    )

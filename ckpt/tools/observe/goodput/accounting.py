@@ -3,8 +3,8 @@
     lost time = interruptions x (detect + restart + restore + recompute) + time that saving took from training
     goodput = 1 - lost time / wall-clock time
 
-Goodput thus includes everything that neither faults nor saving took: pauses (`Checkpointer.pause()`) and other time
-(the first warm-up, closing). `Statement.trained` counts only steps that were not lost.
+Goodput thus includes everything that neither faults nor saving took: pauses (`Checkpointer.not_training()`) and other
+time (the first warm-up, closing). `Statement.trained` counts only steps that were not lost.
 
 All job attempts are placed on one timeline. A cursor moves along it and assigns every second to exactly one part, so
 the parts add up to the wall-clock time. That begins when the first attempt was ready to train.

@@ -146,7 +146,7 @@ class LedgerWalk:
         if slow := self._numbers.far():
             self.notes.append(
                 f"{len(slow)} steps during a save took {duration(math.fsum(slow))} longer than others: evaluations"
-                " during a save look like slowing by it. Put them into pause()"
+                " during a save look like slowing by it. Put them into not_training()"
             )
         if not self.slowing_known:
             known = "known for some steps only" if self.parts["slowed"] else "not known"
@@ -295,7 +295,7 @@ class LedgerWalk:
         if end is not None and end.how == "closed":
             self.notes.append(
                 f"{account.epoch} was closed after a {loss.kind} without another step, which counts as an interruption."
-                " Put long intended work into pause()"
+                " Put long intended work into not_training()"
             )
         return self._fault(one, after, loss, noticed)
 

@@ -1,4 +1,4 @@
-"""`ckpt keep`: protect a checkpoint from deletion."""
+"""`ckpt pin` and `ckpt unpin`: protect a checkpoint from deletion, and end that."""
 
 from __future__ import annotations
 
@@ -13,37 +13,34 @@ from ckpt.tools.cli.upkeep import PARTIAL, Found, show_end
 BY_HAND = "by hand"
 
 
-@click.command(
-    epilog=example("ckpt keep runs/exp1@500 --note 'as published' --yes", "ckpt keep runs/exp1@500 --undo --yes")
-)
+@click.command(epilog=example("ckpt pin runs/exp1@500 --note 'as published' --yes"))
 @checkpoint_argument()
-@click.option("--note", help=f"Reason, stored with the checkpoint. By default {BY_HAND!r}.")
-@click.option("--undo", is_flag=True, help="Remove the protection: retention applies again.")
+@click.option("--note", default=BY_HAND, help=f"Reason, stored with the checkpoint. By default {BY_HAND!r}.")
 @plan_options
-def keep(
-    url: str,
-    step: Which,
-    note: str | None,
-    undo: bool,
-    yes: bool,
-    as_json: bool,
-) -> int:
+def pin(url: str, step: Which, note: str, yes: bool, as_json: bool) -> int:
     """Protect a checkpoint from retention and clean-up. A job may be training there."""
-    if undo and note is not None:
-        raise click.UsageError(
-            "--note and --undo cannot be combined: --note is the reason for keeping it, --undo stops keeping it"
-        )
+    return _change(url, step, note or BY_HAND, yes, as_json)
+
+
+@click.command(epilog=example("ckpt unpin runs/exp1@500 --yes"))
+@checkpoint_argument()
+@plan_options
+def unpin(url: str, step: Which, yes: bool, as_json: bool) -> int:
+    """Remove the protection of a checkpoint: retention applies to it again. A job may be training there."""
+    return _change(url, step, None, yes, as_json)
+
+
+def _change(url: str, step: Which, note: str | None, yes: bool, as_json: bool) -> int:
     if step is None:
         raise click.UsageError(f"no checkpoint given: use {url}@STEP or {url}@latest")
-    note = None if undo else note or BY_HAND
-    found = act(_keep(url, step, note, yes, as_json))
+    found = act(_set_pin(url, step, note, yes, as_json))
     if as_json:
         return print_json(found)
     return 0 if found["was"] == note else show_end(found, "done")
 
 
-def show_keep(found: Found) -> None:
-    was = "is not kept" if found["was"] is None else f"is {kept_text(found['was'])}"
+def show_pin(found: Found) -> None:
+    was = "is not pinned" if found["was"] is None else f"is {kept_text(found['was'])}"
     put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}")
     if found["was"] != found["note"]:
         put(
@@ -55,7 +52,7 @@ def show_keep(found: Found) -> None:
         put(PARTIAL)
 
 
-async def _keep(url: str, step: Which, note: str | None, yes: bool, as_json: bool) -> Found:
+async def _set_pin(url: str, step: Which, note: str | None, yes: bool, as_json: bool) -> Found:
     from ckpt.core.checkpoint import read, retention
 
     async with opened(url) as log:
@@ -70,8 +67,8 @@ async def _keep(url: str, step: Which, note: str | None, yes: bool, as_json: boo
             "done": None,
         }
         if not as_json:
-            show_keep(found)
+            show_pin(found)
         if yes and found["was"] != note:
             await retention.set_keep(log, commit.attempt, note)
-            found["done"] = {"kept": note is not None}
+            found["done"] = {"pinned": note is not None}
         return found

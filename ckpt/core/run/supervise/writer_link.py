@@ -1,9 +1,13 @@
-"""A connection to one writer process: send, ask, hear, notice that it is gone."""
+"""The connection to a writer process, and the writer that this trainer has at the moment.
+
+A writer may die at any time, and another one takes its place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import queue
 import signal
@@ -15,8 +19,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import psutil
 
 import ckpt
@@ -27,61 +32,31 @@ from ckpt.core.ipc.notes import FencedNote
 from ckpt.core.ipc.process import Process, number_in_proc
 from ckpt.core.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, encode, message_of, reply_of, table
 from ckpt.core.ipc.requests import Greeting, GreetingReply
-from ckpt.errors import CheckpointError, DeadlineError, InUseError, ProtocolError, UsageError, WriterError
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    DeadlineError,
+    FencedError,
+    InUseError,
+    ProtocolError,
+    UsageError,
+    WriterError,
+)
 from ckpt.events import log
 from ckpt.units import decimal
 
-# From Python 3.12 on no thread can be started at the end of the interpreter, and a writer may die then.
-SPARES = 2  # what the client of one writer takes
 JOIN_S = 1.0
 
 HUNG_UP = "the trainer left before that was done, and its writer goes on"
 
 
-class SpareThreads:
-    """Kept from the beginning of a run until it is closed."""
-
-    kept: ClassVar[list[SpareThreads]] = []  # of all runs of this process
-
-    def __init__(self) -> None:
-        self._works = queue.SimpleQueue[Callable[[], None] | None]()
-        self.busy = 0
-        self._threads = [threading.Thread(target=self._run, name="ckpt-spare", daemon=True) for _ in range(SPARES)]
-        with contextlib.suppress(RuntimeError):
-            for thread in self._threads:
-                thread.start()
-        self.kept.append(self)
-
-    def take(self, work: Callable[[], None]) -> None:
-        self.busy += 1
-        self._works.put(work)
-
-    def end(self) -> None:
-        """Those that work end when that is done."""
-        with contextlib.suppress(ValueError):  # it has ended
-            self.kept.remove(self)
-        ended, self._threads = [thread for thread in self._threads if thread.is_alive()], []
-        for _ in ended:
-            self._works.put(None)
-        for thread in ended:
-            thread.join(JOIN_S)
-
-    def _run(self) -> None:
-        while (work := self._works.get()) is not None:
-            work()
-            self.busy -= 1
-
-
-def start_thread(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """In a thread of its own, which is returned, or in one that was kept for the end."""
-    thread = threading.Thread(target=work, name=name, daemon=True)
+def start_thread(work: Callable[[], None], name: str) -> None:
+    """Do this in a thread of its own, or here while the interpreter exits, because no thread starts then (Python
+    3.12)."""
     try:
-        thread.start()
+        threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError:
-        if SpareThreads.kept:
-            min(SpareThreads.kept, key=lambda one: one.busy).take(work)
-        return None
-    return thread
+        work()
 
 
 R = TypeVar("R")
@@ -91,7 +66,7 @@ REQUEST_S = 120.0
 # A trainer waits for it: numpy, a third of a writer's start, comes a moment later, and no garbage is looked for among
 # modules, which takes a twentieth.
 _BOOT = (
-    "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[6:]; "
+    "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[5:]; "
     "from ckpt.later import later; later('numpy'); from ckpt.writer_process import main; main()"
 )
 _BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
@@ -100,7 +75,7 @@ ENDING_S = 5.0  # for a writer that has hung up to be gone
 
 
 class WriterClient:
-    """A connection to one writer process. What it says before anybody listens is kept for who does; see `listen`.
+    """A connection to one writer process. Notes that arrive before `listen` is called are kept for it.
 
     A thread of its own sends: Ctrl-C may cut the main thread off anywhere, and half a message would swallow all that
     come behind it; and a signal handler that closes us must not wait for what the main thread was about to do.
@@ -118,9 +93,15 @@ class WriterClient:
         self._closing = self._fenced = False
         self._on_note: Callable[[Note], None] | None = None
         self._early: list[Note] = []  # notes that came before
-        self._on_lost: Callable[[], None] = lambda: None
+        self._on_lost: Callable[[], None] | None = None
+        self._gone = False  # the process has ended, and the connection with it
         self._sent = threading.Event()
-        self._threads = [start_thread(self._transmit, "ckpt-send"), start_thread(self._receive, "ckpt-link")]
+        self._threads = [
+            threading.Thread(target=self._transmit, name="ckpt-send", daemon=True),
+            threading.Thread(target=self._receive, name="ckpt-link", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @classmethod
     def find(cls, key: str) -> WriterClient | None:
@@ -129,11 +110,11 @@ class WriterClient:
         return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
 
     @classmethod
-    def spawn(cls, key: str, *, next_one: bool = False) -> WriterClient:
-        """A new writer, in a session of its own, so that it survives what kills the trainer's process group.
-        `next_one`: it takes a dead one's place, and answers no other trainer before it has heard `HandedOver`.
+    def spawn(cls, key: str) -> WriterClient:
+        """Start a writer in a session of its own, so that it survives when the trainer's process group is killed.
 
-        Nor is it a child of the trainer's, since launchers look for those: a process between them starts it and ends.
+        It is not a child of the trainer either, because launchers look for children: a process in between starts it
+        and ends.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         homes = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (ckpt, ckpt_backends))
@@ -142,7 +123,7 @@ class WriterClient:
             if path:
                 os.fchmod(output.fileno(), 0o600)
             since = str(Process.of(os.getpid()).started)  # it may be up only when we are gone, and our number another's
-            words = [str(theirs.fileno()), key, path, since, str(int(next_one)), *homes]
+            words = [str(theirs.fileno()), key, path, since, *homes]
             writer = [sys.executable, "-P", "-c", _BOOT, *words]
             try:
                 between = subprocess.run(
@@ -171,16 +152,20 @@ class WriterClient:
 
     @property
     def pid(self) -> int:
-        """Of the writer; 0 before it has said who it is, and of one that cannot be seen from here."""
+        """Return the process id of the writer; 0 if it is not known yet, or belongs to another container."""
         return 0 if self._process is None else self._process.pid
 
     def listen(self, on_note: Callable[[Note], None], on_lost: Callable[[], None]) -> None:
-        """`on_note` gets its messages, `on_lost` is called when the connection ends."""
-        self._on_lost = on_lost
+        """Call `on_note` with the writer's messages, also those that came before, and `on_lost` once, when the writer
+        has ended."""
         with self._lock:
             self._on_note, early = on_note, self._early
         for note in early:
             on_note(note)
+        with self._lock:
+            self._on_lost, gone = on_lost, self._gone
+        if gone:
+            on_lost()
 
     # -- asking --
 
@@ -215,7 +200,7 @@ class WriterClient:
         self._sent.set()
 
     def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
-        """Ask and wait, for what comes without descriptors."""
+        """Send a request and wait for its reply, which has no descriptors."""
         try:
             return self.send(request, fds).result(timeout_s)[0]
         except TimeoutError as error:
@@ -224,13 +209,14 @@ class WriterClient:
             raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
 
     def greet(self, timeout_s: float, patient_s: float) -> tuple[GreetingReply, list[int]]:
-        """Become its trainer, and get what it holds, unless its own trainer lives. As `ask_patiently`."""
+        """Become its trainer unless its own trainer lives, and return what it holds. See `ask_patiently`."""
         hello, fds = self.ask_patiently(Greeting(), timeout_s, patient_s)
         self._process = self._found or Process.of(hello.pid)
         return hello, fds
 
     def ask_patiently(self, request: Request[R], timeout_s: float, patient_s: float) -> tuple[R, list[int]]:
-        """Ask a writer that was found. A stopped one is resumed after `timeout_s`, and has `patient_s` to reply.
+        """Send a request to a writer that was found. If it is stopped, it is resumed after `timeout_s`, and has
+        `patient_s` to reply.
 
         Raises ProtocolError for a writer of another version, which is left as it is, and DeadlineError.
         """
@@ -248,7 +234,7 @@ class WriterClient:
                     raise DeadlineError(f"no answer within {waited:.0f} s") from None
 
     def _foreign(self, error: CheckpointError) -> ProtocolError:
-        """What to do about a writer that does not understand us."""
+        """Return the error for a writer of another version, with the remedy."""
         if self._found is None:
             return ProtocolError(
                 f"the writer process that was started is of another version: {error}. everystep was changed on disk "
@@ -276,7 +262,7 @@ class WriterClient:
         return f"process {self._found.pid}{stopped}, a writer of this run that holds {memory} of memory"
 
     def _wake(self) -> bool:
-        """Whether the writer that we found can run."""
+        """Resume the writer that was found if it is stopped. Return True if it can run."""
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             found = psutil.Process(number_in_proc(link.peer_pid(self._channel.sock)))
             if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -303,7 +289,8 @@ class WriterClient:
         _until_gone(process)
 
     def _kill(self, process: Process) -> bool:
-        """Whether it was a writer of this run, and was killed; nobody else is, whoever has its number by then."""
+        """Kill a process if it is a writer of this run. Return True if it was. No other process that has got its number
+        is killed."""
         with contextlib.suppress(OSError):
             fd = os.pidfd_open(process.pid)
             try:
@@ -332,7 +319,10 @@ class WriterClient:
             _until_gone(process, closing)  # it stood still, and another takes over
         if not self._closing:
             log.warning("the writer is gone")
-            self._on_lost()
+            with self._lock:
+                self._gone, on_lost = True, self._on_lost
+            if on_lost is not None:
+                on_lost()
 
     def _answered(self, incoming: Incoming) -> None:
         with self._lock:
@@ -373,18 +363,102 @@ class WriterClient:
         self._sent.wait(link.SEND_S)
         self._channel.close()
         for thread in self._threads:
-            if thread is not None and thread is not threading.current_thread():
+            if thread is not threading.current_thread():
                 thread.join(JOIN_S)
 
     def forget(self) -> None:
-        """In a forked child: drop the descriptor without a word."""
+        """In a forked child, close the descriptor without ending the connection."""
         self._closing = True
         self._channel.forget()
 
 
 def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -> bool:
-    """Whether it is no more; waits for that a while, but not while we are `closing`."""
+    """Wait for the end of a process for at most `ENDING_S`, and not if `closing`. Return True if it has ended."""
     end = time.monotonic() + ENDING_S
     while process.alive and time.monotonic() < end and not closing():
         time.sleep(0.01)
     return not process.alive
+
+
+T = TypeVar("T")
+INSIST = 300  # tries, of what a writer may die of
+
+AnyRequest = Request[Any]
+
+
+class WriterUser:
+    """A part of the trainer that brings the next writer up to date. See `CurrentWriter.users`."""
+
+    def on_new_writer(self, client: WriterClient) -> None:
+        """Send to a new writer what it has to know. Called with the lock, so it must not wait for a reply."""
+
+    def on_no_writer(self, error: CheckpointError) -> None:
+        """Fail what waits for a writer, because no further one starts."""
+
+    def in_use(self) -> set[bytes]:
+        """Return the arenas that the writer still reads for this part."""
+        return set()
+
+
+class CurrentWriter:
+    """The writer of this trainer. `client`: the connection to it or the last one; `users`: parts that bring the next
+    writer up to date, in this order; `failure`: why no further writer starts; `lost`: the error if another job owns the
+    run; `closing`: this trainer hangs up itself. The writer is not replaced while `lock` is held."""
+
+    client: WriterClient
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal handler may come in
+        self.users: list[WriterUser] = []
+        self.failure: CheckpointError | None = None
+        self.lost: FencedError | None = None
+        self.closing = False
+
+    def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
+        """Send to the current writer; see `WriterClient.send`."""
+        return self.client.send(request, fds)
+
+    def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
+        """Ask the current writer; see `WriterClient.ask`."""
+        return self.client.ask(request, timeout_s, fds)
+
+    def insist(self, work: Callable[[WriterClient], T], end: float = math.inf) -> T:
+        """Do this with the writer, and if it dies meanwhile, with the next one, until `end`."""
+        for tries in itertools.count():
+            try:
+                return work(self.client)
+            except WriterError as error:
+                if self.closing:  # by a signal handler
+                    raise ClosedError("this Checkpointer was closed meanwhile") from error
+                if self.failure is not None or tries > INSIST or time.monotonic() > end:
+                    raise
+                time.sleep(0.1)  # until the next writer is there
+        raise AssertionError
+
+    def in_use(self) -> set[bytes]:
+        """Return the arenas that the writer still reads."""
+        return set().union(*(user.in_use() for user in self.users))
+
+
+class StandingRequests(WriterUser):
+    """Requests that every writer gets once, the current one and its successors; the last one of each type."""
+
+    def __init__(self, writer: CurrentWriter) -> None:
+        self._writer = writer
+        self._told: dict[type[AnyRequest], tuple[AnyRequest, tuple[int, ...]]] = {}
+
+    def tell(self, request: AnyRequest, fds: tuple[int, ...] = (), *, later: AnyRequest | None = None) -> None:
+        """Send a request to this writer, and the same or `later` to the next ones."""
+        with self._writer.lock:
+            self._told[type(request)] = later or request, fds
+            self._writer.send(request, fds)
+
+    def amend(self, kind: type[AnyRequest], **changes: Any) -> None:
+        """Change what the next writers get."""
+        if kind in self._told:
+            request, fds = self._told[kind]
+            self._told[kind] = msgspec.structs.replace(request, **changes), fds
+
+    def on_new_writer(self, client: WriterClient) -> None:
+        for request, fds in list(self._told.values()):
+            client.send(request, fds)

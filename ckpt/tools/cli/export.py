@@ -1,4 +1,4 @@
-"""`ckpt restore`: write a checkpoint in another format. `ckpt import` shares the functions here.
+"""`ckpt export`, also named `ckpt restore`: write a checkpoint in another format. `ckpt import` shares functions here.
 
 Neither needs a GPU, several ranks or much memory: tensors are read in windows. Both create new files and replace
 nothing; the output appears when it is complete. The formats are in `ckpt.tools.convert.forms`.
@@ -70,9 +70,9 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only print what would
 
 @click.command(
     epilog=example(
-        "ckpt restore runs/exp1 --to exports/hf --only 'model.*' --dtype bf16",
-        "ckpt restore s3://bucket/exp1@500 --to exp1-500.pt",
-        "ckpt restore runs/exp1 --to runs/on-8 --world-size 8",
+        "ckpt export runs/exp1 --to exports/hf --only 'model.*' --dtype bf16",
+        "ckpt export s3://bucket/exp1@500 --to exp1-500.pt",
+        "ckpt export runs/exp1 --to runs/on-8 --world-size 8",
     )
 )
 @checkpoint_argument()
@@ -102,7 +102,7 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only print what would
 @from_option("Another location of the same checkpoint, used where bytes are damaged")
 @dry_option
 @look_options
-def restore(
+def export(
     url: str,
     step: Which,
     target: str,
@@ -119,8 +119,9 @@ def restore(
     """Write the newest checkpoint of a run in another format: gathered, cast, or sharded for another number of ranks.
 
     Every byte is verified. Damaged chunks are read from another step or, with --from, another location; if there is no
-    intact copy, the tensor is named and nothing is written. An interrupted restore continues where it stopped if it is
+    intact copy, the tensor is named and nothing is written. An interrupted export continues where it stopped if it is
     repeated. Only the format safetensors omits entries that are not weights.
+    `ckpt restore` is another name of this command.
     """
     path = local_path(target)
     chosen = form_for(path, kind, world)
@@ -143,7 +144,8 @@ def so_far(path: Path) -> str:
 async def make(
     opening: contextlib.AbstractAsyncContextManager[Origin], wanted: Wanted, max_memory: int | None, dry_run: bool
 ) -> Found:
-    from ckpt.tools.convert.export import export, window_for
+    from ckpt.tools.convert.export import export as write_files
+    from ckpt.tools.convert.export import window_for
     from ckpt.tools.convert.partial import check_target
 
     path = wanted.path
@@ -169,7 +171,7 @@ async def make(
             window = most if max_memory is None else min(most, window_for(max_memory))
             origin.keep = 2 * window
             with progress("writing", total) as on_bytes:
-                done = await export(origin, output, path, window=window, on_bytes=on_bytes)
+                done = await write_files(origin, output, path, window=window, on_bytes=on_bytes)
             found |= {"done": asdict(done), "repaired": getattr(origin, "repaired", [])}
         return found
 

@@ -1,0 +1,71 @@
+"""Fill a state from a run that is only read: nothing is written there, and its own job can continue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ckpt.adapters  # noqa: F401 - registers them
+from ckpt.core.checkpoint import read, spelling
+from ckpt.core.checkpoint.losses import Loss
+from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.format.partition import Seat
+from ckpt.core.ipc import channel
+from ckpt.core.ranks.world import World
+from ckpt.core.restore.candidates import gather
+from ckpt.core.restore.restore_first import Restored, restore_first
+from ckpt.core.state.capture import Capture
+from ckpt.errors import CorruptError, FormatError, NoCheckpointError
+from ckpt.store import normalise
+
+
+def is_run(url: str) -> bool:
+    """Return True if there is a run at a URL, which may also name one of its steps. StoreError if it is unreadable."""
+    try:
+        log = read.run(read.open_run(normalise(spelling.split(url, None)[0])))
+    except (FormatError, NoCheckpointError):
+        return False
+    read.run(log.store.aclose())
+    return True
+
+
+def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = True, subset: bool = False) -> Restored:
+    """Fill the state with the newest checkpoint of a run, or that of a step. All ranks take part and must see the run.
+
+    - `location`: URL of the run.
+    - `which`: step, "best", or None for the newest.
+    - `strict`: False restores what fits, as `Checkpointer.restore` does.
+    - `subset`: ignore top-level entries of the checkpoint that the state does not have.
+
+    Raises NoCheckpointError if there is none, MismatchError if it does not fit (nothing was changed then), and
+    CorruptError if no checkpoint is intact.
+    """
+    wanted = _step_of(location, which) if which == spelling.BEST else spelling.number(which)
+    world = World.detect(channel.node_id())
+    lost: list[Loss] = []
+    touched: list[bool] = []
+    result = Restored(step=None)
+    capture = Capture(state, Seat(world.rank, world.size), subset=subset)
+    capture.read()
+    sources = gather(world, (), (), [location], [[0] * world.size], wanted, lost)
+    source = restore_first(
+        world, sources, capture, result, strict=strict, on_touch=lambda: touched.append(True), lost=lost, step=wanted
+    )
+    world.farewell()
+    if source is None and result.skipped:
+        skipped = "; ".join(f"step {one.step} in {one.tier}: {one.reason}" for one in result.skipped)
+        partly = ". The state is partly overwritten: do not use it" if touched else ""
+        raise CorruptError(f"no checkpoint could be loaded{partly}: {skipped}")
+    if source is None:
+        raise NoCheckpointError(f"there is no checkpoint{'' if wanted is None else f' of step {wanted}'} in {location}")
+    return result
+
+
+def _step_of(location: str, which: Which) -> int:
+    async def find() -> int:
+        log = await read.open_run(location)
+        try:
+            return read.choose(log, which).step
+        finally:
+            await log.store.aclose()
+
+    return read.run(find())

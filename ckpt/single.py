@@ -1,0 +1,53 @@
+"""`ckpt.save`: write one checkpoint without a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckpt.checkpointer import Checkpointer
+from ckpt.core.checkpoint import read
+from ckpt.core.ranks.world import made_together
+from ckpt.errors import InvalidArgumentError, NoCheckpointError, public_function
+from ckpt.saving import Checkpoint
+from ckpt.store import normalise, remember_options
+from ckpt.tiers import Tier
+
+
+@public_function
+def save(
+    url: str | Path,
+    state: dict[str, Any],
+    *,
+    step: int = 0,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Save the state as a run with one checkpoint. It is durable when this returns, or it is not there at all.
+
+    - `url`: folder or URL. It must not have a checkpoint yet: nothing is overwritten.
+    - `state`: dict, as for `ckpt.Checkpointer`.
+    - `step`: number of the step, default 0.
+    - `storage_options`: as in `ckpt.Tier`.
+
+    With several ranks, all make the same call. `ckpt.load(url, into=state)` restores the checkpoint, and a Checkpointer
+    can continue from it. A call that was interrupted can be repeated. Raises InvalidArgumentError if there is a
+    checkpoint already, StateError if the state cannot be saved, and SaveError or StoreError if it cannot be written.
+    """
+    tier = Tier(str(url), every=1, full_every=1, storage_options=storage_options)
+    remember_options(tier.url, storage_options)
+    made_together("save", partial(_check_empty, tier.url))
+    with Checkpointer(state, tier, memory=None, triggers=None) as cp:
+        return cp.save(step).wait_durable()
+
+
+def _check_empty(url: str) -> None:
+    """Raise InvalidArgumentError if the location has a checkpoint, before a job that trains there is fenced."""
+    try:
+        log = read.run(read.open_run(normalise(url)))
+    except NoCheckpointError:
+        return
+    read.run(log.store.aclose())
+    if log.state.commits or log.state.damaged:
+        raise InvalidArgumentError(f"{url} has checkpoints already, and ckpt.save overwrites nothing: use another path")

@@ -338,9 +338,8 @@ class Saver:
             if not warned and speed.done >= min(nbytes, MEASURED):
                 warned = True
                 log.warning(
-                    "memory has no room for a snapshot of %s, so step %d is written to %s while training waits for "
-                    "about %s. So is every scheduled step until there is room. Memory holds no step meanwhile",
-                    *(decimal(nbytes), attempt.step, url, duration(speed.seconds)),
+                    "step %d (%s) is written to %s while training waits for about %s, because memory has no room for it",
+                    *(attempt.step, decimal(nbytes), url, duration(speed.seconds)),
                 )
 
         try:

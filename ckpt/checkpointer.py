@@ -4,7 +4,7 @@
     restore() -> choose the newest checkpoint -> fill the state -> open a new term that continues from it
 
 No call waits for a disk unless the caller requests it. An error in the background is raised once, by the next call. The
-modules of `ckpt.core.run` (saver, restoring, closing, emergency) implement these calls over one `OpenRun`.
+modules of `ckpt.core.run` (saver, restoring, closing, emergency) implement these calls over one `TrainingRun`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ckpt.core.restore.restore_first import Restored
 from ckpt.core.run.closing import Closing, ProcessEnd
 from ckpt.core.run.emergency import EmergencySaver
 from ckpt.core.run.kept_steps import KeptSteps
-from ckpt.core.run.open_run import OpenRun, Settings, Stats
 from ckpt.core.run.restoring import MISSING, Restoring
 from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import Settings, Stats, TrainingRun
 from ckpt.core.snapshot.device import traced
 from ckpt.errors import CheckpointError, InvalidArgumentError, UsageError, public_class
 from ckpt.events import log
@@ -89,7 +89,7 @@ class Checkpointer:
         try:
             with contextlib.ExitStack() as undo:  # undo every step if any of them fails, including on Ctrl-C
                 self._reserve(undo, takeover)
-                self._start(undo, OpenRun(self._settings, state, takeover, undo), armed, options.on_fault)
+                self._start(undo, TrainingRun(self._settings, state, takeover, undo), armed, options.on_fault)
                 undo.pop_all()
         except CheckpointError as error:
             explain_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
@@ -119,7 +119,7 @@ class Checkpointer:
     def _start(
         self,
         undo: contextlib.ExitStack,
-        run: OpenRun,
+        run: TrainingRun,
         triggers: tuple[Trigger, ...],
         on_fault: Callable[[Fault], None] | None,
     ) -> None:

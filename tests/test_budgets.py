@@ -20,39 +20,39 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
-    "adapters": (1_730, 1_210),
+    "adapters": (1_720, 1_210),
     "backends": (2_800, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_020, 670),
     "core/checkpoint": (5_460, 3_540),
     "core/format": (4_180, 2_790),
-    "core/ipc": (1_940, 1_290),
+    "core/ipc": (1_950, 1_290),
     "core/log": (1_110, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_070, 3_670),
-    "core/snapshot": (1_740, 1_250),
+    "core/run": (5_170, 3_740),
+    "core/snapshot": (1_910, 1_360),
     "core/state": (4_640, 3_200),
-    "core/writer": (2_830, 2_020),
+    "core/writer": (2_830, 2_030),
     "dcp": (1_690, 1_150),
     "deepspeed": (480, 310),
     "guard": (2_900, 2_030),
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_310, 1_830),
+    "public": (3_320, 1_830),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
     "tools/cli": (4_200, 2_440),
     "tools/convert": (4_720, 3_360),
     "tools/doctor": (1_120, 800),
-    "tools/maintain": (1_890, 1_290),
+    "tools/maintain": (1_900, 1_300),
     "tools/observe": (3_360, 2_050),
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_500, 43_250)
+TOTAL = (64_790, 43_450)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 85, 79
 

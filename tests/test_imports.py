@@ -46,7 +46,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
         ("ckpt/core/log/log.py", "def f():\n    import torch"),
         ("backends/ckpt_backends/local.py", "from ckpt.core.log.log import RunLog"),
         ("ckpt/tools/maintain/audit.py", "import rich.table"),
-        ("ckpt/core/run/open_run.py", "from ckpt.adapters import shards"),
+        ("ckpt/core/run/training_run.py", "from ckpt.adapters import shards"),
         (None, ""),
     ],
 )
@@ -235,7 +235,7 @@ def test_promises_know_the_library_from_outside(path: Path) -> None:
         "import ckpt.core.checkpoint.commit as commits",
         "from ckpt.dcp.storage import _tiers",
         "def test() -> None:\n    from ckpt.tools.cli.app import cli",
-        "ckpt.core.run.open_run.OpenRun._prepare",
+        "ckpt.core.run.training_run.TrainingRun._prepare",
         'patch.setattr("ckpt.core.checkpoint.write.CHUNK", 1)',
         'CODE = """\nimport os\nfrom ckpt.core.snapshot.stage import Stager\n"""',
         "cp._run.stager.stop()",

@@ -24,7 +24,7 @@ from typing import Any
 
 from ckpt.core.ipc.notes import HangNote
 from ckpt.core.run.emergency import EmergencySaver
-from ckpt.core.run.open_run import OpenRun
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.guard.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_of_a_peer, is_oom, leave
@@ -67,7 +67,7 @@ class FaultHandler:
     def __init__(
         self,
         triggers: tuple[Trigger, ...],
-        run: OpenRun,
+        run: TrainingRun,
         emergency: EmergencySaver,
         on_fault: Callable[[Fault], None] | None,
     ) -> None:

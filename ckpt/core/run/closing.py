@@ -21,10 +21,10 @@ from typing import Any, Protocol
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.heartbeat import LEAVING
 from ckpt.core.ranks.world import Mailbox
-from ckpt.core.run.open_run import TURN_S, OpenRun
 from ckpt.core.run.saver import NO_TIME, Saver
 from ckpt.core.run.supervise.writer_link import start_thread
-from ckpt.core.snapshot.snapshot import Snapshot, Write
+from ckpt.core.run.training_run import TURN_S, TrainingRun
+from ckpt.core.snapshot.snapshot import Snapshot, WriteState
 from ckpt.errors import CheckpointError, DeadlineError, SaveError
 from ckpt.events import log
 from ckpt.subscribers import flush, publish
@@ -54,7 +54,7 @@ class Departures:
     A rank that is merely slow is not failed: the writer reports it, see `ckpt.core.checkpoint.settle`.
     """
 
-    def __init__(self, run: OpenRun, saver: Saver) -> None:
+    def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._others = [rank for rank in range(run.world.size) if rank != run.world.rank]
         self._posts: dict[int, dict[str, Any]] = {}  # by rank that has left
@@ -104,7 +104,7 @@ class Departures:
                 new = [rank for rank in new if any_left and self._mail.poll([f"left/{rank}"])]
             self._posts |= zip(new, self._mail.wait([f"left/{rank}" for rank in new], POST_S), strict=True)
             for save in self._saver.under_way():
-                self._fail_if_missing(save.attempt, at_once=all_left)
+                self._fail_if_missing(save.id, at_once=all_left)
 
     def _fail_if_missing(self, attempt: str, *, at_once: bool) -> None:
         """The rank that commits fails it first. If that one has left itself, another does at its next look."""
@@ -146,7 +146,7 @@ class Departures:
 class Closing:
     """Closes one run. `failed`: an exception has ended the training."""
 
-    def __init__(self, run: OpenRun, saver: Saver, guard: Guard) -> None:
+    def __init__(self, run: TrainingRun, saver: Saver, guard: Guard) -> None:
         self._run, self._saver, self._guard = run, saver, guard
         self._departures = Departures(run, saver)
         self._agreed = False  # whether the other ranks have come to close
@@ -398,7 +398,7 @@ class Closing:
         newest = self._saver.newest
         if newest is None or self._run.errors.fenced is not None or self._run.supervisor.failure is not None:
             return False
-        return all(state is Write.FAILED for state in newest.writes.values())
+        return all(state is WriteState.FAILED for state in newest.writes.values())
 
 
 def _add(error: BaseException, failure: CheckpointError) -> None:

@@ -21,10 +21,10 @@ from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.requests import Persist, SavedInTier
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.orders import Order
-from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.saver import TOO_LATE, Saver
 from ckpt.core.run.supervise.writer_link import start_thread
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
 from ckpt.saving import Save
@@ -66,7 +66,7 @@ class Outcome:
 class EmergencySaver:
     """Saves the state of one run on request."""
 
-    def __init__(self, run: OpenRun, saver: Saver) -> None:
+    def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._world, self._supervisor, self._heartbeat = run.world, run.supervisor, run.heartbeat
         self._orders = run.orders

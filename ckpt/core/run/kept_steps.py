@@ -9,8 +9,8 @@ from typing import Any
 from ckpt.core.ipc.requests import KeepSteps, KeptReply
 from ckpt.core.log.records import THE_BEST
 from ckpt.core.ranks.world import together
-from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError, DeadlineError, InvalidArgumentError, PeerError, UsageError, from_wire, to_wire
 from ckpt.events import log
 
@@ -19,7 +19,7 @@ class KeptSteps:
     """Keeps steps for one Checkpointer. Rank 0 decides which are the best and waits for no other rank. The others wait
     for its verdict in `score`. The run logs, which the writer has read, contain the scores of earlier starts."""
 
-    def __init__(self, run: OpenRun, saver: Saver) -> None:
+    def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._best = run.settings.best
         self._pinned: dict[int, str] | None = None  # pins of this and earlier job attempts; None until they are read

@@ -25,7 +25,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.partition import Holding
 from ckpt.core.format.replicas import Replicas, Row, replicas
 from ckpt.core.ranks.world import Mailbox
-from ckpt.core.run.open_run import OpenRun
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.state.fingerprint import Fingerprint
 from ckpt.core.state.sharding import LocalPiece
@@ -67,7 +67,7 @@ class ReplicaCheck:
     """Compares the replicas of one run. `differing`: names of replicated tensors that differ between ranks; the set is
     replaced, never changed."""
 
-    def __init__(self, run: OpenRun) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._epoch: int | None = None  # in which they were compared last
         self._sampled: dict[Attempt, _Sampled] = {}  # the newest last

@@ -14,8 +14,8 @@ from ckpt.core.restore.candidates import gather
 from ckpt.core.restore.early_look import EarlyLook
 from ckpt.core.restore.restore_first import Restored, restore_first
 from ckpt.core.restore.sources import MemorySource, RestoreSource
-from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot.snapshot import Snapshot
 from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log, tell
@@ -29,7 +29,7 @@ class Restoring:
     """Of one Checkpointer. `last`: what the last restore brought back, and what it passed over. `reached`: the last
     step that earlier starts are known to have done, 0 if nothing is known."""
 
-    def __init__(self, run: OpenRun, saver: Saver, reached: int) -> None:
+    def __init__(self, run: TrainingRun, saver: Saver, reached: int) -> None:
         self._run, self._saver, self._reached = run, saver, reached
         self.last: Restored | None = None
 

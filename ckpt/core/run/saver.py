@@ -1,6 +1,6 @@
 """One save, from step() until every tier that gets it has committed it.
 
-A snapshot is one object (`ckpt.core.snapshot.snapshot`), with one `Write` for each tier that gets it:
+A snapshot is one object (`ckpt.core.snapshot.snapshot`), with one `WriteState` for each tier that gets it:
 
     state      entered when                      by                                on an error
     read       the state is read                 training thread, has the turn     the call raises
@@ -28,7 +28,7 @@ What may come in between:
 - A signal handler calls save() or close() inside step(). `turn` is reentrant, so it runs in the same thread. The save
   that it interrupted may not have been submitted: `forgo_begun` fails it, and `stage_last` reads the state again.
 - An optimizer steps during a copy. Its hook waits (`UpdateGate`). An optimizer that started before is counted by
-  `OpenRun.moved_on`.
+  `TrainingRun.moved_on`.
 - The writer dies. The snapshot stays sealed, or fails; its writes fail or go to the next writer (`supervise.writes`).
 - Memory has no room for one snapshot. A step for memory alone is skipped. A step for a tier is written from the live
   state while training waits (`ckpt.core.snapshot.direct`). It is never sealed, and `staged` comes with COMMITTED.
@@ -50,13 +50,13 @@ from ckpt.core.checkpoint.concurrent import run as run_async
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.replicas import DIFFER
 from ckpt.core.log.log import Acquire
-from ckpt.core.run.open_run import OpenRun
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
 from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot.direct import Speed, write_directly
-from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, Write
+from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState
 from ckpt.core.snapshot.stage import ALL_BUSY
 from ckpt.core.state.capture import Reading
 from ckpt.errors import (
@@ -97,7 +97,7 @@ class Saver:
     - `answers`: the last saves that were ordered. `answered` notifies of each.
     """
 
-    def __init__(self, run: OpenRun) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run, self._plan = run, run.intervals.plan
         self.last: NewSnapshot | None = None
         self.newest: Snapshot | None = None
@@ -163,7 +163,7 @@ class Saver:
                 self._run.errors.forget(last.save)
             self._plan.saved_everywhere(step)
             for tier in self._run.settings.everywhere:
-                if last.writes.get(tier, Write.FAILED) is Write.FAILED:
+                if last.writes.get(tier, WriteState.FAILED) is WriteState.FAILED:
                     self._write_also(last, tier)
             return last.save
 
@@ -328,7 +328,7 @@ class Saver:
         if snapshot.beside is not None:
             snapshot.beside()
         snapshot.direct = snapshot.submitted = snapshot.begun = True
-        snapshot.writes[near] = Write.WRITING
+        snapshot.writes[near] = WriteState.WRITING
         self._follow(save)
 
         def on_bytes(count: int) -> None:
@@ -338,7 +338,7 @@ class Saver:
             if not warned and speed.done >= min(nbytes, MEASURED):
                 warned = True
                 log.warning(
-                    "step %d (%s) is written to %s while training waits for about %s, because memory has no room for it",
+                    "step %d (%s) is written to %s while training waits, for about %s: memory has no room for it",
                     *(attempt.step, decimal(nbytes), url, duration(speed.seconds)),
                 )
 
@@ -360,7 +360,7 @@ class Saver:
             snapshot.error = SaveError(
                 f"step {attempt.step} was not written to {url}: {why}. Memory has no room for it, so it is not saved"
             )
-            snapshot.writes = dict.fromkeys(snapshot.writes, Write.FAILED)
+            snapshot.writes = dict.fromkeys(snapshot.writes, WriteState.FAILED)
             self._retract(attempt, list(snapshot.writes), snapshot.error)
             publish("failed", attempt.step, tier=url, error=str(why))
             run.errors.note(snapshot.error, save)
@@ -580,7 +580,7 @@ class Saver:
             run.errors.note(error, save)
         self._retract(snapshot.attempt, tiers, error)
         publish("failed", save.step, tier="memory", error=str(error))
-        snapshot.writes = dict.fromkeys(tiers, Write.FAILED)
+        snapshot.writes = dict.fromkeys(tiers, WriteState.FAILED)
         save._set_failed(error)
 
     def _retract(self, attempt: Attempt, tiers: Sequence[int], why: CheckpointError) -> None:
@@ -605,7 +605,7 @@ class Saver:
         self.sent.append(str(snapshot.attempt))
         if tier in self.owed and self.owed[tier][0].step <= step:
             del self.owed[tier]
-        snapshot.writes[tier] = Write.WRITING
+        snapshot.writes[tier] = WriteState.WRITING
         done = partial(self._on_written, snapshot, tier, time.monotonic())
         replicas = self.replicas.said_of(snapshot.attempt)
         arena, slot = snapshot.place or (None, -1)
@@ -639,7 +639,7 @@ class Saver:
         """Record how a write has ended."""
         run, save, url, step = self._run, snapshot.save, self._run.tiers[tier].url, snapshot.attempt.step
         if error is None:
-            snapshot.writes[tier] = Write.COMMITTED
+            snapshot.writes[tier] = WriteState.COMMITTED
             self.committed = max(step, -1 if self.committed is None else self.committed)
             seconds = time.monotonic() - began
             publish("committed", step, tier=url, seconds=seconds, nbytes=write.nbytes, stored=write.nbytes_stored)
@@ -651,7 +651,7 @@ class Saver:
                 save._set_staged(url)
             save._set_committed(url)
             return
-        snapshot.writes[tier] = Write.FAILED
+        snapshot.writes[tier] = WriteState.FAILED
         if snapshot.direct and tier == min(snapshot.writes):
             save._set_unstaged(error)
         if HUNG_UP in str(error):  # not known, and not a failure
@@ -663,7 +663,7 @@ class Saver:
             log.warning("%s", error)
         else:
             if not isinstance(error, FencedError):
-                others = [run.tiers[i].url for i, state in snapshot.writes.items() if state is Write.COMMITTED]
+                others = [run.tiers[i].url for i, state in snapshot.writes.items() if state is WriteState.COMMITTED]
                 where = f"It is still in {others[0] if others else 'memory'}"
                 if not others and snapshot.direct:
                     where = "Memory has no room for it, so it is not saved"

@@ -37,7 +37,7 @@ _VERSION = attrgetter("_version")
 Slot = tuple[Arena, int]
 
 
-class Write(Enum):
+class WriteState(Enum):
     """The write of a snapshot to one tier. `ckpt.core.run.saver` says who moves it."""
 
     QUEUED = "queued"  # scheduled, and not yet requested from the writer
@@ -58,7 +58,7 @@ class Snapshot:
     def __init__(self, attempt: Attempt, save: Save | None = None, place: Slot | None = None) -> None:
         self.attempt, self.place = attempt, place
         self.save = save or Save(attempt.step, str(attempt), [])
-        self.writes: dict[int, Write] = {}
+        self.writes: dict[int, WriteState] = {}
         self.direct = False
 
 
@@ -85,7 +85,7 @@ class NewSnapshot(Snapshot):
         - `finite`: what the user said of the step.
         """
         super().__init__(attempt, save)
-        self.writes = dict.fromkeys(tiers, Write.QUEUED)
+        self.writes = dict.fromkeys(tiers, WriteState.QUEUED)
         self.reading, self.values, self.finite = reading, values, finite
         self.required, self.busy, self.deadline = required, busy, deadline
         self.beside: Callable[[], None] | None = None  # also called while the guarded tensors do not change

@@ -1,7 +1,8 @@
 """A run while it is open in this process: what it was configured with, what it owns, and where the training is.
 
-`OpenRun` opens everything in one go, and undoes everything if one part fails. The saver, the restore and the closing
-work on it; it imports none of them. The training thread changes where the training is, and every thread may read it.
+`TrainingRun` opens everything in one go, and undoes everything if one part fails. The saver, the restore and the
+closing work on it; it imports none of them. The training thread changes where the training is, and every thread may
+read it.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Stats:
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=10_000), repr=False)
 
 
-class OpenRun:
+class TrainingRun:
     """The run of one Checkpointer.
 
     - `step`: the step that the training named last. `stepped`: it was done since the last restore, by `thread`.

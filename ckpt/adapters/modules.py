@@ -55,64 +55,64 @@ EXTRA = "_extra_state"
 
 @dataclass
 class OwnState:
-    """What modules do themselves, by prefix.
+    """The own methods and hooks of modules, by prefix.
 
-    `speakers`: their state_dict() is called at every reading, and no tensor below them is read directly.
-    `extras`: their get_extra_state() is called.
+    `custom`: modules whose state_dict() is called at every reading. No tensor below them is read directly.
+    `extras`: modules whose get_extra_state() is called.
     `loaders`: modules with their own loaders, which get their state when it is restored.
     `names`: names of tensors that differ from those in the module. `left_out`: tensors that are not saved.
-    `unasked`: loaders with only a load_state_dict(), inside of another module whose load_state_dict() does not call
+    `bypassed`: loaders with only a load_state_dict(), inside of another module whose load_state_dict() does not call
         theirs. So it does not matter what theirs would accept.
     """
 
-    speakers: dict[str, nn.Module] = field(default_factory=dict)
+    custom: dict[str, nn.Module] = field(default_factory=dict)
     extras: dict[str, nn.Module] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     loaders: dict[str, nn.Module] = field(default_factory=dict)
-    unasked: set[str] = field(default_factory=set)
+    bypassed: set[str] = field(default_factory=set)
     notes: dict[tuple[str, type[nn.Module]], list[str]] = field(default_factory=dict)
 
     @property
-    def spoken(self) -> bool:
-        """Return whether there is more than parameters and buffers."""
-        return bool(self.speakers or self.extras)
+    def has_values(self) -> bool:
+        """Return True if there is more than parameters and buffers."""
+        return bool(self.custom or self.extras)
 
-    def speaks(self, prefix: str) -> bool:
-        """Return whether a module is, or is inside, one of the `speakers`."""
-        return any(prefix.startswith(speaker) for speaker in self.speakers)
+    def is_custom(self, prefix: str) -> bool:
+        """Return True if a module is one of the `custom` modules, or inside one."""
+        return any(prefix.startswith(inner) for inner in self.custom)
 
     def drop(self, prefix: str) -> None:
         """Forget everything below a prefix."""
-        for found in (self.speakers, self.extras, self.names, self.loaders):
+        for found in (self.custom, self.extras, self.names, self.loaders):
             for key in [key for key in found if key.startswith(prefix)]:
                 del found[key]
         self.left_out = {key for key in self.left_out if not key.startswith(prefix)}
 
 
-def lying(module: nn.Module, words: OwnState, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers, by full name, except those in `speakers`."""
+def plain_tensors(module: nn.Module, own_state: OwnState, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers, by full name, except those in `custom` modules."""
     for name, _, each in named_modules(module):
         here = prefix + (name + "." if name else "")
-        if not words.speaks(here):
+        if not own_state.is_custom(here):
             for key, tensor in (*each._parameters.items(), *each._buffers.items()):
                 if tensor is not None and key not in each._non_persistent_buffers_set:
                     yield here + key, tensor
 
 
-def listen(module: nn.Module, path: Path) -> OwnState:
-    """Find what the modules in `module` do themselves. What the user should know about it is logged once. Raises
+def find_own_state(module: nn.Module, path: Path) -> OwnState:
+    """Find the own methods and hooks of all modules in `module`, and log their consequences for the user once. Raises
     StateError if two tensors have the same name."""
-    words, seen = OwnState(), dict[str, Tensor]()
-    for name, tensor in lying(module, words):
+    own_state, seen = OwnState(), dict[str, Tensor]()
+    for name, tensor in plain_tensors(module, own_state):
         if not is_one(seen.setdefault(name, tensor), tensor):
             raise StateError(f"{show((*path, name))}: {TWO_TENSORS}")
-    _listen(module, "", words)
-    for (verdict, kind), prefixes in words.notes.items():
+    _collect(module, "", own_state)
+    for (verdict, kind), prefixes in own_state.notes.items():
         first = show((*path, prefixes[0].rstrip("."))) if prefixes[0] else show(path)
         more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
         _warn_once(f"{first}{more} ({kind.__name__}): {verdict}")
-    return words
+    return own_state
 
 
 _warned: set[str] = set()
@@ -124,32 +124,32 @@ def _warn_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-def _listen(module: nn.Module, prefix: str, words: OwnState) -> None:
+def _collect(module: nn.Module, prefix: str, own_state: OwnState) -> None:
     wrapped = wrapped_attribute(module)
     for name, child in module._modules.items():
         if child is not None:
-            _listen(child, prefix if name == wrapped else f"{prefix}{name}.", words)
+            _collect(child, prefix if name == wrapped else f"{prefix}{name}.", own_state)
     extra = type(module).get_extra_state is not nn.Module.get_extra_state
-    if wrapped is not None and _adds_to_speaker(module, prefix, words, extra):
-        words.drop(prefix)
-        words.speakers[prefix] = module  # its state_dict() has both
+    if wrapped is not None and _adds_to_custom(module, prefix, own_state, extra):
+        own_state.drop(prefix)
+        own_state.custom[prefix] = module  # its state_dict() has both
         return
     if extra:
-        words.extras[prefix] = module
+        own_state.extras[prefix] = module
     saves, loads = _own(module)
     if prefix and loads and not _own(module, ("_load_from_state_dict",))[1]:
-        words.unasked.add(prefix)
+        own_state.bypassed.add(prefix)
     if saves or loads:
-        verdict = _judge(module, prefix, words, loads)
+        verdict = _classify(module, prefix, own_state, loads)
         if verdict:
-            words.notes.setdefault((verdict, type(module)), []).append(prefix)
+            own_state.notes.setdefault((verdict, type(module)), []).append(prefix)
 
 
-def _adds_to_speaker(wrapper: nn.Module, prefix: str, words: OwnState, extra: bool) -> bool:
-    """Return True if a wrapper has state next to that of a speaker with the same name."""
-    if extra and prefix in words.extras:
+def _adds_to_custom(wrapper: nn.Module, prefix: str, own_state: OwnState, extra: bool) -> bool:
+    """Return True if a wrapper has state in addition to a custom module of the same name."""
+    if extra and prefix in own_state.extras:
         return True
-    return prefix in words.speakers and bool(wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
+    return prefix in own_state.custom and bool(wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
 
 
 LOADING = ("load_state_dict", "_load_from_state_dict")
@@ -175,35 +175,35 @@ GATHERS = (
 )
 REARRANGES = "its state_dict() rearranges its parameters. They are saved as they are in memory, which restores the same"
 LEAVES_OUT = "its state_dict() leaves out some parameters or buffers. They are not saved"
-SPEAKS = "its state_dict() has more than its parameters and buffers, so it is called at every save"
+HAS_MORE = "its state_dict() has more than its parameters and buffers, so it is called at every save"
 
 
-def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
-    """Record what follows from the state_dict() of one module. Returns what to tell the user."""
-    said = _ask(module)
-    if said is None:
+def _classify(module: nn.Module, prefix: str, own_state: OwnState, loads: bool) -> str:
+    """Record the consequences of a module's state_dict(). Return a message for the user, or ""."""
+    entries = _state_dict_of(module)
+    if entries is None:
         return GATHERS
     if loads:
-        for inner in [p for p in words.loaders if p.startswith(prefix)]:
-            del words.loaders[inner]
-        words.loaders[prefix] = module
-    here = {key: tensor for key, tensor in lying(module, words, prefix) if key not in words.left_out}
+        for inner in [p for p in own_state.loaders if p.startswith(prefix)]:
+            del own_state.loaders[inner]
+        own_state.loaders[prefix] = module
+    here = {key: tensor for key, tensor in plain_tensors(module, own_state, prefix) if key not in own_state.left_out}
     own = {memory_id(tensor) for tensor in here.values()}
-    expected = {p + EXTRA for p in words.extras}
-    said = {prefix + plain_key(module, k): v for k, v in said.items()}
-    rest = {k: v for k, v in said.items() if k not in expected and not words.speaks(k)}
+    expected = {p + EXTRA for p in own_state.extras}
+    entries = {prefix + plain_key(module, k): v for k, v in entries.items()}
+    rest = {k: v for k, v in entries.items() if k not in expected and not own_state.is_custom(k)}
     new = {k: v for k, v in rest.items() if not isinstance(v, Tensor) or memory_id(v) not in own}
     there = {memory_id(v) for k, v in rest.items() if k not in new}
     missing = {k: tensor for k, tensor in here.items() if memory_id(tensor) not in there}
-    again = {prefix + plain_key(module, k): v for k, v in (_ask(module) or {}).items()} if new else {}
+    again = {prefix + plain_key(module, k): v for k, v in (_state_dict_of(module) or {}).items()} if new else {}
     if new and not _rearranged(new, missing, again):
-        words.drop(prefix)
-        words.speakers[prefix] = module
-        return SPEAKS
+        own_state.drop(prefix)
+        own_state.custom[prefix] = module
+        return HAS_MORE
     if new:
         return REARRANGES
-    words.left_out |= missing.keys()
-    _rename({k: t for k, t in here.items() if k not in missing}, rest, words)
+    own_state.left_out |= missing.keys()
+    _rename({k: t for k, t in here.items() if k not in missing}, rest, own_state)
     return LEAVES_OUT if missing else ""
 
 
@@ -217,16 +217,16 @@ def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Ma
     return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
 
 
-def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnState) -> None:
+def _rename(here: Mapping[str, Tensor], entries: Mapping[str, Tensor], own_state: OwnState) -> None:
     """Record tensors with other names in the state_dict(), such as those of a wrapper that removes its part of the
     name."""
     other: dict[object, list[str]] = {}
-    for key, tensor in said.items():
+    for key, tensor in entries.items():
         if key not in here:
             other.setdefault(view_id(tensor), []).append(key)
     for key, tensor in here.items():
-        if key not in said and (called := other.get(view_id(tensor))):  # tied tensors have several names
-            words.names[key] = next((name for name in called if key.endswith(f".{name}")), called[0])
+        if key not in entries and (called := other.get(view_id(tensor))):  # tied tensors have several names
+            own_state.names[key] = next((name for name in called if key.endswith(f".{name}")), called[0])
 
 
 class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -246,16 +246,16 @@ class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _ask(module: nn.Module) -> dict[str, Any] | None:
+def _state_dict_of(module: nn.Module) -> dict[str, Any] | None:
     """Return a module's state_dict(); None if it needs other ranks."""
     mode = Refusing()
     try:
         with torch.no_grad(), mode:
-            said = dict(module.state_dict(keep_vars=True))
+            entries = dict(module.state_dict(keep_vars=True))
     except Exception:
         if not mode.refused:
             raise
-    return None if mode.refused else said
+    return None if mode.refused else entries
 
 
 def hand_back(module: nn.Module) -> None:
@@ -442,13 +442,13 @@ def _forms(state: Mapping[str, Any]) -> dict[str, object]:
 
 
 class CustomModuleNode(ModuleNode):
-    """Any module: read like in the core, and with what it does itself (`listen`)."""
+    """Any module: read like in the core, and with its own methods and hooks (`find_own_state`)."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         super().__init__(path, module)
-        self._words, self._heard = OwnState(), list[nn.Module]()
+        self._own, self._modules_read = OwnState(), list[nn.Module]()
         self._untried: list[str] = []  # reasons why loaders could not be tested with the checkpoint
-        self._order: list[str] = []  # names, and prefixes of `speakers`
+        self._order: list[str] = []  # names, and prefixes of `custom` modules
 
     @staticmethod
     def owns(value: object) -> bool:
@@ -456,45 +456,45 @@ class CustomModuleNode(ModuleNode):
 
     @property
     def kind(self) -> str:
-        return "custom module" if self._words.spoken else "module"
+        return "custom module" if self._own.has_values else "module"
 
     def read(self, names: Names) -> Contents:
         piece = super().read(names)
-        return self._and_words(piece) if self._words.spoken else piece
+        return self._with_own_values(piece) if self._own.has_values else piece
 
     def _read(self, modules: Sequence[NamedModule]) -> Contents:
-        if len(modules) != len(self._heard) or any(
-            one.module is not b for one, b in zip(modules, self._heard, strict=True)
+        if len(modules) != len(self._modules_read) or any(
+            one.module is not b for one, b in zip(modules, self._modules_read, strict=True)
         ):
-            self._words, self._heard = listen(self.whole, self.path), [one.module for one in modules]
+            self._own, self._modules_read = find_own_state(self.whole, self.path), [one.module for one in modules]
         piece, order = super()._read(modules), dict[str, None]()
-        for prefix, _, module in modules if self._words.spoken else ():
+        for prefix, _, module in modules if self._own.has_values else ():
             inside = f"{prefix}." if prefix else ""
-            if inside in self._words.speakers:
+            if inside in self._own.custom:
                 order[inside] = None
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 name = self._saved_as(inside + key)
                 if name is not None and tensor is not None and key not in module._non_persistent_buffers_set:
                     order[name] = None
-            if inside in self._words.extras:
+            if inside in self._own.extras:
                 order[inside] = None
         self._order = list(order)
         return piece
 
     def _saved_as(self, name: str) -> str | None:
-        omitted = self._words.speaks(name) or name in self._words.left_out
-        return None if omitted else self._words.names.get(name, name)
+        omitted = self._own.is_custom(name) or name in self._own.left_out
+        return None if omitted else self._own.names.get(name, name)
 
-    def _and_words(self, piece: Contents) -> Contents:
+    def _with_own_values(self, piece: Contents) -> Contents:
         """Collect all its values by key, like its state_dict()."""
         collect, exact = Collector(), Collector(exact=True)  # set_extra_state() gets the exact values
         state: dict[str, Json] = {}
         for key in self._order:
-            if key in self._words.extras:
-                value = self._words.extras[key].get_extra_state()
+            if key in self._own.extras:
+                value = self._own.extras[key].get_extra_state()
                 state[key + EXTRA] = encode(value, (*self.path, key + EXTRA), exact)
-            elif key in self._words.speakers:
-                for inner, value in self._words.speakers[key].state_dict(keep_vars=True).items():
+            elif key in self._own.custom:
+                for inner, value in self._own.custom[key].state_dict(keep_vars=True).items():
                     if key + inner in state:
                         raise StateError(f"{self._name(key + inner)}: {TWO_TENSORS}")
                     state[key + inner] = encode(value, (*self.path, key + inner), collect)
@@ -513,15 +513,15 @@ class CustomModuleNode(ModuleNode):
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         piece = self.read(Names())
-        if saved.kind == "module" and not (self._words.spoken or self._words.loaders):
+        if saved.kind == "module" and not (self._own.has_values or self._own.loaders):
             super().prepare(saved, placement)
             return
-        lying = {entry.name: entry for entry in piece.fixed}
-        said = {entry.name: entry for entry in piece.loose}
+        fixed = {entry.name: entry for entry in piece.fixed}
+        loose = {entry.name: entry for entry in piece.loose}
         state = self._saved_state(saved)
         problems, self._untried = len(placement.problems), []
         free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
-        own = {name: entry for name, entry in (lying | said).items() if not self._in_extra(name)}
+        own = {name: entry for name, entry in (fixed | loose).items() if not self._in_extra(name)}
         theirs = [name for name in saved.names if name not in free]
         differing = self._differing(theirs, own, placement)
         resized = self._resized(saved, theirs, own, placement)
@@ -532,12 +532,12 @@ class CustomModuleNode(ModuleNode):
         live = {name: entry for name, entry in own.items() if name not in omitted}
         names = placement.compare(self.path, [name for name in theirs if name not in omitted], live)
         for name in matching(names, own, saved.facts, saved.names, placement):
-            if name in lying and name not in given:
-                placement.fill(name, lying[name])
+            if name in fixed and name not in given:
+                placement.fill(name, fixed[name])
             else:
                 placement.watch(name, own[name])
         weights = self._weights(theirs, own, placement) if placement.strict else set[str]()
-        self._prepare_words(state, lying | said, whole, weights, placement)
+        self._prepare_own_values(state, fixed | loose, whole, weights, placement)
         self._hand_back(placement, self._created(resized, own, weights, placement), whole)
         if whole:
             placement.finish(self.path, self._forget)
@@ -546,10 +546,10 @@ class CustomModuleNode(ModuleNode):
 
     def _forget(self) -> None:
         """Read all of it again: its state_dict() may have other keys now."""
-        self._piece, self._heard = None, []
+        self._piece, self._modules_read = None, []
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        if self._words.spoken:
+        if self._own.has_values:
             return False
         self._hand_back(placement, {}, {})
         return True
@@ -557,7 +557,7 @@ class CustomModuleNode(ModuleNode):
     def _hand_back(
         self, placement: Placement, resized: Mapping[str, tuple[str, Tensor]], whole: Mapping[str, nn.Module]
     ) -> None:
-        for prefix, module in self._words.loaders.items():
+        for prefix, module in self._own.loaders.items():
             if prefix in whole:
                 continue
             mine = {self._key(n).removeprefix(prefix): t for n, (p, t) in resized.items() if p == prefix}
@@ -573,7 +573,7 @@ class CustomModuleNode(ModuleNode):
         """Return what the loaders of modules decide about: saved tensors whose shapes differ from those here. This
         includes those that are None here. By name: the prefix of the loader."""
         found: dict[str, str] = {}
-        if not self._words.loaders:
+        if not self._own.loaders:
             return found
         made_of_several = {part for form in forms_of(saved.facts).values() for part in form.names}
         empty = {
@@ -585,8 +585,8 @@ class CustomModuleNode(ModuleNode):
         }
         for name in theirs:
             key, entry = self._key(name), own.get(name)
-            prefix = max((p for p in self._words.loaders if key.startswith(p)), key=len, default=None)
-            if prefix is None or prefix in self._words.unasked or name in made_of_several or self._words.speaks(key):
+            prefix = max((p for p in self._own.loaders if key.startswith(p)), key=len, default=None)
+            if prefix is None or prefix in self._own.bypassed or name in made_of_several or self._own.is_custom(key):
                 continue
             if entry is None:
                 if key in empty or "." not in key.removeprefix(prefix):
@@ -632,7 +632,7 @@ class CustomModuleNode(ModuleNode):
 
     def _differing(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
         """Return the names of tensors that are only on one side, or have different shapes."""
-        if not (self._words.loaders or self._words.speakers):
+        if not (self._own.loaders or self._own.custom):
             return set()  # no loader to handle them
         shared = (name for name in theirs if name in own and _has_other_shape(name, own[name], placement))
         return {*(own.keys() ^ set(theirs)), *shared}
@@ -647,14 +647,12 @@ class CustomModuleNode(ModuleNode):
     ) -> dict[str, nn.Module]:
         """Return modules with differences, whose own loaders accept all of their saved state. They get all of it. By
         prefix; none of them is inside another one."""
-        words, found = self._words, dict[str, nn.Module]()
+        own_state, found = self._own, dict[str, nn.Module]()
         keys = {self._key(name) for name in differing} | {key for key in state if self._is_unclaimed(key, state[key])}
-        loaders = [(prefix, module) for prefix, module in words.loaders.items() if prefix not in words.unasked]
-        for prefix, module in (*words.speakers.items(), *loaders):
-            speaks = prefix in words.speakers
-            if not any(key.startswith(prefix) for key in keys) or not (
-                speaks or self._lies_plainly(prefix, saved, own)
-            ):
+        loaders = [(prefix, module) for prefix, module in own_state.loaders.items() if prefix not in own_state.bypassed]
+        for prefix, module in (*own_state.custom.items(), *loaders):
+            is_custom = prefix in own_state.custom
+            if not any(key.startswith(prefix) for key in keys) or not (is_custom or self._is_plain(prefix, saved, own)):
                 continue
             try:
                 state_of_it = {
@@ -665,7 +663,7 @@ class CustomModuleNode(ModuleNode):
             except CheckpointError:
                 continue
             try:
-                accepted = accepts(module, state_of_it, plain=not speaks, inner=bool(prefix) and not speaks)
+                accepted = accepts(module, state_of_it, plain=not is_custom, inner=bool(prefix) and not is_custom)
             except Untried as error:
                 path = (*self.path, prefix.rstrip(".")) if prefix else self.path
                 self._untried.append(f"{show(path)}: {error}")
@@ -675,12 +673,10 @@ class CustomModuleNode(ModuleNode):
                 keys = {key for key in keys if not key.startswith(prefix)}
         return found
 
-    def _lies_plainly(self, prefix: str, saved: SavedNode, own: Mapping[str, StateEntry]) -> bool:
+    def _is_plain(self, prefix: str, saved: SavedNode, own: Mapping[str, StateEntry]) -> bool:
         """Return True if the saved state of a module is what its loader takes: plain tensors, as in its
         state_dict()."""
-        rearranged = [
-            p for (verdict, _), ps in self._words.notes.items() if verdict in (GATHERS, REARRANGES) for p in ps
-        ]
+        rearranged = [p for (verdict, _), ps in self._own.notes.items() if verdict in (GATHERS, REARRANGES) for p in ps]
         wrappers = (self._key(name) for name in forms_of(saved.facts))
         return (
             not any(p.startswith(prefix) or prefix.startswith(p) for p in rearranged)
@@ -690,7 +686,7 @@ class CustomModuleNode(ModuleNode):
 
     def _is_unclaimed(self, key: str, value: Json) -> bool:
         """Return True for a saved value that is not a tensor and that no module here handles."""
-        if self._words.speaks(key) or any(key == prefix + EXTRA for prefix in self._words.extras):
+        if self._own.is_custom(key) or any(key == prefix + EXTRA for prefix in self._own.extras):
             return False
         return not (type(value) is dict and value.get("$") in ("tensor", "wrapper"))
 
@@ -699,7 +695,7 @@ class CustomModuleNode(ModuleNode):
         return name[len(self._name("")) :]
 
     def _in_extra(self, name: str) -> bool:
-        return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._words.extras)
+        return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._own.extras)
 
     def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
         """Return its saved state by key. CorruptError if that is not the state of a module."""
@@ -710,7 +706,7 @@ class CustomModuleNode(ModuleNode):
             raise CorruptError(f"{show(self.path)}: its stored state is not the state of a module")
         return found
 
-    def _prepare_words(
+    def _prepare_own_values(
         self,
         state: dict[str, Json],
         live: Mapping[str, StateEntry],
@@ -719,7 +715,7 @@ class CustomModuleNode(ModuleNode):
         placement: Placement,
     ) -> None:
         claimed = set()
-        for prefix, module in self._words.extras.items():
+        for prefix, module in self._own.extras.items():
             key = prefix + EXTRA
             if key.startswith(tuple(whole)):
                 continue
@@ -728,13 +724,13 @@ class CustomModuleNode(ModuleNode):
                 placement.finish(self.path, partial(_set_extra, module, placement.build(state[key])))
             else:
                 placement.problem(f"{self._name(key)} is not in the checkpoint")
-        outer = {p: m for p, m in self._words.speakers.items() if not p.startswith(tuple(whole))}
+        outer = {p: m for p, m in self._own.custom.items() if not p.startswith(tuple(whole))}
         for prefix, module in (*outer.items(), *whole.items()):
             mine = {key: value for key, value in state.items() if key.startswith(prefix)}
             claimed |= mine.keys()
             values = pairs({k.removeprefix(prefix): v for k, v in mine.items()})
             build = placement.build(values, like=live, guarded=weights)
-            plain = prefix not in self._words.speakers
+            plain = prefix not in self._own.custom
             inner = plain and bool(prefix)
             placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain, inner))
         for key, value in state.items():

@@ -81,7 +81,7 @@ ASK_S = 1.0  # a hanging thread may hold its lock
 MOST = 8  # most collectives to report
 
 
-# -- what torch's flight recorder says of this process --
+# -- entries of torch's flight recorder for this process --
 
 
 def recorded() -> tuple[Collective, ...]:

@@ -12,7 +12,7 @@ from without import WAITS
 GPU, COPYING = "tests/promises/test_gpu.py", "tests/device/test_copying.py"
 RED = {
     "copy_behind_the_kernels_of_the_step": (GPU, "test_the_copy_begins_after_the_kernels_of_the_step"),
-    "caller_behind_the_copy_of_buffers": (GPU, "test_buffers_may_be_overwritten_at_once"),
+    "caller_behind_the_copy_of_buffers": (GPU, "test_buffers_may_be_overwritten_immediately"),
     "update_behind_the_copy": (GPU, "test_updates_wait_for_the_copy_and_the_host_does_not"),
     "other_streams_behind_the_copy": (GPU, "test_every_stream_that_updates_waits"),
     "update_until_the_copy_is_queued": (COPYING, "test_an_update_waits_until_its_copy_is_queued"),

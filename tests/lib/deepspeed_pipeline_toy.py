@@ -5,10 +5,10 @@ RANK=0 WORLD_SIZE=2 … python -c 'import deepspeed_pipeline_toy; deepspeed_pipe
 kill       trained to `STEPS` by DeepSpeed alone, and again with everystep to step `KILLED`, and then SIGKILL to itself
 go_on      restored, and trained to `STEPS`
 all_layers by ranks that have all layers: restored, and trained for one step
-again      as go_on, for one step more, by any number of ranks
-refuse     what the error says
-CASE       ZERO or ZERO-tied: the stage of ZeRO, and whether the first layer and the last have one weight; in ZERO-bias
-           each has a bias of its own then
+again      as go_on, for one more step, by any number of ranks
+refuse     print the error
+CASE       ZERO or ZERO-tied: the stage of ZeRO, and whether the first layer and the last share a weight; in ZERO-bias
+           each also has its own bias
 Prints a JSON line for each step of each case, and for each restore.
 """
 

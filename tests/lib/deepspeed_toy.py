@@ -1,11 +1,11 @@
-"""Small trainings under DeepSpeed, several of them in one process, since to start one takes long.
+"""Small trainings under DeepSpeed, several of them in one process, because starting one is slow.
 
 RANK=0 WORLD_SIZE=2 … python -c 'import deepspeed_toy; deepspeed_toy.main()' ACTION FOLDER CASE[=OTHER]…
 
 kill FOLDER CASE…        each is trained to `STEPS` by DeepSpeed alone; then again with everystep, into FOLDER/CASE, and
                          killed in the middle of step `KILLED` + 1: SIGKILL to itself
-go_on FOLDER CASE…       restored, and trained to `STEPS`; what DeepSpeed's own save_checkpoint writes then is beside it
-take_over FOLDER CASE=OTHER…    what CASE has saved is restored in the way of OTHER
+go_on FOLDER CASE…       restored, and trained to `STEPS`; then also saved by DeepSpeed's own save_checkpoint
+take_over FOLDER CASE=OTHER…    the checkpoint of CASE is restored with the settings of OTHER
 Prints a JSON line for each step of each case, and for each restore.
 """
 

@@ -1,9 +1,9 @@
 """Give tests of promises what they need from inside the library.
 
 Files in `tests/promises` import only public names of `ckpt`, and this module. When the code behind a promise is
-rewritten, this module follows it and the promises stay as they are; `tests/test_imports.py` checks that. So a name here
-says what a test needs, not how the library does it today. Stores (`ckpt_backends`) are not inside: their contract is
-public.
+rewritten, this module follows it and the promises stay unchanged; `tests/test_imports.py` checks that. So a name here
+describes what a test needs, not how the library does it today. Stores (`ckpt_backends`) are not inside: their contract
+is public.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def problems_of_newest(url: str | Path) -> list[str]:
 
 
 def losses_at(url: str | Path, meanwhile: Callable[[], object] = lambda: None, after_s: float = 0.0) -> list[int]:
-    """List the steps that a reader reports as lost. `meanwhile` is called `after_s` seconds after it opened the log."""
+    """List the steps that a reader reports as lost. `meanwhile`: called `after_s` seconds after it opened the log."""
 
     async def look(log: RunLog) -> list[int]:
         asyncio.get_running_loop().call_later(after_s, meanwhile)
@@ -503,7 +503,7 @@ def of_newer_version(raw: bytes) -> bytes:
 
 
 def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Of this process, when it looks whether a run is trained."""
+    """Set how long this process waits before it considers a silent trainer dead."""
     patch.setattr(lease, "DYING_S", seconds)
     patch.setattr(lease, "interval_s", lambda store: seconds)
 
@@ -1565,7 +1565,7 @@ class SharedMemory:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:ckpt-arena"):
                     return cls(Arena.attach(os.dup(int(name))))
-        raise AssertionError("there is no arena")
+        raise AssertionError("this process maps no arena")
 
     @property
     def header(self) -> dict[str, memoryview]:

@@ -1,22 +1,22 @@
-"""Every order in which the requests of several processes can reach one object store, tried at random, with faults.
+"""Runs the requests of several processes to one object store in random orders, with faults.
 
-What runs is the library itself: its log, commits, recovery, retention and reading, by several actors at once (jobs of
-some ranks that take the run from one another, cleaners, readers). Checkpoints are full, or increments that refer to
-packs of older ones. Each request of an actor to the store waits until the simulator lets it through, one at a time,
-chosen by a seeded generator; time passes only when the simulator says so. A seed always gives the same schedule, and
-`Failure` shows it request by request.
+The actors run the library itself: its log, commits, recovery, retention and reading. They are jobs of some ranks that
+take over the run from each other, cleaners and readers. Checkpoints are full, or increments that refer to data files of
+older ones. Each request waits until the simulator lets it through, one at a time, chosen by a seeded generator. Time
+passes only when the simulator advances it. A seed always gives the same schedule, and `Failure` shows it request by
+request.
 
-What may happen to a request, as with a real object store:
+Possible results of a request, as with a real object store:
 
-    done                        and answered
+    done                        with a reply
     lost, not done              StoreError, retryable, and nothing happened
-    lost, done                  StoreError, retryable, and it happened all the same
-    lost, lands later           StoreError, retryable, and it happens at some time, perhaps after its sender has died
-    409                         StoreError, retryable: another conditional request was going on
-    412 on our own              ExistsError for what this request itself has created: something below us tried twice
-    killed before, after, lands later    its sender never hears of it, and does nothing any more
+    lost, done                  StoreError, retryable, but it happened
+    lost, lands later           StoreError, retryable, and it happens later, perhaps after its sender has died
+    409                         StoreError, retryable: another conditional request was in progress
+    412 on our own              ExistsError for the object that this request created: a lower layer retried it
+    killed before, after, lands later    its sender gets no reply, and has ended
 
-The oracle looks at each change of the store, by its own plain reading of the records, see `Oracle`.
+The oracle checks each change of the store with a reader of its own, see `Oracle`.
 """
 
 from __future__ import annotations
@@ -420,7 +420,7 @@ class Sim:
         """All tasks wait: let one request through, or let time pass until the next timer."""
         self.turns += 1
         if self.turns > MAX_TURNS:
-            self.say("everybody", "stopped after so many turns")
+            self.say("all actors", "stopped after MAX_TURNS turns")
             self.stop()
             return
         dice = self.dice
@@ -439,7 +439,7 @@ class Sim:
             choices = [actor for actor in self.actors if actor.waiting]
             weights = [1.0] * len(choices)
         if not choices:
-            raise Violation("everybody waits for ever")
+            raise Violation("all actors wait for ever")
         chosen = dice.choices(choices, weights)[0]
         if chosen == "clock":
             assert timeout is not None

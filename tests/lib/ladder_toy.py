@@ -1,9 +1,9 @@
-"""Ranks under torchrun to which faults happen, for tests of what comes back afterwards.
+"""Ranks under torchrun with injected faults, for tests of their recovery.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 ladder_toy.py '{"run": "/some/where", "steps": 80, …}'
 
 Data-parallel training whose every bit follows from the step: model, averages, buffers, a generator for the batches and
-plain values are all in the state. Each rank says what it does in JSON lines, each of them one write, so that no kill
+plain values are all in the state. Each rank reports its actions as JSON lines, each in a single write, so that no kill
 tears it.
 """
 

@@ -1,11 +1,11 @@
-"""Megatron's own `torch_dist` checkpoints beside runs of `ckpt.megatron`, on the trainings of `megatron_toy`.
+"""Megatron's own `torch_dist` checkpoints next to runs of `ckpt.megatron`, on the trainings of `megatron_toy`.
 
 RANK=0 WORLD_SIZE=2 … python -c 'import megatron_on_cpu, megatron_own; megatron_own.main()' ACTION FOLDER CASE[=TPxPP]…
 
 save FOLDER CASE…     each is trained to `SAVED` by Megatron alone, which saves FOLDER/theirs/CASE
-resume FOLDER CASE…   two trainings go on to `STEPS`, one from FOLDER/theirs/CASE as Megatron itself does, the other
-                      with everystep from FOLDER/runs/CASE, which is left with what it saves
-look FOLDER CASE…     Megatron loads FOLDER/given/CASE: what differs from the last step of FOLDER/runs/CASE
+resume FOLDER CASE…   two trainings continue to `STEPS`, one from FOLDER/theirs/CASE as Megatron itself does, the other
+                      with everystep from FOLDER/runs/CASE, where it saves
+look FOLDER CASE…     Megatron loads FOLDER/given/CASE: differences from the last step of FOLDER/runs/CASE
 Prints a JSON line for each.
 """
 

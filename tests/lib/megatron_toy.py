@@ -1,4 +1,4 @@
-"""Small trainings under Megatron-core on CPU ranks, several of them in one process, since to start one takes long.
+"""Small trainings under Megatron-core on CPU ranks, several of them in one process, because starting one is slow.
 
 RANK=0 WORLD_SIZE=2 … python -c 'import megatron_on_cpu, megatron_toy; megatron_toy.main()' ACTION FOLDER CASE[=SIZES]…
 
@@ -6,9 +6,9 @@ kill FOLDER CASE…    each is trained to `STEPS` by Megatron alone; then again 
                      killed in the middle of step `KILLED` + 1: SIGKILL to itself
 go_on FOLDER CASE…   restored, and trained to `STEPS`
 take_over FOLDER CASE=TPxPP…, CASE=TPxPPxPARTS…
-                     what CASE has saved is restored with these sizes of tensor and pipeline parallelism, and so many
+                     the checkpoint of CASE is restored with these sizes of tensor and pipeline parallelism, and PARTS
                      parts of the model on each stage
-refuse FOLDER        what the first rank says of what is not known, were it to the last one alone, and of the case
+refuse FOLDER        the errors of the first rank for unknown settings, also of the last rank alone, and for the case
                      tensor-fp32 with another vocabulary
 Prints a JSON line for each step of each case, for each restore, and for each error.
 """

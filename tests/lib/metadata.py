@@ -1,11 +1,11 @@
-"""A metadata service on loopback that plays EC2, GCE and Azure, and misbehaves on demand.
+"""A metadata service on loopback that simulates EC2, GCE and Azure, with faults on demand.
 
     with Metadata() as cloud:
-        cloud.set(preempted="TRUE")     what is announced; whoever holds a question gets the answer
-        cloud.set(fault="hang")         what becomes of every request from now on, None for nothing
+        cloud.set(preempted="TRUE")     the announcement; waiting requests get it as the reply
+        cloud.set(fault="hang")         the fault of every request from now on, None for none
         cloud.asked                     every request so far
 
-It is as strict as the real ones: without a token, or the header that each cloud wants, there is no answer.
+It is as strict as the real services: it rejects requests without a token, or without the cloud's header.
 """
 
 from __future__ import annotations

@@ -464,7 +464,7 @@ async def _lost(log: RunLog, acked: Iterable[str]) -> str | None:
         return f"log records {state.damaged} are damaged"
     for attempt in expected:
         if attempt not in state.commits and attempt not in state.retired:
-            return f"step {attempt.step} was acknowledged, and no record speaks of it"
+            return f"step {attempt.step} was acknowledged, but has no record"
     if expected and max(expected) not in state.commits:
         return f"step {max(expected).step}, the newest acknowledged, is not live"
     if expected and state.lineage()[0].attempt < max(expected):

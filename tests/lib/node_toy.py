@@ -1,9 +1,9 @@
-"""What each rank of a job on several nodes does: trains, word by word as it is told, and reports what it has seen.
+"""A rank of a job on several nodes: trains, follows a list of words, and reports its observations.
 
     torchrun … node_toy.py '{"folder": "/some/where", "job": "a", "words": ["train 4", "close"], …}'
 
-Words: `train N` (every step staged and committed before the next), `rush N` (the commits are not waited for),
-`restore STEP` (goes back), `save` (a step without training, to every tier), `copies` (until this node has all ranks'
+Words: `train N` (every step staged and committed before the next), `rush N` (without waiting for the commits),
+`restore STEP` (rolls back), `save` (a step without training, to every tier), `copies` (until this node has all ranks'
 snapshots of the step), `pause NAME` (until the file NAME is there), `close`, `hang`. Reports are JSON lines in
 FOLDER/reports/JOB.RANK.
 """

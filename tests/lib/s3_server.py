@@ -113,18 +113,18 @@ class FaultProxy(Server):
     def fail(self, kind: str, *, method: str = "", match: str = "", skip: int = 0, count: int = 1, **more: Any) -> None:
         """Add a rule for requests of a method whose path and query contain the regular expression `match`.
 
-        The first `skip` of them pass, the next `count` fail; the first rule that fits is the one that counts. Kinds:
+        The first `skip` of them pass, the next `count` fail; the first matching rule applies. Kinds:
 
         status          `code` (503) with `s3_code` ("SlowDown") as the document, and nothing is done
         error_body      status 200, but an error document with `s3_code`, and nothing is done
-        hang            no answer, ever, and nothing is done
-        delay           nothing happens for `s` seconds, then all is well
-        late_reply      the request is taken, carried out after `s` seconds, and answered then, if anybody still listens
+        hang            no reply, and nothing is done
+        delay           nothing happens for `s` seconds, then it succeeds
+        late_reply      the request is executed after `s` seconds, with a reply if the client still waits
         reset           the connection is reset, and nothing is done
-        lost_reply      the request is carried out, then the connection is reset
-        truncate        the connection is reset after `after` bytes of the answer's body
-        short           the connection is closed in good order there, though more was promised
-        corrupt         one bit of the answer's body is flipped, at byte `offset`
+        lost_reply      the request is executed, then the connection is reset
+        truncate        the connection is reset after `after` bytes of the reply's body
+        short           the connection is closed normally there, although more was announced
+        corrupt         one bit of the reply's body is flipped, at byte `offset`
         corrupt_request the same for the body of the request
         """
         if kind not in KINDS:
@@ -242,8 +242,8 @@ def list_without_order() -> None:
 
 
 def one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """moto looks whether an object is there and then makes it, in threads: one at a time, or a race has two winners.
-    The body is read before, so that somebody who sends slowly, or not at all, holds nobody up."""
+    """Run moto's requests one at a time, because it checks for an object and then creates it, in threads, so that a
+    race could have two winners. The body is read before, so that a slow client delays no other."""
     lock = threading.Lock()
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

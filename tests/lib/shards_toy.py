@@ -1,10 +1,10 @@
-"""Ranks that divide tensors in every way that `ckpt.state.Shards` can say.
+"""Ranks that shard tensors in every way that `ckpt.state.Shards` can describe.
 
 RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1234 python -c 'import shards_toy; shards_toy.main()' ACTION …
 
 save RUN               three steps, the last one committed
-load RUN               restore, and tell what is wrong, as one JSON line
-refuse RUN CASE…       save what the ranks do not agree about; tell what is said of it
+load RUN               restore, and print what is wrong, as one JSON line
+refuse RUN CASE…       save shards that contradict each other; print the errors
 """
 
 from __future__ import annotations

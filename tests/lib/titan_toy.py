@@ -1,16 +1,16 @@
-"""Small trainings by torchtitan's own trainer on CPU ranks, several in one process, since to start one takes long.
+"""Small trainings by torchtitan's own trainer on CPU ranks, several in one process, because starting one is slow.
 
 RANK=0 WORLD_SIZE=2 … python -c 'import titan_on_cpu, titan_toy; titan_toy.main()' ACTION FOLDER
 
 kill FOLDER      trained to `STEPS` under torchtitan's own manager, into FOLDER/theirs; then with everystep, into
                  FOLDER/ours, and killed when step `KILLED` + 1 is done and not saved: SIGKILL to itself
 go_on FOLDER     restored, trained to `STEPS`, and written as Hugging Face has it
-four FOLDER      by four ranks: only looked at, then taken over with tensor parallelism, for two steps; then as
-                 kill, with two and two that divide the model (HSDP)
-begin FOLDER     taken back by two ranks; and other runs that begin with what the ones before have written
+four FOLDER      by four ranks: only read, then restored with tensor parallelism, for two steps; then as kill, with
+                 two groups of two that shard the model (HSDP)
+begin FOLDER     restored by two ranks; and other runs that start from the earlier checkpoints
 pipeline, pipeline_on
-                 as kill and go_on, in a pipeline; then taken over by ranks that hold all layers, and given back
-replicated_on    what those four began: gone on with, and then all four divide the model
+                 as kill and go_on, in a pipeline; then restored by ranks that have all layers, and back
+replicated_on    continues the run of those four, and then all four shard the model
 Prints a JSON line for each step of each case, and for each load.
 """
 

@@ -1,9 +1,9 @@
 """Writers that tests start are forked from a process that has imported what a writer does: 20 ms of CPU, not 500.
 
-What the library starts is a small process that spawns the writer and ends: `subprocess.run` of our tests, and of what
-is forked from the zygote (see zygote.py), looks for that, and asks the process here instead. Such a writer is in all
-what the real one is, its command line too; its interpreter alone is not its own. Every other start is a real one, as
-are those of trainers that a shell or `subprocess` has started.
+The library starts a small process that spawns the writer and ends. In tests, and in processes forked from the zygote
+(see zygote.py), `subprocess.run` detects that start and requests the writer from the process here instead. Such a
+writer is like a real one, including its command line, except that it shares the interpreter. All other starts are real,
+and so are those of trainers that a shell or `subprocess` has started.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A Python process that has imported torch and forks a child for each script that a test starts: half a second of CPU
-until a script trains, not three and a half.
+"""A Python process that has imported torch and forks a child for each script that a test starts. A script then trains
+after half a second of CPU instead of three and a half.
 
-The library spawns and never forks; this is a tool of tests, and sound since nothing has run here before the fork but
-imports: no thread, no tensor, no open file, nothing of `ckpt`, which each child imports anew. A child is what `python
--c`, `python -m` or `python script.py` would be: `__main__`, command line, path, environment, folder, files and session
-are its own, and it ends as an interpreter ends. Only its parent is this process. One that is torchrun has a process of
-this kind for its ranks.
+The library spawns and never forks. Forking is safe here, because only imports have run before it: no thread, no tensor,
+no open file, and not `ckpt`, which each child imports itself. A child is like `python -c`, `python -m` or `python
+script.py`: it has its own `__main__`, command line, path, environment, folder, files and session, and ends as an
+interpreter ends. Only its parent is this process. A torchrun child has a process of this kind for its ranks.
 
-The other end of the socket is `processes.start_python`, which knows which starts have to be real.
+The other end of the socket is `processes.start_python`, which decides which starts must be real.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 
 import writer_zygote
 
-# What nearly every training process imports sooner or later: constructing an optimizer imports torch._dynamo.
+# The usual imports of a training process: constructing an optimizer imports torch._dynamo.
 WARM = (
     "numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.nn.parallel", "torch.utils.data", "asyncio", "logging.handlers", "multiprocessing.connection",

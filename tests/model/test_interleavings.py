@@ -66,7 +66,7 @@ def test_no_interleaving_breaks_a_run() -> None:
     assert sum(len(sim.oracle.acknowledged) for sim in sims) > len(sims)
     assert sum(sim.oracle.increments > 2 for sim in sims) > len(sims) // 5  # the last two are of the end
     assert any("retired" in sim.oracle.ended.values() for sim in sims)
-    assert sum("stopped after so many turns" in sim.told() for sim in sims) < len(sims) // 20
+    assert sum("stopped after MAX_TURNS turns" in sim.told() for sim in sims) < len(sims) // 20
 
 
 def test_no_drawn_interleaving_breaks_a_run() -> None:

@@ -202,7 +202,7 @@ def test_every_bit_of_every_structure_file(small: Objects) -> None:
 # -- other injuries --
 
 
-def test_other_injuries_of_any_one_file(small: Objects) -> None:
+def test_other_damage_to_any_single_file(small: Objects) -> None:
     """Cut, extended, zeroed, doubled, replaced, removed, noise: some checkpoint always comes back, and a true one."""
     others = asyncio.run(built(Contents.of({"other": ("F32", (5,))}), STEPS))
     dice, count = random.Random(6), 0
@@ -217,7 +217,7 @@ def test_other_injuries_of_any_one_file(small: Objects) -> None:
     print(f"{count} injuries of single files")
 
 
-def test_injuries_of_a_pack_of_several_blobs(large: Objects) -> None:
+def test_damage_to_a_data_file_with_several_chunks(large: Objects) -> None:
     """The same for the newest pack of the larger run: the older checkpoint comes back."""
     key, dice = select(large, DATA)[-1], random.Random(7)
     raw = large[key]
@@ -247,7 +247,7 @@ def test_any_two_files_swapped(small: Objects) -> None:
     assert seen[30] and seen[20]
 
 
-def test_everything_damaged_at_once_is_an_error_of_ours(small: Objects) -> None:
+def test_damage_to_everything_raises_our_error(small: Objects) -> None:
     """Noise in every file of a kind."""
     dice = random.Random(8)
     for kind in ("format", "log", *KINDS):
@@ -277,7 +277,7 @@ def appended_after(objects: Objects) -> tuple[int | None, list[str]]:
     return asyncio.run(scenario())
 
 
-def test_a_run_with_a_damaged_record_goes_on_and_loses_nothing(small: Objects) -> None:
+def test_run_with_a_damaged_record_continues_without_loss(small: Objects) -> None:
     """Whichever record is damaged: a new job can take over and save, and nothing is ever deleted from such a run."""
     dice = random.Random(9)
     for key in [k for k in sorted(small) if k.startswith("log/")]:
@@ -287,7 +287,7 @@ def test_a_run_with_a_damaged_record_goes_on_and_loses_nothing(small: Objects) -
     assert appended_after(missing) == (70, [])
 
 
-def test_negative_control_a_whole_run_is_cleaned_up(small: Objects) -> None:
+def test_negative_control_an_intact_run_is_cleaned_up(small: Objects) -> None:
     """Without damage the same clean-up does delete, so the test above can fail."""
     with pytest.raises(AssertionError, match="the damage was not noticed"):
         appended_after(small)

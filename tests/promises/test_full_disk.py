@@ -116,7 +116,7 @@ async def acknowledged_just_before_the_power_goes(base: Path, disk: RecordingDis
 
 
 @AT
-def test_no_save_is_acknowledged_that_a_power_cut_can_take(tmp_path: Path, kind: str, where: range) -> None:
+def test_acknowledged_saves_survive_a_power_cut(tmp_path: Path, kind: str, where: range) -> None:
     """After a fault that the store handled, for example a full disk that used its reserve, no file is left unsynced."""
     for number in where[: 40 // where.step]:
         disk = RecordingDisk(tmp_path / str(number))
@@ -308,7 +308,7 @@ async def save_more_than_fits(place: Volume) -> None:
     assert await sound(place.path / "run") == [23, 24]
 
 
-def test_clean_up_gives_the_space_back(small: Volume) -> None:
+def test_clean_up_frees_the_space(small: Volume) -> None:
     """Verified and retired checkpoints use no space, although the store keeps files open for reading."""
     asyncio.run(save_more_than_fits(small))
 
@@ -334,7 +334,7 @@ def train(state: dict[str, object]) -> None:
     optim.step()
 
 
-def test_training_goes_on_while_the_disk_is_full(small: Volume) -> None:
+def test_training_continues_while_the_disk_is_full(small: Volume) -> None:
     """The handle, or the next call, raises that the disk is full. Training and memory continue. With space again, the
     next save commits, and a new job restores it."""
     state, url, numbers = build(), str(small.path / "run"), itertools.count(1)
@@ -360,7 +360,7 @@ def test_training_goes_on_while_the_disk_is_full(small: Volume) -> None:
         assert "elsewhere" not in str(again.value) and "ckpt prune" not in str(again.value)  # reported once
         frames = [frame.name for frame in traceback.extract_tb(again.value.__traceback__)]
         assert frames[-1] == "entered"  # the only one of ours: step() or wait() raises, whichever is called first
-        assert frames[-2] in ("step", "test_training_goes_on_while_the_disk_is_full")
+        assert frames[-2] in ("step", "test_training_continues_while_the_disk_is_full")
         cp.wait(60)
         filler.unlink()
         with contextlib.suppress(SaveError):  # of the last save on the full disk

@@ -108,7 +108,7 @@ def test_every_dtype_returns(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)
-def test_training_that_goes_on_at_once_never_leaks_in(settings: Any, open_run: Any) -> None:
+def test_snapshot_has_no_later_updates_if_training_continues_immediately(settings: Any, open_run: Any) -> None:
     """Updates are queued right behind step(), without the host waiting: every snapshot is its boundary."""
     run = adamw(**settings)
     cp = open_run(run.state)
@@ -255,7 +255,7 @@ def buffers() -> Run:
 
 
 @pytest.mark.parametrize("clones", [True, False])
-def test_buffers_may_be_overwritten_at_once(
+def test_buffers_may_be_overwritten_immediately(
     open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch, clones: bool
 ) -> None:
     """Unguarded tensors are copied a second late: from clones, or before the user's next kernels. The host continues
@@ -490,7 +490,7 @@ def test_arenas_are_page_locked(open_run: Any) -> None:
     assert inside.page_locks(cp) == {}
 
 
-def test_states_on_both_sides(open_run: Any) -> None:
+def test_states_on_host_and_device(open_run: Any) -> None:
     """A model on the device, an optimizer with its state on the host, buffers on both; restored where they were."""
 
     def build() -> State:

@@ -60,7 +60,7 @@ pytestmark = pytest.mark.timeout(60)  # a hang is a failure
 # -- what is taken, and what is not --
 
 
-def test_what_is_not_forged_is_taken(genuine: Run, tmp_path: Path) -> None:
+def test_genuine_files_are_restored(genuine: Run, tmp_path: Path) -> None:
     """The forger makes valid files: unchanged, or with another learning rate, they are restored."""
     assert restored(put(forge(genuine), tmp_path / "run")) == 20
 
@@ -71,7 +71,7 @@ def test_what_is_not_forged_is_taken(genuine: Run, tmp_path: Path) -> None:
     inside.run(taken_over(folder))
 
 
-def test_what_two_ranks_saved_is_taken(of_two: Run, tmp_path: Path) -> None:
+def test_genuine_files_of_two_ranks_are_restored(of_two: Run, tmp_path: Path) -> None:
     """The forger makes valid files here too; and rank 0's word on plain values is the one that counts."""
     assert restored(put(forge(of_two, rank=1), tmp_path / "run"), exact=True) == 20
     folder = put(forge(of_two, rank=0, part=some_value(7.5)), tmp_path / "run")
@@ -127,7 +127,7 @@ def test_a_pickle_is_never_run(genuine: Run, tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_a_stray_record_far_off_is_no_hang(genuine: Run, tmp_path: Path) -> None:
+def test_distant_stray_record_does_not_hang_readers(genuine: Run, tmp_path: Path) -> None:
     """Record number 10**12 - 1 does not make a reader look for all numbers before it."""
     for number in (10**12 - 1, 10**6, 90_000):
         folder = put({**genuine[0], inside.name_of_record(number): b"{}"}, tmp_path / "run")
@@ -142,7 +142,7 @@ def test_a_stray_record_far_off_is_no_hang(genuine: Run, tmp_path: Path) -> None
     ],
     ids=lambda raw: repr(raw[:12]),
 )  # fmt: skip
-def test_rubbish_in_place_of_json(genuine: Run, raw: bytes, tmp_path: Path) -> None:
+def test_garbage_instead_of_json(genuine: Run, raw: bytes, tmp_path: Path) -> None:
     """In FORMAT.json, in a record, in a part."""
     objects, attempt = genuine
     assert restored(put({**objects, "FORMAT.json": raw}, tmp_path / "run")) == 20
@@ -171,7 +171,7 @@ def replace_by_pipe(path: Path, outside: Path) -> None:
 
 @pytest.mark.parametrize("replace", [replace_by_link, replace_by_folder, replace_by_pipe])
 @pytest.mark.parametrize("key_of", [manifest_key, data_key], ids=["manifest", "data"])
-def test_what_is_no_file_is_passed_over(
+def test_non_files_are_skipped(
     genuine: Run, replace: Callable[[Path, Path], None], key_of: Callable[[Any], str], tmp_path: Path
 ) -> None:
     """Links are not followed, folders not read, pipes not waited for."""
@@ -186,7 +186,7 @@ def test_what_is_no_file_is_passed_over(
 
 
 @pytest.mark.parametrize("replace", [replace_by_link, replace_by_folder, replace_by_pipe])
-def test_a_format_file_that_is_no_file_is_an_error_of_ours(
+def test_format_json_that_is_not_a_file_raises_our_error(
     genuine: Run, replace: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     """No hang, no link followed."""
@@ -226,7 +226,7 @@ def test_mutated_documents_long(genuine: Run, of_two: Run, data: st.DataObject, 
 UNCLOSED = some_value({"$": "scalar", "dtype": "(1,2", "v": "00"})  # an expression that is not closed
 
 
-def test_a_checkpointer_passes_over_a_forged_checkpoint(genuine: Run, tmp_path: Path) -> None:
+def test_checkpointer_skips_a_forged_checkpoint(genuine: Run, tmp_path: Path) -> None:
     """`restore()` returns the older step with the reason, and training continues."""
     folder = put(forge(genuine, part=UNCLOSED), tmp_path / "run")
     live = state(1)
@@ -326,7 +326,7 @@ def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run
     assert eventually(lambda: not writers(own_sockets))
 
 
-def test_a_folder_that_others_can_open_gets_no_words_of_a_writer(own_sockets: Path) -> None:
+def test_writer_output_goes_only_to_private_folders(own_sockets: Path) -> None:
     """A writer's output goes only to a folder of our own with mode 0700. Without one, training still works."""
     folder = own_sockets / f"everystep-{os.getuid()}"
     assert inside.log_of_writer("key").startswith(str(folder))
@@ -346,7 +346,7 @@ def test_a_folder_that_others_can_open_gets_no_words_of_a_writer(own_sockets: Pa
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_name_of_another_user_is_passed_over(own_sockets: Path) -> None:
+def test_writer_name_taken_by_another_user_is_ignored(own_sockets: Path) -> None:
     """Another user who takes our writer's name first cannot prevent training, and gets no messages."""
     key = inside.name_of_writer("memory:squatted")
     code = f"""

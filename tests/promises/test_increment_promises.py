@@ -59,7 +59,7 @@ def test_rollbacks_do_not_fence_the_job_itself(run_dir: str) -> None:
     assert inside.lasting_problems_at(run_dir) == []
 
 
-def test_two_places_with_one_root_do_not_clean_each_other_up(run_dir: str) -> None:
+def test_tiers_with_the_same_root_id_do_not_delete_each_others_files(run_dir: str) -> None:
     """A tier that was filled by copying a run's folder has the same root id, but then stores checkpoints differently:
     the known files of one are not assumed for the other."""
     near, far = run_dir, f"{run_dir}-copy"
@@ -82,7 +82,7 @@ def test_two_places_with_one_root_do_not_clean_each_other_up(run_dir: str) -> No
     assert inside.steps_at(near)[:2] == inside.steps_at(far)[:2] == [11, 10]
 
 
-def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
+def test_damage_found_by_a_restore_is_not_built_on(run_dir: str) -> None:
     """The piece came from elsewhere, so the state is whole; the next checkpoint does not refer to the damaged bytes."""
     state = build(size=300)
     tier = ckpt.Tier(run_dir, every=1, keep=3, compression="none")
@@ -108,7 +108,7 @@ def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
     assert differing(again, wanted) == []
 
 
-def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
+def test_load_repairs_a_damaged_chunk_from_another_step(run_dir: str) -> None:
     """`ckpt.load` repairs as a restore does. Control: with that checkpoint damaged too, it raises the damage."""
     state = build(size=300)
     with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=3, compression="none")], memory=None) as cp:
@@ -128,7 +128,7 @@ def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
             assert ckpt.load(run_dir)["model.frozen.weight"].equal(state["model"]["frozen"].weight.detach())
 
 
-def test_a_save_error_about_damage_says_what_to_do(run_dir: str) -> None:
+def test_save_error_about_damage_names_the_remedy(run_dir: str) -> None:
     """Damage found by the clean-up is raised once. Training continues, and the next save is intact."""
     state = build(size=300)
     tier = ckpt.Tier(run_dir, every=1, keep=2, compression="none")

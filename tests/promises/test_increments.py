@@ -150,7 +150,7 @@ def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.mark.parametrize(
     "compression", ["zstd", *(pytest.param(one, marks=pytest.mark.long) for one in ("none", "auto"))]
 )
-def test_every_bit_comes_back_at_every_step(compression: str, run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_step_restores_bit_exactly(compression: str, run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By load, by its slices and by restore, at every step that is kept; increments name older packs, and with
     compression every codec is used; `verify --all` is clean."""
     state, wanted = build(), dict[int, dict[str, torch.Tensor]]()
@@ -217,7 +217,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
-def test_what_two_ranks_share_one_process_reads(compression: str, run_dir: str) -> None:
+def test_single_process_reads_a_checkpoint_of_two_ranks(compression: str, run_dir: str) -> None:
     """Each rank takes its own share from the checkpoint before; merged, one process reads every step."""
     for done in launch(2, RANKS, run_dir, compression, port=free_port()):
         assert done.returncode == 0, done.stderr[-3000:]
@@ -248,7 +248,7 @@ FROZEN, SLOW, MOVING = 600 * 600 * 4, 5 * 100 * 100 * 4, 100 * 100 * 4
 
 
 @pytest.mark.parametrize("keep, full_every, compression", [(3, 2, "zstd"), (2, 1000, "none")])
-def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compression: str, run_dir: str) -> None:
+def test_exactly_the_needed_data_files_stay(keep: int, full_every: int, compression: str, run_dir: str) -> None:
     """Over forty checkpoints, every data file that a live one names exists, the newest and the two newest full ones
     stay, and an increment stores only changes. At the end, no unreferenced data file is left."""
     state, before = small_state(), dict[str, int]()
@@ -285,7 +285,7 @@ def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compr
     assert len(before) < 60
 
 
-def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_negative_control_a_missing_data_file_is_detected(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     """If the clean-up deleted a data file that only an increment names, both checks of a run would fail."""
     state = small_state()
     with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=4, compression="none")) as cp:
@@ -498,7 +498,7 @@ while not done:
 
 
 @pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
-def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> None:
+def test_cleaners_and_a_trainer_share_a_tier(compression: str, run_dir: str) -> None:
     """While others prune and collect constantly, training continues. A save may fail with an error of ours, but not one
     after it. All live checkpoints stay readable, and restore at the end."""
     state, failed, saved = build(size=300), list[str](), list[int]()
@@ -539,7 +539,7 @@ def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> 
         assert max(saved) < 39 or differing(other, wanted) == []
 
 
-def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_of_increments_are_retracted(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest checkpoint, a source of the next one, is retracted repeatedly, and later those below it: all live
     checkpoints stay readable, and training continues."""
     state = build(size=300)
@@ -597,7 +597,7 @@ def injure(folder: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("manifest", 6)])
-def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None:
+def test_damage_costs_only_checkpoints_that_share_it(what: str, step: int, run_dir: str) -> None:
     """A flipped bit in the base of all increments, in a delta, or in a manifest: a restore skips the affected
     checkpoints, reports them, and takes the newest intact one. Bytes that another full checkpoint has too come from
     there. Later saves can be read despite more damage."""
@@ -623,7 +623,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
 
 
 @pytest.mark.parametrize("what", ["shared", "base", "delta"])
-def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
+def test_damage_is_repaired_from_a_second_tier(what: str, run_dir: str) -> None:
     """If another location has the same steps, stored differently, the newest is restored with the damaged piece from
     there, or from another checkpoint in the same location. The next checkpoint is full where damage was found."""
     second = ckpt.Tier(f"{run_dir}2", every=1, keep=4, compression="none")
@@ -794,7 +794,9 @@ def pack_reads(proxy: FaultProxy) -> list[str]:
     return [path for path in proxy.paths() if path.startswith("GET") and re.search(pattern(DATA), path)]
 
 
-def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str) -> None:
+def test_tier_is_raw_in_the_folder_and_compressed_in_the_bucket(
+    moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str
+) -> None:
     """Raw in the folder, compressed in the bucket, with deltas whose bases are read from the folder: no pack is fetched
     from the bucket for them. When the folder is gone, the bucket alone has every bit of each step."""
     state, wanted = build(size=300), {}
@@ -825,7 +827,7 @@ def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run
             assert differing(other, wanted[step]) == []
 
 
-def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, run_dir: str) -> None:
+def test_missing_base_in_the_folder_does_not_fail_the_bucket(moto: MotoServer, url: str, run_dir: str) -> None:
     """The base of deltas in the bucket is retracted in the folder: the next one in the bucket is stored without it, and
     every bit is restored."""
     state = build(size=300)
@@ -877,7 +879,7 @@ time.sleep(600)
 @pytest.mark.parametrize(
     "steps, match", [(4, pattern(MANIFEST, 4)), pytest.param(3, pattern(DATA, 3), marks=pytest.mark.long)]
 )
-def test_a_promotion_that_was_cut_off_is_taken_up(
+def test_interrupted_promotion_is_resumed(
     steps: int, match: str, moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str, own_sockets: Path
 ) -> None:
     """Both processes are killed during the upload of an increment, before or after its data files: the next start

@@ -116,7 +116,7 @@ def test_killed_loser_harms_nothing(run_dir: str, jobs: list[Job]) -> None:
     "fail",
     ["trainer/stage.claimed:stop:5", "trainer/stage.copied:stop:6", "trainer/save.requested:stop:3"],
 )
-def test_zombie_that_wakes(run_dir: str, jobs: list[Job], fail: str) -> None:
+def test_fenced_trainer_cannot_commit_after_resume(run_dir: str, jobs: list[Job], fail: str) -> None:
     """A job that stood still, in the midst of a save, while another took over, is fenced when it wakes."""
     jobs.append(zombie := Job(run_dir, fail=fail))
     zombie.say("100")
@@ -133,7 +133,7 @@ def test_zombie_that_wakes(run_dir: str, jobs: list[Job], fail: str) -> None:
 
 
 @pytest.mark.parametrize("fail", ["writer/log.synced:stop:3"])
-def test_zombie_writer_that_wakes(run_dir: str, own_sockets: Path, jobs: list[Job], fail: str) -> None:
+def test_fenced_writer_cannot_commit_after_resume(run_dir: str, own_sockets: Path, jobs: list[Job], fail: str) -> None:
     """A writer that stands still within a commit is woken up by the next start, and breaks nothing."""
     jobs.append(first := Job(run_dir, fail=fail))
     first.say("100")
@@ -168,7 +168,7 @@ def test_jobs_that_race(run_dir: str, own_sockets: Path, jobs: list[Job]) -> Non
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
 
 
-def test_negative_control_without_the_fence_nobody_is_told(
+def test_negative_control_without_the_fence_both_jobs_continue(
     run_dir: str, tmp_path: Path, jobs: list[Job], own_sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the owner's check in the log, and with a second job that cannot notify it, the first one continues to
@@ -196,7 +196,7 @@ def test_second_checkpointer_in_one_process(run_dir: str, monkeypatch: pytest.Mo
         assert cp.restore() == 1
 
 
-def test_one_whose_name_is_lost_is_taken_over_in_its_own_process(run_dir: str) -> None:
+def test_unreferenced_checkpointer_is_taken_over_in_its_own_process(run_dir: str) -> None:
     """A notebook cell is run again: without takeover, it is rejected with an explanation. With it, the older
     Checkpointer makes its last step durable and closes, and the new one continues from there."""
 

@@ -45,7 +45,7 @@ def test_trainer_killed_at_every_point(chain: Chain, own_sockets: Path) -> None:
 
 
 @pytest.mark.parametrize("nth", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_trainer_killed_while_it_takes_the_run_over(chain: Chain, own_sockets: Path, nth: int) -> None:
+def test_trainer_killed_while_it_acquires_the_run(chain: Chain, own_sockets: Path, nth: int) -> None:
     """Between the ACQUIRE record and the writer's confirmation, at the start and after a restore: memory stays, because
     the writer must not take its own trainer's next job attempt for another job."""
     assert killed(chain.train("trainer/stage.sealed:kill:8"))
@@ -258,7 +258,7 @@ sys.stdin.read()
 """
 
 
-def test_death_is_noticed_though_a_child_holds_the_socket(run_dir: str) -> None:
+def test_death_is_noticed_while_a_child_keeps_the_socket_open(run_dir: str) -> None:
     """The writer drains when the trainer dies, and not before, whoever still holds the other end of the connection."""
     trainer = Trainer(FORKING, run_dir)
     child = psutil.Process(int(trainer.read_until("child").split()[-1]))

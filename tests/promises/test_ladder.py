@@ -167,7 +167,7 @@ def test_a_rank_fails_and_the_job_goes_on_from_memory(
     assert kind not in ("kill", "segv") or "death" in told  # the next job attempt is notified immediately
 
 
-def test_a_job_of_one_rank_goes_on_from_memory_after_an_exception(start: Callable[..., Job]) -> None:
+def test_single_rank_job_continues_from_memory_after_an_exception(start: Callable[..., Job]) -> None:
     """The folder has the step as well, but the writer is still there, with memory that need not be read or made. All
     bits are right."""
     undisturbed = start(ranks=1, run=None)
@@ -178,7 +178,7 @@ def test_a_job_of_one_rank_goes_on_from_memory_after_an_exception(start: Callabl
     assert job.digests() == undisturbed.digests()
 
 
-def test_memory_is_let_go_of_after_an_exception_if_nobody_comes_for_it(start: Callable[..., Job]) -> None:
+def test_memory_is_released_after_an_exception_without_a_restart(start: Callable[..., Job]) -> None:
     """When torchrun does not start the job again no writer stays behind, however long it would linger after a death."""
     job = start(ranks=1, restarts=0, fault={"kind": "exception", "ranks": [0], "at": AT + 5})
     assert job.finish() != 0
@@ -199,7 +199,7 @@ def test_negative_control_without_memory_more_is_lost(start: Callable[..., Job],
     assert lost(job) == 15 and job.digests() == reference
 
 
-def test_saves_out_of_turn_are_of_one_step_on_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_emergency_saves_are_of_the_same_step_on_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
     """However many ranks get requests, in any order or simultaneously, all save the same step, and training
     continues."""
     job = start(steps=100_000)

@@ -592,7 +592,7 @@ def test_a_full_disk_does_not_fill_the_other(cluster: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_a_disk_that_cannot_be_used_is_told_everywhere(cluster: Cluster) -> None:
+def test_unusable_disk_is_reported_on_all_ranks(cluster: Cluster) -> None:
     """No rank begins if one node's disk is read-only: all raise the same error and leave no process behind."""
     cluster.b.do("mount", "-o", "remount,ro,bind", cluster.folder / "local")
     job = cluster.start("train 1", "close")
@@ -671,7 +671,7 @@ def test_a_node_stands_still(cluster: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_negative_control_a_disk_that_all_see_is_not_held(cluster: Cluster) -> None:
+def test_negative_control_a_shared_disk_has_no_held_records(cluster: Cluster) -> None:
     """If both nodes have the same disk, one of them commits there immediately, and the checks above fail."""
     cluster.a.die()
     cluster.b.die()
@@ -702,7 +702,7 @@ def test_second_copies_of_memory(cluster: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_second_copies_do_not_stand_in_the_way(cluster: Cluster) -> None:
+def test_second_copies_do_not_block_a_restart(cluster: Cluster) -> None:
     """A step that a running job goes back to comes from memory, where the same of it is known twice, by two writers.
 
     One of them has digested what it wrote to disk, the other keeps its copy only.

@@ -54,6 +54,17 @@ def tier(url: str, server: MotoServer | FaultProxy, *, every: int = 1, **setting
     return ckpt.Tier(url, every, storage_options=storage_options(server.url, **QUICK), **settings)
 
 
+def failed(save: ckpt.Save, url: str) -> bool:
+    """Return True if the save has failed in this tier by now."""
+    try:
+        save.wait_durable(0, tier=url)
+    except ckpt.errors.DeadlineError:
+        return False
+    except ckpt.CheckpointError:
+        return True
+    return False
+
+
 def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: range, *, wait: bool = False) -> list[ckpt.Save]:
     """`wait`: until each step is where it is due, since a bucket leaves out what comes too fast."""
     saves = []
@@ -139,7 +150,9 @@ def test_directory_bucket_keeps_a_run(moto: MotoServer, tmp_path: Path, monkeypa
     assert ckpt.load(url).step == 6
 
 
-def test_what_a_crash_interrupted_is_taken_up(moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+def test_uploads_interrupted_by_a_crash_are_resumed(
+    moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
     """Trainer and writer are killed while a checkpoint that is safe in the folder is on its way to the bucket: the next
     start takes it there, and aborts nothing that it still needs. Control: before that it is not there."""
     proxy.fail("hang", method="PUT", match=pattern(DATA), count=1000)
@@ -205,7 +218,7 @@ def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_p
         assert cp.last_restore is not None and not cp.last_restore.repaired
 
 
-def test_both_places_damaged_in_different_pieces(moto: MotoServer, url: str, tmp_path: Path) -> None:
+def test_both_tiers_damaged_in_different_chunks(moto: MotoServer, url: str, tmp_path: Path) -> None:
     """One piece is damaged here, another there: both together have it. The same piece in both: the older step."""
     state, folder, second = toy.build(), tmp_path / "run", tmp_path / "second"
     folders = [ckpt.Tier(str(home), every=2) for home in (folder, second)]
@@ -248,7 +261,9 @@ def test_an_outage_does_not_stop_the_training(moto: MotoServer, proxy: FaultProx
 
 
 @pytest.mark.parametrize("code, s3_code", [(403, "ExpiredToken"), (404, "NoSuchBucket")])
-def test_a_bucket_that_refuses_is_told_of(proxy: FaultProxy, url: str, tmp_path: Path, code: int, s3_code: str) -> None:
+def test_bucket_without_permission_is_reported(
+    proxy: FaultProxy, url: str, tmp_path: Path, code: int, s3_code: str
+) -> None:
     """Permission, credentials or the bucket are lost during a run: the next call raises the remedy. The step is in the
     folder, training continues, and later saves succeed."""
     state = toy.build()
@@ -269,7 +284,7 @@ def test_a_bucket_that_refuses_is_told_of(proxy: FaultProxy, url: str, tmp_path:
         assert second is not None and second.wait_durable(60, tier="all").tier == url
 
 
-def test_a_bucket_that_is_not_there_is_refused_at_once(moto: MotoServer, tmp_path: Path) -> None:
+def test_missing_bucket_is_rejected_immediately(moto: MotoServer, tmp_path: Path) -> None:
     """Before the training begins, with what to do about it; it is not created, and no process is left."""
     place = tier("s3://nobodys/run", moto)
     with pytest.raises(AccessError, match="nobodys"):
@@ -285,7 +300,7 @@ def eventually_left() -> list[psutil.Process]:
     return writers(folder)
 
 
-def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> None:
+def test_other_files_are_not_touched(moto: MotoServer, url: str) -> None:
     """A prefix with other files is rejected and unchanged. Files next to a run survive all clean-up."""
     inside.use_options(url, storage_options(moto.url))
     inside.write_files(url, {"notes/mine.txt": b"mine"})
@@ -359,7 +374,7 @@ def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, t
             save.wait_durable(60)
         cp.wait(60)
         assert cp.stats.skipped > 0
-        left_out = [save.step for save in saves if save.failed(url)]
+        left_out = [save.step for save in saves if failed(save, url)]
         assert left_out and len(left_out) < 10
     inside.use_options(url, storage_options(proxy.url))
     assert len(inside.steps_at(url)) == 10 - len(left_out)
@@ -421,7 +436,7 @@ def test_unfinished_uploads_are_aborted_at_the_next_start(moto: MotoServer, url:
     assert open_ones == [others]
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_settings_are_rejected() -> None:
     """A place in the memory of one process, limits below zero, options that cannot be handed over."""
     for wrong in (
         lambda: ckpt.Tier("memory://run"),
@@ -530,7 +545,7 @@ def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProx
         proxy.fail("status", count=100_000, code=503)
         saves = train(cp, state, range(1, 13))
         saves[-1].wait_staged(20)
-        assert [save.step for save in saves if save.failed(url)]
+        assert [save.step for save in saves if failed(save, url)]
         proxy.clear()
     inside.use_options(url, storage_options(proxy.url))
     assert inside.steps_at(url)[0] == 12

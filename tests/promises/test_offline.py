@@ -113,7 +113,7 @@ os._exit(0)  # gloo's threads may abort an interpreter that ends
 """
 
 
-def test_what_dcp_has_saved_becomes_anything(tmp_path: Path, call: Any) -> None:
+def test_dcp_checkpoints_convert_to_every_form(tmp_path: Path, call: Any) -> None:
     """Four ranks save through `ckpt.dcp`, with the optimizer nested and flattened: a Checkpointer, torch and hubs get
     the same, and the order of parameters is that of the model."""
     for done in launch(SAVED_BY, DCP_RANKS, tmp_path, port=free_port()):

@@ -117,7 +117,9 @@ def records(folder: Path) -> list[tuple[int, str]]:
     return [(int(name[:12]), json.loads((folder / "log" / name).read_bytes())["type"]) for name in names]
 
 
-def test_a_flipped_bit_in_any_log_record_is_told(left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_flipped_bit_in_any_log_record_is_reported(
+    left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whichever record it was: restores and loads are right. If they are older, a message reports the skipped steps and
     their number. A lost COMMIT costs steps."""
     older = 0
@@ -138,7 +140,7 @@ def test_a_flipped_bit_in_any_log_record_is_told(left: Left, tmp_path: Path, cap
     assert older == 4
 
 
-def test_a_start_takes_up_what_a_damaged_record_had_committed(
+def test_start_commits_a_checkpoint_again_if_its_record_is_damaged(
     left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A job that opens the run finds that checkpoint intact, commits it again, and loses nothing. If the record is
@@ -192,7 +194,7 @@ async def next_start(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["crash", "aborted", "aborted, damaged", "crash, other damage"])
-def test_recovery_brings_back_nothing_that_may_have_been_taken_back(
+def test_recovery_commits_nothing_that_may_have_been_retracted(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A complete checkpoint is committed at the next start, unless a damaged record may have ended it. Then it is left
@@ -239,7 +241,7 @@ def test_a_retracted_checkpoint_stays_away_when_its_record_is_damaged(record: st
     assert asyncio.run(body()) == ([20, 10] if record == "PLAN" else [10])
 
 
-def test_ranks_all_hear_of_damage_that_one_has_seen(
+def test_damage_found_by_one_rank_is_reported_on_all(
     left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only one rank reads a shared folder. Each rank has its findings in its result, and they are logged once."""
@@ -355,7 +357,7 @@ def test_only_files_are_read(left: Left, tmp_path: Path) -> None:
     assert done.stdout.count("READ") == len(KINDS) * len(victims(folder))
 
 
-def test_record_that_is_no_file_counts_as_damaged_at_a_start(left: Left, tmp_path: Path) -> None:
+def test_record_that_is_not_a_file_counts_as_damaged_at_start(left: Left, tmp_path: Path) -> None:
     """A job reports it, continues after it, and does not wait for it to become a file."""
     folder = left.copy(tmp_path / "run")
     name = f"{max(seq for seq, _ in records(folder)) + 1:012d}.json"

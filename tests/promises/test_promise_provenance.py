@@ -112,7 +112,7 @@ def through_numpy(state: State) -> None:
 
 
 @pytest.mark.parametrize("write", [decayed, clipped, averaged, through_numpy])
-def test_writes_past_the_counters_tear_nothing(write: Any, open_run: Any, gate: threading.Event) -> None:
+def test_uncounted_writes_tear_no_snapshot(write: Any, open_run: Any, gate: threading.Event) -> None:
     """Between step() and the next optimizer, before the rest is copied: that snapshot is dropped, with the names of
     what was written; from then on it is copied before step() returns, and every snapshot is its boundary."""
     run = sgd()
@@ -135,7 +135,7 @@ def test_writes_past_the_counters_tear_nothing(write: Any, open_run: Any, gate: 
         assert differences(read_back(cp, step, run.twin), boundary) == []
 
 
-def test_a_write_behind_a_fence_costs_no_step(open_run: Any, gate: threading.Event) -> None:
+def test_write_after_a_fence_loses_no_step(open_run: Any, gate: threading.Event) -> None:
     """A fence announced before the write waits for the copy: the snapshot is intact, and weights are still copied in
     the background."""
     run = sgd()
@@ -244,7 +244,7 @@ with torch.no_grad():
 """
 
 
-def test_a_write_under_way_when_the_trainer_dies(own_sockets: Path) -> None:
+def test_write_in_progress_when_the_trainer_dies(own_sockets: Path) -> None:
     """The copy ends in the middle of a long write that torch counts at its end, and the process is killed before any
     thread of it looks again: what is found in memory by the next one is a whole step."""
     assert killed(run_script(IN_THE_MIDDLE, fail="trainer/stage.sealed:kill:2"))
@@ -264,7 +264,7 @@ def replay(state: State, step: int) -> None:
     type(state["optim"]).step.__wrapped__(state["optim"])
 
 
-def test_an_optimizer_that_steps_past_its_hook_tears_nothing(open_run: Any) -> None:
+def test_optimizer_that_bypasses_its_hook_tears_no_snapshot(open_run: Any) -> None:
     """Whose hook has not run since the last step is copied before step() returns: with nothing dropped."""
     run = adamw(fused=True)
     replay(run.state, 1)

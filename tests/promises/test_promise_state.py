@@ -187,7 +187,7 @@ def main() -> None:
 KINDS = ("gpt", "plain", "sharded", "summed")
 
 
-def test_saving_sends_nothing_whatever_hooks_a_model_has(tmp_path: Path) -> None:
+def test_saving_sends_nothing_with_any_module_hooks(tmp_path: Path) -> None:
     """No step() or save sends anything between ranks, even with hooks that gather or reduce. A job of new processes
     continues with the same loss and the extra state."""
     code = "import test_promise_state as t; t.main()"
@@ -259,7 +259,7 @@ def restored(state: State, twin: State, tmp_path: Path) -> State:
     return twin
 
 
-def test_what_a_module_adds_leaves_out_or_derives_is_kept(tmp_path: Path) -> None:
+def test_module_entries_added_omitted_or_derived_are_restored(tmp_path: Path) -> None:
     """If hooks and methods change the saved entries, these are restored through them; all other entries directly."""
 
     def make(seed: int) -> nn.Module:
@@ -418,20 +418,20 @@ def goes_on_alike(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, numbers(state), strict=True))
 
 
-def test_an_optimizer_around_another_goes_on_alike(tmp_path: Path) -> None:
+def test_wrapping_optimizer_continues_identically(tmp_path: Path) -> None:
     """Also if its own state has the memory of the weights when they are saved, but not at a new start."""
     goes_on_alike("around", tmp_path)
 
 
 def test_an_optimizer_inside_another_is_not_forgotten(tmp_path: Path) -> None:
-    """The outer one's state_dict() omits its moments: the error tells the user to add it."""
+    """The outer one's state_dict() omits its moments: the error asks the user to add it."""
     state = around(0)
     del state["base"]
     with pytest.raises(ckpt.errors.StateError, match=r"optim: .* in \.base.* add that optimizer to the state"):
         ckpt.Checkpointer(state, tmp_path / "run")
 
 
-def test_an_optimizer_that_keeps_its_state_elsewhere_goes_on_alike(tmp_path: Path) -> None:
+def test_optimizer_with_external_state_continues_identically(tmp_path: Path) -> None:
     """The contents of its own state_dict() are saved and loaded: the next step equals the undisturbed run's, bit for
     bit."""
     goes_on_alike("contained", tmp_path)
@@ -513,7 +513,7 @@ def flat_model(seed: int, *, odd: bool) -> State:
 
 
 @pytest.mark.parametrize("odd", [False, True])
-def test_memory_that_the_model_has_already_is_not_saved_again(odd: bool, tmp_path: Path) -> None:
+def test_memory_shared_with_the_model_is_saved_once(odd: bool, tmp_path: Path) -> None:
     """A flat buffer that the model's parameters fill is theirs; one that they do not fill is saved whole."""
     state = flat_model(0, odd=odd)
     names = inside.guarded_in(state)

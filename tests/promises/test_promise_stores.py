@@ -120,7 +120,7 @@ def test_a_plain_folder_keeps_everything(tmp_path: Path) -> None:
     ],
     ids=["nothing", "all", "three", "some"],
 )
-def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list[int]) -> None:
+def test_keep_rules_decide_which_checkpoints_stay(run_dir: str, settings: dict[str, Any], stay: list[int]) -> None:
     """All checkpoints, a number, or a `Keep`, through the writer, which deletes nothing else; `ckpt prune` accepts the
     same settings afterwards."""
     state = toy.build()
@@ -137,7 +137,7 @@ def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list
     assert steps_of(run_dir) == stay[-2:]
 
 
-def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
+def test_plain_location_keeps_everything(tmp_path: Path) -> None:
     """A folder or URL that is not a `Tier` keeps everything, in every argument for tiers; a `Tier` is the same in all
     of them."""
     folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
@@ -151,12 +151,12 @@ def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", ["some", "3", "", 0, -1, True, 2.5, None, ["all"]])
-def test_other_words_are_refused(keep: Any) -> None:
+def test_other_settings_are_rejected(keep: Any) -> None:
     with pytest.raises(UsageError, match=r"all|from 1"):
         ckpt.Tier("/tmp/run", keep=keep)
 
 
-def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path) -> None:
+def test_full_disk_error_names_the_remedy(tmp_path: Path) -> None:
     """If everything is kept, a disk fills up: the error explains how to delete older checkpoints. After that the same
     run continues, and its checkpoints are intact."""
     with volume(tmp_path, "tmpfs", 8) as place:
@@ -249,7 +249,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("scheme", MISFITS)
-def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
+def test_unsuitable_store_is_rejected_by_name(scheme: str) -> None:
     """When it is opened, with its URL and what it did, and nothing is left there; also where a run was copied to it,
     which stays as it was. The same driver without the fault holds one."""
     driver = fsspec.get_filesystem_class(scheme)
@@ -281,7 +281,7 @@ def test_guarantees_in_errors_are_those_of_the_guide() -> None:
         assert f"| **{guarantee}** |" in page
 
 
-def test_a_look_at_the_place_is_no_file_of_somebody_else(tmp_path: Path) -> None:
+def test_leftover_test_objects_are_not_foreign_files(tmp_path: Path) -> None:
     """Test objects of a killed start are not mistaken for other files by the next one."""
     inside.write_files("keeping://bucket/other", {"doctor-1700000000-0123abcd/probe": b"left"})
     for _ in range(2):
@@ -296,7 +296,7 @@ def told(*words: object) -> Any:
     return inside.invoke(*words)
 
 
-def test_how_often_and_how_many_is_said_of_a_folder(run_dir: str) -> None:
+def test_folder_accepts_every_and_keep(run_dir: str) -> None:
     """`Checkpointer(state, folder, every=, keep=)` is a `Tier` with these settings, in addition to memory."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir, every=2, keep=2) as cp:

@@ -134,7 +134,7 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b)
 
 
-def test_the_best_are_what_any_checkpoint_is(tmp_path: Path) -> None:
+def test_best_checkpoints_are_ordinary_checkpoints(tmp_path: Path) -> None:
     """A step that is saved for its score is that step before its validation, in all that belongs to a training, so
     that going on from it is exact: also when it was validated again after a restore."""
     found = {}
@@ -212,7 +212,7 @@ def test_callbacks_come_back_as_they_were_saved(run_dir: str) -> None:
     assert [one["args"]["count"] for one in kept[1].seen[-1][1]["Kept"]] == [7, 7], "as training goes on"
 
 
-def test_what_a_script_says_now_is_taken_and_what_training_did_stays(run_dir: str) -> None:
+def test_script_arguments_win_and_trained_attributes_are_restored(run_dir: str) -> None:
     """Without that argument too, attributes that changed in training are restored; all others are as in this script."""
     kept = (Kept("new", beside=object()), Kept("newer"))
     stopping = EarlyStoppingCallback(3)
@@ -221,7 +221,7 @@ def test_what_a_script_says_now_is_taken_and_what_training_did_stays(run_dir: st
     assert [(one.label, one.count) for one in kept] == [("new", 8), ("newer", 18)]
 
 
-def test_a_callback_that_is_missing_is_warned_of(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_callback_logs_a_warning(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     """The warning has the Trainer's own text and logger; all other callbacks are restored."""
     kept = Kept()
     two_starts(run_dir, (EarlyStoppingCallback(5), Kept("first")), (kept,))
@@ -275,7 +275,7 @@ PLUGINS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_no_thread_is_left_and_ours_is_what_writes(tmp_path: Path, name: str) -> None:
+def test_no_thread_is_left_and_our_plugin_writes(tmp_path: Path, name: str) -> None:
     """Training, validation, a test of a checkpoint, a save and a load outside of them: everything is in our files, is
     there when the call returns, and no thread of ours outlives it; also inside of an AsyncCheckpointIO."""
     police, plugin = Police(), PLUGINS[name]()
@@ -299,7 +299,7 @@ def test_no_thread_is_left_and_ours_is_what_writes(tmp_path: Path, name: str) ->
     assert trainer.global_step == 5 and not police.left()
 
 
-def test_a_strategy_may_bring_it(tmp_path: Path) -> None:
+def test_plugin_may_come_from_a_strategy(tmp_path: Path) -> None:
     """Given with the strategy, or set on it later, wrapped or not, it is the one that writes."""
     given = SingleDeviceStrategy("cpu", checkpoint_io=AsyncCheckpointIO(CheckpointIO()))
     trainer, _ = lightning_trainer(tmp_path / "given", accelerator="auto", strategy=given)

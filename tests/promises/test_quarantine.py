@@ -1,4 +1,4 @@
-"""Steps that the user calls not finite: kept to be looked at, never the last word."""
+"""Steps that the user marks as not finite: kept for inspection, but never restored by default."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print("digest", toy.digest(state))
 """
 
 
-def test_ten_broken_steps_do_not_push_the_last_sound_one_out(run_dir: str) -> None:
+def test_ten_broken_steps_keep_the_last_intact_one(run_dir: str) -> None:
     """Neither in memory, where the ring is shorter than that, nor on disk; the run continues from the step before
     them."""
     assert killed(run_script(BREAK, run_dir))
@@ -43,7 +43,7 @@ def test_ten_broken_steps_do_not_push_the_last_sound_one_out(run_dir: str) -> No
     assert again.stdout.split()[-1] == toy.reference(30)
 
 
-def test_a_broken_step_is_there_for_those_who_ask(run_dir: str) -> None:
+def test_broken_step_can_be_restored_by_number(run_dir: str) -> None:
     """It is restored by its number; without one, restore() and load() take the last intact one."""
     weight = nn.Parameter(torch.zeros(4))
     state: dict[str, Any] = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
@@ -60,7 +60,7 @@ def test_a_broken_step_is_there_for_those_who_ask(run_dir: str) -> None:
     assert torch.equal(ckpt.load(run_dir)["w"], torch.full((4,), 2.0))
 
 
-def test_only_broken_steps_are_no_fresh_start(run_dir: str) -> None:
+def test_only_broken_steps_prevent_a_default_start(run_dir: str) -> None:
     """A default is for locations without checkpoints; here a person must decide."""
     weight = nn.Parameter(torch.zeros(4))
     state: dict[str, Any] = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
@@ -76,7 +76,7 @@ def test_only_broken_steps_are_no_fresh_start(run_dir: str) -> None:
                 save.wait_durable(30)
 
 
-def test_the_log_says_which_are_finite(run_dir: str) -> None:
+def test_log_records_which_steps_are_finite(run_dir: str) -> None:
     """The record has the value that was passed, None for none."""
     weight = nn.Parameter(torch.zeros(4))
     said = {1: None, 2: True, 3: False}
@@ -88,7 +88,7 @@ def test_the_log_says_which_are_finite(run_dir: str) -> None:
     assert inside.finite_at(run_dir) == said
 
 
-def test_negative_control_without_a_word_the_broken_step_is_restored(run_dir: str) -> None:
+def test_negative_control_an_unmarked_broken_step_is_restored(run_dir: str) -> None:
     """It is `finite` that makes the difference."""
     first = BREAK.replace("finite=not broken", "finite=None")
     assert killed(run_script(first, run_dir))

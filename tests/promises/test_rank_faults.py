@@ -272,7 +272,7 @@ def test_ranks_killed_with_their_writers(run: Run, own_sockets: Path) -> None:
     run.finish(own_sockets)
 
 
-def test_a_rank_that_stands_still(run: Run, own_sockets: Path) -> None:
+def test_suspended_rank(run: Run, own_sockets: Path) -> None:
     """When the watchdog has ended the job, the next one continues from the newest step that all ranks had staged."""
     done = run.train(2, {1: "trainer/stage.copied:stop:5"})
     assert [len(lines) for lines in done.heard("staged")] in ([4, 4], [5, 4])
@@ -301,7 +301,7 @@ def test_memory_of_other_numbers_of_ranks(run: Run, own_sockets: Path) -> None:
 
 
 @pytest.mark.long
-def test_disks_that_single_nodes_have(run: Run, own_sockets: Path) -> None:
+def test_node_local_disks(run: Run, own_sockets: Path) -> None:
     """Each rank is on a separate node with its own disk: one node loses its memory, and all ranks continue from a step
     on both disks."""
     if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
@@ -438,7 +438,7 @@ def test_ranks_that_want_other_checkpoints(told: dict[str, list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("how", [how for how in rank_toy.DAMAGE if how != "nothing"])
-def test_damage_to_one_rank_is_everybodys(told: dict[str, list[Any]], how: str) -> None:
+def test_damage_to_one_rank_affects_all_ranks(told: dict[str, list[Any]], how: str) -> None:
     """All ranks restore the older checkpoint, and report the same skipped one and reason."""
     found = both(told["damaged"], how)
     assert (found["step"], found["wrong"]) == (1, [])
@@ -476,7 +476,7 @@ def test_the_disk_fails_the_committer(told: dict[str, list[Any]]) -> None:
     went_on(told["committer"], 4)
 
 
-def test_a_full_disk_is_not_filled_with_what_was_given_up(told: dict[str, list[Any]]) -> None:
+def test_full_disk_is_not_filled_by_aborted_saves(told: dict[str, list[Any]]) -> None:
     """The disk has space for the files of one rank, but not for the other's. Nothing is left of such saves, so the next
     one succeeds once there is space again."""
     if FULL not in told:
@@ -513,7 +513,7 @@ def test_what_was_undone_is_not_the_last_step(told: dict[str, list[Any]]) -> Non
     went_on(scene, 2, "file:")
 
 
-def test_a_checkpoint_that_was_superseded_before_one_looked(told: dict[str, list[Any]]) -> None:
+def test_checkpoint_retired_before_another_rank_reads_its_record(told: dict[str, list[Any]]) -> None:
     """One writer is stopped and then commits many steps, the first of which are retired before the other has read their
     records: they were checkpoints for both."""
     assert both(told["stall"], "errors") == [""] * 7
@@ -523,7 +523,7 @@ def test_a_checkpoint_that_was_superseded_before_one_looked(told: dict[str, list
 # -- states that cannot take what was saved --
 
 
-def test_a_world_that_cannot_hold_what_was_saved(tmp_path: Path, own_sockets: Path) -> None:
+def test_world_that_does_not_fit_the_checkpoint(tmp_path: Path, own_sockets: Path) -> None:
     """Fewer ranks than models under one name, or another shape: the error on all ranks names the tensor, and nothing is
     changed."""
     root = str(tmp_path / "run")

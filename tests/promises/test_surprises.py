@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 # -- files that changed --
 
 
-def test_an_export_that_was_edited_is_not_taken_for_what_it_was(run: Path, tmp_path: Path, call: Any) -> None:
+def test_edited_export_is_detected(run: Path, tmp_path: Path, call: Any) -> None:
     """A setting, a value, a tensor more or less: refused, with what to do; without the description all of it counts."""
     assert call("export", run, "--to", tmp_path / "e.pt").code == 0
     edits = (
@@ -136,7 +136,7 @@ def test_transposed_tensors_within_bounds(tmp_path: Path, call: Any) -> None:
 
 
 def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) -> None:
-    """Of tied weights, the name that matches is used; a run of only that module restores into it."""
+    """For tied weights, the name that matches is used; a run of only that module restores into it."""
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
     b.weight = a.weight
     save(tmp_path / "run", {"a": a, "b": b}, range(1, 2), every=1)
@@ -188,7 +188,7 @@ def test_a_tensor_called_format(tmp_path: Path, call: Any) -> None:
 # -- places --
 
 
-def test_targets_that_cannot_be_are_refused_at_once(run: Path, tmp_path: Path, call: Any) -> None:
+def test_impossible_targets_are_rejected_immediately(run: Path, tmp_path: Path, call: Any) -> None:
     """An empty folder in place of a file, and a mount point, are rejected before a byte is written."""
     (tmp_path / "empty.pt").mkdir()
     found = call("export", run, "--to", tmp_path / "empty.pt")
@@ -224,7 +224,7 @@ def test_a_name_means_all_that_belongs_to_it(run: Path, tmp_path: Path, call: An
     assert call("diff", run, tmp_path / "a", "--only", "met").code == 2
 
 
-def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lenient_restores_report_skipped_entries(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """strict=False reports mismatches; if nothing matches, it still raises an error, and nothing is changed."""
     model = nn.Linear(30, 20)
     with ckpt.Checkpointer({"model": model, "optim": torch.optim.AdamW(model.parameters())}, str(run)) as cp:
@@ -240,7 +240,7 @@ def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogC
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_what_is_no_run_and_no_whole(run: Path, tmp_path: Path, call: Any) -> None:
+def test_non_runs_and_partial_folders_are_rejected(run: Path, tmp_path: Path, call: Any) -> None:
     """Files of other programs where a run is expected, and part of a DCP folder: the error names the alternative."""
     call("export", run, "--to", tmp_path / "e.pt")
     call("export", run, "--to", tmp_path / "d", "--format", "dcp")
@@ -253,12 +253,12 @@ def test_what_is_no_run_and_no_whole(run: Path, tmp_path: Path, call: Any) -> No
 
 
 class Config:
-    """Something that only a loader which runs code could make again."""
+    """An object that only a loader that runs code could restore."""
 
 
-def test_objects_that_are_refused_do_not_lock_the_weights_in(tmp_path: Path, call: Any) -> None:
-    """A run that DCP saved with an object of somebody's class: its weights are exported, and a note names the object.
-    A Checkpointer that is pointed at such a run is told what to do, also with strict=False."""
+def test_unsupported_objects_do_not_prevent_a_weight_export(tmp_path: Path, call: Any) -> None:
+    """A run that DCP saved with an object of a user's class: its weights are exported, and a note names the object.
+    A Checkpointer that opens such a run raises the remedy, also with strict=False."""
     import torch.distributed.checkpoint as dcp
 
     import ckpt.dcp

@@ -206,7 +206,7 @@ class Thrower(Quantised):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Liar, "makes something else"), (Thrower, "does not accept its saved parts")]
+    ("kind", "said"), [(Liar, "creates a different tensor"), (Thrower, "does not accept its saved parts")]
 )
 def test_a_class_that_does_not_keep_its_word_is_refused(kind: type[Quantised], said: str) -> None:
     """Tensors that nobody fills, or an error of its own: an error of ours, by name, and nothing is changed."""

@@ -28,7 +28,7 @@ __all__ = ["gate", "open_run"]  # fixtures
 
 
 @pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}], ids=str)
-def test_training_that_goes_on_at_once_never_leaks_in(settings: Any, open_run: Any) -> None:
+def test_snapshot_has_no_later_updates_if_training_continues_immediately(settings: Any, open_run: Any) -> None:
     """The next update comes right after step(): it waits for the copy, and every snapshot is its boundary."""
     run = adamw(**settings)
     cp = open_run(run.state)

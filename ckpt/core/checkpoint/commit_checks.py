@@ -129,9 +129,9 @@ def is_large(parts: Sequence[WrittenPart], kind: str) -> bool:
     return len(parts) > MANY or sum(len(w.table.shards) + len(w.table.length) for w in parts) > WHOLE
 
 
-def all_finite(said: list[bool | None]) -> bool | None:
+def all_finite(values: list[bool | None]) -> bool | None:
     """Return False if any rank saw a NaN, None if a rank does not know, and True otherwise."""
-    return False if False in said else None if None in said else True
+    return False if False in values else None if None in values else True
 
 
 def is_whole(parts: list[WrittenPart]) -> bool:

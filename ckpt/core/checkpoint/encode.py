@@ -67,15 +67,15 @@ class Encoder:
             return None
         history = [c for c in log.state.lineage() if c.attempt < attempt]
         newest = history[0] if history else None
-        mine = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
-        if newest is None or mine is None or newest.world != layout.world:
+        entry = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
+        if newest is None or entry is None or newest.world != layout.world:
             return None
         if self.distrusted is not None and newest.attempt <= self.distrusted:
             return None
         try:
             written = self._written.get((newest.attempt, layout.rank))
             if written is None or not vouches(log.state, written):  # another writer's manifest was committed
-                written = await load_part(log.store, newest.attempt, layout.rank, expected=mine[1])
+                written = await load_part(log.store, newest.attempt, layout.rank, expected=entry[1])
         except (CorruptError, FormatError, StoreError) as error:
             logger.warning(
                 "cannot build on step %d of %s, so the next checkpoint is full: %s", newest.step, log.store.url, error

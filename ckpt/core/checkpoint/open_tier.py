@@ -115,7 +115,7 @@ class OpenTier:
         if self.promoting[attempt] <= 0:
             del self.promoting[attempt]
 
-    async def drop_uploads(self, mine: Acquire, wanted: set[Attempt]) -> None:
+    async def drop_uploads(self, owner: Acquire, wanted: set[Attempt]) -> None:
         """Abort the unfinished uploads of earlier job attempts, and delete their temporary files."""
 
         def keep(key: str) -> bool:
@@ -124,7 +124,7 @@ class OpenTier:
                 return not is_temporary(key)
             if attempt in wanted or attempt in self.in_flight:
                 return True
-            return attempt.epoch >= mine.epoch and not self.log.state.ended(attempt)
+            return attempt.epoch >= owner.epoch and not self.log.state.ended(attempt)
 
         try:
             dropped = await self.store.drop_uploads(keep)
@@ -151,19 +151,19 @@ class OpenTier:
         except CheckpointError as error:
             events.log.warning("could not delete all files of step %d in %s: %s", attempt.step, self.url, error)
 
-    async def sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
+    async def sweep(self, owner: Acquire, notify: Callable[[Note], None]) -> None:
         """Apply retention, and trim the log. Errors are logged, and the next checkpoint retries the clean-up."""
         try:
-            await self._sweep(mine, tell)
+            await self._sweep(owner, notify)
         except FencedError:
             pass  # the next save raises it
         except CheckpointError as error:
             events.log.warning("could not clean up %s, retrying later: %s", self.url, error)
-        await self.trimmer.step(self.log, mine)
+        await self.trimmer.step(self.log, owner)
 
-    async def _sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
-        await self.keep_noted(mine)
-        await self._give_up_old(mine)
+    async def _sweep(self, owner: Acquire, notify: Callable[[Note], None]) -> None:
+        await self.keep_noted(owner)
+        await self._give_up_old(owner)
         state = self.log.state
         doomed = retention.choose(state, self.keep, self.verified) - self._pinned(state)
         full = not self.store.remote or self.sweeps % LIST_EVERY == 0
@@ -182,15 +182,15 @@ class OpenTier:
             if problems:
                 # Other checkpoints may have been built on the damaged bytes during this read.
                 self.encoder.distrust(max([newest.attempt, *self.log.state.commits, *self.in_flight]))
-                tell(DamagedNote(self.url, newest.step, problems[:10]))
+                notify(DamagedNote(self.url, newest.step, problems[:10]))
                 return
             self.verified = {newest.attempt}
             self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}
         self.sweeps += 1
-        await self._warn(tell)
+        await self._warn(notify)
         await retention.retire(
             self.log,
-            mine,
+            owner,
             self.keep,
             self.verified,
             pinned=self._pinned,
@@ -218,12 +218,12 @@ class OpenTier:
         """Return the steps of the present history and of the checkpoints in flight."""
         return {one.step for one in self.log.state.lineage()} | {attempt.step for attempt in self.in_flight}
 
-    async def keep_noted(self, mine: Acquire) -> CheckpointError | None:
+    async def keep_noted(self, owner: Acquire) -> CheckpointError | None:
         """Record which steps training wants kept. Return the error if that fails; the next clean-up retries it."""
         try:
             async with self.noting:
                 if self.notes is not None:
-                    await retention.keep_steps(self.log, mine, self.notes)
+                    await retention.keep_steps(self.log, owner, self.notes)
         except FencedError as error:
             return error  # the next save raises it
         except CheckpointError as error:
@@ -231,7 +231,7 @@ class OpenTier:
             return error
         return None
 
-    async def _warn(self, tell: Callable[[Note], None]) -> None:
+    async def _warn(self, notify: Callable[[Note], None]) -> None:
         """Warn once of each unreadable checkpoint, because nothing is cleaned up while it exists."""
         unread: dict[Attempt, CheckpointError] = {}
         await retention.files_of(self.log, self.log.state.commits.values(), unread)
@@ -241,20 +241,20 @@ class OpenTier:
         for attempt in sorted(unread.keys() - self.warned):
             error, problem = unread[attempt], f"step {attempt.step} of {self.url} cannot be read"
             if is_unreadable(error):
-                _say(tell, f"{problem} now. Clean-up there stops until it can be read again: {error}")
+                _send_text(notify, f"{problem} now. Clean-up there stops until it can be read again: {error}")
             else:
                 repair = f"`ckpt repair {self.url}` shows what can be repaired"
-                _say(tell, f"{problem}, so clean-up there stops: {error}. {repair}")
+                _send_text(notify, f"{problem}, so clean-up there stops: {error}. {repair}")
         self.warned = set(unread)
 
-    async def _give_up_old(self, mine: Acquire) -> None:
+    async def _give_up_old(self, owner: Acquire) -> None:
         """Abort old HELD checkpoints. Newer steps were committed or are HELD, so these will never be committed."""
         history, held = self.log.state.lineage(), sorted(self.log.state.held, reverse=True)
         old = set(held[max(self.keep.last, retention.ALWAYS) :])
         if len(history) >= retention.ALWAYS:
             old |= {attempt for attempt in held if attempt < history[retention.ALWAYS - 1].attempt}
         for attempt in sorted(old - self.in_flight):
-            await commit.abort(self.log, mine, attempt, "other nodes do not have their files", held=True)
+            await commit.abort(self.log, owner, attempt, "other nodes do not have their files", held=True)
 
     async def _delete_later(self, keys: Sequence[str]) -> None:
         """Delete files after the grace period. If the writer ends before, the next job attempt deletes them."""
@@ -271,17 +271,17 @@ class OpenTier:
             events.log.warning("could not delete %d files of %s: %s", len(keys), self.url, error)
         self.leaving.difference_update(keys)
 
-    async def close(self, mine: Acquire | None, tell: Callable[[Note], None]) -> None:
+    async def close(self, owner: Acquire | None, notify: Callable[[Note], None]) -> None:
         """Record which steps to keep, clean up once more, and close the store. A remote store is not cleaned up,
         because reading back a large checkpoint could take too long at the end of a job."""
         if self.sweeping is not None:
             if self.store.remote:
                 self.sweeping.cancel()
             await asyncio.gather(self.sweeping, return_exceptions=True)
-        if mine is not None and self.opened:
-            await self.keep_noted(mine)
+        if owner is not None and self.opened:
+            await self.keep_noted(owner)
             if self.sweeping is not None and not self.store.remote:
-                await self.sweep(mine, tell)  # the last clean-up may have ended before the last commits
+                await self.sweep(owner, notify)  # the last clean-up may have ended before the last commits
         for task in list(self.graces):
             task.cancel()
         await asyncio.gather(*self.graces, return_exceptions=True)
@@ -290,8 +290,8 @@ class OpenTier:
                 await store.aclose()
 
 
-def _say(tell: Callable[[Note], None], text: str) -> None:
-    tell(SaidNote(text))
+def _send_text(notify: Callable[[Note], None], text: str) -> None:
+    notify(SaidNote(text))
 
 
 async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "", again: bool = False) -> OpenTier:

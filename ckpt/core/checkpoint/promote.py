@@ -129,11 +129,11 @@ class VerifiedRanges:
 
     def __init__(self, source: Store, pack: PackInfo, table: Table) -> None:
         self._source, self._pack = source, pack
-        mine = table.pack == table.packs.index(pack.key) if pack.key in table.packs else np.zeros(0, np.bool_)
-        order = np.argsort(table.offset[mine], kind="stable")
-        self._starts: npt.NDArray[np.int64] = table.offset[mine][order]
-        self._stops: npt.NDArray[np.int64] = self._starts + table.stored[mine][order]
-        self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[mine][order]]
+        in_pack = table.pack == table.packs.index(pack.key) if pack.key in table.packs else np.zeros(0, np.bool_)
+        order = np.argsort(table.offset[in_pack], kind="stable")
+        self._starts: npt.NDArray[np.int64] = table.offset[in_pack][order]
+        self._stops: npt.NDArray[np.int64] = self._starts + table.stored[in_pack][order]
+        self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[in_pack][order]]
 
     async def read(self, offset: int, length: int) -> memoryview:
         """Read a range. Raise CorruptError if anything in it is damaged."""

@@ -144,12 +144,12 @@ class Sweep:
         return bool(self.retire or self.delete)
 
 
-async def land(log: RunLog, mine: Acquire | None, decide: Callable[[RunState], Sweep | None]) -> Sweep | None:
+async def land(log: RunLog, owner: Acquire | None, decide: Callable[[RunState], Sweep | None]) -> Sweep | None:
     """Append a PLAN with the result of `decide` for the newest state, if it is not empty, and return it.
 
-    Nothing is deleted here. `mine`: the owner; None skips the ownership check.
+    Nothing is deleted here. `owner`: None skips the ownership check.
     """
-    request = f"plan:{mine.nonce if mine else secrets.token_hex(4)}"
+    request = f"plan:{owner.nonce if owner else secrets.token_hex(4)}"
     decided: list[Sweep | None] = []
 
     def make(state: RunState) -> Record | None:
@@ -159,7 +159,7 @@ async def land(log: RunLog, mine: Acquire | None, decide: Callable[[RunState], S
         body = {"retire": sorted(map(str, found.retire)), "delete": list(found.delete)}
         return Record("PLAN", body, f"{request}:{state.next_seq}")
 
-    await log.append(make, owner=mine)
+    await log.append(make, owner=owner)
     if decided[0]:
         point("plan.landed")
     return decided[0]
@@ -167,7 +167,7 @@ async def land(log: RunLog, mine: Acquire | None, decide: Callable[[RunState], S
 
 async def retire(
     log: RunLog,
-    mine: Acquire | None,
+    owner: Acquire | None,
     keep: Keep,
     verified: Iterable[Attempt],
     *,
@@ -180,7 +180,7 @@ async def retire(
 
     Nothing happens unless a checkpoint that stays is among `verified`.
 
-    `mine`: the owner; None skips the ownership check. `pinned`: returns other checkpoints of a state that stay as well.
+    `owner`: None skips the ownership check. `pinned`: returns other checkpoints of a state that stay as well.
     `orphans`: if False, only files of retired checkpoints are deleted, and nothing is listed. `spared`: files that the
     caller deletes. `delete`: deletes the files of a landed PLAN, default: immediately.
     """
@@ -196,7 +196,7 @@ async def retire(
         found = plan_deletion(state, retiring, checked, used, listed if orphans else None)
         return None if found is None else Sweep(retiring, tuple(key for key in found if key not in spared))
 
-    landed = await land(log, mine, decide)
+    landed = await land(log, owner, decide)
     if not landed:
         return set()
     if delete is None:
@@ -280,9 +280,9 @@ _cache: dict[tuple[str, Attempt], frozenset[str]] = {}
 # -- checkpoints that stay regardless of the rules --
 
 
-async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acquire | None = None) -> None:
+async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, owner: Acquire | None = None) -> None:
     """Keep a checkpoint for the reason in `note`, or release it (None). Raise NoCheckpointError if it was retired
-    before. `mine`: the training that keeps it; notes by hand stay. None: kept by hand, without an ownership check; the
+    before. `owner`: the training that keeps it; notes by hand stay. None: kept by hand, without an ownership check; the
     note of the training stays, unless the checkpoint is released."""
     token = secrets.token_hex(4)
 
@@ -291,7 +291,7 @@ async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acq
             raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was retired a moment ago")
         before = state.kept.get(attempt, "")
         ours, by_hand = words_of(before)
-        if mine is not None:
+        if owner is not None:
             ours = note or ""
         else:
             ours, by_hand = ours if note is not None else "", note or ""
@@ -301,10 +301,10 @@ async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acq
         body = {"checkpoint": str(attempt), "note": text, "keep": bool(text)}
         return Record("KEEP", body, f"keep:{attempt}:{token}")
 
-    await log.append(make, owner=mine)
+    await log.append(make, owner=owner)
 
 
-async def keep_steps(log: RunLog, mine: Acquire, notes: Mapping[int, str]) -> None:
+async def keep_steps(log: RunLog, owner: Acquire, notes: Mapping[int, str]) -> None:
     """Keep the existing checkpoints of these steps, and release others that a training kept before, unless they are
     also kept by hand."""
     state = await log.refresh()
@@ -313,4 +313,4 @@ async def keep_steps(log: RunLog, mine: Acquire, notes: Mapping[int, str]) -> No
     before = {attempt: ours for attempt, note in state.kept.items() if (ours := words_of(note)[0])}
     for attempt in [*wanted, *(before.keys() - wanted.keys())]:
         if before.get(attempt) != wanted.get(attempt):
-            await set_keep(log, attempt, wanted.get(attempt), mine=mine)
+            await set_keep(log, attempt, wanted.get(attempt), owner=owner)

@@ -137,14 +137,14 @@ async def finish_part(
 async def _stored_before(store: Store, part: Part, table: Table) -> WrittenPart:
     """Return the manifest of this rank from the store. Raise SaveError unless it has the same content."""
     attempt = Attempt.parse(part.attempt)
-    what = f"step {attempt.step}: {manifest_key(attempt, part.rank)} in {store.url}"
+    name = f"step {attempt.step}: {manifest_key(attempt, part.rank)} in {store.url}"
     try:
         there = await load_part(store, attempt, part.rank)
     except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
-        raise SaveError(f"{what} is from an earlier writer and damaged: {error}") from None
+        raise SaveError(f"{name} is from an earlier writer and damaged: {error}") from None
     same = (there.part.layout_digest, there.part.values) == (part.layout_digest, part.values)
     if not same or not np.array_equal(there.table.digest[: there.table.owned], table.digest[: table.owned]):
-        raise SaveError(f"{what} is from an earlier writer, which saved other values")
+        raise SaveError(f"{name} is from an earlier writer, which saved other values")
     return there
 
 

@@ -151,8 +151,8 @@ class SavedShards(Sequence[SavedShard]):
         """Yield (number of dimensions k, shards with k dimensions, their rows of `dims`) for each k that occurs."""
         count = np.diff(self.dim_starts)
         for length in np.flatnonzero(np.bincount(count)).tolist():
-            mine = count == length
-            yield length // 3, np.flatnonzero(mine), self.dims[np.repeat(mine, count)].reshape(int(mine.sum()), length)
+            same = count == length
+            yield length // 3, np.flatnonzero(same), self.dims[np.repeat(same, count)].reshape(int(same.sum()), length)
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:

@@ -169,7 +169,7 @@ class Capture:
         return [] if known is None else known.guards(self._silent()).replicated
 
     def holds_gradients(self) -> bool:
-        """Whether any parameter of the optimizers has a gradient."""
+        """Return True if any parameter of the optimizers has a gradient."""
         return any(p.grad is not None for optimizer in self.optimizers for p in params_of(optimizer))
 
     def copy_eagerly(self, names: set[str]) -> None:

@@ -41,13 +41,13 @@ Span = tuple[str, int, float]
 
 def span_of(tensor: Tensor) -> Span | None:
     """Return the device and address range of a tensor. Return None if it has gaps or no memory."""
-    mine = local(tensor)
-    if not mine.numel() or not mine.data_ptr():
+    shard = local(tensor)
+    if not shard.numel() or not shard.data_ptr():
         return None
-    reach = sum((size - 1) * stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
-    if reach + 1 != mine.numel():
+    reach = sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
+    if reach + 1 != shard.numel():
         return None
-    return str(mine.device), mine.data_ptr(), mine.data_ptr() + mine.nbytes
+    return str(shard.device), shard.data_ptr(), shard.data_ptr() + shard.nbytes
 
 
 def _inside(span: Span, spans: list[Span]) -> bool:

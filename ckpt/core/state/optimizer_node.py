@@ -167,8 +167,8 @@ class OptimizerNode:
         bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
         self._nameless = [(called[number], p, span_of(p)) for number, p in bare.items()]
         self._held = self._is_held(names)
-        mine = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
-        own = [StateEntry(show((*self.path, "params", place)), p, True) for place, p, _ in mine]
+        unnamed = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
+        own = [StateEntry(show((*self.path, "params", place)), p, True) for place, p, _ in unnamed]
         (fixed, forms), (params_too, more) = take_all_apart(state), take_all_apart(own)
         self._own = {entry.name: entry for entry in params_too}
         self._there = Places(places, self._dicts)
@@ -216,7 +216,7 @@ class OptimizerNode:
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         called = self.param_names(placement.names)
-        mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        groups_here = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         if not is_optimizer(saved):
             raise CorruptError(f"{show(self.path)}: the stored data is not the state of an optimizer")
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
@@ -228,7 +228,7 @@ class OptimizerNode:
             here = "was" if placement.strict else "starts without state, because it was"
             placement.problem(f"{show(self.path)} {here} saved by an optimizer of another kind: {kind}")
             return
-        self._compare_groups(mine, saved.facts["params"], placement)
+        self._compare_groups(groups_here, saved.facts["params"], placement)
         dicts: dict[str, str] = saved.facts.get(DICTS, {})
         fresh: dict[str, dict[str, Any]] = {
             name: _DICTS.get(dicts.get(name, ""), dict)() for name in saved.facts["with_state"] if name in params
@@ -326,7 +326,7 @@ class OptimizerNode:
         self, fresh: dict[str, dict[Any, Any]], saved: SavedNode, placement: Placement, objects: ObjectDecoder | None
     ) -> list[tuple[str, Any, Callable[[], Any]]]:
         """Build the values that are not tensors. If a value is ambiguous, its parameter starts without state."""
-        rows = {(name, _words(key)): (key, value) for name, key, value in saved.values["state"] if name in fresh}
+        rows = {(name, _as_text(key)): (key, value) for name, key, value in saved.values["state"] if name in fresh}
         unclear = {name for name, _ in self._note_differing(rows, _rows_of_params, placement)}
         found = []
         for (name, _), (key, value) in rows.items():
@@ -349,7 +349,7 @@ class OptimizerNode:
         objects: ObjectDecoder | None,
     ) -> list[tuple[Any, Callable[[], Any]]]:
         """Build the entries of the state that are not dicts of parameters."""
-        rows = {("more", _words(owner)): (owner, value) for owner, value in saved.values.get("more", ())}
+        rows = {("more", _as_text(owner)): (owner, value) for owner, value in saved.values.get("more", ())}
         rows = {k: row for k, row in rows.items() if "key" in row[0] or row[0]["param"] in params}
         unclear = self._note_differing(rows, _rows_of_more, placement)
         found: list[tuple[Any, Callable[[], Any]]] = []
@@ -366,17 +366,17 @@ class OptimizerNode:
         """If the number of ranks changed, record a problem for each value that they saved differently. Return these."""
         if not rows or not placement.resized:
             return set()
-        said: dict[Row, dict[str, list[int]]] = {}
+        ranks_by_value: dict[Row, dict[str, list[int]]] = {}
         try:
             for rank, values in placement.saved.values_of(self.path):
                 for row, value in rows_of(values):
                     if row in rows:
-                        said.setdefault(row, {}).setdefault(_words(value), []).append(rank)
+                        ranks_by_value.setdefault(row, {}).setdefault(_as_text(value), []).append(rank)
         except ODD as error:
             raise CorruptError(f"{show(self.path)}: a rank's stored data is not the state of an optimizer") from error
-        differing = {row: words for row, words in said.items() if len(words) > 1}
-        for row, words in differing.items():
-            ranks = sorted(rank for each in words.values() for rank in each)
+        differing = {row: by_value for row, by_value in ranks_by_value.items() if len(by_value) > 1}
+        for row, by_value in differing.items():
+            ranks = sorted(rank for each in by_value.values() for rank in each)
             placement.problem(placement.unclear(show((*self.path, *_path_of_row(row))), ranks))
         return set(differing)
 
@@ -415,19 +415,19 @@ class OptimizerNode:
                     f"{show((*self.path, 'state', name))}: starts without state, because its parameter's shape differs"
                 )
 
-    def _compare_groups(self, mine: list[list[str]], theirs: list[list[str]], placement: Placement) -> None:
+    def _compare_groups(self, here: list[list[str]], saved: list[list[str]], placement: Placement) -> None:
         """Compare the parameter groups. In a multi-rank job, one rank's groups may have only some of the parameters."""
-        if mine == theirs or (not placement.alone and _fit(mine, theirs)):
+        if here == saved or (not placement.alone and _fit(here, saved)):
             return
-        have, want = {n for g in mine for n in g}, {n for g in theirs for n in g}
+        have, want = {n for g in here for n in g}, {n for g in saved for n in g}
         if placement.strict:
             odd = sorted(have ^ want if placement.alone else have - want)
             difference = f"not in both: {_first(odd)}" if odd else "other order"
-            text = f"the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; {difference})"
+            text = f"the parameter groups differ ({len(here)} groups here, {len(saved)} saved; {difference})"
         else:
             new = sorted(have - want)
             start = f"{len(new)} start without state ({_first(new)})" if new else "the groups are others"
-            whose = "its settings" if len(mine) <= len(theirs) else f"the settings of its first {len(theirs)} groups"
+            whose = "its settings" if len(here) <= len(saved) else f"the settings of its first {len(saved)} groups"
             text = f"{len(have & want)} parameters keep their state, {start}; {whose} are the checkpoint's"
         placement.problem(f"{show(self.path)}: {text}")
 
@@ -528,16 +528,16 @@ def _kind_of_dict(values: dict[Any, Any], path: Path) -> str:
 Row = tuple[str, str]  # identifies a plain value of the state
 
 
-def _words(value: Json) -> str:
+def _as_text(value: Json) -> str:
     return json.dumps(value, sort_keys=True)
 
 
 def _rows_of_params(values: Json) -> Iterable[tuple[Row, Json]]:
-    return [((name, _words(key)), value) for name, key, value in values["state"]]
+    return [((name, _as_text(key)), value) for name, key, value in values["state"]]
 
 
 def _rows_of_more(values: Json) -> Iterable[tuple[Row, Json]]:
-    return [(("more", _words(owner)), value) for owner, value in values.get("more", ())]
+    return [(("more", _as_text(owner)), value) for owner, value in values.get("more", ())]
 
 
 def _key(data: Json, objects: ObjectDecoder | None) -> Any:
@@ -546,17 +546,17 @@ def _key(data: Json, objects: ObjectDecoder | None) -> Any:
 
 
 def _path_of_row(row: Row) -> Path:
-    sort, words = row
-    if sort == "extra":
-        return (sort,)
-    if sort != "more":
-        return ("state", sort, part_of(decode(json.loads(words), as_plain)))
-    owner = json.loads(words)
-    return (sort, owner["param"] if "param" in owner else part_of(decode(owner["key"], as_plain)))
+    kind, text = row
+    if kind == "extra":
+        return (kind,)
+    if kind != "more":
+        return ("state", kind, part_of(decode(json.loads(text), as_plain)))
+    owner = json.loads(text)
+    return (kind, owner["param"] if "param" in owner else part_of(decode(owner["key"], as_plain)))
 
 
-def _first(words: list[str], count: int = 5) -> str:
-    return ", ".join(words[:count]) + (", …" if len(words) > count else "")
+def _first(names: list[str], count: int = 5) -> str:
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
 
 
 def inside(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -633,8 +633,8 @@ def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas 
     return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: equal on all ranks
 
 
-def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
-    return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
+def _fit(here: list[list[str]], saved: list[list[str]]) -> bool:
+    return len(here) == len(saved) and all(set(a) <= set(b) for a, b in zip(here, saved, strict=True))
 
 
 def _takes(live: Tensor, value: Tensor) -> bool:

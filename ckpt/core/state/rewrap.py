@@ -40,15 +40,15 @@ def matching(
 ) -> list[str]:
     """Return those of `names` that can be filled. A wrapper is filled completely or not at all. Problems are recorded.
     `own`: the live entries by name. `facts`, `saved`: of the checkpoint, and its names."""
-    theirs, mine = forms_of(facts), dict[str, WrapperForm]()
+    saved_forms, live_forms = forms_of(facts), dict[str, WrapperForm]()
     whole = {entry.owner.name: entry.owner for entry in own.values() if entry.part_of is not None}
     for name, owner in whole.items():
         form = take_apart(owner)[1]
         assert form is not None
-        mine[name] = form
+        live_forms[name] = form
     left_out = set[str]()
-    for name in mine.keys() | theirs.keys():
-        here, there = mine.get(name), theirs.get(name)
+    for name in live_forms.keys() | saved_forms.keys():
+        here, there = live_forms.get(name), saved_forms.get(name)
         both = (name in own or here is not None) and (name in saved or there is not None)
         problem = differs(there, here, name) if both else ""
         if problem:

@@ -133,8 +133,8 @@ def is_plain_share(tensor: Tensor, beside: object) -> bool:
     """Return True for a plain tensor with the shape of a DTensor's shard, as TransformerEngine keeps moments."""
     if not is_dtensor(beside) or is_dtensor(tensor):
         return False
-    mine: Any = beside
-    return tensor.dim() > 0 and tensor.shape == mine._local_tensor.shape
+    param: Any = beside
+    return tensor.dim() > 0 and tensor.shape == param._local_tensor.shape
 
 
 def _of_division(entry: StateEntry, division: Division, seat: Seat) -> list[LocalPiece]:
@@ -198,18 +198,18 @@ def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = Non
         return []  # this rank is not in the mesh
     if any(p.is_partial() for p in placements):
         raise StateError(f"{name}: has partial sums ({placements}): call redistribute() before saving it")
-    mine = tensor._local_tensor if instead is None else instead
+    shard = tensor._local_tensor if instead is None else instead
     full = tuple(tensor.shape)
     sizes, boxes, replicas = _lie(full, mesh, tuple(coordinate), _cuttings(placements))
-    if sizes != tuple(mine.shape):
-        raise StateError(f"{name}: the local shape {tuple(mine.shape)} does not match {placements} on {mesh}")
-    dtype, on_device = DTYPE_NAME[mine.dtype], mine.device.type != "cpu"
+    if sizes != tuple(shard.shape):
+        raise StateError(f"{name}: the local shape {tuple(shard.shape)} does not match {placements} on {mesh}")
+    dtype, on_device = DTYPE_NAME[shard.dtype], shard.device.type != "cpu"
     instance = _instance(members(tensor), seat)
     if not boxes and 0 in full:  # an empty tensor is still saved
         empty = Holding(name, dtype, full, (0,) * len(full), full, replicas, instance, on_device)
-        return [LocalPiece(empty, mine.new_empty(full))]
+        return [LocalPiece(empty, shard.new_empty(full))]
     return [
-        LocalPiece(Holding(name, dtype, full, *box, replicas, instance, on_device), mine[slices((at, box[1]))])
+        LocalPiece(Holding(name, dtype, full, *box, replicas, instance, on_device), shard[slices((at, box[1]))])
         for box, at in boxes
     ]
 
@@ -238,12 +238,12 @@ def indices(shape: Dims, mesh: Dims, coordinate: Any, placements: Any) -> list[l
     for dim in range(len(shape)):
         for i, groups in _cutting_order(dim, mesh, placements):
             length = sum(n for _, n in runs[dim])
-            group, mine = -(-length // groups), list[tuple[int, int]]()
+            group, taken = -(-length // groups), list[tuple[int, int]]()
             for low in range(0, length, max(group, 1)):
                 high = min(low + group, length)
                 step = -(-(high - low) // mesh[i])
-                mine += take(runs[dim], low + coordinate[i] * step, min(low + (coordinate[i] + 1) * step, high))
-            runs[dim] = mine
+                taken += take(runs[dim], low + coordinate[i] * step, min(low + (coordinate[i] + 1) * step, high))
+            runs[dim] = taken
     return runs
 
 

@@ -55,8 +55,8 @@ def encode_constant(value: object, path: Path, extern: Collecting) -> Json | Non
     if isinstance(value, torch.device):
         return {"$": "torch.device", "v": str(value)}
     if isinstance(value, Enum):
-        said = value.name if value.name in type(value).__members__ else encode(value.value, path)
-        return {"$": "enum", "class": class_name(type(value), path), "v": said}
+        member = value.name if value.name in type(value).__members__ else encode(value.value, path)
+        return {"$": "enum", "class": class_name(type(value), path), "v": member}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         items = [encode(one, (*path, key), extern) for key, one in zip(value._fields, value, strict=True)]
         return {"$": "namedtuple", "class": class_name(type(value), path), "v": items}
@@ -95,31 +95,31 @@ def class_of(reference: dict[str, Any]) -> type:
 
 def decode_constant(reference: dict[str, Any]) -> Any:
     """Decode a result of `encode_constant`. Raise CorruptError for other tags, MismatchError for unknown classes."""
-    tag, said = reference["$"], reference.get("v")
+    tag, value = reference["$"], reference.get("v")
     for kind in _CONSTANTS:
         if tag == f"torch.{kind.__name__}":
-            found = vars(torch).get(said) if type(said) is str else None
+            found = vars(torch).get(value) if type(value) is str else None
             if not isinstance(found, kind):
-                raise CorruptError(f"not a {tag}: {said!r:.80}")
+                raise CorruptError(f"not a {tag}: {value!r:.80}")
             return found
-    if tag == "torch.Size" and type(said) is list and all(type(n) is int and 0 <= n < 2**62 for n in said):
-        return torch.Size(said)
-    if tag == "torch.device" and type(said) is str and re.fullmatch(r"[a-z]{1,20}(:\d{1,4})?", said):
-        return torch.device(said)
+    if tag == "torch.Size" and type(value) is list and all(type(n) is int and 0 <= n < 2**62 for n in value):
+        return torch.Size(value)
+    if tag == "torch.device" and type(value) is str and re.fullmatch(r"[a-z]{1,20}(:\d{1,4})?", value):
+        return torch.device(value)
     if tag == "enum":
         found = class_of(reference)
         if not issubclass(found, Enum):
             raise CorruptError(f"{reference['class']!r:.200} is not an Enum")
-        if type(said) is str and said in found.__members__:
-            return found.__members__[said]
-        if issubclass(found, Flag) and type(said) is int:
-            return found(said)
-        raise MismatchError(f"{'.'.join(reference['class'])} has no member {said!r:.80}, which the checkpoint has")
+        if type(value) is str and value in found.__members__:
+            return found.__members__[value]
+        if issubclass(found, Flag) and type(value) is int:
+            return found(value)
+        raise MismatchError(f"{'.'.join(reference['class'])} has no member {value!r:.80}, which the checkpoint has")
     if tag == "namedtuple":
         found = class_of(reference)
-        if not issubclass(found, tuple) or type(said) is not list or len(getattr(found, "_fields", ())) != len(said):
-            raise CorruptError(f"{reference['class']!r:.200} is not a named tuple of what was saved of it")
-        return tuple.__new__(found, said)
+        if not issubclass(found, tuple) or type(value) is not list or len(getattr(found, "_fields", ())) != len(value):
+            raise CorruptError(f"{reference['class']!r:.200} is not a named tuple with the saved fields")
+        return tuple.__new__(found, value)
     raise CorruptError(f"unknown tag {tag!r}: written by a newer version?")
 
 

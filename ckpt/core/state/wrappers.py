@@ -88,9 +88,9 @@ def dims_of(data: Any) -> tuple[int, ...]:
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Return True if this rank's part of a tensor is a wrapper. A DTensor alone is not one."""
-    if type(tensor) in PLAIN or type(mine := local(tensor)) in PLAIN:
+    if type(tensor) in PLAIN or type(shard := local(tensor)) in PLAIN:
         return False
-    return _adapter_of(type(mine)) is not None and not (is_dtensor(mine) or mine.is_nested)
+    return _adapter_of(type(shard)) is not None and not (is_dtensor(shard) or shard.is_nested)
 
 
 def _adapter_of(kind: type) -> TensorAdapter | None:
@@ -241,9 +241,9 @@ def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
         again = _taken(form.name, made, (), [])
         whole = again == form and all(_same(a, b) for a, b in zip(inner.values(), _flat(made)[1], strict=True))
     except Exception as error:  # code of other libraries, with data from a file
-        raise MismatchError(f"{form.name}: {form.shown} does not take what was saved of it: {error!r}") from error
+        raise MismatchError(f"{form.name}: {form.shown} cannot be created from its saved parts: {error!r}") from error
     if not whole:
-        raise MismatchError(f"{form.name}: {form.shown} makes something else of what was saved of it")
+        raise MismatchError(f"{form.name}: {form.shown} creates a different tensor from its saved parts")
     return made
 
 

@@ -402,7 +402,7 @@ class _ToMemory(Peer):
         self._ours = ours
 
     def save(self, step: int) -> Callable[[], None]:
-        from ckpt import SkippedError
+        from ckpt.errors import SkippedError
 
         handle = self._ours.checkpointer.step(step)
         assert handle is not None

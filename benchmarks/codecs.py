@@ -490,7 +490,7 @@ def opened(state: Json, tiers: list[Any], memory: ckpt.Memory | None = None) -> 
 
 def save(cp: ckpt.Checkpointer, step: int, folder: Path) -> Json:
     began = time.perf_counter()
-    attempt = cp.save(step).wait_durable(LIMIT_S).attempt
+    attempt = cp.save(step).wait_durable(LIMIT_S).id
     return {"seconds": time.perf_counter() - began, "packs": files_of_run.size(folder, files_of_run.DATA, of=attempt)}
 
 
@@ -613,9 +613,7 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
             late += one is not None and one.status != "durable"
             lost.append(with_save - half(training, cp, start + plan.half, plan.half)[0])
             packs.append(
-                files_of_run.size(place, files_of_run.DATA, of=one.wait_durable(LIMIT_S).attempt)
-                if one is not None
-                else 0
+                files_of_run.size(place, files_of_run.DATA, of=one.wait_durable(LIMIT_S).id) if one is not None else 0
             )
         stalls, writer_s = list(cp.stats.stalls)[first:] or [0.0], (cpu_of(writers) - before) / plan.periods
     return {"lost_s": lost, "stall_s": stalls, "packs": packs, "late": late, "writer_s": [writer_s]}

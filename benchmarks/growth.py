@@ -103,7 +103,7 @@ def save(mib: float, tensors: int) -> Json:
                 saved = cp.save(step)
                 saved.wait_durable(300)
                 committed.append(time.perf_counter() - began)
-        size = metadata(root, saved.attempt)
+        size = metadata(root, saved.id)
     quiet = blocked[STEPS // 3 :]  # each slot was filled once by now
     return {
         "step_s": statistics.median(quiet), "step_cpu_s": statistics.median(cpu[STEPS // 3 :]),

@@ -24,15 +24,15 @@ class Checkpoint:
     """
 
     step: int
-    attempt: str
+    id: str
     tier: str
 
 
 class Save:
     """One save in progress. Each wait raises the error of the save, or DeadlineError after its timeout."""
 
-    def __init__(self, step: int, attempt: str, durable: list[str]) -> None:
-        self.step, self.attempt = step, attempt
+    def __init__(self, step: int, id: str, durable: list[str]) -> None:
+        self.step, self.id = step, id
         self._raised = False  # True if an error of this save was raised to the user
         self._began = 0.0  # by perf_counter()
         self._stalled_s: float | None = None  # how long step() took for it, once it has returned
@@ -111,14 +111,14 @@ class Save:
     # -- for the Checkpointer --
 
     def _set_staged(self, survives: bool = True) -> None:
-        _settle(self._staged, Checkpoint(self.step, self.attempt, "memory" if survives else "trainer"))
+        _settle(self._staged, Checkpoint(self.step, self.id, "memory" if survives else "trainer"))
 
     def _set_unstaged(self, error: CheckpointError) -> None:
         """Record that no process besides the trainer holds the step; durable tiers may still store it."""
         _settle(self._staged, error)
 
     def _set_committed(self, url: str) -> None:
-        _settle(self._durable[url], Checkpoint(self.step, self.attempt, url))
+        _settle(self._durable[url], Checkpoint(self.step, self.id, url))
 
     def _set_failed(self, error: CheckpointError, url: str | None = None) -> None:
         """Record an error of one tier, or of the whole save."""

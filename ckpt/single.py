@@ -39,6 +39,8 @@ def save(
     remember_options(tier.url, storage_options)
     made_together("save", partial(_check_empty, tier.url))
     with Checkpointer(state, tier, memory=None, triggers=None) as cp:
+        if cp._session.ownership.has_checkpoints:  # another process has saved one since the check
+            raise _taken(tier.url)
         return cp.save(step).wait_durable()
 
 
@@ -50,4 +52,8 @@ def _check_empty(url: str) -> None:
         return
     read.run(log.store.aclose())
     if log.state.commits or log.state.damaged:
-        raise InvalidArgumentError(f"{url} has checkpoints already, and ckpt.save overwrites nothing: use another path")
+        raise _taken(url)
+
+
+def _taken(url: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{url} has checkpoints already, and ckpt.save overwrites nothing: use another path")

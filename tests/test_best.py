@@ -34,7 +34,7 @@ def train(run: Any, best: ckpt.Best, last: int, losses: dict[int, float]) -> Non
 
 
 def kept(run: str) -> dict[int, str]:
-    return {one.step: one.kept.removeprefix("kept by training: ") for one in ckpt.Run(run).list() if one.kept}
+    return {one.step: one.pinned for one in ckpt.Run(run).list() if one.pinned}
 
 
 def is_at(run: str, step: int) -> bool:
@@ -55,8 +55,8 @@ def test_the_best_stay_and_are_found(run_dir: str, call: Any) -> None:
         ckpt.load(run_dir, best=True, step=10)
     ckpt.Run(run_dir).pin(10, "for the paper")
     listed = {line.split()[0]: line for line in call("ls", run_dir).out.splitlines() if "  " in line}
-    assert listed["10"].endswith("  kept: loss=0.4123; for the paper"), "in the row, with four digits"
-    assert listed["4"].endswith("  kept: best, loss=0.3") and "history" in listed["step"]
+    assert listed["10"].endswith("  pinned: loss=0.4123; for the paper"), "in the row, with four digits"
+    assert listed["4"].endswith("  pinned: best, loss=0.3") and "history" in listed["step"]
     assert is_at(run_dir, 4)
 
 

@@ -20,7 +20,7 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
-    "adapters": (1_730, 1_210),
+    "adapters": (1_720, 1_210),
     "backends": (2_800, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_020, 670),
@@ -40,19 +40,19 @@ BUDGETS = {
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_370, 1_870),
+    "public": (3_370, 1_880),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
     "tools/cli": (4_200, 2_440),
     "tools/convert": (4_720, 3_360),
     "tools/doctor": (1_120, 800),
-    "tools/maintain": (1_890, 1_290),
+    "tools/maintain": (1_900, 1_300),
     "tools/observe": (3_370, 2_050),
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_700, 43_500)
+TOTAL = (64_710, 43_500)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 88, 82
 

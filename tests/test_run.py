@@ -45,7 +45,7 @@ def test_it_lists_what_ls_does(run: ckpt.Run, call: Any) -> None:
 def test_keep_prune_and_delete(run: ckpt.Run) -> None:
     """As the commands do: what is kept stays until it is let go, and what is left is whole."""
     run.pin(1, "as published")
-    assert {one.step: one.kept for one in run.list()} == {5: None, 4: None, 3: None, 2: None, 1: "as published"}
+    assert {one.step: one.pinned for one in run.list()} == {5: None, 4: None, 3: None, 2: None, 1: "as published"}
     assert run.prune(2) == (3,)  # the newest two, the newest two full ones, and what is kept
     with pytest.raises(UsageError, match="as published"):
         run.delete(1)

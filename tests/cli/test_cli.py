@@ -75,11 +75,11 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
     times = {one["body"]["checkpoint"]: one["body"]["time"] for one in records if one["type"] == "COMMIT"}
     assert all(0 < time.time() - when < 3600 for when in times.values())
     for row in rows:
-        own = data_bytes(made, of=row["attempt"])
+        own = data_bytes(made, of=row["id"])
         part = json.loads(manifests(made, row["step"])[0].read_text())
         assert (row["bytes"], row["ranks"], row["reason"]) == (own, 1, "due")
         assert row["full"] == (not part.get("needs"))
-        assert datetime.fromisoformat(row["created"]).timestamp() == int(times[row["attempt"]])
+        assert datetime.fromisoformat(row["created"]).timestamp() == int(times[row["id"]])
     lines = call("ls", made).out.splitlines()
     assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 7
 
@@ -132,7 +132,7 @@ def test_ls_says_which_are_increments(increments: Path, call: Any) -> None:
     rows = {row["step"]: row for row in call("ls", increments, "--json").json["checkpoints"]}
     assert {step: row["full"] for step, row in rows.items()} == {1: True, 2: True, 3: False, 4: False, 5: True}
     for row in rows.values():
-        assert row["bytes"] == data_bytes(increments, of=row["attempt"]) > 0
+        assert row["bytes"] == data_bytes(increments, of=row["id"]) > 0
     assert max(rows[3]["bytes"], rows[4]["bytes"]) < 0.7 * rows[5]["bytes"]
     lines = call("ls", increments).out.splitlines()
     assert [line.split()[5] for line in lines[2:7]] == ["full", "increment", "increment", "full", "full"]
@@ -419,7 +419,7 @@ def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: A
     keys = {
         "ls": {"url", "damaged_records", "may_be_lost", "bytes_in_files", "checkpoints"},
         "show": {
-            "url", "damaged_records", "step", "attempt", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
+            "url", "damaged_records", "step", "id", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
             "components", "values", "packs", "full", "needs", "needs_there", "chain", "stored_bytes",
             "older_packs", "older_steps", "restore_bytes", "cadence",
         },

@@ -581,5 +581,5 @@ def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path,
     attempts = set()
     for number, words in enumerate(([], ["--dtype", "bf16"], ["--only", "model"], ["--world-size", "2"])):
         assert call("export", made, "--to", tmp_path / str(number), "--format", "run", *words).code == 0
-        attempts.add(call("show", tmp_path / str(number), "--json").json["attempt"])
+        attempts.add(call("show", tmp_path / str(number), "--json").json["id"])
     assert len(attempts) == 4

@@ -428,7 +428,7 @@ def damaged(root: str) -> dict[str, Any]:
     toy, found = Toy(), {}
     with checkpointer(toy, root) as cp:
         cp.restore(default=0)
-        attempts = [go(toy, cp, step).wait_durable(60).attempt for step in (1, 2)]
+        attempts = [go(toy, cp, step).wait_durable(60).id for step in (1, 2)]
     together()
     for number, (how, damage) in enumerate(DAMAGE.items()):
         copy = Path(f"{root}-{number}")

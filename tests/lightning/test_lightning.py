@@ -368,7 +368,7 @@ class Set(Slower):
         self.optimizers().param_groups[0].update(lr=1e-3, initial_lr=1e-3)
 
 
-def test_a_learning_rate_that_is_overruled_is_said(
+def test_a_learning_rate_that_is_overridden_is_said(
     tmp_path: Path, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint's counts, whatever the script says now, and a schedule is no change of it."""
@@ -412,7 +412,11 @@ def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with pytest.raises(ckpt.errors.MismatchError, match=r"model\.more\.0\.weight"):
         toy.fit(run=run, extra=1)
     assert toy.fit(run=run, extra=1, callback={"strict": False})["steps"] == 24
-    for word, hint in (("on_bussy", "on_busy="), ("save_top_k", "top_k="), ("every_n_train_steps", "every=")):
+    for word, hint in (
+        ("on_bussy", r"options=ckpt\.Options\(on_busy="),
+        ("save_top_k", "top_k="),
+        ("every_n_train_steps", "every="),
+    ):
         with pytest.raises(ckpt.errors.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
             CheckpointCallback(run, **{word: 1})
     with pytest.raises(ckpt.errors.UsageError, match=r"unknown keyword dirpath=: did you mean the first argument"):

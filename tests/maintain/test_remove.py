@@ -52,7 +52,7 @@ def test_one_goes_and_the_others_stay_whole(run: Path, call: Any, step: int) -> 
 
 def test_what_is_kept_stays(run: Path, call: Any) -> None:
     """Until it is let go, by the command that the refusal names."""
-    call("keep", f"{run}@3", "--note", "as published", "--yes")
+    call("pin", f"{run}@3", "--note", "as published", "--yes")
     refused = call("rm", f"{run}@3", "--yes")
     assert refused.code == 2 and "as published" in refused.err
     assert call(*refused.err.replace("\n", " ").split("`ckpt ")[1].partition("`")[0].split()).code == 0

@@ -127,7 +127,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [("copy", "{run}", "{run}-copy"), ("prune", "{run}", "--keep-last", "1"), ("gc", "{run}"),
-     ("gc", "{run}", "--abort-open"), ("keep", "{run}@3", "--note", "x"), ("rm", "{run}@3")],
+     ("gc", "{run}", "--abort-open"), ("pin", "{run}@3", "--note", "x"), ("rm", "{run}@3")],
     ids=lambda words: "-".join(w.strip("-{}") for w in words[:1] + words[2:]),
 )  # fmt: skip
 def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Sequence[str]) -> None:
@@ -511,7 +511,7 @@ def test_a_training_goes_on_in_a_copy(trained: Path, tmp_path: Path, call: Call)
 def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None:
     """The last ones, every third, the kept one and the newest finite; files go with the rest, and no others."""
     work(run, lambda log: save(log, log.state.acquires[-1], 7, 8, finite=False))
-    call("keep", f"{run}@2", "--note", "as published", "--yes")
+    call("pin", f"{run}@2", "--note", "as published", "--yes")
     (run / DATA_FOLDER / "notes.txt").write_text("mine")
     plan = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--json").json
     why = {one["step"]: one["why"] for one in plan["keep"]}
@@ -677,24 +677,23 @@ def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words:
     assert owners(run) == expected | {11, 12, 13} and call("verify", "--all", run).code == 0
 
 
-# -- keep --
+# -- pin --
 
 
-def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
+def test_pin_and_unpin(run: Path, call: Call) -> None:
     """The note goes into the log; said twice it is one record; a step that is not there is refused."""
     assert call("pin", f"{run}@2", "--note", "good", "--yes", "--json").json["done"] == {"pinned": True}
     assert [a.step for a in state_of(run).kept] == [2] and "good" in state_of(run).kept.values()
     records = len(list((run / "log").iterdir()))
-    assert call("keep", f"{run}@2", "--note", "good", "--yes").code == 0
+    assert call("pin", f"{run}@2", "--note", "good", "--yes").code == 0
     assert len(list((run / "log").iterdir())) == records
     call("prune", run, "--keep-last", 1, "--yes")
     assert steps(run) == [6, 5, 2]
-    assert "is kept: good" in call("keep", f"{run}@2", "--undo", "--yes").out
+    assert "is pinned: good" in call("unpin", f"{run}@2", "--yes").out
     call("prune", run, "--keep-last", 1, "--yes")
     assert steps(run) == [6, 5]
-    for words in (("keep", f"{run}@2", "--note", "x"), ("keep", f"{run}@99", "--undo"), ("keep", run)):
+    for words in (("pin", f"{run}@2", "--note", "x"), ("unpin", f"{run}@99"), ("pin", run), ("unpin", run)):
         assert call(*words, "--yes").code == 2
-    assert "--note" in call("keep", f"{run}@6", "--undo", "--note", "x", "--yes").err
 
 
 def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
@@ -742,7 +741,7 @@ def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
             copied = call("copy", run, there, "--yes")
             assert copied.code == 0 or "retired" in copied.err
             newest = call("ls", run, "--json").json["checkpoints"][0]["step"]
-            said = call("keep", f"{run}@{newest}", "--note", "seen", "--yes")
+            said = call("pin", f"{run}@{newest}", "--note", "seen", "--yes")
             assert said.code == 0 or "does not have" in said.err or "was deleted since" in said.err
             kept = kept if said.code else newest  # it may be gone already
         assert job.poll() is None

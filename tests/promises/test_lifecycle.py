@@ -546,7 +546,7 @@ def test_save_and_handles(run_dir: str) -> None:
         assert saved.status == "durable" and saved.wait_durable(0).tier == f"file://{run_dir}"
         with pytest.raises(ckpt.errors.SaveError, match="not written"):
             saved.wait_durable(tier="file:///elsewhere")
-        assert cp.save(1).attempt == saved.attempt, "a step that is safe is not saved again"
+        assert cp.save(1).id == saved.id, "a step that is safe is not saved again"
         toy.train_step(state)
         with pytest.raises(ckpt.errors.UsageError, match="went on"):
             cp.save()

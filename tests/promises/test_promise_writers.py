@@ -88,12 +88,12 @@ import os, signal, sys, time, toy, ckpt, inside
 state = toy.build()
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 inside.interrupt_at(inside.FOREVER, inside.NEXT_WRITER_GETS_MEMORY, die)
-with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=2)], triggers=None) as cp:
+with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=2), triggers=None) as cp:
     cp.restore(default=0)
     for step in range(1, 6):
         toy.train_step(state)
         save = cp.step(step)
-        save.committed(60) if save.tiers else save.staged(60)
+        save.wait_durable(60) if save.tiers else save.wait_staged(60)
     os.kill(cp.writer_pid, signal.SIGKILL)
     time.sleep(60)
 """

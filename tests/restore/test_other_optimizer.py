@@ -74,7 +74,7 @@ def test_settings_of_the_script_that_do_not_count_are_said(tmp_path: Path, caplo
                 state["optim"].param_groups[0]["lr"] = lr
             state["new"] = torch.zeros(step)  # the state is walked through again
             cp.save(step + 1).wait_durable()
-            said = [] if cp.last_restore is None else cp.last_restore.overruled
+            said = [] if cp.last_restore is None else cp.last_restore.overridden
         assert len([line for line in caplog.messages if "not the script's" in line]) == len(said)
         assert all(line in caplog.text for line in said)
         return said, state["optim"].param_groups[0]

@@ -33,7 +33,7 @@ def made(make: Callable[[Any, int], Any], n: int, lr: float) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore")
 def test_restore_reports_scheduler_settings_that_differ(kind: str, tmp_path: Path) -> None:
-    """Like settings of optimizers: in last_restore.overruled. Progress is not reported."""
+    """Like settings of optimizers: in last_restore.overridden. Progress is not reported."""
     make, text = SCHEDULERS[kind]
     state = made(make, 1, 0.5)
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
@@ -43,7 +43,7 @@ def test_restore_reports_scheduler_settings_that_differ(kind: str, tmp_path: Pat
             cp.step(step + 1)
     with ckpt.Checkpointer(made(make, 2, 0.5), tmp_path / "run") as cp:
         assert cp.restore() == 3
-        assert cp.last_restore is not None and cp.last_restore.overruled == ([text] if text else [])
+        assert cp.last_restore is not None and cp.last_restore.overridden == ([text] if text else [])
 
 
 def test_restore_reports_base_learning_rates_that_differ(tmp_path: Path) -> None:
@@ -55,4 +55,4 @@ def test_restore_reports_base_learning_rates_that_differ(tmp_path: Path) -> None
     with ckpt.Checkpointer(made(make, 1, 0.25), tmp_path / "run") as cp:
         cp.restore()
         assert cp.last_restore is not None
-        assert "sched: base_lrs [0.5], not the script's [0.25]" in cp.last_restore.overruled
+        assert "sched: base_lrs [0.5], not the script's [0.25]" in cp.last_restore.overridden

@@ -774,7 +774,7 @@ def test_a_request_saves_one_of_the_next_steps(run_dir: str) -> None:
         run.cp.request_save("before the upgrade")
         fault = run.fault("request")
         assert "before the upgrade" in fault.summary and fault.exit_code is None and saved_on_disk(fault)
-        thread = threading.Thread(target=run.cp.request)
+        thread = threading.Thread(target=run.cp.request_save)
         thread.start()
         thread.join(5)
         assert not thread.is_alive()

@@ -254,7 +254,7 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
     for word, hint in (
         ("save_total_limit", "keep="),
         ("save_steps", "every="),
-        ("on_bussy", "on_busy="),
+        ("on_bussy", r"options=ckpt\.Options\(on_busy="),
         ("monitor", "best="),
     ):
         with pytest.raises(ckpt.errors.UsageError, match=f"unknown keyword {word}=: did you mean {hint}"):
@@ -444,9 +444,9 @@ def best_of(log: list[dict[str, Any]], run: str, *, worst: bool = False) -> list
     """The two best steps by the Trainer's own log, checked: just these stay in the run, with what they scored."""
     scores = {one["step"]: one["eval_loss"] for one in log if "eval_loss" in one and one["step"] > 0}
     first, second = sorted(scores, key=lambda step: scores[step], reverse=worst)[:2]
-    assert len(scores) > 2 and {one.step: one.kept for one in ckpt.Run(run).list() if one.kept} == {
-        first: f"kept by training: best, eval_loss={scores[first]!r}",
-        second: f"kept by training: eval_loss={scores[second]!r}",
+    assert len(scores) > 2 and {one.step: one.pinned for one in ckpt.Run(run).list() if one.pinned} == {
+        first: f"best, eval_loss={scores[first]!r}",
+        second: f"eval_loss={scores[second]!r}",
     }
     assert ckpt.load(run, best=True).step == first
     return [first, second]
@@ -494,7 +494,7 @@ class NewRate(TrainerCallback):
             schedule.base_lrs[i] = group["initial_lr"] = args.learning_rate
 
 
-def test_a_learning_rate_that_is_overruled_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_learning_rate_that_is_overridden_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     """The checkpoint's counts, and a schedule is no change of it. The guide's callback takes the script's: each entry
     of the log has the rate of one that had it from the beginning."""
     assert hf_toy.run(run_dir, kill=("stop", 5)) == {}

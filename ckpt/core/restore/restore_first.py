@@ -47,7 +47,7 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 
 RETRY_AFTER_S = (0.2, 1.0)
-OVERRULED = (
+OVERRIDDEN = (
     "the checkpoint's settings were taken for %s. To have the script's, set them again after the restore: "
     "docs/guide/state.md"
 )
@@ -57,7 +57,7 @@ CONNECT_S, TRANSFER_S = 30.0, 600.0  # between ranks: to meet, and for all that 
 @dataclass
 class Restored:
     """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it; `repaired`: what
-    it had to take from a further tier; `left_out`: under strict=False, what did not fit; `overruled`: settings of
+    it had to take from a further tier; `left_out`: under strict=False, what did not fit; `overridden`: settings of
     optimizers that the script says otherwise now than when the run began, where the checkpoint's count. `skipped`:
     what was newer and could not be used, or was lost with a damaged log record.
 
@@ -67,7 +67,7 @@ class Restored:
     """
 
     step: int | None
-    attempt: str | None = None
+    id: str | None = None
     tier: str | None = None
     verified: bool = True
     seconds: float = 0.0
@@ -76,7 +76,7 @@ class Restored:
     skipped: list[Skipped] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    overruled: list[str] = field(default_factory=list)
+    overridden: list[str] = field(default_factory=list)
 
 
 def restore_first(
@@ -104,7 +104,7 @@ def restore_first(
             break
         error = _problem(world, source, capture, result, strict=strict, on_touch=on_touch)
         if error is None:
-            result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
+            result.step, result.id, result.tier = source.attempt.step, str(source.attempt), source.tier
             result.repaired = list(source.repaired)
             _say_lost(world, lost, source.attempt, result, step)
             return source
@@ -201,9 +201,9 @@ def _restore(
         source.damaged = together(world, "finish", mine.finish, any)
         capture.keep_apart(mine.placement.apart)
         _say_left_out(mine.placement, result)
-        result.overruled = mine.placement.overruled
-        if world.rank == 0 and result.overruled:
-            logger.warning(OVERRULED, "; ".join(result.overruled))
+        result.overridden = mine.placement.overruled
+        if world.rank == 0 and result.overridden:
+            logger.warning(OVERRIDDEN, "; ".join(result.overridden))
         result.verified = source.verified
     finally:
         mine.close()

@@ -84,12 +84,12 @@ class TierWrites:
     def under_way(self) -> list[str]:
         """Return the attempts that are not committed yet in all their tiers, nor failed."""
         with self._lock:
-            return [save.attempt for save in self._active if save.tiers and save._unfinished()]
+            return [save.id for save in self._active if save.tiers and save._unfinished()]
 
     def write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """Have the writer write it there."""
         url, began = self._session.tiers[tier].url, time.monotonic()
-        self.sent.append(save.attempt)
+        self.sent.append(save.id)
         if tier in self.owed and self.owed[tier][0].step <= save.step:
             del self.owed[tier]
 

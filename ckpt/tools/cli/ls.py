@@ -13,7 +13,7 @@ import click
 
 from ckpt.core.checkpoint import losses
 from ckpt.core.checkpoint.concurrent import of_each
-from ckpt.core.log.records import words_of
+from ckpt.core.log.records import BY_HAND, MARK
 from ckpt.errors import CheckpointError, FormatError, NoCheckpointError, is_unreadable
 from ckpt.store import normalise
 from ckpt.tools.cli import UNREADABLE
@@ -119,13 +119,13 @@ async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
     return sorted([*runs, *(row(url, None, why) for url, why in closed.items())], key=itemgetter("name"))
 
 
-def kept_text(note: str | None) -> str:
-    """Return why a checkpoint is kept: the reason from training, scores with four digits, and notes by users."""
+def pinned_text(note: str | None) -> str:
+    """Return why a checkpoint is pinned: the reason from training, scores with four digits, and notes by users."""
     if note is None:
         return ""
-    ours, others = words_of(note)
+    ours, _, others = note.removeprefix(MARK).partition(BY_HAND)
     ours = re.sub(r"(?<==)-?\d+\.\d+(e[-+]?\d+)?", lambda score: f"{float(score[0]):.4g}", ours)
-    return "kept: " + "; ".join(part for part in (ours, others) if part)
+    return "pinned: " + "; ".join(part for part in (ours, others) if part)
 
 
 def show_checkpoints(found: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def show_checkpoints(found: dict[str, Any]) -> None:
         when = when_text(row["created"])
         history = "newest" if row["newest"] else "" if row["in_history"] else "undone by a rollback"
         history = "not finite" if row["finite"] is False else history
-        history = ", ".join(part for part in (history, kept_text(row["kept"])) if part)
+        history = ", ".join(part for part in (history, pinned_text(row["pinned"])) if part)
         size, kind = "gone" if row["gone"] else human(row["bytes"]), "full" if row["full"] else "increment"
         why = REASONS.get(row["reason"], row["reason"])
         rows.append((row["step"], when, size, kind, row["ranks"], why, history))

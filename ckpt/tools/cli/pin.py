@@ -6,7 +6,7 @@ import click
 
 from ckpt.core.checkpoint.spelling import Which
 from ckpt.tools.cli.arguments import checkpoint_argument
-from ckpt.tools.cli.ls import kept_text
+from ckpt.tools.cli.ls import pinned_text
 from ckpt.tools.cli.terminal import act, example, opened, plan_options, print_json, put
 from ckpt.tools.cli.upkeep import PARTIAL, Found, show_end
 
@@ -40,8 +40,8 @@ def _change(url: str, step: Which, note: str | None, yes: bool, as_json: bool) -
 
 
 def show_pin(found: Found) -> None:
-    was = "is not pinned" if found["was"] is None else f"is {kept_text(found['was'])}"
-    put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}")
+    was = "is not pinned" if found["was"] is None else f"is {pinned_text(found['was'])}"
+    put(f"step {found['step']} of {found['url']}, checkpoint {found['id']}, {was}")
     if found["was"] != found["note"]:
         put(
             "to remove its protection, so that retention applies"
@@ -60,7 +60,7 @@ async def _set_pin(url: str, step: Which, note: str | None, yes: bool, as_json: 
         found: Found = {
             "url": log.store.url,
             "step": commit.step,
-            "attempt": str(commit.attempt),
+            "id": str(commit.attempt),
             "was": log.state.kept.get(commit.attempt),
             "note": note,
             "partial": not commit.whole,

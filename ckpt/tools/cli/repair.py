@@ -102,7 +102,7 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
             "from": list(sources),
             "steps": sorted({commit.step for commit in work.commits}, reverse=True),
             "damaged": diagnosis.any,
-            "verdicts": [{"step": a.step, "attempt": str(a), "verdict": verdict} for a, verdict in work.verdicts()],
+            "verdicts": [{"step": a.step, "id": str(a), "verdict": verdict} for a, verdict in work.verdicts()],
             **_summary(diagnosis),
             "remains": diagnosis.remains,
             "done": None,

@@ -56,7 +56,7 @@ def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) ->
     found = asyncio.run(_show(url, step, only, every))
     if as_json:
         return print_json(found)
-    put(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, ranks: {found['ranks']}")
+    put(f"step {found['step']} of {found['url']}, checkpoint {found['id']}, ranks: {found['ranks']}")
     titles = ("tensor", "dtype", "shape", "size", "stored", "held", "same memory as")
     print_table(titles, [tensor_row(t) for t in found["tensors"]])
     if only is None:
@@ -118,7 +118,7 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
             "url": log.store.url,
             "damaged_records": log.state.damaged,
             "step": commit.step,
-            "attempt": str(commit.attempt),
+            "id": str(commit.attempt),
             "ranks": commit.world,
             "full": commit.full,
             "needs": list(map(str, commit.needs)),

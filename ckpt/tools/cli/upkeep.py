@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.maintain.prune import Item
 
 Found = dict[str, Any]
-TITLES = ("step", "attempt", "files", "size", "what")
+TITLES = ("step", "id", "files", "size", "what")
 PARTIAL = "this tier has the files of some ranks only: repeat the command in the tiers of the other nodes"
 
 grace_option = click.option(
@@ -55,12 +55,12 @@ def show_order(found: Found) -> None:
 
 def item_json(item: Item) -> Found:
     attempt = item.attempt
-    return {"step": attempt.step, "attempt": str(attempt), "files": item.files, "bytes": item.size, "why": item.why}
+    return {"step": attempt.step, "id": str(attempt), "files": item.files, "bytes": item.size, "why": item.why}
 
 
 def cells(found: Found) -> tuple[object, ...]:
     size = human(found["bytes"]) if found["bytes"] else ""
-    return found["step"], found["attempt"], found["files"] or "", size
+    return found["step"], found["id"], found["files"] or "", size
 
 
 def patience_text(grace_s: float) -> str:

@@ -58,7 +58,7 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
     if as_json:
         print_json(found)
     else:
-        print_table(("step", "attempt", "verdict"), [tuple(c.values())[:3] for c in found["checkpoints"]])
+        print_table(("step", "id", "verdict"), [tuple(c.values())[:3] for c in found["checkpoints"]])
         for problems in (found["problems"], list(by_problem(found["checkpoints"]))):
             print_few(problems)
         away = [*found["unreadable"], *by_problem(found["checkpoints"], "unreadable")]

@@ -42,7 +42,7 @@ class RunOrigin:
         self.saved, self.step, self.far, self.finite = saved, attempt.step, log.store.remote, commit.finite
         self.title = f"step {self.step} of {url}"
         self.identity = f"{url} {attempt}"
-        self.about: dict[str, Any] = {"url": url, "step": self.step, "attempt": str(attempt)}
+        self.about: dict[str, Any] = {"url": url, "step": self.step, "id": str(attempt)}
         self._labels = {key: label for label, key in reversed(saved.labels.items())}  # without aliases
         self.keys = {label: key for key, label in sorted(self._labels.items())}
         self.names = {label: self._labels[key] for label, key in saved.labels.items()}

@@ -21,7 +21,7 @@ class Verdict:
     check. `problems`: the damage, as text. `unreadable`: files that cannot be read now and may be intact."""
 
     step: int
-    attempt: str
+    id: str
     verdict: str
     problems: list[str]
     unreadable: list[str] = field(default_factory=list)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from ckpt.core.format.manifest import STEPS, Attempt, is_data, owner, rank_of
 from ckpt.core.log.log import Commit, RunLog
+from ckpt.core.log.records import MARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,12 @@ class CheckpointInfo:
     - `reason`: why it was saved; "due" if it was scheduled.
     - `finite`: False if training had diverged.
     - `in_history`: False if a rollback undid it.
-    - `kept`: the note of its protection from deletion.
+    - `id`: name of the checkpoint in its run, the same in every tier.
+    - `pinned`: why it is protected from deletion; None if it is not.
     """
 
     step: int
-    attempt: str
+    id: str
     created: str
     bytes: int
     gone: bool
@@ -33,7 +35,12 @@ class CheckpointInfo:
     finite: bool | None
     newest: bool
     in_history: bool
-    kept: str | None
+    pinned: str | None
+
+
+def _pinned(note: str | None) -> str | None:
+    """Return the note of a pin without the mark of those that a training has set."""
+    return None if note is None else note.removeprefix(MARK)
 
 
 async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
@@ -44,7 +51,7 @@ async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
     rows = [
         CheckpointInfo(
             c.step, str(c.attempt), created(c), size or 0, size is None, c.full, c.world, c.reason, c.finite,
-            history.get(c.attempt) == 0, c.attempt in history, log.state.kept.get(c.attempt),
+            history.get(c.attempt) == 0, c.attempt in history, _pinned(log.state.kept.get(c.attempt)),
         )
         for c, size in zip(commits, sizes, strict=True)
         if c.attempt in log.state.commits  # not retired during the listing

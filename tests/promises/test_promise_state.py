@@ -396,7 +396,7 @@ def optimize(state: State, step: int) -> None:
 
 
 def numbers(state: State) -> list[Tensor]:
-    """Return the numbers of everything that trains."""
+    """Return all tensors that training changes."""
     optimizers = getattr(state["optim"], "optimizers", [one for key, one in state.items() if key != "model"])
     found = [*state["model"].parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])]
     found += [t for o in optimizers for s in o.state.values() for t in s.values()]

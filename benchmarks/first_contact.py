@@ -96,7 +96,7 @@ def opened(state: State, name: str) -> Iterator[ckpt.Checkpointer]:
 
 def settled(cp: ckpt.Checkpointer, state: State) -> int:
     """Save until all memory is there and page-locked, so that this is not measured; the last step."""
-    stager, end = cp._session.stager, time.monotonic() + 60
+    stager, end = cp._run.stager, time.monotonic() + 60
     for step in range(1, 1000):
         train(state)
         with contextlib.suppress(ckpt.errors.SkippedError):

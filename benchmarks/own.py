@@ -68,7 +68,7 @@ def start(size: Size, folder: Path) -> None:
                 save.wait_staged(60.0)
                 break
             training.step()
-        while (arena := checkpointer._session.stager.arena) is not None and arena.ready < arena.slots:
+        while (arena := checkpointer._run.stager.arena) is not None and arena.ready < arena.slots:
             time.sleep(0.001)
         ready = time.perf_counter() - began
         slots = shared("ckpt-arena")
@@ -296,7 +296,7 @@ def fingerprint(count: int, width: int) -> None:
         checkpointer.restore(default=0)
         optim.step()
         checkpointer.save(1).wait_staged(60.0)
-        reading = checkpointer._session.capture.read()
+        reading = checkpointer._run.capture.read()
         for step in range(2, 102):
             optim.step()
             began = time.perf_counter()

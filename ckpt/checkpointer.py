@@ -4,7 +4,7 @@
     restore() -> choose the newest checkpoint -> fill the state -> open a new term that continues from it
 
 No call waits for a disk unless the caller requests it. An error in the background is raised once, by the next call. The
-modules of `ckpt.core.run` (saves, step_keeper, restoring, closing) implement these calls over one session.
+modules of `ckpt.core.run` (saver, restoring, closing, emergency) implement these calls over one `TrainingRun`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from ckpt.best import Best
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.restore.restore_first import Restored
-from ckpt.core.run.closing import Closing
-from ckpt.core.run.departures import Departures
+from ckpt.core.run.closing import Closing, ProcessEnd
+from ckpt.core.run.emergency import EmergencySaver
 from ckpt.core.run.kept_steps import KeptSteps
-from ckpt.core.run.out_of_turn import OutOfTurn
-from ckpt.core.run.process_end import ProcessEnd
-from ckpt.core.run.progress import Progress, Staged
 from ckpt.core.run.restoring import MISSING, Restoring
-from ckpt.core.run.saves import Saves, TierWrites
-from ckpt.core.run.session import Session, Settings, Stats
-from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import Settings, Stats, TrainingRun
 from ckpt.core.snapshot.device import traced
-from ckpt.errors import CheckpointError, InvalidArgumentError, SkippedError, UsageError, public_class
+from ckpt.errors import CheckpointError, InvalidArgumentError, UsageError, public_class
 from ckpt.events import log
 from ckpt.guard.fault_handler import FaultHandler
 from ckpt.guard.report import Fault, explain_if_uncaught
@@ -93,15 +89,15 @@ class Checkpointer:
         try:
             with contextlib.ExitStack() as undo:  # undo every step if any of them fails, including on Ctrl-C
                 self._reserve(undo, takeover)
-                self._start(undo, Session(self._settings, state, takeover, undo), armed, options.on_fault)
+                self._start(undo, TrainingRun(self._settings, state, takeover, undo), armed, options.on_fault)
                 undo.pop_all()
         except CheckpointError as error:
             explain_if_uncaught(error, self._settings.world.rank, self._settings.world.size)
             raise
 
     def __repr__(self) -> str:
-        step = self._progress.step if hasattr(self, "_progress") else None
-        ended = ", closed" if step is not None and self._progress.closed else ""
+        step = self._run.step if hasattr(self, "_run") else None
+        ended = ", closed" if step is not None and self._run.closed else ""
         return f"<Checkpointer of {self._settings.places}, step {step}{ended}>"
 
     def _reserve(self, undo: contextlib.ExitStack, takeover: bool) -> None:
@@ -123,49 +119,42 @@ class Checkpointer:
     def _start(
         self,
         undo: contextlib.ExitStack,
-        session: Session,
+        run: TrainingRun,
         triggers: tuple[Trigger, ...],
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
-        """Create the parts that work on the session, and start them. `undo`: rolls everything back if one fails."""
-        progress = self._progress = Progress(session)
-        undo.callback(setattr, progress, "closed", True)
-        self._session, self._staged, self._writes = session, Staged(session, progress), TierWrites(session)
-        self._saves = Saves(session, progress, self._staged, self._writes)
-        self._keeper = StepKeeper(session, progress, self._staged, self._saves)
-        self._kept = KeptSteps(session, progress, self._keeper, self._writes)
-        self._out_of_turn = OutOfTurn(session, progress, self._staged, self._saves, self._keeper)
+        """Create the parts that work on the run, and start them. `undo`: rolls everything back if one fails."""
+        self._run, self._saver = run, Saver(run)
+        self._kept = KeptSteps(run, self._saver)
+        self._emergency = EmergencySaver(run, self._saver)
         self.faults = list[Fault]()
-        for data in session.supervisor.faults:
+        for data in run.supervisor.faults:
             with contextlib.suppress(CheckpointError):
                 self.faults.append(Fault.from_json(data))
         reached = max((step for fault in self.faults for step in fault.steps.values()), default=0)
-        self._restoring = Restoring(session, progress, self._staged, self._writes, reached)
-        self._fault_handler = FaultHandler(triggers, session, self._out_of_turn, on_fault)
-        departures = Departures(session, progress, self._staged, self._writes)
-        self._closing = Closing(
-            session, progress, self._staged, self._writes, self._keeper, self._fault_handler, departures
-        )
-        session.orders.start()
+        self._restoring = Restoring(run, self._saver, reached)
+        self._fault_handler = FaultHandler(triggers, run, self._emergency, on_fault)
+        self._closing = Closing(run, self._saver, self._fault_handler)
+        run.orders.start()
         undo.callback(self._fault_handler.stop, STOP_S)
         self._fault_handler.start()
         for fault in self.faults:
             log.warning("an earlier job attempt failed: %s", fault.line)
             self._fault_handler.tell(fault)
-        session.ends.callback(_open.pop, self._settings.url, None)
-        session.ends.callback(ProcessEnd(self._closing.close_at_exit, self._after_fork).cancel)
-        session.introduce()
+        run.ends.callback(_open.pop, self._settings.url, None)
+        run.ends.callback(ProcessEnd(self._closing.close_at_exit, self._after_fork).cancel)
+        run.introduce()
 
     @property
     def writer_pid(self) -> int:
         """The process id of the writer, which holds the snapshots and outlives this process; 0 if none is running."""
-        client = self._session.supervisor.client
+        client = self._run.supervisor.client
         return client.pid if client.alive else 0
 
     @property
     def stats(self) -> Stats:
         """What saving has cost this process so far: stalls, copies and counts."""
-        return self._session.stalls.stats
+        return self._run.stats
 
     @property
     def last_restore(self) -> Restored | None:
@@ -179,37 +168,20 @@ class Checkpointer:
         """Save this step if a save is scheduled. Call once after each optimizer step with the number of steps done.
 
         Returns without waiting for a disk. The handle reports when the step is staged and committed; None if no save
-        was scheduled. Memory is allocated in the background. Until it is ready, a step that no tier has scheduled may
-        be skipped (`wait_staged()` of its handle raises SkippedError); a scheduled step makes the next update wait.
+        was scheduled. The first save, and the first after the state has grown, wait until memory for it is allocated.
 
+        - `step`: number of completed steps; it must increase from call to call.
         - `finite`: False if training has diverged, for example `torch.isfinite(loss)`. Such a step is saved for
           inspection. It never replaces the last finite step and is only restored by number. A tensor on an accelerator
           makes the call wait for it.
         """
-        with self._progress.in_turn():
-            return self._step(step, None if finite is None else bool(finite))
-
-    def _step(self, step: int, finite: bool | None) -> Save | None:
-        self._progress.check_usable()
         if step == 0:
             raise InvalidArgumentError(
                 "step(0): pass the number of completed steps, which is 1 after the first. In a loop that counts from "
                 "0, call step(step + 1)"
             )
-        self._progress.check_next(step)
-        tiers, due, ordered = self._saves.decide(step)
-        save = None
-        try:
-            with self._progress.saving(step):
-                self._progress.begin(step, finite)
-                if due:
-                    save = self._saves.begin(step, tiers, explicit=ordered, asked=ordered)
-        except SkippedError as error:  # no memory is available for it
-            self._saves.on_refused(step, error)
-        if save is not None and ordered:
-            self._out_of_turn.answer(save)
-        self._session.errors.raise_pending()
-        return save
+        with self._run.in_turn():
+            return self._saver.step(step, None if finite is None else bool(finite))
 
     def request_save(self, why: str = "no reason given") -> None:
         """Request a save of a coming step to every tier on all ranks. Any thread of any rank may call this.
@@ -218,7 +190,7 @@ class Checkpointer:
 
         Returns immediately.
         """
-        self._progress.check_usable()
+        self._run.check_usable()
         if not self._fault_handler.armed:
             raise UsageError(
                 "this Checkpointer has triggers=[], so it cannot save on request: call save() at the same step on "
@@ -234,9 +206,9 @@ class Checkpointer:
         copies in progress; the host waits only for copies that it makes itself. Without the call no snapshot is torn
         either, but such tensors are then copied inside `step()`. Raises UsageError while a graph is being captured.
         """
-        self._progress.check_not_forked()
-        self._session.capture.guard_again()
-        self._session.hook.fence(self._session.capture.optimizers)
+        self._run.check_not_forked()
+        self._run.capture.guard_again()
+        self._run.hook.fence(self._run.capture.optimizers)
 
     @contextlib.contextmanager
     def not_training(self, *, changes_state: bool = False) -> Iterator[None]:
@@ -245,38 +217,34 @@ class Checkpointer:
         - `changes_state`: True if the block swaps the weights, for example for averaged ones. A fault inside the block
           then saves no new copy. Default False.
         """
-        self._progress.check_not_forked()
-        with self._progress.pause(changes_state):
+        self._run.check_not_forked()
+        with self._run.pause(changes_state):
             yield
 
     @traced("ckpt.step")
     def save(self, step: int | None = None) -> Save:
-        """Save now to every tier: the given step, by default the one that the last `step()` named.
+        """Save now to every tier.
+
+        - `step`: number of the step, default that of the last `step()`.
 
         Without a durable tier the step is only staged. If memory does not have that step, the current state is saved
         under its number: call this right after `step()`. Raises UsageError if an optimizer has begun a further step, or
         if the weights are swapped (see `not_training`).
         """
-        with self._progress.in_turn():
-            self._progress.check_usable()
-            save = self._keeper.save_again() if step in (None, self._progress.step) else self._save_as(step)
-            self._session.errors.raise_pending()
+        with self._run.in_turn():
+            self._run.check_usable()
+            save = self._saver.save_last() if step in (None, self._run.step) else self._saver.save_as(step)
+            self._run.errors.raise_pending()
             return save
-
-    def _save_as(self, step: int) -> Save:
-        self._progress.check_next(step)
-        with self._progress.saving(step):
-            self._progress.begin(step, None)
-            return self._saves.begin(step, self._settings.everywhere, explicit=True)
 
     def stage(self) -> Save:
         """Copy the last step into memory even if memory has not scheduled it, so that a later `save()` can write it.
 
         Returns when the copy is made; a later failure is raised by the next call.
         """
-        with self._progress.in_turn():
-            self._progress.check_usable()
-            return self._keeper.stage_again()
+        with self._run.in_turn():
+            self._run.check_usable()
+            return self._saver.stage()
 
     def pin(self, step: int, note: str = PINNED) -> None:
         """Protect the checkpoints of this step in every tier from retention and clean-up until `unpin`.
@@ -286,32 +254,37 @@ class Checkpointer:
 
         Earlier pins stay. All ranks must make the same call. Returns immediately; after `wait()`, the logs have it.
         """
-        with self._progress.in_turn():
-            self._progress.check_usable()
+        with self._run.in_turn():
+            self._run.check_usable()
             self._kept.pin(step, note)
 
     def unpin(self, step: int) -> None:
         """Remove the protection of `pin`: retention applies to the checkpoints of this step again.
 
+        - `step`: number of the step.
+
         All ranks must make the same call. Does nothing if the step is not pinned. A pin set by `ckpt pin` or `Run.pin`
         stays.
         """
-        with self._progress.in_turn():
-            self._progress.check_usable()
+        with self._run.in_turn():
+            self._run.check_usable()
             self._kept.unpin(step)
 
     def score(self, step: int, value: float | torch.Tensor) -> bool:
         """Record the score of a step, now or later. Return True if it is among the `best`, which stay in every tier.
+
+        - `step`: number of the step, which was made and is saved or is the last one.
+        - `value`: the score; a tensor on an accelerator makes the call wait for it.
 
         If the last `step()` is among the best, it is saved to every tier; an older step stays where it is stored. All
         ranks must make the same call, and rank 0's value decides. A score is as durable as its step once `wait()`
         returns; before that, a killed process may lose it. NaN never counts as best and logs a warning. Raises
         UsageError and changes nothing if the step is in the future, or if it is past and stored nowhere.
         """
-        with self._progress.in_turn():
-            self._progress.check_usable()
+        with self._run.in_turn():
+            self._run.check_usable()
             among = self._kept.score(step, value)
-            self._session.errors.raise_pending()
+            self._run.errors.raise_pending()
             return among
 
     # -- restoring --
@@ -334,28 +307,30 @@ class Checkpointer:
         Raises NoCheckpointError, CorruptError if no checkpoint is intact, or MismatchError; the state is then
         unchanged.
         """
-        with self._progress.in_turn(alone=True):
-            self._progress.check_usable(restoring=True)
+        with self._run.in_turn(alone=True):
+            self._run.check_usable(restoring=True)
             try:
                 found = self._restoring.restore(default, step, strict)
                 self._kept.went_back()
                 return found
             finally:
-                self._out_of_turn.went_back()
-                self._session.orders.resume()
+                self._saver.forget_answers()
+                self._run.orders.resume()
 
     # -- the end --
 
     def wait(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
-        """Wait until every save begun so far, or that of `step`, has been staged and written or has failed.
+        """Wait until every save begun so far has been staged and written or has failed.
 
-        Also waits until pinned and scored steps are recorded. Raises DeadlineError after `timeout_s` seconds, default
-        no limit.
+        - `timeout_s`: longest wait, seconds, default no limit. Raises DeadlineError after it.
+        - `step`: wait only for the save of this step.
+
+        Also waits until pinned and scored steps are recorded.
         """
-        self._progress.check_not_forked()
+        self._run.check_not_forked()
         self._kept.wait(timeout_s, step)
-        self._writes.note_owed()
-        self._session.errors.raise_pending()
+        self._saver.note_owed()
+        self._run.errors.raise_pending()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Make the last step durable in every tier, wait for all saves and end the writer. Further calls do nothing.
@@ -371,12 +346,12 @@ class Checkpointer:
         self._closing.close_as_asked(timeout_s)
 
     def _after_fork(self) -> None:
-        if not self._progress.closed:
-            self._progress.forked = True
+        if not self._run.closed:
+            self._run.forked = True
             _open.pop(self._settings.url, None)  # the child may open the run itself after its parent has ended
-            self._session.hook.silence()
+            self._run.hook.silence()
             self._fault_handler.forget()
-            self._session.supervisor.forget()
+            self._run.supervisor.forget()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -385,6 +360,6 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if isinstance(error, Exception) and not self._progress.closed and not self._progress.forked:
+        if isinstance(error, Exception) and not self._run.closed and not self._run.forked:
             self._fault_handler.exception(error)
         self._closing.close_after(error)

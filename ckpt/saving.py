@@ -38,7 +38,6 @@ class Save:
         self._stalled_s: float | None = None  # how long step() took for it, once it has returned
         self._staged: Future[Checkpoint] = Future()
         self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
-        self._never_sent: set[str] = set()  # tiers it may never have been sent to, because Ctrl-C interrupted
 
     def __repr__(self) -> str:
         return f"<Save of step {self.step}: {self.status}>"
@@ -129,25 +128,6 @@ class Save:
     def _add_tier(self, url: str) -> None:
         """Add a tier that the step is to be written to, for the first time or again."""
         self._durable[url] = Future()
-        self._never_sent.discard(url)
-
-    def _cut_off(self, url: str, error: CheckpointError) -> None:
-        """Record that the request for this tier may never have been sent."""
-        self._never_sent.add(url)
-        if url in self._durable:
-            self._set_failed(error, url)
-
-    def _misses(self, url: str) -> bool:
-        """Return True if the step is not on its way to this tier and never was."""
-        return url not in self._durable or url in self._never_sent
-
-    def _written(self, url: str) -> bool:
-        future = self._durable[url]
-        return future.done() and future.exception() is None
-
-    def _failed(self, url: str) -> bool:
-        future = self._durable[url]
-        return future.done() and future.exception() is not None
 
     def _unfinished(self) -> list[Future[Checkpoint]]:
         return [f for f in (self._staged, *self._durable.values()) if not f.done()]

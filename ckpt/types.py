@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.core.restore.restore_first import Restored
-from ckpt.core.run.session import Stats
+from ckpt.core.run.training_run import Stats
 from ckpt.guard.report import Fault
 from ckpt.loading import Loaded
 from ckpt.saving import Checkpoint, Save

@@ -339,7 +339,7 @@ dist.init_process_group("gloo")
 state, rank = parallel.build("ddp"), dist.get_rank()
 options = ckpt.Options(agree_timeout_s=60)
 with ckpt.Checkpointer(state, sys.argv[1], every=1, best=ckpt.Best("loss"), options=options) as cp:
-    cp._session.world.timeout_s = 2
+    cp._run.world.timeout_s = 2
     parallel.train_step("ddp", state, 1)
     cp.step(1)
     for step, value, first in ((2, 0.1, 0), (1, 0.2 if rank else "x", 0), (1 - rank, 0.1, 0), (1, 0.1, 1)):
@@ -348,7 +348,7 @@ with ckpt.Checkpointer(state, sys.argv[1], every=1, best=ckpt.Best("loss"), opti
             print(cp.score(step, value) if rank >= first else "", flush=True)
         except ckpt.CheckpointError as error:
             print(type(error).__name__, str(error).splitlines()[0], flush=True)
-    cp._session.world.timeout_s = 60
+    cp._run.world.timeout_s = 60
 dist.destroy_process_group()
 """
     first, second = launch(2, code, run_dir, port=free_port())

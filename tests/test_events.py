@@ -325,16 +325,16 @@ def test_what_could_not_be_staged_is_told(heard: list[Event], run_dir: str) -> N
     with ckpt.Checkpointer(of, run_dir, options=ckpt.Options(on_busy="skip", on_error="warn")) as cp:
         cp.restore(default=0)
         cp.save(1).wait_staged(WAIT_S)
-        arena = cp._session.stager.arena
+        arena = cp._run.stager.arena
         assert arena is not None
         for slot in range(arena.slots):  # as if all of them were being written
-            cp._session.stager.slots.pin(arena, slot)
+            cp._run.stager.slots.pin(arena, slot)
         save = cp.step(2)
         assert save is not None
         with pytest.raises(SkippedError):
             save.wait_staged(WAIT_S)
         for slot in range(arena.slots):
-            cp._session.stager.slots.unpin(arena.id, slot)
+            cp._run.stager.slots.unpin(arena.id, slot)
     failed = [event for event in heard if event.kind == "failed"]
     assert [(event.step, event.tier) for event in failed] == [(2, "memory")]
     assert "still being written" in (failed[0].error or "")

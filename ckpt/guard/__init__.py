@@ -10,9 +10,9 @@ writer observes of the trainer. `FaultHandler.exception` is called when an excep
 fault is a `FaultCall` in a queue (`incidents`). One thread handles the calls in order and never waits for the main
 thread without a deadline.
 
-**Save.** The guard has one port into the core, `ckpt.core.run.out_of_turn.OutOfTurn`:
+**Save.** The guard has one port into the core, `ckpt.core.run.emergency.EmergencySaver`:
 
-    outcome = out_of_turn.request_save(why, deadline, far=..., leaving=..., hung=..., loop_ended=...)
+    outcome = emergency.request_save(why, deadline, far=..., leaving=..., hung=..., loop_ended=...)
 
 The core decides what is saved and how: the ranks agree on a step that all training loops save, or the writer makes the
 contents of memory durable. `Outcome` has the steps, their tiers and times. Without a deadline the save may take its

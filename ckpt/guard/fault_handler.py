@@ -4,7 +4,7 @@ needed.
 One thread receives signals, notices, requests and notes of the writer, and never waits. Another handles one incident
 after the other (`ckpt.guard`):
 
-    perceive -> OutOfTurn.request_save -> report -> leave, if requested
+    perceive -> EmergencySaver.request_save -> report -> leave, if requested
 
 Neither ever waits for the main thread without a deadline.
 """
@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from ckpt.core.ipc.notes import HangNote
-from ckpt.core.run.out_of_turn import OutOfTurn
-from ckpt.core.run.session import Session
+from ckpt.core.run.emergency import EmergencySaver
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.guard.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_of_a_peer, is_oom, leave
@@ -67,13 +67,13 @@ class FaultHandler:
     def __init__(
         self,
         triggers: tuple[Trigger, ...],
-        session: Session,
-        out_of_turn: OutOfTurn,
+        run: TrainingRun,
+        emergency: EmergencySaver,
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
-        self._triggers, self._session, self._out_of_turn = triggers, session, out_of_turn
-        self._world, self._heartbeat = session.world, session.heartbeat
-        self._incidents = incidents = Incidents(session)
+        self._triggers, self._run, self._emergency = triggers, run, emergency
+        self._world, self._heartbeat = run.world, run.heartbeat
+        self._incidents = incidents = Incidents(run)
         self._perception = Perception(triggers, incidents)
         self._closer = CaseCloser(incidents, self._perception.decides, on_fault)
         self._excepthook = _Excepthook(self)
@@ -114,7 +114,7 @@ class FaultHandler:
     def _disarm(self, timeout_s: float) -> None:
         perception, end = self._perception, time.monotonic() + timeout_s
         perception.stop()
-        self._out_of_turn.stop(timeout_s)
+        self._emergency.stop(timeout_s)
         self._incidents.queue.put(None)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
@@ -200,7 +200,7 @@ class FaultHandler:
                 log.exception("failed to handle an incident")
             if isinstance(call, FaultCall) and call.leave is not None:
                 with contextlib.suppress(Exception):
-                    self._out_of_turn.await_copy()
+                    self._emergency.await_copy()
                 if _ending.acquire(blocking=False):  # otherwise another run ends the process, after waiting for ours
                     self._wait_for_others(time.monotonic() + min(call.left_s, OTHERS_S))
                     leave(call.leave)
@@ -214,7 +214,7 @@ class FaultHandler:
 
     def _await_copy(self, done: threading.Event) -> None:
         try:
-            self._out_of_turn.await_copy()
+            self._emergency.await_copy()
         finally:
             done.set()
 
@@ -231,16 +231,16 @@ class FaultHandler:
     def _free_memory(self, call: FaultCall) -> None:
         """Free memory of ours on a host that is short of memory."""
         with contextlib.suppress(CheckpointError):
-            freed = self._out_of_turn.give_memory_back()
+            freed = self._emergency.give_memory_back()
             call.fault.summary += f"; released {freed / 2**20:.0f} MiB of snapshots" if freed else ""
 
     def _save(self, call: FaultCall, *, leaving: bool, loop_ended: bool = False) -> None:
         """Save the newest state that all ranks can save, and add the result to the report."""
         fault = call.fault
-        for summary in self._session.dead_ranks.values():
+        for summary in self._run.dead_ranks.values():
             fault.summary += f" (before that: {summary})"
         before_s, hung = call.passed_s, fault.kind == "hang"
-        outcome = self._out_of_turn.request_save(
+        outcome = self._emergency.request_save(
             fault.summary, call.deadline, far=call.far, leaving=leaving, hung=hung, loop_ended=loop_ended
         )
         for how, saved in outcome.saved.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.core.ipc.notes import HangNote
 from ckpt.core.ipc.watch_requests import Report
-from ckpt.core.run.session import Session
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.guard.report import Fault, tell_launcher
@@ -54,8 +54,8 @@ class Incidents:
     """The faults of one trainer, in order. `leaving`: one of them ends the process, so later ones are consequences.
     `stopped`: no more are handled. `error`: the exception that ends the training."""
 
-    def __init__(self, session: Session) -> None:
-        self.world, self.supervisor, self.heartbeat = session.world, session.supervisor, session.heartbeat
+    def __init__(self, run: TrainingRun) -> None:
+        self.world, self.supervisor, self.heartbeat = run.world, run.supervisor, run.heartbeat
         self.queue: queue.SimpleQueue[FaultCall | Callable[[], None] | None] = queue.SimpleQueue()
         self.leaving = self.stopped = False
         self.error: BaseException | None = None

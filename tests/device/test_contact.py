@@ -19,8 +19,8 @@ from boundaries import Run, check_boundaries, close, gradients, read_back
 from ckpt.core.format.partition import Holding
 from ckpt.core.restore import sources
 from ckpt.core.run.replica_check import Comparison
+from ckpt.core.snapshot import device as snapshot_device
 from ckpt.core.snapshot import fill as staging_fill
-from ckpt.core.snapshot import page_locks
 from ckpt.core.state.sharding import LocalPiece
 from processes import eventually, run_script
 from test_gpu import open_run, ready
@@ -140,7 +140,7 @@ def test_a_fence_before_each_replay(open_run: Any) -> None:
 
 
 def weights_guarded(cp: ckpt.Checkpointer) -> list[bool]:
-    reading = cp._session.capture.read()
+    reading = cp._run.capture.read()
     named = zip(reading.layout.tensors, reading.guarded, strict=True)
     return [guarded for spec, guarded in named if spec.name in ("model.weight", "model.bias")]
 
@@ -148,7 +148,7 @@ def weights_guarded(cp: ckpt.Checkpointer) -> list[bool]:
 def test_a_fence_that_waits_for_nothing_is_noticed(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without its wait the replay changes what is being copied, and the snapshot is dropped."""
     cp, _, _, graph = replayed(open_run)
-    monkeypatch.setattr(cp._session.hook, "_before", lambda: None)
+    monkeypatch.setattr(cp._run.hook, "_before", lambda: None)
     with simulated.turned(d2h_gbs=SLOW):
         cp.before_untracked_update()
         graph.replay()
@@ -254,13 +254,13 @@ def test_a_system_that_page_locks_little_in_one_call(
 ) -> None:
     """Linux 6.11 to 6.13 refuse more than 2 GiB, which is more than is asked for; here it is 256 KiB, of slots that are
     larger. No copy, out or back, reaches over the end of a piece."""
-    for module in (page_locks, staging_fill, sources):
+    for module in (snapshot_device, staging_fill, sources):
         monkeypatch.setattr(module, "LOCK", 256 << 10)
     run = adamw(fused=True)
     with simulated.turned(lock_call_bytes=256 << 10):
         cp = open_run(run.state)
         assert check_boundaries(cp, run, 2) == []
-        arena = cp._session.stager.arena
+        arena = cp._run.stager.arena
         slots = [torch.frombuffer(arena.data(slot), dtype=torch.uint8) for slot in range(arena.slots)]
         assert eventually(lambda: all(slot.is_pinned() and slot[-1:].is_pinned() for slot in slots))
         slots.clear()
@@ -296,7 +296,7 @@ def test_a_fault_keeps_what_memory_holds(open_run: Any) -> None:
     with simulated.faulty(torch.cuda.current_stream()):
         with contextlib.suppress(RuntimeError, ckpt.CheckpointError):
             cp.step(3).wait_staged(10.0)
-        newest = cp._session.stager.arena.sealed()[0][1]
+        newest = cp._run.stager.arena.sealed()[0][1]
         assert newest.attempt.step == 2
         assert returns(lambda: cp.close(5.0), 30.0)
 

@@ -18,10 +18,10 @@ import torch
 import ckpt
 from ckpt.core.ipc.arena import EMPTY, Arena
 from ckpt.core.snapshot import snapshot
+from ckpt.core.snapshot.device import PageLocks
 from ckpt.core.snapshot.fill import SlotFiller
-from ckpt.core.snapshot.page_locks import PageLocks
-from ckpt.core.snapshot.slots import Slots
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot
+from ckpt.core.snapshot.stage import Slots
 from processes import eventually
 from test_gpu import LARGE, LONG, Spins, adamw, buffers, open_run, read_back, ready, spins
 from toy_states import differences, freeze
@@ -31,27 +31,28 @@ __all__ = ["open_run", "spins"]  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
-def job_of(cp: ckpt.Checkpointer) -> PendingSnapshot:
-    last = cp._staged.last
+def job_of(cp: ckpt.Checkpointer) -> NewSnapshot:
+    last = cp._saver.last
     assert last is not None
-    return last[1]
+    return last
 
 
-def another(cp: ckpt.Checkpointer, step: int) -> PendingSnapshot:
+def another(cp: ckpt.Checkpointer, step: int) -> NewSnapshot:
     """A snapshot that nobody has asked for, of a further step; not begun."""
-    reading, attempt = cp._session.capture.read(), replace(job_of(cp).attempt, step=step)
-    return PendingSnapshot(attempt=attempt, reading=reading, values=b"[]", busy="skip")
+    reading, attempt = cp._run.capture.read(), replace(job_of(cp).attempt, step=step)
+    return NewSnapshot(attempt=attempt, reading=reading, values=b"[]", busy="skip")
 
 
 @contextlib.contextmanager
-def ended_anyway(job: PendingSnapshot) -> Iterator[None]:
+def ended_anyway(job: NewSnapshot) -> Iterator[None]:
     """Whatever is wrong: who closes would wait for a snapshot that was lost."""
     try:
         yield
     finally:
         if not job.ended:
             job.error = ckpt.errors.SaveError("lost")
-            job.end()
+            job.release()
+            job.save._set_failed(job.error)
 
 
 def slow_thread(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
@@ -124,7 +125,7 @@ def test_tensors_are_kept_until_their_copy_has_ended(open_run: Any, spins: Spins
     spins.overlapped = True
     save = cp.step(2)
     assert job_of(cp).enqueued.wait(60.0)
-    assert eventually(lambda: bool(cp._session.stager._flying))  # the staging thread is done with it, too
+    assert eventually(lambda: bool(cp._run.stager._flying))  # the staging thread is done with it, too
     for p in run.state["model"].parameters():
         p.data = torch.full_like(p, 7.0)
     run.state["optim"].state.clear()
@@ -145,8 +146,8 @@ def test_a_copy_is_safe_though_the_next_one_fails(open_run: Any, spins: Spins, m
     save = cp.step(2)
     assert job_of(cp).enqueued.wait(60.0)
     failing(monkeypatch, Slots, "take", lambda: ckpt.errors.SkippedError("not now"))
-    cp._session.stager.submit(another(cp, 3))
-    cp._session.stager.before_update()
+    cp._run.stager.submit(another(cp, 3))
+    cp._run.stager.before_update()
     assert spins.under_way
     elsewhere = torch.cuda.Stream()
     with torch.cuda.stream(elsewhere):  # another optimizer's
@@ -161,7 +162,7 @@ def test_as_many_steps_ahead_as_there_are_slots_and_more(open_run: Any) -> None:
     run = adamw(fused=True)
     cp = open_run(run.state, busy_timeout_s=5.0, close_timeout_s=5.0)
     ready(cp, run)
-    slots = cp._session.stager.arena.slots
+    slots = cp._run.stager.arena.slots
     torch.cuda._sleep(LONG)
     saves, boundaries = list[ckpt.Save](), list[list[torch.Tensor]]()
     for step in range(2, 3 + slots):
@@ -183,7 +184,7 @@ def test_a_snapshot_is_sealed_when_it_is_whole(open_run: Any, spins: Spins, monk
     save = cp.step(2)
     assert job_of(cp).enqueued.wait(60.0)
     assert spins.under_way
-    cp._session.stager.do(lambda: None)
+    cp._run.stager.do(lambda: None)
     assert not spins.under_way, "it was said to be sealed before it was copied"
     save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
@@ -208,7 +209,7 @@ def test_what_is_on_its_way_when_it_is_closed_arrives(
     job = job_of(cp)
     assert job.enqueued.wait(60.0)
     with ended_anyway(job):
-        cp._session.stager.stop()
+        cp._run.stager.stop()
         assert job.place is not None and job.error is None
         assert unlocked == [True]
 
@@ -220,7 +221,7 @@ def test_a_slot_is_free_after_a_failure_when_nothing_is_copied_into_it(
     run = adamw(fused=True)
     cp = open_run(run.state, on_error="warn")
     ready(cp, run)
-    failing(monkeypatch, PendingSnapshot, "check_sources", lambda: ckpt.errors.SaveError("half-way"))
+    failing(monkeypatch, NewSnapshot, "check_sources", lambda: ckpt.errors.SaveError("half-way"))
     spins.overlapped = True
     with noted_labels(monkeypatch, EMPTY, lambda: not spins.under_way) as ended:
         save = cp.step(2)
@@ -238,7 +239,7 @@ def test_an_update_waits_while_the_gate_is_held(open_run: Any) -> None:
     before, held, same = weight.detach().cpu(), threading.Event(), list[bool]()
 
     def hold() -> None:
-        with cp._session.stager.held():
+        with cp._run.stager.held():
             held.set()
             time.sleep(0.3)
             same.append(torch.equal(weight.detach().cpu(), before))

@@ -68,7 +68,7 @@ def update_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
     from ckpt.core.snapshot.update_gate import UpdateGate
 
     line_up = UpdateGate._line_up
-    patch.setattr(UpdateGate, "_line_up", lambda self, job: None if job is self.job else line_up(self, job))
+    patch.setattr(UpdateGate, "_line_up", lambda self, job: None if job is self.snapshot else line_up(self, job))
 
 
 @wait
@@ -86,15 +86,15 @@ def other_streams_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def _set_from_the_beginning(patch: pytest.MonkeyPatch, event: str) -> None:
-    from ckpt.core.snapshot.snapshot import PendingSnapshot
+    from ckpt.core.snapshot.snapshot import NewSnapshot
 
-    begin = PendingSnapshot.__post_init__
+    begin = NewSnapshot.__init__
 
-    def begun(self: Any) -> None:
-        begin(self)
+    def begun(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
         getattr(self, event).set()
 
-    patch.setattr(PendingSnapshot, "__post_init__", begun)
+    patch.setattr(NewSnapshot, "__init__", begun)
 
 
 @wait

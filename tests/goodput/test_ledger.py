@@ -44,10 +44,10 @@ with ckpt.Checkpointer(state, ckpt.Tier(run, every=every), memory=memory) as cp:
             if mode == "both":
                 cp.wait(30)
                 time.sleep(1.5)
-                os.kill(cp._session.supervisor.client._process.pid, 9)
+                os.kill(cp._run.supervisor.client._process.pid, 9)
             if mode == "writer":
                 time.sleep(1.2)
-                os.kill(cp._session.supervisor.client._process.pid, 9)
+                os.kill(cp._run.supervisor.client._process.pid, 9)
                 time.sleep(1.0)
                 continue
             if mode == "stop":
@@ -133,6 +133,12 @@ def test_merged_rows_say_the_same_in_sum(steps: list[tuple[int, float, bool]]) -
     assert sum(row.seconds for row in rows) == pytest.approx(sum(seconds for _, seconds, _ in steps))
     assert sum(row.saves for row in rows) == len(steps) and [row.at for row in rows] == sorted(row.at for row in rows)
     assert all(row.saves == 1 for row in rows[: ledger.FINE_ROWS])
+
+
+def test_many_events_keep_the_first_and_the_last() -> None:
+    """So that a ledger stays small."""
+    found = ledger.bounded(range(1000))
+    assert len(found) == ledger.MOST_EVENTS and found[0] == 0 and found[-1] == 999
 
 
 # -- what a run writes down --
@@ -261,7 +267,7 @@ with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every="auto"), memory=ckpt.
         time.sleep(0.008)
         dist.barrier()
         cp.step(step + 1)
-    newest = cp._session.intervals.plan.newest
+    newest = cp._run.intervals.plan.newest
     told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}"
     print(told, flush=True)
 os._exit(0)

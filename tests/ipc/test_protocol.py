@@ -92,7 +92,7 @@ def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
 def test_every_note_is_heard(run_dir: str) -> None:
     """By a Checkpointer that has triggers and keeps books."""
     with ckpt.Checkpointer(toy.build(), ckpt.Tier(run_dir, every=1)) as cp:
-        assert set(cp._session.supervisor._hears) == set(NOTES)
+        assert set(cp._run.supervisor._hears) == set(NOTES)
     assert table(NOTES) == writer_link.NOTES
 
 
@@ -292,7 +292,7 @@ def test_a_writer_of_another_version_is_not_used_for_a_new_one(own_sockets: Path
         first.trained()
         first.do(f"os.environ['PYTHONPATH'] = {other_version!r} + ':' + os.environ['PYTHONPATH']")
         first.do(f"os.kill({first.writer}, 9)")
-        first.do("from processes import eventually; eventually(lambda: cp._session.supervisor.failure is not None)")
+        first.do("from processes import eventually; eventually(lambda: cp._run.supervisor.failure is not None)")
         said = first.do("train()")
     assert "there is no writer any more" in said and "9.9" in said and "changed on disk" in said, said
 

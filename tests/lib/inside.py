@@ -66,17 +66,16 @@ from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource,
 from ckpt.core.run.closing import Closing
 from ckpt.core.run.ownership import Ownership
 from ckpt.core.run.replica_check import ReplicaCheck
-from ckpt.core.run.saves import TierWrites
-from ckpt.core.run.session import Session
-from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.core.run.saver import Saver
 from ckpt.core.run.supervise import opening, writer_link
 from ckpt.core.run.supervise.memory import NextArena, SnapshotMemory
 from ckpt.core.run.supervise.opening import HeldSnapshots, RunOpener
 from ckpt.core.run.supervise.writes import KnownLayouts
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot import device, snapshot, stage
+from ckpt.core.snapshot.device import PageLocks
 from ckpt.core.snapshot.fill import SlotFiller
-from ckpt.core.snapshot.page_locks import PageLocks
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
 from ckpt.core.snapshot.unchanged import Frozen
 from ckpt.core.state.capture import Capture, Reading
@@ -720,9 +719,9 @@ Moment = tuple[type, str]
 STATE_IS_READ: Moment = (Capture, "read")
 RUN_IS_TAKEN: Moment = (Ownership, "take_over")
 MADE: dict[str, Moment] = {  # in order, while a Checkpointer is made
-    "introduce": (Session, "introduce"),
-    "show": (Session, "_show"),
-    "prepare": (Session, "_prepare"),
+    "introduce": (TrainingRun, "introduce"),
+    "show": (TrainingRun, "_show"),
+    "prepare": (TrainingRun, "_prepare"),
     "watch for faults": (FaultHandler, "start"),
 }
 STEPPING: dict[str, Moment] = {  # in `step()`, in the main thread; other threads receive no signal
@@ -730,15 +729,15 @@ STEPPING: dict[str, Moment] = {  # in `step()`, in the main thread; other thread
     "tell the layout": (KnownLayouts, "tell"),
     "hand over": (Stager, "submit"),
 }
-LAST_STEP_IS_STAGED: Moment = (StepKeeper, "stage_last")
+LAST_STEP_IS_STAGED: Moment = (Saver, "stage_last")
 CLOSING: dict[str, Moment] = {  # in order, in `close()`
     "save the last step": (Closing, "_save_last"),
     "stage the last step": LAST_STEP_IS_STAGED,
-    "wait for writes": (TierWrites, "wait"),
+    "wait for writes": (Saver, "wait"),
     "end": (Closing, "_end"),
-    "let go": (Closing, "_let_go"),
+    "let go": (Closing, "_release"),
 }
-WRITE_IS_ASKED_FOR: Moment = (TierWrites, "write")
+WRITE_IS_ASKED_FOR: Moment = (Saver, "_write")
 STAGING_THREAD_IS_ASKED: Moment = (Stager, "do")
 MEMORY_IS_ADOPTED: Moment = (Stager, "use")
 MEMORY_IS_PREPARED: Moment = (SnapshotMemory, "take_prepared")
@@ -853,10 +852,10 @@ def let_updates_pass(patch: pytest.MonkeyPatch, until: str = "") -> None:
     until that copy is "queued" or "copied"."""
 
     def passing(self: Stager, timeout_s: float = 60.0) -> float:
-        job = self._gate.job
+        job = self._gate.snapshot
         if job is not None and until:
             (job.enqueued if until == "queued" else job.copied).wait(timeout_s)
-            self._gate.job = None
+            self._gate.snapshot = None
         return 0.0
 
     patch.setattr(Stager, "before_update", passing)
@@ -867,27 +866,27 @@ def copy_before_the_step_has_ended(patch: pytest.MonkeyPatch) -> None:
 
     idle = {torch.device("cuda", n): torch.cuda.Stream(n) for n in range(torch.cuda.device_count())}  # made while idle
 
-    def hasty(job: PendingSnapshot) -> None:
+    def hasty(job: NewSnapshot) -> None:
         job.ready = {device: idle[device].record_event() for device in job.streams}
 
-    patch.setattr(PendingSnapshot, "mark_ready", hasty)
+    patch.setattr(NewSnapshot, "mark_ready", hasty)
 
 
 def hold_other_streams(patch: pytest.MonkeyPatch) -> None:
     """Make other streams than the caller's wait for copies."""
-    begin = PendingSnapshot.__post_init__
+    begin = NewSnapshot.__init__
 
-    def changed(self: PendingSnapshot) -> None:
-        begin(self)
+    def changed(self: NewSnapshot, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
         self.streams = {device: torch.cuda.Stream(device) for device in self.streams}
 
-    patch.setattr(PendingSnapshot, "__post_init__", changed)
+    patch.setattr(NewSnapshot, "__init__", changed)
 
 
 def check_no_copies(patch: pytest.MonkeyPatch, *, nor_versions: bool = False) -> None:
     """Turn off the check that a tensor did not change while it was copied."""
     for check in ("check_copies", "check_versions")[: 1 + nor_versions]:
-        patch.setattr(PendingSnapshot, check, lambda *_: None)
+        patch.setattr(NewSnapshot, check, lambda *_: None)
 
 
 def clone_at_most(patch: pytest.MonkeyPatch, nbytes: int) -> None:
@@ -898,11 +897,11 @@ def clone_at_most(patch: pytest.MonkeyPatch, nbytes: int) -> None:
 def clone_nothing(patch: pytest.MonkeyPatch) -> None:
     """Make the caller continue as if the tensors that are copied now had been cloned."""
 
-    def no_clones(job: PendingSnapshot, packs: Any) -> bool:
+    def no_clones(job: NewSnapshot, packs: Any) -> bool:
         job.taken_early = True
         return True
 
-    patch.setattr(PendingSnapshot, "take", no_clones)
+    patch.setattr(NewSnapshot, "take", no_clones)
 
 
 def count_copies(patch: pytest.MonkeyPatch) -> list[int]:
@@ -935,7 +934,7 @@ def before_pages_are_locked(patch: pytest.MonkeyPatch, act: Callable[[int, int],
 
 def page_locks(cp: ckpt.Checkpointer) -> Any:
     """Return the page-locked ranges of snapshot memory."""
-    return cp._session.stager.page_locks.held
+    return cp._run.stager.page_locks.held
 
 
 # -- a Checkpointer --
@@ -943,15 +942,15 @@ def page_locks(cp: ckpt.Checkpointer) -> Any:
 
 def memory_ready(cp: ckpt.Checkpointer) -> None:
     """Wait until all snapshot memory is ready, so that no step is skipped for lack of it."""
-    cp._session.supervisor.memory.take_prepared(30.0)
+    cp._run.supervisor.memory.take_prepared(30.0)
     end = time.monotonic() + 30.0
-    while (arena := cp._session.stager.arena) is not None and arena.ready < arena.slots and time.monotonic() < end:
+    while (arena := cp._run.stager.arena) is not None and arena.ready < arena.slots and time.monotonic() < end:
         time.sleep(0.002)
 
 
 def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) -> None:
     """Restore the snapshot of a step from shared memory into another state."""
-    with cp._session.supervisor.held.snapshots() as snapshots:
+    with cp._run.supervisor.held.snapshots() as snapshots:
         snapshot = next(s for s in snapshots if s.attempt.step == step)
         result = restore_first_of([Snapshot(snapshot).source], into)
     assert result.step == step, result.skipped
@@ -959,38 +958,38 @@ def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) 
 
 def steps_in_any_memory(cp: ckpt.Checkpointer) -> set[int]:
     """List the steps that have a snapshot, including snapshots in outgrown memory."""
-    labels = [label for arena in cp._session.supervisor.memory.arenas() for _, label in arena.sealed()]
+    labels = [label for arena in cp._run.supervisor.memory.arenas() for _, label in arena.sealed()]
     return {label.attempt.step for label in labels if label.attempt is not None}
 
 
 def finite_in_memory(cp: ckpt.Checkpointer) -> set[bool | None]:
     """Return the values of `finite` of the snapshots in memory."""
-    arena = cp._session.stager.arena
+    arena = cp._run.stager.arena
     assert arena is not None
     return {label.finite for _, label in arena.sealed()}
 
 
 def slots_of(cp: ckpt.Checkpointer) -> list[memoryview]:
     """Return the memory of each slot."""
-    arena = cp._session.stager.arena
+    arena = cp._run.stager.arena
     assert arena is not None
     return [arena.data(slot) for slot in range(arena.slots)]
 
 
 def give_up_slots(cp: ckpt.Checkpointer) -> None:
     """Release slots, as under memory pressure, until no more can be released."""
-    while cp._session.stager.give_up_slot():
+    while cp._run.stager.give_up_slot():
         pass
 
 
 def slots_held_for_others(cp: ckpt.Checkpointer) -> int:
     """Count the reasons for which snapshots in memory must not be overwritten."""
-    return cp._session.stager.slots._holds
+    return cp._run.stager.slots._holds
 
 
 def wait_until_copied(cp: ckpt.Checkpointer, timeout_s: float) -> bool:
     """Wait until the newest snapshot was copied, without checking that it is intact."""
-    return cp._staged.last[1].copied.wait(timeout_s)
+    return cp._saver.last.copied.wait(timeout_s)
 
 
 def when_staged(save: ckpt.Save, act: Callable[[], object]) -> None:
@@ -1000,34 +999,34 @@ def when_staged(save: ckpt.Save, act: Callable[[], object]) -> None:
 
 def copied_at_once(cp: ckpt.Checkpointer) -> set[Any]:
     """Return the optimizer-owned tensors that are copied before `step()` returns because other code writes to them."""
-    return cp._session.capture.eager
+    return cp._run.capture.eager
 
 
 def guarded(cp: ckpt.Checkpointer) -> dict[str, bool]:
     """Map each tensor to True if only an optimizer writes to it, so that it may be copied during training."""
-    reading = cp._session.capture.read()
+    reading = cp._run.capture.read()
     return dict(zip([t.name for t in reading.layout.tensors], reading.guarded, strict=True))
 
 
 def worked_out(cp: ckpt.Checkpointer) -> tuple[int, int]:
     """Return the identities of two cached objects: the layout, and the list of optimizer-owned tensors."""
-    reading = cp._session.capture.read()
+    reading = cp._run.capture.read()
     return id(reading.layout), id(reading.guarded)
 
 
 def updates_announced(cp: ckpt.Checkpointer) -> int:
     """Count the optimizer updates that hooks have announced."""
-    return cp._session.hook.count
+    return cp._run.hook.count
 
 
 def current_step(cp: ckpt.Checkpointer) -> int | None:
     """Return the step that the live state is at."""
-    return cp._progress.step
+    return cp._run.step
 
 
 def is_closed(cp: ckpt.Checkpointer) -> bool:
     """Return True once `close()` has begun."""
-    return cp._progress.closed
+    return cp._run.closed
 
 
 def abandon(cp: ckpt.Checkpointer) -> None:
@@ -1042,17 +1041,17 @@ def close_at_exit(cp: ckpt.Checkpointer) -> None:
 
 def fail_in_background(cp: ckpt.Checkpointer, error: ckpt.CheckpointError) -> None:
     """Record an error that the next call raises."""
-    cp._session.errors.note(error)
+    cp._run.errors.note(error)
 
 
 def run_in_staging_thread(cp: ckpt.Checkpointer, act: Callable[[], object]) -> None:
     """Call `act` in the staging thread before its next task."""
-    cp._session.stager._worker.put(act)
+    cp._run.stager._worker.put(act)
 
 
 def do_before_it_lets_go_of_memory(cp: ckpt.Checkpointer, act: Callable[[], object]) -> None:
     """Call `act` before the staging thread stops at close."""
-    stager, stop = cp._session.stager, cp._session.stager.stop
+    stager, stop = cp._run.stager, cp._run.stager.stop
 
     def late(*arguments: Any) -> Any:
         act()
@@ -1063,7 +1062,7 @@ def do_before_it_lets_go_of_memory(cp: ckpt.Checkpointer, act: Callable[[], obje
 
 def writer_of(cp: ckpt.Checkpointer) -> int:
     """Return the PID of its writer, even if another job owns the run."""
-    return cp._session.supervisor.client.pid
+    return cp._run.supervisor.client.pid
 
 
 def wait_for_writes(cp: ckpt.Checkpointer, timeout_s: float) -> None:
@@ -1073,12 +1072,12 @@ def wait_for_writes(cp: ckpt.Checkpointer, timeout_s: float) -> None:
 
 def state_of(cp: ckpt.Checkpointer) -> dict[str, Any]:
     """Return the state that it saves."""
-    return cp._session.capture.state
+    return cp._run.capture.state
 
 
 def differing_replicas(cp: ckpt.Checkpointer) -> Any:
     """Return the replicas that were found to differ across ranks."""
-    return cp._saves._replicas.differing
+    return cp._saver.replicas.differing
 
 
 def scores(callback: Any) -> list[tuple[float, int]]:
@@ -1201,7 +1200,7 @@ class Job:
         await commits.abort(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
 
     async def retract(self, written: write.WrittenPart) -> None:
-        """Retract a checkpoint."""
+        """Retract a checkpoint of the run."""
         await commits.retract(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
 
     async def clean_up(self, last: int) -> list[int]:
@@ -1272,7 +1271,7 @@ async def problems_in(store: Any, step: int) -> list[str]:
 
 
 class _Equal:
-    """Equals every other."""
+    """An object that equals every other."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -1437,7 +1436,7 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """Bytes of tensors."""
+        """Return the bytes of its tensors."""
         return self._held.label.data_size
 
     @property
@@ -1447,7 +1446,7 @@ class Snapshot:
 
     @property
     def values(self) -> memoryview:
-        """The plain values."""
+        """Return its plain values."""
         return self._held.arena.values(self._held.slot, self._held.label)
 
     @property
@@ -1464,7 +1463,7 @@ class Snapshot:
         self._held.arena.set_label(self._held.slot, replace(self._held.label, order=self._held.label.order + 1))
 
     def put_back(self) -> None:
-        """Undo `overwrite`."""
+        """Undo the change of `overwrite`."""
         self._held.arena.set_label(self._held.slot, self._held.label)
 
     @property
@@ -1512,7 +1511,7 @@ class Bench:
         self._arenas.append(arena)
         self._stager.use(arena, lambda: None)
         self._step += 1
-        job = PendingSnapshot(Attempt(self._owner.epoch, self._step, self._owner.nonce), reading, text)
+        job = NewSnapshot(Attempt(self._owner.epoch, self._step, self._owner.nonce), reading, text)
         self._stager.submit(job)
         assert job.copied.wait(30.0) and job.error is None, job.error
         assert job.place is not None

@@ -113,7 +113,7 @@ class Rank:
             **asdict(done),
             start=self.step,
             node=socket.gethostname(),
-            nodes=self.cp._session.world.nodes,
+            nodes=self.cp._run.world.nodes,
             local_ranks=sorted(ranks_in(self.folder / LOCAL / "run", DATA)),
             mine=mine(self.state),
             whole=whole(self.state),
@@ -164,7 +164,7 @@ class Rank:
         """Wait until all ranks' snapshots of this step are in the memory of this node."""
         end, found = time.monotonic() + 60, set[int]()
         while len(found) < dist.get_world_size() and time.monotonic() < end:
-            with self.cp._session.supervisor.held.snapshots() as snapshots:
+            with self.cp._run.supervisor.held.snapshots() as snapshots:
                 found = {s.layout.rank for s in snapshots if s.attempt.step == self.step}
             time.sleep(0.1)
         self.say("copies", step=self.step, ranks=sorted(found))

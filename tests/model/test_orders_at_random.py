@@ -147,7 +147,7 @@ class Rank:
             raise Broken(f"rank {self.rank} executes {order} after restore {self.restores}")
 
     def save_late(self, late: Late) -> None:
-        """As `ckpt.core.run.saves.Saves.save_late` does."""
+        """As `ckpt.core.run.saver.Saver.save_late` does."""
         if late.has <= late.wants and late.step in self.ring:
             self.saved[late.step] = late.wants
         elif late.has != late.wants:

@@ -146,7 +146,7 @@ def opened(memory=1, **settings):
     say("start", cp.restore(default=0))
     return cp
 def train(cp, steps, pause_s=0.01):
-    first = (cp._progress.step or 0) + 1
+    first = (cp._run.step or 0) + 1
     for step in range(first, first + steps):
         toy.train_step(state)
         cp.step(step)
@@ -306,7 +306,7 @@ def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
     """In C code that nothing interrupts: what is in memory becomes durable, and the process leaves. A second SIGTERM
     makes it neither quicker nor worse."""
     with trainer(
-        run_dir, "cp = opened(); train(cp, 5); cp._staged.last[1].copied.wait(); say('blocked'); block()\n"
+        run_dir, "cp = opened(); train(cp, 5); cp._saver.last.copied.wait(); say('blocked'); block()\n"
     ) as process:
         await_line(process, "blocked")
         for _ in range(3):
@@ -321,7 +321,7 @@ def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
 def test_sigterm_to_two_runs_in_one_process(run_dir: str) -> None:
     """Both have their last step, also the one that has more to do; the process ends with 143."""
     code = """
-from ckpt.core.run.out_of_turn import OutOfTurn
+from ckpt.core.run.emergency import EmergencySaver
 other = toy.build()
 tiers = [ckpt.Tier(sys.argv[1] + "-2", every=10_000)]
 cp, cp2 = opened(1000), ckpt.Checkpointer(other, tiers, memory=ckpt.Memory(every=1000))
@@ -332,11 +332,11 @@ for step in range(1, 6):
         of.step(step)
         if step == 5:
             of.stage()  # so that memory has it
-request_save = OutOfTurn.request_save
+request_save = EmergencySaver.request_save
 def slow(self, *arguments, **options):
-    time.sleep(2.0 if self is cp2._out_of_turn else 0.0)
+    time.sleep(2.0 if self is cp2._emergency else 0.0)
     return request_save(self, *arguments, **options)
-OutOfTurn.request_save = slow
+EmergencySaver.request_save = slow
 say("ready")
 block()
 """
@@ -512,7 +512,7 @@ def test_no_triggers_arm_nothing(run_dir: str) -> None:
     before, fds = surroundings(), descriptors()
     with training(run_dir, triggers=[]) as run:
         run.go(2)  # memory for the state as it is after a step may still be on its way
-        assert eventually(lambda: run.cp._session.stager.arena is not None)
+        assert eventually(lambda: run.cp._run.stager.arena is not None)
         during = surroundings()
         there = [name for name in threads() if name not in ("ckpt-stage", "ckpt-receive")]
         assert {**during, "threads": []} == before
@@ -653,9 +653,9 @@ def test_the_next_start_knows_how_the_last_one_died(run_dir: str, how: str) -> N
         code = "faulthandler.enable()\ndef crash(): ctypes.string_at(1)\n"
         code += "other = ckpt.Checkpointer({'n': torch.zeros(1)}, options=ckpt.Options(name='other'))\n"
         code += "cp = opened(); train(cp, 5)\n"
-        code += "other.close(); cp._staged.last[1].copied.wait(); crash()\n"
+        code += "other.close(); cp._saver.last.copied.wait(); crash()\n"
     else:
-        code = "cp = opened(); train(cp, 5); cp._staged.last[1].copied.wait(); os.kill(me, signal.SIGKILL)\n"
+        code = "cp = opened(); train(cp, 5); cp._saver.last.copied.wait(); os.kill(me, signal.SIGKILL)\n"
     result = run_script(HEAD + code, run_dir)
     assert result.returncode == (-signal.SIGSEGV if how == "crash" else -signal.SIGKILL)
     assert ("Segmentation fault" in result.stderr) == (how == "crash")
@@ -683,7 +683,7 @@ def test_sigterm_while_the_interpreter_is_held_up(run_dir: str) -> None:
     code = """
 cp = opened()
 train(cp, 5)
-cp._staged.last[1].copied.wait()
+cp._saver.last.copied.wait()
 mutex, held = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
 held.pthread_mutex_lock(mutex)
 say("held")
@@ -761,7 +761,7 @@ def test_a_pause_inside_a_pause(run_dir: str) -> None:
         with run.cp.not_training():
             with run.cp.not_training():
                 pass
-            assert run.cp._session.heartbeat.read().doing == "paused"
+            assert run.cp._run.heartbeat.read().doing == "paused"
 
 
 # -- requests --
@@ -792,7 +792,7 @@ def test_a_request_after_going_back(run_dir: str) -> None:
         run.go(2)
         for _ in range(2):
             run.cp.request_save("now")
-            assert eventually(lambda: run.cp._session.intervals.plan._ordered == [7], 5.0)
+            assert eventually(lambda: run.cp._run.intervals.plan._ordered == [7], 5.0)
             time.sleep(0.3)  # the second time it is 7 already
             save = run.go()
             assert save is not None and save.tiers
@@ -925,18 +925,18 @@ def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
         assert first is not None
         first.wait_staged(ANSWER_S)  # steps before there is memory are left out
         run.go(9)
-        skipped, arena = run.cp.stats.skipped, run.cp._session.stager.arena
+        skipped, arena = run.cp.stats.skipped, run.cp._run.stager.arena
         assert arena is not None
         slots, blocks = arena.slots, os.fstat(arena.fd).st_blocks
         given = []
-        while freed := run.cp._out_of_turn.give_memory_back():
+        while freed := run.cp._emergency.give_memory_back():
             given.append(freed)
             assert is_sealed_newest(run)
             run.go(3)
         assert len(given) == slots - 2 and set(given) == {arena.slot_size}
         assert os.fstat(arena.fd).st_blocks * 512 <= blocks * 512 - sum(given)
         run.go(10)
-        assert run.cp.stats.skipped == skipped and run.cp._session.stager.arena is arena
+        assert run.cp.stats.skipped == skipped and run.cp._run.stager.arena is arena
         exact = toy.digest(run.state)
         run.cp.save().wait_durable(ANSWER_S)
         with torch.no_grad():
@@ -952,18 +952,18 @@ def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
 
 def is_sealed_newest(run: Training) -> bool:
     """Whether memory still holds the newest step."""
-    assert run.cp._staged.last is not None
-    run.cp._staged.last[1].copied.wait(ANSWER_S)
-    return max(attempt.step for attempt in run.cp._session.supervisor.held.sealed()) == run.at
+    assert run.cp._saver.last is not None
+    run.cp._saver.last.copied.wait(ANSWER_S)
+    return max(attempt.step for attempt in run.cp._run.supervisor.held.sealed()) == run.at
 
 
 def test_pressure_is_accounted_for(run_dir: str) -> None:
     """What the writer says of memory frees a slot, and the account says how much."""
     with training(run_dir) as run:
         run.go(5)
-        arena = run.cp._session.stager.arena
+        arena = run.cp._run.stager.arena
         assert arena is not None and eventually(lambda: arena.ready == arena.slots)  # else there is no slot to spare
-        run.cp._session.supervisor._on_note(PressureNote(1, 2, "little is left"))
+        run.cp._run.supervisor._on_note(PressureNote(1, 2, "little is left"))
         fault = run.fault("memory")
         assert "little is left" in fault.summary and "of snapshots" in fault.summary
         assert fault.exit_code is None and saved_on_disk(fault)

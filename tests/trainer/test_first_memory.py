@@ -1,4 +1,4 @@
-"""What becomes of a step whose memory is still being made: nobody waits for that in step(), and nothing due is lost."""
+"""A save waits until its memory is made, at the first step and after the state has grown. No step is lost to that."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import threading
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import nn
 
 import ckpt
 from ckpt.core.ipc.arena import Arena
-from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.snapshot.slots import Slots
+from ckpt.core.run import saver
+from ckpt.core.run.supervise.memory import NextArena
+from ckpt.core.snapshot.stage import Slots
 from processes import killed, run_script
 
 WIDTH = 256
@@ -50,104 +52,64 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Memory is made, but does not come before this is set."""
-    come, take = threading.Event(), SnapshotMemory.take_prepared
+    """Memory is made, but does not arrive before this is set."""
+    come, wait = threading.Event(), NextArena.wait
 
-    def take_when_come(self: SnapshotMemory, timeout_s: float) -> None:
-        if come.wait(0.01):
-            take(self, timeout_s)
+    def wait_until_set(self: NextArena, timeout_s: float) -> Any:
+        return wait(self, timeout_s) if come.wait(0.01) else None
 
-    monkeypatch.setattr(SnapshotMemory, "take_prepared", take_when_come)
+    monkeypatch.setattr(NextArena, "wait", wait_until_set)
     return come
 
 
-def restored(tiers: Any) -> tuple[int, list[torch.Tensor]]:
+def restored(tiers: Any, step: int | None = None, *, grown: bool = False) -> tuple[int, list[torch.Tensor]]:
     state = build()
+    if grown:
+        grow(state)
     with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
-        step = cp.restore()
-    return step, weights(state)
-
-
-def test_a_step_that_is_due_nowhere_is_left_out_and_training_goes_on(
-    run_dir: str, slow: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    """step() and the update after it return though there is no memory; the handle and one line of the log say so. When
-    memory is there the next step is staged."""
-    caplog.set_level(logging.INFO, "ckpt")
-    state = build()
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), triggers=None) as cp:
-        cp.restore(default=0)
-        saves = []
-        for step in range(1, 4):
-            train(state)
-            saves.append(cp.step(step))
-        train(state)
-        assert not slow.is_set()
-        for save in saves:
-            assert save is not None
-            with pytest.raises(ckpt.errors.SkippedError, match="left out"):
-                save.wait_staged(30)
-        assert caplog.text.count("left out") == 1 and cp.stats.skipped == 3
-        slow.set()
-        last = cp.step(4)
-        assert last is not None and last.wait_staged(30).step == 4
-        expected = weights(state)
-    step, found = restored(run_dir)
-    assert step == 4 and same(found, expected)
-
-
-def test_a_step_that_is_due_is_staged_when_memory_is_there(run_dir: str, slow: threading.Event) -> None:
-    """step() returns without it; the next update waits, and what is committed is the step as it was."""
-    state = build()
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1, keep=9), triggers=None) as cp:
-        cp.restore(default=0)
-        train(state)
-        save = cp.step(1)
-        expected = weights(state)
-        assert save is not None and save.status == "staging" and not slow.is_set()
-        state["n"] += 5  # no optimizer's: the step has been cloned by now
-        threading.Timer(0.5, slow.set).start()
-        train(state)
-        assert slow.is_set()  # the update came after it
-        assert save.wait_durable(30).step == 1
-    found = build()
-    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
-        assert cp.restore(step=1) == 1
-    assert same(weights(found), expected)
+        found = cp.restore(step=step)
+    return found, weights(state)
 
 
 @pytest.mark.parametrize("every", [1, 1000])
-def test_an_exit_right_after_the_first_step_has_it(run_dir: str, slow: threading.Event, every: int) -> None:
-    """Due or not: close() waits for the memory, since nothing has moved on."""
+def test_first_step_waits_for_its_memory(run_dir: str, slow: threading.Event, every: int) -> None:
+    """Whether or not a tier has scheduled it. The step that is saved is the one at which step() was called."""
     state = build()
-    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=every), triggers=None)
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=every, keep=9), triggers=None) as cp:
+        cp.restore(default=0)
+        train(state)
+        expected = weights(state)
+        threading.Timer(0.5, slow.set).start()
+        save = cp.step(1)
+        assert slow.is_set() and save is not None
+        train(state)
+        assert save.wait_staged(30).step == 1 and cp.stats.skipped == 0
+        if every == 1:
+            assert save.wait_durable(30).step == 1
+        else:
+            cp.step(2)
+            expected = weights(state)
+    last = 1 if every == 1 else 2
+    step, found = restored(run_dir, last)
+    assert step == last and same(found, expected)
+
+
+def test_save_and_close_wait_for_memory(run_dir: str, slow: threading.Event) -> None:
+    state = build()
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000, keep=9), memory=ckpt.Memory(every=1000), triggers=None)
     cp.restore(default=0)
     train(state)
-    cp.step(1)
-    expected = weights(state)
     threading.Timer(0.3, slow.set).start()
+    assert cp.save(1).wait_durable(30).step == 1
+    expected = weights(state)
     cp.close()
     step, found = restored(run_dir)
     assert step == 1 and same(found, expected)
 
 
-def test_a_save_that_is_asked_for_is_never_left_out(run_dir: str, slow: threading.Event) -> None:
-    """save() returns at once, and the update waits for its copy."""
-    state = build()
-    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), triggers=None) as cp:
-        cp.restore(default=0)
-        train(state)
-        save = cp.save(1)
-        assert save.status == "staging"
-        threading.Timer(0.3, slow.set).start()
-        train(state)
-        assert save.wait_durable(30).step == 1
-
-
 @pytest.mark.parametrize("due", [True, False])
-def test_a_state_that_has_grown(run_dir: str, slow: threading.Event, due: bool) -> None:
-    """It needs new memory in the middle of a run: what is due is staged when that is there, what is not is left out,
-    and what memory held before is held until then."""
+def test_grown_state_waits_for_new_memory(run_dir: str, slow: threading.Event, due: bool) -> None:
+    """The old memory keeps its snapshots until then."""
     slow.set()
     state = build()
     tiers = [ckpt.Tier(run_dir, every=1 if due else 1000, keep=9)]
@@ -160,25 +122,86 @@ def test_a_state_that_has_grown(run_dir: str, slow: threading.Event, due: bool) 
         slow.clear()
         grow(state)
         train(state)
+        held = list[int | None]()
+        threading.Timer(0.3, lambda: (held.append(cp._saver.newest_step(0.0)), slow.set())).start()
         save, expected = cp.step(2), weights(state)
-        assert save is not None and save.status == "staging"
-        assert cp._staged.newest_step(0.0) == 1
-        if due:
-            threading.Timer(0.3, slow.set).start()
+        assert save is not None and held == [1]
         train(state)
+        assert save.wait_staged(30).step == 2
         if due:
             assert save.wait_durable(30).step == 2
         else:
-            with pytest.raises(ckpt.errors.SkippedError, match="left out"):
-                save.wait_staged(30)
-            slow.set()
-            save, expected = cp.step(3), weights(state)
-            assert save is not None and save.wait_staged(30).step == 3
-    found = build()
-    grow(found)
-    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
-        assert cp.restore(step=2 if due else 3) == (2 if due else 3)
-    assert same(weights(found), expected)
+            cp.step(3)
+            expected = weights(state)
+    step, found = restored(run_dir, 2 if due else 3, grown=True)
+    assert step == (2 if due else 3) and same(found, expected)
+
+
+def test_interrupted_wait_for_memory_leaves_the_step_to_close(run_dir: str, slow: threading.Event) -> None:
+    """Ctrl-C while step() waits for memory: the save fails, and close() saves the step, since nothing has moved on."""
+    state = build()
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), triggers=None)
+    cp.restore(default=0)
+    train(state)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        cp.step(1)
+    assert not slow.is_set()
+    slow.set()
+    expected = weights(state)
+    cp.close()
+    step, found = restored(run_dir)
+    assert step == 1 and same(found, expected)
+
+
+def test_close_in_a_signal_handler_ends_the_wait_for_memory(run_dir: str, slow: threading.Event) -> None:
+    """The handler comes into step(), and its close() saves that step. The step() then raises ClosedError."""
+    state = build()
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), triggers=None)
+    cp.restore(default=0)
+    train(state)
+
+    def close(*_: object) -> None:
+        slow.set()
+        cp.close()
+
+    before = signal.signal(signal.SIGUSR1, close)
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(ckpt.errors.ClosedError):
+            cp.step(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    step, found = restored(run_dir)
+    assert step == 1 and same(found, weights(state))
+
+
+def test_memory_that_does_not_come_fails_the_step_in_time(run_dir: str, slow: threading.Event) -> None:
+    state = build()
+    tiers = ckpt.Tier(run_dir, every=1)
+    with ckpt.Checkpointer(state, tiers, triggers=None, options=ckpt.Options(busy_timeout_s=0.5)) as cp:
+        cp.restore(default=0)
+        train(state)
+        with pytest.raises(ckpt.errors.DeadlineError, match="step 1 was not saved: there was no memory in time"):
+            cp.step(1)
+        slow.set()
+        train(state)
+        save = cp.step(2)
+        assert save is not None and save.wait_durable(30).step == 2
+
+
+def test_long_wait_for_memory_is_explained(
+    run_dir: str, slow: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, "ckpt")
+    monkeypatch.setattr(saver, "WARN_S", 0.1)
+    state = build()
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), triggers=None) as cp:
+        cp.restore(default=0)
+        train(state)
+        threading.Timer(0.5, slow.set).start()
+        cp.step(1)
+    assert caplog.text.count("has not made the memory yet") == 1
 
 
 def arenas_open() -> list[str]:

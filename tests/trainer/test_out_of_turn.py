@@ -41,7 +41,7 @@ def trained() -> tuple[nn.Parameter, torch.optim.Optimizer]:
 
 def order(cp: ckpt.Checkpointer, step: int) -> None:
     """Order the save of a step, as another rank would."""
-    cp._session.orders.post("save", step, {"why": "test", "grace_s": 30.0, "tries": 1})
+    cp._run.orders.post("save", step, {"why": "test", "grace_s": 30.0, "tries": 1})
 
 
 def test_an_order_for_a_passed_step_uses_memory(run_dir: str, trained: Any) -> None:
@@ -61,7 +61,7 @@ def test_an_order_for_a_passed_step_uses_memory(run_dir: str, trained: Any) -> N
                 at_7 = weight.detach().clone()
         order(cp, 5)
         order(cp, 6)
-        assert eventually(lambda: [one.step for one in cp._session.supervisor.writes._retracts] == [])
+        assert eventually(lambda: [one.step for one in cp._run.supervisor.writes._retracts] == [])
         order(cp, 15)
         update(weight, optimizer, 15.0)
         save = cp.step(15)
@@ -76,20 +76,20 @@ def test_a_request_returns_what_became_of_it(run_dir: str, trained: Any) -> None
     weight, optimizer = trained
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, ckpt.Tier(run_dir, every=1000)) as cp:
         cp.restore(default=0)
-        early = cp._out_of_turn.request_save("too early", time.monotonic() + 30)
+        early = cp._emergency.request_save("too early", time.monotonic() + 30)
         assert (early.saved, early.staged_s, early.durable_s) == ({}, None, None)
         update(weight, optimizer, 1.0)
         save = cp.step(1)
         assert save is not None
         save.wait_staged(30)
-        found = cp._out_of_turn.request_save("in memory already", time.monotonic() + 30)
+        found = cp._emergency.request_save("in memory already", time.monotonic() + 30)
         assert [(one.step, one.tier, one.error) for one in found.saved["ring"]] == [
             (1, "memory", ""),
-            (1, cp._session.tiers[0].url, ""),
+            (1, cp._run.tiers[0].url, ""),
         ]
         assert found.staged_s is not None and found.durable_s is not None and found.staged_s <= found.durable_s < 30
         assert durable(run_dir) == [1]
-    assert cp._out_of_turn.request_save("too late", time.monotonic() + 1).durable_s is None
+    assert cp._emergency.request_save("too late", time.monotonic() + 1).durable_s is None
 
 
 def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, trained: Any) -> None:
@@ -103,7 +103,7 @@ def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, t
             save = cp.step(step, finite=step <= 5)
             assert save is not None
             save.wait_staged(30)
-        with cp._session.supervisor.held.holding_still(alone=True) as attempts:
+        with cp._run.supervisor.held.holding_still(alone=True) as attempts:
             assert [attempt.step for attempt in attempts] == [8, 5]
 
 
@@ -115,8 +115,8 @@ def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: An
         cp.restore(default=0)
         update(weight, optimizer, 1.0)
         cp.step(1)
-        ask = cp._session.supervisor.client.ask
-        cp._session.supervisor.client.ask = lambda request, *a: (told.append(request), ask(request, *a))[1]  # type: ignore
+        ask = cp._run.supervisor.client.ask
+        cp._run.supervisor.client.ask = lambda request, *a: (told.append(request), ask(request, *a))[1]  # type: ignore
         before = signal.getsignal(signal.SIGTERM)
         call = cp._fault_handler._incidents.new("signal", "SIGTERM came", how="test", grace_s=5.0)
         call.signal, call.leave = signal.SIGTERM, 143

@@ -7,7 +7,7 @@ import pytest
 from ckpt.core.checkpoint.losses import Skipped
 from ckpt.core.restore.restore_first import Restored
 from ckpt.core.run import restoring
-from ckpt.core.run.session import BackgroundErrors
+from ckpt.core.run.training_run import BackgroundErrors
 from ckpt.errors import FencedError
 from processes import run_script
 

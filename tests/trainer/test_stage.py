@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
+import inside
 from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, memory_ready, open_run, read_back
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
 from ckpt.core.snapshot.unchanged import Frozen
+from ckpt.core.snapshot.update_gate import UpdateGate
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CheckpointError, SaveError
+from processes import eventually
 from toy_states import State, differences, freeze
 
 __all__ = ["gate", "open_run"]  # fixtures
@@ -198,7 +201,7 @@ def test_buffers_of_the_next_forward_stay_out(open_run: Any) -> None:
 def busy(cp: ckpt.Checkpointer) -> threading.Event:
     """The staging thread does nothing until this is set."""
     opened = threading.Event()
-    cp._session.stager._worker.put(lambda: opened.wait(30.0))
+    cp._run.stager._worker.put(lambda: opened.wait(30.0))
     return opened
 
 
@@ -233,7 +236,7 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the clone that keeps them out."""
-    monkeypatch.setattr(PendingSnapshot, "take", lambda self, packs: True)
+    monkeypatch.setattr(NewSnapshot, "take", lambda self, packs: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
     cp.step(1).wait_staged(30.0)
@@ -286,15 +289,15 @@ def test_steps_do_not_pile_up_behind_a_full_ring(open_run: Any) -> None:
     """Without an optimizer between them, a step that finds the one before still waiting for a slot waits itself."""
     cp = open_run({"t": torch.zeros(4)}, busy_timeout_s=0.5)
     cp.step(1).wait_staged(30.0)
-    arena = cp._session.stager.arena
+    arena = cp._run.stager.arena
     for slot in range(arena.slots):
-        cp._session.stager.slots.pin(arena, slot)
+        cp._run.stager.slots.pin(arena, slot)
     with pytest.raises(CheckpointError, match="no slot became free"):
         for step in range(2, 100):
             cp.step(step)
-    assert cp._progress.step < 6
+    assert cp._run.step < 6
     for slot in range(arena.slots):
-        cp._session.stager.slots.unpin(arena.id, slot)
+        cp._run.stager.slots.unpin(arena.id, slot)
 
 
 def write(state: State, step: int) -> None:
@@ -385,8 +388,8 @@ def test_an_optimizer_whose_steps_run_no_hooks_is_copied_eagerly(open_run: Any) 
     gradients(run.state["model"], 1)
     run.state["optim"].step()
     cp = open_run(run.state)
-    cp._session.capture.unguard(run.state["optim"])
-    reading = cp._session.capture.read()
+    cp._run.capture.unguard(run.state["optim"])
+    reading = cp._run.capture.read()
     assert not any(reading.guarded)
     assert check_boundaries(cp, run, 10) == []
 
@@ -503,7 +506,7 @@ def test_a_hundred_saves_without_pause(open_run: Any) -> None:
         if step % 10 == 0:
             save.wait_staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    with cp._session.supervisor.held.snapshots() as snapshots:
+    with cp._run.supervisor.held.snapshots() as snapshots:
         steps = [s.attempt.step for s in snapshots]
     assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
 
@@ -515,5 +518,38 @@ def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
     save = cp.step(1)
     assert save is not None
     save.wait_staged(30.0)
-    assert cp._staged.last is not None
-    assert cp._staged.last[1].sources == [] == cp._staged.last[1].overlapped
+    assert cp._saver.last is not None
+    assert cp._saver.last.sources == [] == cp._saver.last.overlapped
+
+
+def test_interrupt_at_the_moment_of_sealing_loses_no_step(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends step() right after its snapshot was sealed: the snapshot stays, and close() writes it."""
+    state: State = {"t": torch.zeros(LARGE, LARGE)}  # too large to be cloned, so that step() waits
+    cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), triggers=None)
+    cp.restore(default=0)
+    sealed = threading.Event()
+
+    def at(name: str) -> None:
+        if name == "stage.sealed":
+            sealed.set()
+            assert eventually(lambda: cp._saver.last is not None and cp._saver.last.error is not None)
+
+    def interrupted(*_: object) -> bool:
+        assert sealed.wait(30.0)
+        raise KeyboardInterrupt
+
+    inside.at_points_of_staging(at)
+    monkeypatch.setattr(UpdateGate, "wait_for", interrupted)
+    state["t"] += 7
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cp.step(1)
+    finally:
+        inside.disarm()
+        monkeypatch.undo()
+    cp.close()
+    found: State = {"t": torch.zeros(LARGE, LARGE)}
+    assert ckpt.load(run_dir).step == 1
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        assert cp.restore() == 1
+    assert bool((found["t"] == 7).all())

@@ -28,7 +28,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.arena import Arena
 from ckpt.core.snapshot import unchanged
 from ckpt.core.snapshot.fill import LARGE, SlotFiller
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
 from ckpt.core.snapshot.unchanged import FRESH, MOST_REST, SAMPLES, CopyRates, Frozen
 from ckpt.core.state.capture import Capture
@@ -91,8 +91,8 @@ def follow(cp: ckpt.Checkpointer, state: State, twin: State, steps: range, move:
 
 
 def slots(cp: ckpt.Checkpointer) -> int:
-    assert cp._session.stager.arena is not None
-    return cp._session.stager.arena.slots
+    assert cp._run.stager.arena is not None
+    return cp._run.stager.arena.slots
 
 
 def large(state: State) -> int:
@@ -111,7 +111,7 @@ def test_frozen_weights_are_copied_once_a_slot(all_params: bool, open_run: Any) 
     cp = open_run(state)
     assert follow(cp, state, twin, range(1, 21), train) == []
     # The first fill shows how it begins; each slot is then filled once.
-    assert cp._session.stager.skipped_bytes == (20 - 1 - slots(cp)) * large(state) > 0
+    assert cp._run.stager.skipped_bytes == (20 - 1 - slots(cp)) * large(state) > 0
 
 
 def by_data(state: State) -> None:
@@ -170,7 +170,7 @@ def written(how: Callable[[State], None], open_run: Any) -> list[str]:
 
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 3 * CALM + 6), move)
-    assert cp._session.stager.skipped_bytes > 0
+    assert cp._run.stager.skipped_bytes > 0
     return found
 
 
@@ -208,7 +208,7 @@ def woken(settings: dict[str, Any], open_run: Any) -> list[str]:
 
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 2 * CALM + 6), move)
-    assert cp._session.stager.skipped_bytes > 0
+    assert cp._run.stager.skipped_bytes > 0
     return found
 
 
@@ -221,7 +221,7 @@ def test_weights_without_gradients_that_get_some(settings: Any, open_run: Any) -
 def test_negative_control_a_fused_update_leaves_no_trace(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With versions for a proof, updates of a fused optimizer are lost."""
     monkeypatch.setattr(Frozen, "_proven", lambda self, digest, source: True)
-    monkeypatch.setattr(PendingSnapshot, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
+    monkeypatch.setattr(NewSnapshot, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
     assert woken({"fused": True}, open_run)
 
 
@@ -240,12 +240,12 @@ def test_frozen_thawed_and_frozen_again(open_run: Any) -> None:
         one["base"].requires_grad_(True)
         one["optim"].add_param_group({"params": list(one["base"].parameters())})
     assert follow(cp, state, twin, range(10, 16), trains) == []
-    before = cp._session.stager.skipped_bytes
+    before = cp._run.stager.skipped_bytes
     for one in (state, twin):
         for p in one["base"].requires_grad_(False).parameters():
             p.grad = None
     assert follow(cp, state, twin, range(16, 40), train) == []
-    assert cp._session.stager.skipped_bytes > before
+    assert cp._run.stager.skipped_bytes > before
 
 
 def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
@@ -271,7 +271,7 @@ def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
     run = Run(build, move)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 30) == []
-    assert cp._session.stager.skipped_bytes > 0
+    assert cp._run.stager.skipped_bytes > 0
 
 
 def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatc
     run = Run(build, move)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 40) == []
-    assert cp._session.stager.skipped_bytes == 0
+    assert cp._run.stager.skipped_bytes == 0
     assert len(digested) <= 3 * 16 and set(digested) == {unchanged.PROBE}
 
 
@@ -324,7 +324,7 @@ def test_tensors_of_all_kinds(open_run: Any) -> None:
     train(state, 1)
     cp = open_run(state)
     assert follow(cp, state, twin, range(1, 20), move) == []
-    assert cp._session.stager.skipped_bytes > 0
+    assert cp._run.stager.skipped_bytes > 0
 
 
 def given_up_and_taken_again(open_run: Any) -> list[str]:
@@ -332,11 +332,11 @@ def given_up_and_taken_again(open_run: Any) -> list[str]:
     train(state, 1)
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 12), train)
-    before = dict(cp._session.stager.slots._pinned)
-    assert cp._session.stager.give_up_slot() > 0
-    (pin,) = cp._session.stager.slots._pinned.keys() - before.keys()
+    before = dict(cp._run.stager.slots._pinned)
+    assert cp._run.stager.give_up_slot() > 0
+    (pin,) = cp._run.stager.slots._pinned.keys() - before.keys()
     found += follow(cp, state, twin, range(12, 18), train)
-    cp._session.stager.slots.unpin(*pin)
+    cp._run.stager.slots.unpin(*pin)
     return found + follow(cp, state, twin, range(18, 24), train)
 
 
@@ -426,7 +426,7 @@ def test_a_write_in_the_middle_of_the_overlapped_part_is_noticed(
     train(state, 1)
     cp = open_run(state, on_error="warn")
     assert follow(cp, state, twin, range(1, 12), train) == []
-    before = cp._session.stager.skipped_bytes
+    before = cp._run.stager.skipped_bytes
     assert before > 0
     train(state, 12)
     opened.clear()
@@ -450,7 +450,7 @@ def in_two_arenas() -> list[bool]:
             arena = Arena.create(3, pages(size) + 4096)
             stager.use(arena, lambda: None)
             for step in range(1, 9):
-                job = PendingSnapshot(Attempt(1, 10 * number + step, "0badcafe"), reading, b"[]")
+                job = NewSnapshot(Attempt(1, 10 * number + step, "0badcafe"), reading, b"[]")
                 stager.submit(job)
                 assert job.copied.wait(30.0) and job.place is not None, job.error
                 wanted = freeze(reading.tensors[0])[2]

@@ -10,8 +10,7 @@ handed out; its maker makes the others ready while that one is filled.
     page 1       the slot table: one `Label` a slot, guarded by a sequence number that is odd while it changes
     2 MiB        slot 0, slot 1, ...
 
-A slot is EMPTY, FILLING, EAGER (all of it is there that cannot be had later: what optimizers change is missing) or
-SEALED. One thread of the trainer makes all transitions while the trainer lives.
+A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives.
 
 Geometry, counts and labels have checksums, and the kinds of the mutexes are compared, so that damage is detected.
 
@@ -41,7 +40,7 @@ from ckpt.core.ipc.mutex import Got, RobustMutex
 from ckpt.errors import CorruptError
 from ckpt.store import PAGE
 
-EMPTY, FILLING, SEALED, EAGER = 0, 1, 2, 3
+EMPTY, FILLING, SEALED = 0, 1, 2
 MAX_SLOTS = 16
 
 _MAGIC = b"EVSTEP02"

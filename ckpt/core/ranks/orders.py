@@ -3,8 +3,8 @@
 Intervals of a fixed number of steps need no order, because every rank derives from its step what is due. Orders carry
 the rest. Any rank posts one, and every rank executes it, the one that posted it included:
 
-    save       save the first step that is not below `step`, to every tier     `ckpt.core.run.out_of_turn`
-    persist    some training loop stands still: make durable what memory has   `ckpt.core.run.out_of_turn`
+    save       save the first step that is not below `step`, to every tier     `ckpt.core.run.emergency`
+    persist    some training loop stands still: make durable what memory has   `ckpt.core.run.emergency`
     interval   from `step` on, save at other intervals                         `ckpt.core.run.save_plan`
 
 **Types.** `Order` is one order. `Orders` is this rank's end of the channel. `ckpt.core.run.save_plan.SavePlan` holds
@@ -50,7 +50,7 @@ away. The names of its cases are in parentheses.
   new.
 
 Orders stay in the store. There are few. Scores (`ckpt.core.run.kept_steps`) are not orders, because all ranks wait for
-them. Nor are the posts of ranks that leave (`ckpt.core.run.departures`): N ranks that close would make N x N requests.
+them. Nor are the posts of ranks that leave (`ckpt.core.run.closing`): N ranks that close would make N x N requests.
 """
 
 from __future__ import annotations

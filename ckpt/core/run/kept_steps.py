@@ -9,10 +9,8 @@ from typing import Any
 from ckpt.core.ipc.requests import KeepSteps, KeptReply
 from ckpt.core.log.records import THE_BEST
 from ckpt.core.ranks.world import together
-from ckpt.core.run.progress import Progress
-from ckpt.core.run.saves import TierWrites
-from ckpt.core.run.session import Session
-from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError, DeadlineError, InvalidArgumentError, PeerError, UsageError, from_wire, to_wire
 from ckpt.events import log
 
@@ -21,9 +19,9 @@ class KeptSteps:
     """Keeps steps for one Checkpointer. Rank 0 decides which are the best and waits for no other rank. The others wait
     for its verdict in `score`. The run logs, which the writer has read, contain the scores of earlier starts."""
 
-    def __init__(self, session: Session, progress: Progress, keeper: StepKeeper, writes: TierWrites) -> None:
-        self._session, self._progress, self._keeper, self._writes = session, progress, keeper, writes
-        self._best = session.settings.best
+    def __init__(self, run: TrainingRun, saver: Saver) -> None:
+        self._run, self._saver = run, saver
+        self._best = run.settings.best
         self._pinned: dict[int, str] | None = None  # pins of this and earlier job attempts; None until they are read
         self._scored = 0  # calls since the last restore
         if self._best is not None:
@@ -50,16 +48,16 @@ class KeptSteps:
 
     def score(self, step: int, value: object) -> bool:
         """See `Checkpointer.score`."""
-        best, progress = self._best, self._progress
+        best, run = self._best, self._run
         if best is None:
             raise UsageError('nothing says which score is best: Checkpointer(..., best=ckpt.Best("val_loss"))')
         before = list(best.scores)
         among, saved = self._agree(step, value)
         if best.scores != before:
             self._tell()  # before it is saved: then no later step pushes it out
-        if among and step == progress.step and (progress.stepped or not saved):
+        if among and step == run.step and (run.stepped or not saved):
             try:
-                self._keeper.save_again()
+                self._saver.save_last()
             except CheckpointError as error:
                 if not saved:
                     best.scores = before
@@ -71,20 +69,20 @@ class KeptSteps:
     def wait(self, timeout_s: float | None, step: int | None) -> None:
         """See `Checkpointer.wait`."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._writes.wait(timeout_s, step)
-        self._session.supervisor.writes.note_down(end - time.monotonic())
+        self._saver.wait(timeout_s, step)
+        self._run.supervisor.writes.note_down(end - time.monotonic())
 
     # -- the first rank --
 
     def _agree(self, step: int, value: object) -> tuple[bool, bool]:
         """Whether it is among the best, and whether it is saved, as the first rank says."""
-        world, best = self._session.world, self._best
+        world, best = self._run.world, self._best
         assert best is not None
         if world.size == 1:
             return self._decide(step, value)
-        epoch = self._session.supervisor.owner.epoch  # so that ranks agree again after a restore
+        epoch = self._run.supervisor.owner.epoch  # so that ranks agree again after a restore
         key, self._scored = f"score/{epoch}/{self._scored}", self._scored + 1
-        mailbox = self._session.ownership.mailbox()
+        mailbox = self._run.ownership.mailbox()
         if world.rank > 0:
             try:
                 (word,) = mailbox.wait([key], world.timeout_s, lambda: mailbox.poll(["left/0"]))
@@ -113,12 +111,12 @@ class KeptSteps:
             mailbox.put(key, word)
 
     def _decide(self, step: int, value: object) -> tuple[bool, bool]:
-        best, last = self._best, self._progress.step
+        best, last = self._best, self._run.step
         assert best is not None
         number = _number(value)
         if type(step) is not int or last is None or not 0 <= step <= last:
             raise InvalidArgumentError(f"step {step!r} was not made yet, so it has no score: step() has named {last}")
-        saved = self._ask(step).saved or self._writes.is_under_way(step)
+        saved = self._ask(step).saved or any(save.step == step for save in self._saver.under_way())
         if not math.isfinite(number):
             log.warning("step %d scored %s=%r: it is none of the best", step, best.monitor, number)
             return False, saved
@@ -136,7 +134,7 @@ class KeptSteps:
 
     def went_back(self) -> None:
         """After a restore, on all ranks: what was scored in the history that it leads to, and is there."""
-        best, step = self._best, self._progress.step
+        best, step = self._best, self._run.step
         self._scored = 0
         if best is None:
             return
@@ -150,14 +148,14 @@ class KeptSteps:
                 self._say_others([at for at, note in others.items() if note.startswith(THE_BEST)])
             return [best.scores, reply.saved]
 
-        scores, saved = together(self._session.world, "best", look, lambda posts: posts[0])
+        scores, saved = together(self._run.world, "best", look, lambda posts: posts[0])
         best.scores = [(score, at) for score, at in scores]
         if not saved and any(at == step for _, at in best.scores):  # it came from memory, and was on its way to a tier
             self._tell()
-            self._keeper.save_again()
+            self._saver.save_last()
 
     def _ask(self, step: int) -> KeptReply:
-        return self._session.supervisor.writer.insist(lambda client: client.ask(KeepSteps(step=step)))
+        return self._run.supervisor.writer.insist(lambda client: client.ask(KeepSteps(step=step)))
 
     def _say_others(self, steps: list[int]) -> None:
         if steps and self._best is not None and self._pinned is not None:
@@ -173,7 +171,7 @@ class KeptSteps:
             notes = {step: note.removeprefix(THE_BEST) for step, note in notes.items()}
         for step, note in ({} if self._best is None else self._best.notes()).items():
             notes[step] = f"{note}, {notes[step]}" if step in notes else note
-        self._session.supervisor.writes.keep_steps(notes)
+        self._run.supervisor.writes.keep_steps(notes)
 
 
 def _number(value: Any) -> float:

@@ -25,9 +25,8 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.partition import Holding
 from ckpt.core.format.replicas import Replicas, Row, replicas
 from ckpt.core.ranks.world import Mailbox
-from ckpt.core.run.progress import Progress
-from ckpt.core.run.session import Session
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.run.training_run import TrainingRun
+from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.state.fingerprint import Fingerprint
 from ckpt.core.state.sharding import LocalPiece
 from ckpt.core.state.tensors import as_bytes
@@ -65,38 +64,39 @@ class _Sampled:
 
 
 class ReplicaCheck:
-    """Of one Checkpointer. `differing`: tensors that ranks should hold alike, and do not; replaced, never changed."""
+    """Compares the replicas of one run. `differing`: names of replicated tensors that differ between ranks; the set is
+    replaced, never changed."""
 
-    def __init__(self, session: Session, progress: Progress) -> None:
-        self._session, self._progress = session, progress
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
         self._epoch: int | None = None  # in which they were compared last
         self._sampled: dict[Attempt, _Sampled] = {}  # the newest last
         self._compared = set[Attempt]()
         self._lock = threading.RLock()  # a signal handler may write
         self.differing: set[str] = set()
 
-    def begin(self, job: PendingSnapshot, *, durable: bool, closing: bool) -> None:
+    def begin(self, snapshot: NewSnapshot, *, durable: bool, closing: bool) -> None:
         """Sample a snapshot. `durable`: it goes to a tier; `closing`: nobody waits for other ranks any more."""
-        epoch = job.attempt.epoch
-        due = not closing and (self._epoch != epoch or job.attempt.step % EVERY == 0)
-        if self._session.world.size == 1:
+        epoch = snapshot.attempt.epoch
+        due = not closing and (self._epoch != epoch or snapshot.attempt.step % EVERY == 0)
+        if self._run.world.size == 1:
             return
         comparison = None
         if due or durable:
-            comparison = Comparison(self._session.capture.replicated)
-            job.beside = comparison.look
-        some = [(of.holdings, one) for of, one in zip(job.reading.replicas, job.replicas, strict=True)]
+            comparison = Comparison(self._run.capture.replicated)
+            snapshot.beside = comparison.look
+        some = [(of.holdings, one) for of, one in zip(snapshot.reading.replicas, snapshot.replicas, strict=True)]
         with self._lock:
-            self._sampled[job.attempt] = _Sampled(job.attempt.step, some, comparison)
+            self._sampled[snapshot.attempt] = _Sampled(snapshot.attempt.step, some, comparison)
             for old in list(self._sampled)[:-KEPT]:
                 del self._sampled[old]
-        if due and not self._progress.closed:
+        if due and not self._run.closed:
             self._epoch = epoch
             text = (
                 "Snapshots in memory until now mix them. From the next one on each rank's own are saved; sharded "
                 "tensors (HSDP) cannot be saved"
             )
-            self._compare_soon(job.attempt, text, job)
+            self._compare_soon(snapshot.attempt, text, snapshot)
 
     def said_of(self, attempt: Attempt) -> Replicas:
         """Return what this rank's part says of replicated tensors."""
@@ -113,26 +113,26 @@ class ReplicaCheck:
         """Find out together with the other ranks what differs in a checkpoint that failed for it."""
         with self._lock:
             again = attempt in self._compared or attempt not in self._sampled
-        if not again and not self._progress.closed:
+        if not again and not self._run.closed:
             self._compare_soon(attempt, "From now on each rank's own are saved; sharded tensors (HSDP) cannot be saved")
 
-    def _compare_soon(self, attempt: Attempt, text: str, job: PendingSnapshot | None = None) -> None:
-        """Compare in the background. `job`: it is still being copied."""
+    def _compare_soon(self, attempt: Attempt, text: str, snapshot: NewSnapshot | None = None) -> None:
+        """Compare in the background. `snapshot`: it is still being copied."""
         with self._lock:
             sampled = self._sampled.get(attempt)
             self._compared = {*self._compared & self._sampled.keys(), attempt}
         if sampled is None:
             return
-        args = attempt, sampled, text, job
+        args = attempt, sampled, text, snapshot
         threading.Thread(target=self._compare, args=args, name="ckpt-replicas", daemon=True).start()
 
-    def _compare(self, attempt: Attempt, sampled: _Sampled, text: str, job: PendingSnapshot | None) -> None:
-        patience = self._session.settings.busy_timeout_s
-        if job is not None and (not job.copied.wait(patience) or job.error is not None):
+    def _compare(self, attempt: Attempt, sampled: _Sampled, text: str, snapshot: NewSnapshot | None) -> None:
+        patience = self._run.settings.busy_timeout_s
+        if snapshot is not None and (not snapshot.copied.wait(patience) or snapshot.error is not None):
             return
-        world, step = self._session.world, attempt.step
+        world, step = self._run.world, attempt.step
         try:
-            mailbox, found = self._session.ownership.mailbox(), sampled.found()
+            mailbox, found = self._run.ownership.mailbox(), sampled.found()
             mine = {",".join(map(str, ranks)): digests for ranks, digests in found.items()}
             names = differing(mailbox, f"{attempt}", world.rank, world.size, mine, COMPARE_S)
         except CheckpointError as error:

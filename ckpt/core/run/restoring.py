@@ -14,12 +14,11 @@ from ckpt.core.restore.candidates import gather
 from ckpt.core.restore.early_look import EarlyLook
 from ckpt.core.restore.restore_first import Restored, restore_first
 from ckpt.core.restore.sources import MemorySource, RestoreSource
-from ckpt.core.run.progress import Progress, Staged, StagedStep
-from ckpt.core.run.saves import TierWrites
-from ckpt.core.run.session import Session
+from ckpt.core.run.saver import Saver
+from ckpt.core.run.training_run import TrainingRun
+from ckpt.core.snapshot.snapshot import Snapshot
 from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log, tell
-from ckpt.saving import Save
 from ckpt.subscribers import publish
 from ckpt.units import duration
 
@@ -30,14 +29,13 @@ class Restoring:
     """Of one Checkpointer. `last`: what the last restore brought back, and what it passed over. `reached`: the last
     step that earlier starts are known to have done, 0 if nothing is known."""
 
-    def __init__(self, session: Session, progress: Progress, staged: Staged, writes: TierWrites, reached: int) -> None:
-        self._session, self._progress, self._staged, self._writes = session, progress, staged, writes
-        self._reached = reached
+    def __init__(self, run: TrainingRun, saver: Saver, reached: int) -> None:
+        self._run, self._saver, self._reached = run, saver, reached
         self.last: Restored | None = None
 
     def restore(self, default: Any, step: int | None, strict: bool) -> Any:
         """See `Checkpointer.restore`."""
-        heartbeat = self._session.heartbeat
+        heartbeat = self._run.heartbeat
         heartbeat.touch(RESTORING)
         began = time.monotonic()
         try:
@@ -52,21 +50,21 @@ class Restoring:
             heartbeat.touch(OPENING)
 
     def _fill(self, step: int | None, strict: bool) -> tuple[Restored, RestoreSource | None]:
-        session = self._session
-        session.intervals.begin(together(session.world, "settle", lambda: self._settle(step), max))
+        run = self._run
+        run.intervals.begin(together(run.world, "settle", lambda: self._settle(step), max))
         result = Restored(step=None)
-        urls = [tier.url for tier in session.tiers]
-        with session.supervisor.held.snapshots() as snapshots:
-            acquires = session.supervisor.memory.inherited.acquires
+        urls = [tier.url for tier in run.tiers]
+        with run.supervisor.held.snapshots() as snapshots:
+            acquires = run.supervisor.memory.inherited.acquires
             damage: list[Loss] = []
-            early, session.early = session.early, EarlyLook()
-            roots = session.ownership.roots
-            held = session.supervisor.held.damage
-            sources = gather(session.world, snapshots, acquires, urls, roots, step, damage, early, held)
+            early, run.early = run.early, EarlyLook()
+            roots = run.ownership.roots
+            held = run.supervisor.held.damage
+            sources = gather(run.world, snapshots, acquires, urls, roots, step, damage, early, held)
             source = restore_first(
-                session.world,
+                run.world,
                 sources,
-                session.capture,
+                run.capture,
                 result,
                 strict=strict,
                 on_touch=self._touch,
@@ -78,72 +76,72 @@ class Restoring:
     def _settle(self, step: int | None) -> list[Any]:
         """Wait until no copy is under way, because the state is overwritten, and until the requested step has arrived.
         Return what the ranks agree on before they restore."""
-        timeout_s = self._session.settings.busy_timeout_s
-        self._session.stager.do(lambda: None, timeout_s)
-        if self._session.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
-            self._writes.wait(timeout_s)
+        timeout_s = self._run.settings.busy_timeout_s
+        self._run.stager.do(lambda: None, timeout_s)
+        if self._run.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
+            self._saver.wait(timeout_s)
         elif step is not None:
-            self._writes.wait(timeout_s, step)
-        return self._session.intervals.suspend()
+            self._saver.wait(timeout_s, step)
+        return self._run.intervals.suspend()
 
     def _touch(self) -> None:
-        self._progress.torn = True
+        self._run.torn = True
 
     def _without(self, default: Any, step: int | None, result: Restored) -> Any:
         """No checkpoint could be restored: the default, if there is none at all."""
         if result.skipped:
-            self._progress.restored = False
+            self._run.restored = False
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
-            touched = ". The state is partly overwritten: do not train on it" if self._progress.torn else ""
+            touched = ". The state is partly overwritten: do not train on it" if self._run.torn else ""
             place = next((s.tier for s in result.skipped if s.tier != "memory"), "RUN")
             raise CorruptError(
                 f"no checkpoint could be restored{touched}. `ckpt repair {place}`, with --from another location, may "
                 f"mend it\n  {lines}"
             )
-        if default is MISSING or self._session.ownership.has_checkpoints or step is not None:
+        if default is MISSING or self._run.ownership.has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-            alone = self._session.world.size == 1
+            alone = self._run.world.size == 1
             lost = "" if alone else ", at least none of which the parts of all ranks can be reached"
-            raise NoCheckpointError(f"there is no {wanted} in {self._session.settings.places}{lost}")
-        self._progress.starts(default)
+            raise NoCheckpointError(f"there is no {wanted} in {self._run.settings.places}{lost}")
+        self._run.starts(default)
         return default
 
     def _finish(self, source: RestoreSource, result: Restored, began: float) -> None:
-        session, staged, supervisor = self._session, self._staged, self._session.supervisor
-        session.ownership.take_over(supervisor.owner.epoch, source.attempt)
+        run, saver, supervisor = self._run, self._saver, self._run.supervisor
+        run.ownership.take_over(supervisor.owner.epoch, source.attempt)
         if source.damaged:
             supervisor.run.distrust(source.tier)
-        session.heartbeat.went_back(source.attempt.step)
+        run.heartbeat.went_back(source.attempt.step)
         memory = source if isinstance(source, MemorySource) else None
-        place = memory.place_of(session.world.rank) if memory is not None else None
-        newest: StagedStep | None = None
+        place = memory.place_of(run.world.rank) if memory is not None else None
+        newest: Snapshot | None = None
         kept = memory is not None and place is not None and supervisor.memory.holds(place[0])
         if memory is not None and place is not None and kept:
-            if memory.world == session.world.size:  # else it is not a share of what this rank has now
-                newest = StagedStep(Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
+            if memory.world == run.world.size:  # else it is not a share of what this rank has now
+                newest = Snapshot(source.attempt, place=place)
                 newest.save._set_staged()
             if supervisor.memory.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
-                session.stager.slots.pin(*place)
+                run.stager.slots.pin(*place)
         # At once, so that Ctrl-C leaves either what was or what is.
-        before, staged.restored = staged.restored, place if kept and supervisor.memory.rings else None
-        staged.last, staged.newest, self._writes.owed = None, newest, {}
-        self._progress.went_back(source.attempt.step)
+        before, saver.pinned = saver.pinned, place if kept and supervisor.memory.rings else None
+        saver.last, saver.newest, saver.owed = None, newest, {}
+        self._run.went_back(source.attempt.step)
         if before is not None:
-            session.stager.slots.unpin(before[0].id, before[1])
+            run.stager.slots.unpin(before[0].id, before[1])
         if newest is not None and not supervisor.memory.rings:  # its slot is needed again
-            self._writes.write_missing(newest, session.settings.everywhere[:1])
+            self._saver.write_missing(newest, run.settings.everywhere[:1])
         result.seconds = time.monotonic() - began
-        say = tell if session.world.rank == 0 else log.info
+        say = tell if run.world.rank == 0 else log.info
         say(_line(result, self._reached))
-        reading = session.capture.read()
+        reading = run.capture.read()
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _tell(self, began: float) -> None:
         """For the ledger, and whoever has subscribed."""
-        session, result, stats = self._session, self.last, self._session.stalls.stats
+        run, result, stats = self._run, self.last, self._run.stats
         assert result is not None
-        owner = session.supervisor.owner
+        owner = run.supervisor.owner
         request = RestoreDone(
             at=began,
             seconds=time.monotonic() - began,
@@ -154,13 +152,13 @@ class Restoring:
             stalled=stats.stalled_s,
             saves=stats.saves,
             skipped=stats.skipped,
-            paused=session.heartbeat.paused_s,
+            paused=run.heartbeat.paused_s,
             repaired=len(result.repaired),
             passed_over=len(result.skipped),
             why=_first_reason(result),
         )
-        session.supervisor.standing.amend(Show, restored=request)
-        session.supervisor.writer.send(request)
+        run.supervisor.standing.amend(Show, restored=request)
+        run.supervisor.writer.send(request)
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
             publish("restored", result.step, **facts)

@@ -1,9 +1,18 @@
-"""What is asked of an accelerator: streams, events, page-locked memory, marks in its profiler's timeline.
+"""What is asked of an accelerator: streams, events, packs, page-locked memory, and marks in a profiler's timeline.
 
 The only file of the trainer that knows an accelerator's API. Copies run on a stream of their own, which first waits for
-the compute stream; before an update the compute stream waits for the copy, and the host does not. Nothing here wakes a
-device up that nobody uses. What CUDA's runtime library can and torch does not offer is called by ctypes, in the library
-that torch itself has loaded; where there is none (ROCm, other accelerators), it is left.
+the compute stream; before an update the compute stream waits for the copy, and the host does not. Nothing here uses a
+device that nobody else uses. CUDA functions that torch does not offer are called by ctypes, in the library that torch
+itself has loaded. Other accelerators (ROCm) do without them.
+
+**Packs.** A copy costs the host about 6 us however small it is, and a model has thousands of norms, biases and step
+counts. A few kernels gather them on the device, one copy brings them to the host, and the host distributes them.
+
+**Page locks.** Locking memory for the driver takes about 0.1 s per GB, behind one lock of the driver for all processes
+of a machine, and no kernel of the process is launched meanwhile. So a thread locks the arena in pieces, with pauses as
+long as each took: training waits for one piece at most. Some kernels (Linux 6.11 to 6.13) refuse more than 2 GiB in one
+call, which no piece has. Memory that is not locked yet is used as it is, with slower copies. To the driver, pieces are
+different memories, so a copy may not cross the end of one.
 """
 
 from __future__ import annotations
@@ -13,8 +22,10 @@ import ctypes
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +33,11 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ckpt.core.state.tensors import device_in_use
+from ckpt.core.format.layout import Layout
+from ckpt.core.ipc.arena import LOCK, Arena
+from ckpt.core.state.capture import Reading
+from ckpt.core.state.tensors import TORCH_DTYPE, device_in_use
+from ckpt.events import log
 
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that one
@@ -32,7 +47,7 @@ NEEDED = ("cudaThreadExchangeStreamCaptureMode", "cudaStreamCreateWithPriority")
 
 @cache
 def _library() -> Any:
-    """None if there is none. Looked for among what the process has loaded, then beside it."""
+    """Return CUDA's runtime library among those that the process has loaded; None if there is none."""
     major = (torch.version.cuda or "").partition(".")[0]
     for name in (None, f"libcudart.so.{major}") if torch.version.hip is None else ():
         with contextlib.suppress(OSError):
@@ -43,16 +58,15 @@ def _library() -> Any:
 
 
 def relax_capture() -> None:
-    """While another thread captures a graph in the usual mode, a call of this thread that waits would fail, and spoil
-    the graph. Not after this: nothing that this thread does belongs into anybody's graph."""
+    """Let this thread wait while another thread captures a graph. Without this, waiting fails and breaks the graph."""
     library = _library()
     if library is not None:
         library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 def new_stream(device: torch.device) -> Any:
-    """A stream that torch gives to nobody else: its own come from a pool of 32, in turn, and a collective that hangs
-    may sit on any of these. Where that is not to be had, one of torch's."""
+    """Return a stream that torch does not hand out. Torch's come from a pool of 32, and a hanging collective may block
+    any of these. If that is not possible, return one of torch's."""
     library = _library() if device.type == "cuda" else None
     handle = ctypes.c_void_p()
     if library is not None:
@@ -65,11 +79,11 @@ def new_stream(device: torch.device) -> Any:
 PORTABLE = 1  # page-locked for every device, not only for the one that is current
 
 PerDevice = dict[torch.device, Any]
-"""A stream of each device, or an event."""
+"""A stream or an event for each device."""
 
 
 def memory_node(tensors: Iterable[Tensor]) -> int | None:
-    """The node of the machine's memory by which the first device of these lies, None if that is not known."""
+    """Return the NUMA node of the first device of these tensors, None if it is unknown."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
     for index in devices[:1]:
         of: Any = torch.cuda.get_device_properties(index)
@@ -81,14 +95,14 @@ def memory_node(tensors: Iterable[Tensor]) -> int | None:
 
 
 def compute_streams(tensors: Sequence[Tensor]) -> PerDevice:
-    """The caller's current streams where these tensors lie."""
+    """Return the caller's current streams on the devices of these tensors."""
     one_of_each = dict(zip(map(Tensor.get_device, tensors), tensors, strict=True)).values()  # quick for thousands
     devices = {tensor.device for tensor in one_of_each if not tensor.is_cpu}
     return {device: torch.get_device_module(device).current_stream(device) for device in devices}
 
 
 def events_behind(streams: PerDevice) -> PerDevice:
-    """Behind all that is on these streams; who waits for them sleeps, where CUDA would spin."""
+    """Record an event behind the work on each stream. Waiting for them sleeps, where CUDA would spin by default."""
     events: PerDevice = {}
     for device, stream in streams.items():
         module = torch.get_device_module(device)
@@ -98,26 +112,25 @@ def events_behind(streams: PerDevice) -> PerDevice:
 
 
 def wait_for(events: PerDevice) -> None:
-    """The host does. Raises what a kernel before them failed with."""
+    """Block the host. Raise the error of a kernel that failed before an event."""
     for event in events.values():
         event.synchronize()
 
 
 def queue_behind(streams: PerDevice, events: PerDevice) -> None:
-    """What is put on these streams from now on comes after the events."""
+    """Have later work on these streams come after the events."""
     for device, event in events.items():
         streams[device].wait_event(event)
 
 
 def queue_caller_behind(events: PerDevice) -> None:
-    """What the calling thread puts on its current streams from now on comes after these."""
+    """Have later work on the calling thread's current streams come after the events."""
     for device, event in events.items():
         torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 def begin_thread(devices: Iterable[torch.device]) -> None:
-    """In a thread of ours, before it calls any of them. A thread begins with the first device, and would take memory
-    there; and where it waits it would spoil a graph that another thread captures just then."""
+    """Prepare a thread of ours for these devices. A new thread would otherwise allocate memory on the first device."""
     for device in devices:
         torch.get_device_module(device).set_device(device)
         if device.type == "cuda":
@@ -125,12 +138,12 @@ def begin_thread(devices: Iterable[torch.device]) -> None:
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread's kernels are put into a graph, and not done."""
+    """Return True if the calling thread captures its kernels into a graph."""
     return device_in_use() and torch.cuda.is_current_stream_capturing()
 
 
 def begin_range(name: str) -> bool:
-    """Mark what follows in NVTX timelines; whether there is a device that does."""
+    """Begin a range in NVTX timelines. Return False if no device is in use."""
     if device_in_use():
         torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
         return True
@@ -142,7 +155,7 @@ def end_range() -> None:
 
 
 class CopyStreams:
-    """A stream of our own on each device, for copies beside training."""
+    """A stream of our own on each device, for copies during training."""
 
     def __init__(self) -> None:
         self._streams: PerDevice = {}
@@ -154,7 +167,7 @@ class CopyStreams:
         return {device: self._streams[device] for device in devices}
 
     def settle(self, devices: Iterable[torch.device]) -> None:
-        """Wait until nothing is copied any more; a device that has failed copies nothing."""
+        """Wait until all copies have ended. A device that has failed copies nothing."""
         for device in devices:
             with contextlib.suppress(Exception):
                 self.of([device])[device].synchronize()
@@ -162,7 +175,7 @@ class CopyStreams:
 
 @contextlib.contextmanager
 def on(streams: PerDevice) -> Iterator[None]:
-    """Inside, these are the calling thread's current ones."""
+    """Make these the current streams of the calling thread in this block."""
     with contextlib.ExitStack() as stack:
         for device, stream in streams.items():
             stack.enter_context(torch.get_device_module(device).stream(stream))
@@ -170,7 +183,7 @@ def on(streams: PerDevice) -> Iterator[None]:
 
 
 def copy_batch(targets: list[Tensor], sources: list[Tensor], streams: PerDevice) -> None:
-    """In one call, for sources that lie on one device: on its stream if it has one here, else at once."""
+    """Copy sources of one device in one call, on its stream if it has one here."""
     device = sources[0].device
     if device in streams:
         with on({device: streams[device]}):
@@ -180,7 +193,7 @@ def copy_batch(targets: list[Tensor], sources: list[Tensor], streams: PerDevice)
 
 
 def lock_pages(address: int, size: int, where: torch.device) -> int:
-    """Page-lock memory for all devices; 0, or the driver's error."""
+    """Page-lock memory for all devices. Return 0, or the driver's error."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(address, size, PORTABLE))
     if error:
@@ -195,9 +208,8 @@ def unlock_pages(address: int) -> None:
 
 
 class Waiter:
-    """A thread of one trainer that waits for devices, in turn, so that the thread that stages does not look again and
-    again: to ask an event whether it has been reached holds the interpreter, and may wait for the lock of a device that
-    hangs. To wait for it does neither."""
+    """A thread that waits for devices, so that the staging thread need not poll them. Polling an event holds the
+    interpreter, and may wait for the lock of a device that hangs. Waiting for it does neither."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[PerDevice, threading.Event, Callable[[], None]] | None] = (
@@ -206,26 +218,199 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def when_reached(self, events: PerDevice, there: threading.Event, call: Callable[[], None]) -> None:
-        """When all of them have been reached, or a device has failed, have `there` set and this called. Returns at
-        once."""
+        """Set `there` and call `call` once all events are reached or a device has failed. Return immediately."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ckpt-device", daemon=True)
             self._thread.start()
         self._queue.put((events, there, call))
 
     def stop(self) -> None:
-        """Nothing comes any more; nobody waits for the thread, since a device may hang."""
+        """End the thread. Do not wait for it, because a device may hang."""
         self._queue.put(None)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             events, there, call = item
-            with contextlib.suppress(Exception):  # of a kernel that failed: whoever copies is told
+            with contextlib.suppress(Exception):  # of a kernel that failed, which the staging thread raises
                 begin_thread(events)
                 wait_for(events)
             there.set()
             call()
 
+
+# -- packs --
+
+SMALL = 256 << 10  # bytes below which a tensor is gathered
+LEAST = 8  # of them, else they are copied as they are
+ALIGN = 16  # bytes
+
+Kind = tuple[torch.device, bool]
+"""Where tensors are, and whether only optimizers change them."""
+
+
+class Pack:
+    """Room for some tensors of a layout (`numbers`), on a device and on the host. It is reused."""
+
+    def __init__(self, layout: Layout, numbers: Sequence[int], where: torch.device) -> None:
+        self.numbers, self.where = numbers, where
+        specs = [layout.tensors[number] for number in numbers]
+        starts = list(accumulate((-(-spec.nbytes // ALIGN) * ALIGN for spec in specs), initial=0))
+        self._there = torch.empty(starts[-1], dtype=torch.uint8, device=where)
+        self._here = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        places = list(zip(specs, starts, strict=False))
+
+        def views(memory: Tensor) -> list[Tensor]:
+            return [memory[at : at + s.nbytes].view(TORCH_DTYPE[s.dtype]).view(s.shape) for s, at in places]
+
+        self._targets, self._found = views(self._there), views(self._here)
+        kinds: dict[str, list[int]] = {}
+        for i, spec in enumerate(specs):
+            kinds.setdefault(spec.dtype, []).append(i)
+        self._kinds = list(kinds.values())  # one kernel does many tensors of one dtype
+
+    def gather(self, sources: Sequence[Tensor]) -> None:
+        """Gather the tensors on the current stream. `sources`: all tensors of the layout."""
+        for kind in self._kinds:
+            torch._foreach_copy_([self._targets[i] for i in kind], [sources[self.numbers[i]] for i in kind])
+
+    def fetch(self, streams: PerDevice) -> None:
+        """Queue the copy to the host."""
+        with on({self.where: streams[self.where]}):
+            self._here.copy_(self._there, non_blocking=True)
+
+    def deal_out(self, views: Sequence[Tensor]) -> None:
+        """Distribute the tensors when the copy has ended. `views`: all tensors of the layout, in the slot."""
+        torch._foreach_copy_([views[number] for number in self.numbers], self._found)
+
+
+class Packs:
+    """The packs of one layout: for each device, one for the first part of a copy and one for the rest. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._layout: Layout | None = None
+        self._guarded: list[bool] = []
+        self._numbers: dict[Kind, list[int]] = {}
+        self._free: dict[Kind, list[Pack]] = {}
+
+    def take(self, reading: Reading, *, late: bool) -> list[Pack]:
+        """Lend packs for the small tensors: for guarded ones if `late`, otherwise for the others."""
+        layout, guarded = reading.layout, reading.guarded
+        with self._lock:
+            if layout is not self._layout or guarded is not self._guarded:
+                self._layout, self._guarded, self._free = layout, guarded, {}
+                self._numbers = _small(layout, guarded, reading.tensors)
+            found = []
+            for key, numbers in self._numbers.items():
+                if key[1] is late:
+                    free = self._free.setdefault(key, [])
+                    found.append(free.pop() if free else Pack(layout, numbers, key[0]))
+            return found
+
+    def give_back(self, packs: Iterable[Pack]) -> None:
+        """Return packs that no device uses."""
+        with self._lock:
+            for pack in packs:
+                for key, numbers in self._numbers.items():
+                    if pack.numbers is numbers:
+                        self._free.setdefault(key, []).append(pack)
+
+
+def _small(layout: Layout, guarded: list[bool], sources: Sequence[Tensor]) -> dict[Kind, list[int]]:
+    found: dict[Kind, list[int]] = {}
+    for number, (spec, source) in enumerate(zip(layout.tensors, sources, strict=True)):
+        plain = not (source.is_conj() or source.is_neg())
+        if source.device.type == "cuda" and 0 < spec.nbytes < SMALL and plain:
+            found.setdefault((source.device, guarded[number]), []).append(number)
+    return {key: numbers for key, numbers in found.items() if len(numbers) >= LEAST}
+
+
+# -- page locks --
+
+LEAST_PAUSE_S = 0.001  # between two: whoever waits for its turn gets it
+STOP_S = 10.0  # for the piece that is being locked
+READY_S = 0.01  # between two checks whether the writer has made another slot
+
+
+def ready_slots(arena: Arena, stopped: threading.Event) -> Iterator[int]:
+    """All of them in turn, each when it is ready; ends early when `stopped` is set."""
+    slot = 0
+    while slot < arena.slots and not stopped.is_set():
+        if slot < arena.ready:
+            yield slot
+            slot += 1
+        else:
+            stopped.wait(READY_S)
+
+
+class PageLocks:
+    """Page-locks one arena at a time, for the staging thread. `held`: the addresses of the pieces, by slot."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[int]] = {}
+        self.steady = threading.Lock()  # while it is held, no further piece is locked
+        self._given_up: set[int] = set()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, arena: Arena, where: torch.device) -> None:
+        """Start locking the arena in the background, once."""
+        if self._thread is not None or where.type != "cuda":
+            return
+        self._stopped = stopped = threading.Event()
+        thread = threading.Thread(target=self._lock, args=(arena, where, stopped), name="ckpt-lock", daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter
+            thread.start()
+            self._thread = thread
+
+    def release(self, slot: int) -> None:
+        """Unlock a slot for good, so that its memory can be released."""
+        with self.steady:
+            self._given_up.add(slot)
+            for address in self.held.pop(slot, ()):
+                unlock_pages(address)
+
+    def release_all(self) -> None:
+        """Unlock everything, before another arena is used."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+        for slot in list(self.held):
+            self.release(slot)
+        self._given_up.clear()
+        self._thread = None
+
+    # -- in a thread of its own --
+
+    def _lock(self, arena: Arena, where: torch.device, stopped: threading.Event) -> None:
+        begin_thread([where])
+        began = time.monotonic()
+        for slot in ready_slots(arena, stopped):
+            for start in range(0, arena.slot_size, LOCK):
+                started = time.monotonic()
+                if not self._lock_piece(arena, slot, start, where, stopped):
+                    return
+                stopped.wait(max(LEAST_PAUSE_S, time.monotonic() - started))
+        log.info("memory for snapshots was page-locked within %.1f s: copies are quick now", time.monotonic() - began)
+
+    def _lock_piece(self, arena: Arena, slot: int, start: int, where: torch.device, stopped: threading.Event) -> bool:
+        """Return False if locking must end."""
+        with self.steady:
+            if stopped.is_set():
+                return False
+            if slot in self._given_up:
+                return True
+            size = min(LOCK, arena.slot_size - start)
+            address = torch.frombuffer(arena.data(slot), dtype=torch.uint8).data_ptr() + start
+            error = lock_pages(address, size, where)
+            if not error:
+                self.held.setdefault(slot, []).append(address)
+                return True
+        log.warning("memory could not be page-locked for %s (error %d): copies stay slower", where, error)
+        return False
+
+
+# -- profilers --
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -240,9 +425,9 @@ class span:
         ckpt.restore   restore()
         ckpt.stage     a snapshot is copied, in the staging thread
 
-    torch.profiler looks at the threads of its own process that it was told to: by itself the one that started it, all
-    of them with `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`. NVTX ranges are
-    there as soon as CUDA is in use.
+    torch.profiler records the thread that started it, or all threads with
+    `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`. NVTX ranges are recorded as
+    soon as CUDA is in use.
     """
 
     __slots__ = ("_marked", "_name", "_recorded")
@@ -253,7 +438,7 @@ class span:
     _recorded: Any
 
     def __enter__(self) -> None:
-        # What torch itself asks before it records a range: to enter one costs 10 us even if nobody listens.
+        # Torch checks the same before it records a range. Entering one costs 10 us even without a profiler.
         if profiler._is_profiler_enabled:
             self._recorded = torch.profiler.record_function(self._name)
             self._recorded.__enter__()
@@ -267,7 +452,7 @@ class span:
 
 
 def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function whose calls have that name."""
+    """Give the calls of a function this name in timelines."""
 
     def wrap(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Live tensors into a slot: first what may change before the next optimizer step, then what only optimizers change."""
+"""Copies live tensors into a slot: first those that may change before the next optimizer step, then the rest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from ckpt.core.format.boxes import Box, boxes_of_run
 from ckpt.core.format.layout import Layout, pages
 from ckpt.core.ipc.arena import LOCK, Arena
 from ckpt.core.snapshot import device
-from ckpt.core.snapshot.device import CopyStreams, PerDevice
-from ckpt.core.snapshot.packed import Pack
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.device import CopyStreams, Pack, PerDevice
+from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.unchanged import Frozen
 from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes
 
@@ -27,100 +26,100 @@ Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and w
 
 
 class SlotFiller:
-    """Fills one slot after the other. For the staging thread only; `begin`, then the parts, then `end`."""
+    """Fills one slot after the other, in the staging thread: `begin`, both parts, `end`."""
 
     def __init__(self, steady: contextlib.AbstractContextManager[Any]) -> None:
-        """`steady`: inside, no more of the memory is page-locked."""
+        """`steady`: a lock that keeps memory from being page-locked."""
         self._steady = steady
         self.frozen = Frozen()
         self._streams = CopyStreams()
         self._views: dict[tuple[bytes, int], tuple[Layout, list[Tensor]]] = {}
 
     def clear(self) -> None:
-        """Another arena: nothing is known of its slots."""
+        """Forget all slots, because another arena is used."""
         self._views.clear()
         self.frozen.clear()
 
-    def begin(self, slot: int, job: PendingSnapshot) -> None:
-        self.frozen.open(slot, job.reading.layout)
+    def begin(self, slot: int, snapshot: NewSnapshot) -> None:
+        self.frozen.open(slot, snapshot.reading.layout)
 
     def end(self, slot: int) -> None:
-        """What was filled in since `begin` is there: for the next snapshot in this slot."""
+        """Remember what the slot holds, for the next snapshot in it."""
         self.frozen.close(slot)
 
-    def fill_eager(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        """What may change before the next optimizer step."""
-        streams = self._streams.of(job.streams)
-        device.queue_behind(streams, job.ready)
-        self._copy_part(arena, slot, job, guarded=False)
-        start = pages(job.reading.layout.arrangement.data_size)
-        arena.data(slot)[start : start + len(job.values)] = job.values
-        for pack in job.early:
+    def fill_eager(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
+        """Copy what may change before the next optimizer step."""
+        streams = self._streams.of(snapshot.streams)
+        device.queue_behind(streams, snapshot.ready)
+        self._copy_part(arena, slot, snapshot, guarded=False)
+        start = pages(snapshot.reading.layout.arrangement.data_size)
+        arena.data(slot)[start : start + len(snapshot.values)] = snapshot.values
+        for pack in snapshot.early:
             pack.fetch(streams)
-        job.eager = device.events_behind(streams)
-        if not job.taken_early:
-            device.queue_behind(job.streams, job.eager)  # later kernels may change what we still read
+        snapshot.eager = device.events_behind(streams)
+        if not snapshot.taken_early:
+            device.queue_behind(snapshot.streams, snapshot.eager)  # later kernels may change what we still read
 
-    def fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        """What only optimizers change, and what else is to be done meanwhile. A device may have done nothing of it yet:
-        `job.done` says when it has."""
-        streams = self._streams.of(job.streams)
-        for pack in job.late:
+    def fill_guarded(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
+        """Copy what only optimizers change, and call `beside`. On a device this only queues the work: `snapshot.done`
+        has the events behind it."""
+        streams = self._streams.of(snapshot.streams)
+        for pack in snapshot.late:
             with device.on(streams):
-                pack.gather(job.sources)
-        self._copy_part(arena, slot, job, guarded=True)
-        for pack in job.late:
+                pack.gather(snapshot.sources)
+        self._copy_part(arena, slot, snapshot, guarded=True)
+        for pack in snapshot.late:
             pack.fetch(streams)
-        job.check_sources()
-        for one in job.fingerprints if streams else ():
+        snapshot.check_sources()
+        for one in snapshot.fingerprints if streams else ():
             one.fetch(streams)
-        if job.beside is not None:
+        if snapshot.beside is not None:
             with device.on(streams):
-                job.beside()
-        job.done = device.events_behind(streams)
+                snapshot.beside()
+        snapshot.done = device.events_behind(streams)
 
-    def deal_out(self, arena: Arena, slot: int, job: PendingSnapshot, packs: Iterable[Pack]) -> None:
-        """What has come from a device in packs."""
+    def deal_out(self, arena: Arena, slot: int, snapshot: NewSnapshot, packs: Iterable[Pack]) -> None:
+        """Distribute the tensors that came from a device in packs."""
         for pack in packs:
-            pack.deal_out(self._slot_views(arena, slot, job.reading.layout))
+            pack.deal_out(self._slot_views(arena, slot, snapshot.reading.layout))
 
-    def settle(self, job: PendingSnapshot) -> None:
-        """Nobody may have its slot, or free what it reads, while a device still copies."""
-        self._streams.settle(job.streams)
+    def settle(self, snapshot: NewSnapshot) -> None:
+        """Wait until no device copies for this snapshot, before its slot is used or its sources are freed."""
+        self._streams.settle(snapshot.streams)
 
     def whole(self, arena: Arena, slot: int) -> Tensor:
-        """The bytes of a slot."""
+        """Return the bytes of a slot."""
         return torch.frombuffer(arena.data(slot), dtype=torch.uint8)
 
-    def _copy_part(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> None:
-        """Those that only optimizers change, or all others."""
-        views, sources = self._slot_views(arena, slot, job.reading.layout), job.sources
-        numbers = list(compress(range(len(views)), job.reading.guarded) if guarded else job.reading.early)
-        job.check_memory(numbers)
-        if job.streams:
-            self.copy(self._pairs(views, numbers, job), self._streams.of(job.streams))
+    def _copy_part(self, arena: Arena, slot: int, snapshot: NewSnapshot, *, guarded: bool) -> None:
+        """Copy the tensors that only optimizers change, or all others."""
+        views, sources = self._slot_views(arena, slot, snapshot.reading.layout), snapshot.sources
+        numbers = list(compress(range(len(views)), snapshot.reading.guarded) if guarded else snapshot.reading.early)
+        snapshot.check_memory(numbers)
+        if snapshot.streams:
+            self.copy(self._pairs(views, numbers, snapshot), self._streams.of(snapshot.streams))
             return
         little, large = list[int](), list[Pair]()
-        for n in numbers:  # most are little, and nothing else is asked of these
-            if job.reading.layout.sizes[n] < LARGE:
+        for n in numbers:  # most are little, and take the shortest path
+            if snapshot.reading.layout.sizes[n] < LARGE:
                 little.append(n)
             else:
                 large.append((views[n], sources[n], n))
         if little:
             device.copy_batch([views[n] for n in little], [sources[n] for n in little], {})
-        self.copy(large, {}, guarded)  # the caller waits for what is copied early
+        self.copy(large, {}, guarded)  # the caller waits for the first part
 
-    def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot) -> list[Pair]:
-        """Where each of these tensors goes, and what goes there."""
-        packed = job.packed
-        pairs = [(views[n], job.sources[n], n) for n in numbers if n not in packed]
-        if job.reading.layout.arrangement.data_size <= LOCK:
+    def _pairs(self, views: list[Tensor], numbers: Iterable[int], snapshot: NewSnapshot) -> list[Pair]:
+        """Return target, source and number of each tensor that is not packed, cut at page-locked pieces."""
+        packed = snapshot.packed
+        pairs = [(views[n], snapshot.sources[n], n) for n in numbers if n not in packed]
+        if snapshot.reading.layout.arrangement.data_size <= LOCK:
             return pairs
-        offsets = job.reading.layout.arrangement.offsets
+        offsets = snapshot.reading.layout.arrangement.offsets
         return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]], LOCK)]
 
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
-        """The slot as tensors of the layout's shapes, made once."""
+        """Return the slot as tensors of the layout's shapes."""
         key = (arena.id, slot)
         cached = self._views.get(key)
         if cached is not None and cached[0] is layout:
@@ -140,10 +139,9 @@ class SlotFiller:
         streams: PerDevice,
         beside_training: bool = True,
     ) -> None:
-        """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
-        the rest in one batched call a device.
+        """Queue the copies of devices, one batched call each, then copy large host tensors one by one.
 
-        `beside_training`: the caller of step() goes on meanwhile.
+        `beside_training`: training goes on during these copies.
         """
         batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
         large: list[Pair] = []
@@ -165,13 +163,12 @@ class SlotFiller:
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Of a tensor without gaps."""
+    """Return the strides of a contiguous tensor."""
     return [prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -> Iterator[Pair]:
-    """What comes from a device at the ends of pieces of the slot, as those that are page-locked: no copy reaches over
-    one. `offset`: of the target in its slot, in bytes."""
+    """Cut a copy from a device where page-locked pieces of the slot end. `offset`: of the target in its slot, bytes."""
     first = piece - offset % piece
     if source.device.type == "cpu" or target.nbytes <= first:
         yield target, source, number
@@ -181,7 +178,7 @@ def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -
         there, here = as_bytes(target), as_bytes(source)
         yield from ((there[a:b], here[a:b], number) for a, b in pairwise(bounds))
         return
-    flat = target.view(-1)  # of a strided one, what has to be put in order first is a piece at the most
+    flat = target.view(-1)  # a strided source is made contiguous first, one piece at a time
     for a, b in pairwise(bound // target.itemsize for bound in bounds):
         for (at, sizes), there in _boxes(tuple(target.shape), flat[a:b], a, b):
             here = source
@@ -191,7 +188,7 @@ def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -
 
 
 def _boxes(shape: tuple[int, ...], run: Tensor, start: int, stop: int) -> Iterator[tuple[Box, Tensor]]:
-    """Elements `start` to `stop` of a tensor as boxes of it, each with its part of their `run`."""
+    """Yield elements `start` to `stop` of a tensor as boxes, each with its part of `run`."""
     for box in boxes_of_run(shape, start, stop):
         count = prod(box[1])
         yield box, run[:count].view(box[1])

@@ -1,11 +1,12 @@
-"""One snapshot on its way into memory: what is copied, how far it has come, and whether it is of one moment.
+"""One snapshot: what is copied into a slot, how far the copy has come, and whether it shows one moment.
 
-Pure bookkeeping, shared by the thread that trains, which begins a job, and the staging thread, which does the copying
-(`ckpt.core.snapshot.stage`). On an accelerator "how far" means events on streams; nothing here waits for one.
+`Snapshot` is what a slot holds, with the handle of its save and the state of its write to each tier. `NewSnapshot` is
+one that is being copied. The training thread makes it, and the staging thread copies it (`ckpt.core.snapshot.stage`).
+On an accelerator "how far" means events on streams. Nothing here waits for one.
 
-Whether it is of one moment is known when its copies have ended, and before it is sealed: what somebody writes later is
-no matter. Three things say it: torch's version counters, which count a write when it has ended; the elements at some
-places of the tensors, and the same of their copies (`ckpt.core.state.fingerprint`).
+A snapshot shows one moment if nobody but optimizers wrote to its tensors during the copy. This is checked when all
+copies have ended, before the slot is sealed, in three ways: torch's version counters, which count a write when it has
+ended, sampled elements of the tensors, and the same elements of the copies (`ckpt.core.state.fingerprint`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from enum import Enum
 from itertools import compress
 from operator import attrgetter
 
@@ -22,79 +23,105 @@ from torch import Tensor
 
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.snapshot.awaited_memory import AwaitedMemory
-from ckpt.core.snapshot.device import PerDevice, compute_streams, events_behind
-from ckpt.core.snapshot.packed import Pack, Packs
+from ckpt.core.snapshot.device import Pack, Packs, PerDevice, compute_streams, events_behind
 from ckpt.core.state.capture import Reading
 from ckpt.core.state.fingerprint import Fingerprint
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.events import log
+from ckpt.saving import Save
 
-LITTLE = 1 << 20  # bytes that are cloned in any case: sooner than another thread has woken up
-MOST = 64 << 20  # bytes that are cloned at most: on devices, or while memory is being made
+LITTLE = 1 << 20  # bytes of host memory that step() clones itself: quicker than waking another thread
+MOST = 64 << 20  # bytes that are cloned on devices
 
 _VERSION = attrgetter("_version")
+Slot = tuple[Arena, int]
 
 
-@dataclass(eq=False)
-class PendingSnapshot:
-    """One snapshot on its way into memory."""
+class WriteState(Enum):
+    """The write of a snapshot to one tier. `ckpt.core.run.saver` says who moves it."""
 
-    attempt: Attempt
-    reading: Reading
-    values: bytes
-    busy: str = "wait"  # or "skip"
-    deadline: float = float("inf")  # of waiting for a slot, monotonic
-    on_end: Callable[[PendingSnapshot], None] = lambda job: None
-    memory: AwaitedMemory | None = None  # what it waits for, if its memory may not be there yet
-    beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
-    submitted: bool = False  # or just about to be
-    begun: bool = False  # by the staging thread
-    eager_done: threading.Event = field(default_factory=threading.Event)
-    enqueued: threading.Event = field(default_factory=threading.Event)  # all copies are on their stream
-    copied: threading.Event = field(default_factory=threading.Event)
-    error: CheckpointError | None = None
-    written_by_others: list[str] = field(default_factory=list)
-    finite: bool | None = None  # what the user said of this step
-    slot: tuple[Arena, int] | None = None  # where it is being staged
-    order: int = 0  # as in its label
-    place: tuple[Arena, int] | None = None  # where it was sealed
-    versions: list[int] = field(default_factory=list)
-    fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
-    replicas: Sequence[Fingerprint] = ()  # elements of what other ranks hold as well, as `reading.replicas` has it
-    streams: PerDevice = field(default_factory=dict)  # the caller's compute streams
-    ready: PerDevice = field(default_factory=dict)  # events on them
-    eager: PerDevice = field(default_factory=dict)  # events after the copies of the eager part
-    early: list[Pack] = field(default_factory=list)  # of small tensors, gathered before step() returned
-    late: list[Pack] = field(default_factory=list)  # and beside training
-    taken_early: bool = False  # what may change before the next optimizer step was cloned on its device
-    done: PerDevice = field(default_factory=dict)  # events after the copies
-    eager_there: threading.Event = field(default_factory=threading.Event)  # devices have reached these events
-    all_there: threading.Event = field(default_factory=threading.Event)
-    _checking: threading.Lock = field(default_factory=threading.Lock)
-    _checked: bool = False
+    QUEUED = "queued"  # scheduled, and not yet requested from the writer
+    WRITING = "writing"
+    COMMITTED = "committed"
+    FAILED = "failed"
 
-    def __post_init__(self) -> None:
-        reading = self.reading
-        self.replicas = [one.places.look(self.attempt.step) for one in reading.replicas]
-        self.sources = reading.tensors
+
+class Snapshot:
+    """A step in memory, or on its way there.
+
+    - `save`: the handle that the user has.
+    - `place`: the arena and the slot in which it is sealed; None until then.
+    - `writes`: by tier number; a tier that is missing neither has the step nor is about to get it.
+    """
+
+    def __init__(self, attempt: Attempt, save: Save | None = None, place: Slot | None = None) -> None:
+        self.attempt, self.place = attempt, place
+        self.save = save or Save(attempt.step, str(attempt), [])
+        self.writes: dict[int, WriteState] = {}
+
+
+class NewSnapshot(Snapshot):
+    """A snapshot of this process. Its fields are in the order of its life."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        reading: Reading,
+        values: bytes,
+        *,
+        save: Save | None = None,
+        tiers: Sequence[int] = (),
+        required: bool = True,
+        busy: str = "wait",
+        deadline: float = float("inf"),
+        finite: bool | None = None,
+    ) -> None:
+        """
+        - `tiers`: numbers of the tiers that get it.
+        - `required`: the user requested it, or a tier has scheduled it.
+        - `busy`: "wait" for a free slot until `deadline` (by time.monotonic()), or "skip".
+        - `finite`: what the user said of the step.
+        """
+        super().__init__(attempt, save)
+        self.writes = dict.fromkeys(tiers, WriteState.QUEUED)
+        self.reading, self.values, self.finite = reading, values, finite
+        self.required, self.busy, self.deadline = required, busy, deadline
+        self.beside: Callable[[], None] | None = None  # also called while the guarded tensors do not change
+        self.sources: Sequence[Tensor] = reading.tensors
+        self.replicas: Sequence[Fingerprint] = [one.places.look(attempt.step) for one in reading.replicas]
         self.overlapped = list(compress(reading.counters, reading.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
-        self.fingerprints = [spots.look() for spots in reading.spots]
-        if reading.layout.accelerated:
-            self.streams = compute_streams(reading.tensors)
+        self.fingerprints: list[Fingerprint] = [spots.look() for spots in reading.spots]  # of what is copied later
+        self.streams: PerDevice = compute_streams(reading.tensors) if reading.layout.accelerated else {}  # the caller's
+        self.ready: PerDevice = {}  # events on these streams
+        self.early: list[Pack] = []  # small tensors, gathered before step() returned
+        self.taken_early = False  # what may change before the next optimizer step was cloned on its device
+        self.submitted = False  # or about to be
+        self.begun = False  # by the staging thread
+        self.slot: Slot | None = None  # where it is being staged
+        self.order = 0  # as in its label
+        self.eager: PerDevice = {}  # events after the copies of what may change before the next optimizer step
+        self.eager_done = threading.Event()  # step() may return
+        self.late: list[Pack] = []  # small tensors, gathered during training
+        self.done: PerDevice = {}  # events after all copies
+        self.enqueued = threading.Event()  # all copies are on their streams
+        self.all_there = threading.Event()  # devices have reached `done`
+        self.copied = threading.Event()  # it is sealed, or has failed
+        self.error: CheckpointError | None = None
+        self.written_by_others: list[str] = []
+        self._checking = threading.Lock()
+        self._checked = False
 
     def label(self, state: int) -> Label:
-        """Of its slot, in this state."""
+        """Return the label of its slot in this state."""
         layout = self.reading.layout
         size = layout.arrangement.data_size
         return Label(state, self.order, self.attempt, layout.digest, size, len(self.values), time.time(), self.finite)
 
     def take(self, packs: Packs) -> bool:
-        """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done."""
+        """Clone what may change before the next optimizer step, where it lies. Return False if it is too large."""
         sizes = self.reading.layout.sizes
-        little = LITTLE if self.memory is None else MOST  # a copy takes less time than memory that is being made
-        if not self.streams and sum(sizes[n] for n in self.reading.early) > little:
+        if not self.streams and sum(sizes[n] for n in self.reading.early) > LITTLE:
             return False
         if not self.streams:
             self.sources = list(self.sources)
@@ -103,13 +130,12 @@ class PendingSnapshot:
             return True
         here = [n for n in self.reading.early if self.sources[n].is_cpu]
         there = [n for n in self.reading.early if not self.sources[n].is_cpu]
-        if sum(sizes[n] for n in here) > little or sum(sizes[n] for n in there) > MOST:
+        if sum(sizes[n] for n in here) > LITTLE or sum(sizes[n] for n in there) > MOST:
             return False
         return self._clone_on_devices(packs, [*here, *there])
 
     def _clone_on_devices(self, packs: Packs, numbers: list[int]) -> bool:
-        """By kernels in the order of the caller's streams: what these do later is no matter, and they wait for
-        nothing."""
+        """Clone with kernels on the caller's streams, so that later kernels on them cannot change the clones."""
         try:
             self.early = packs.take(self.reading, late=False)
             for pack in self.early:
@@ -130,17 +156,13 @@ class PendingSnapshot:
     def fits(self, arena: Arena) -> bool:
         return arena.fits(self.reading.layout.arrangement.data_size, len(self.values))
 
-    def leave_out(self) -> bool:
-        """See `AwaitedMemory`."""
-        return self.memory is not None and self.memory.leave_out()
-
     def mark_ready(self) -> None:
-        """What is on the caller's streams by now comes before the copies."""
+        """Have the copies come after what is on the caller's streams by now."""
         self.ready = events_behind(self.streams)
 
     @property
     def packed(self) -> set[int]:
-        """The numbers of tensors that come in packs."""
+        """Return the numbers of the tensors that are copied in packs."""
         return {number for pack in (*self.early, *self.late) for number in pack.numbers}
 
     def check_memory(self, numbers: Sequence[int]) -> None:
@@ -157,8 +179,8 @@ class PendingSnapshot:
             )
 
     def check_versions(self) -> None:
-        """Note what others than optimizers have written to since this job began. Called when all has been copied, or
-        before an optimizer is about to change something, whichever comes first: only the first time counts."""
+        """Note what others than optimizers have written to since this snapshot began. Only the first call counts: after
+        the last copy, or before an optimizer changes anything."""
         with self._checking:
             if self._checked:
                 return
@@ -170,18 +192,18 @@ class PendingSnapshot:
             self.overlapped = []
 
     def check_sources(self) -> None:
-        """Note what is being written to on the host just now, or was since this job began; before any optimizer is."""
+        """Note what was written to on the host since this snapshot began. Call it before any optimizer steps."""
         for one in self.fingerprints:
             self._note(one.changed())
 
     def check_copies(self, slot: Tensor) -> None:
-        """Note what is not in its slot (bytes) as it was when this job began."""
+        """Note what the slot (bytes) does not hold as it was when this snapshot began."""
         for one in self.fingerprints:
             self._note(one.differing(slot))
         self.fingerprints = []
 
     def check_whole(self, slot: Tensor) -> None:
-        """When all has been copied: it has an error if somebody else has written to it meanwhile."""
+        """Set `error` if others than optimizers wrote to the tensors during the copy. Call it when all is copied."""
         self.check_copies(slot)
         self.check_versions()  # last: a short write that was going on is counted by now
         if self.written_by_others:
@@ -197,18 +219,9 @@ class PendingSnapshot:
         self.written_by_others = list(dict.fromkeys([*self.written_by_others, *names]))
 
     def release(self) -> None:
-        """Nobody waits for it any more, whatever came of it."""
+        """Wake everyone who waits for it."""
         for event in (self.eager_done, self.enqueued, self.copied):
             event.set()
-
-    def end(self) -> None:
-        """Nobody waits for it, and it keeps nothing alive; for the staging thread, which goes on whatever comes."""
-        self.sources = []
-        self.release()
-        try:
-            self.on_end(self)
-        except Exception:
-            log.exception("after step %d was staged", self.attempt.step)
 
     @property
     def ended(self) -> bool:

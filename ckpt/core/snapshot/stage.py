@@ -1,37 +1,57 @@
-"""Live tensors into a slot, beside training.
+"""The staging thread copies live tensors into a slot while training goes on.
 
-One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `PendingSnapshot`
-is one snapshot; any thread may submit one. What the caller waits for is short: everything that may change before the
-next optimizer step has been taken. If that is little, and in host memory, the caller clones it and waits for nobody;
-else it waits for `eager_done`, when it is in the slot. The rest is copied during the next forward and backward, and
-`before_update`, called from a hook before any optimizer changes anything, waits for that.
+One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. `submit` gives it a
+`NewSnapshot`. The caller waits only for what may change before the next optimizer step. If that is little, the caller
+clones it and waits for nothing. Otherwise it waits for `eager_done`, when it is in the slot. The rest is copied during
+the next forward and backward pass, and a hook makes every optimizer wait for that (`before_update`).
+
+When a snapshot is sealed or has failed, the staging thread calls `on_ended`, which the saver sets once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future
 from functools import partial
 
-from ckpt.core.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
+import torch
+
+from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.core.ipc.mutex import Got
-from ckpt.core.snapshot.device import Waiter, begin_thread, traced, wait_for
+from ckpt.core.snapshot.device import (
+    READY_S,
+    Packs,
+    PageLocks,
+    Waiter,
+    begin_thread,
+    ready_slots,
+    traced,
+    wait_for,
+)
 from ckpt.core.snapshot.fill import SlotFiller
-from ckpt.core.snapshot.packed import Packs
-from ckpt.core.snapshot.page_locks import PageLocks
-from ckpt.core.snapshot.slots import Slots, SlotToucher
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot, Slot
 from ckpt.core.snapshot.update_gate import UpdateGate
-from ckpt.core.snapshot.worker import Worker
-from ckpt.errors import CheckpointError, ClosedError, CorruptError, SaveError, SkippedError, WriterError
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptError,
+    DeadlineError,
+    SaveError,
+    SkippedError,
+    WriterError,
+)
 from ckpt.events import log
 from ckpt.failpoints import point
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
-FIRST_S = 2.0  # for memory that is being made, if a step cannot be cloned and could be left out
-LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has died
+LEAVING_S = 30.0  # for a writer to release the mutex of a trainer that has died
+ALL_BUSY = "all snapshots are still being written"
+Work = Callable[[], None]
 
 
 class Stager:
@@ -46,9 +66,10 @@ class Stager:
         self._toucher = SlotToucher()
         self._gate = UpdateGate()
         self._arena: Arena | None = None
-        self._flying: deque[PendingSnapshot] = deque()  # all queued, and not all copied; for the staging thread only
+        self.on_ended: Callable[[NewSnapshot], None] | None = None
+        self._flying: deque[NewSnapshot] = deque()  # all queued, and not all copied; for the staging thread only
         self._order = 0
-        self._stopped = False  # nobody would do what is queued
+        self._stopped = False
         self._worker = Worker(self._leave)
 
     # -- from any thread --
@@ -58,30 +79,33 @@ class Stager:
         return self._arena
 
     def on_writer(self, pid: int) -> None:
-        """Set the writer process that hands out the memory from now on, for messages about a long wait."""
+        """Set the writer process that makes the memory from now on, for warnings about a long wait."""
         self._gate.writer_pid = pid
+
+    def warn_of_wait(self, waiter: str) -> None:
+        """Log that `waiter` waits for memory or for a copy, and why."""
+        self._gate.warn(waiter)
 
     @property
     def skipped_bytes(self) -> int:
-        """How much was not copied so far, since it was in its slot already; see `ckpt.core.snapshot.unchanged`."""
+        """Return how many bytes were not copied so far because the slot had them (`ckpt.core.snapshot.unchanged`)."""
         return self._filler.frozen.skipped_bytes
 
-    def submit(self, job: PendingSnapshot) -> None:
-        """Begin a snapshot and wait until its eager part has been taken, or it has failed."""
+    def submit(self, snapshot: NewSnapshot) -> None:
+        """Begin a snapshot. Return when what may change before the next optimizer step is copied, or it has failed."""
         self._check_running()
-        before, self._gate.job = self._gate.job, job
+        before, self._gate.snapshot = self._gate.snapshot, snapshot
         try:
-            # Else clones would pile up.
-            idle = before is None or before.copied.is_set() or before.leave_out()
-            taken = idle and job.take(self._packs)
-            job.mark_ready()
-            job.submitted = True
-            self._worker.put(lambda: self._stage(job))
-            if not taken and not (job.eager_done.wait(None if job.memory is None else FIRST_S) or job.leave_out()):
-                self._gate.wait_for(job.eager_done, "step()")
-        except BaseException:  # Ctrl-C: whether it was begun or not, nobody shall wait for it
-            job.error = job.error or SaveError(f"saving step {job.attempt.step} was interrupted")
-            self._worker.put(lambda: _end(job))
+            idle = before is None or before.copied.is_set()  # otherwise clones would pile up
+            taken = idle and snapshot.take(self._packs)
+            snapshot.mark_ready()
+            snapshot.submitted = True
+            self._worker.put(lambda: self._stage(snapshot))
+            if not taken:
+                self._gate.wait_for(snapshot.eager_done, "step()")
+        except BaseException:  # Ctrl-C: nobody may wait for it, whether it was begun or not
+            snapshot.error = snapshot.error or SaveError(f"saving step {snapshot.attempt.step} was interrupted")
+            self._worker.put(lambda: self._end(snapshot))
             raise
         if before is not None:
             self._gate.follow(before)
@@ -91,17 +115,17 @@ class Stager:
             raise ClosedError("this Checkpointer is closed: make a new one")
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""
+        """Keep optimizers from starting a step meanwhile. One that has started already is counted, and goes on."""
         return self._gate.held()
 
     def before_update(self, timeout_s: float = 600.0) -> float:
-        """Called before an optimizer changes anything; returns the seconds it waited. A copy that does not end in time
-        costs the snapshot, never the training."""
+        """Wait until an optimizer may change the state. Return the seconds that took. A copy that does not end in time
+        fails its snapshot; the training goes on."""
         return 0.0 if self._worker.is_here else self._gate.wait(timeout_s)
 
     def give_up_slot(self, least: int = LEAST_SLOTS) -> int:
-        """Return the memory of one slot to the system, for as long as this arena lives, unless only `least` are left;
-        how many bytes, perhaps 0."""
+        """Return the memory of one slot to the system for as long as this arena lives. Return its size in bytes, 0 if
+        only `least` slots are left."""
         given: list[int] = []
 
         def give() -> None:
@@ -121,7 +145,7 @@ class Stager:
         return sum(given)
 
     def use(self, arena: Arena, on_locked: Callable[[], None]) -> None:
-        """Stage into this arena from now on; `on_locked` is called when its mutex is held."""
+        """Stage into this arena from now on. Call `on_locked` when its mutex is locked."""
 
         def switch() -> None:
             if self._arena is arena:
@@ -137,7 +161,7 @@ class Stager:
         self.do(switch)
 
     def do(self, work: Callable[[], None], timeout_s: float = 60.0) -> None:
-        """Run something in the staging thread, between two jobs, and wait for it."""
+        """Run something in the staging thread when all copies have ended, and wait for it. DeadlineError."""
         self._check_running()
 
         def run() -> None:
@@ -147,11 +171,11 @@ class Stager:
         self._worker.do(run, timeout_s)
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Let go of the mutex and of the memory, and end. Jobs submitted before are done first."""
+        """Release the mutex and the memory, and end. Snapshots that were submitted before are copied first."""
         self._stopped = True
         self._worker.end(timeout_s)
         self._filler.clear()
-        self._gate.job = None
+        self._gate.snapshot = None
 
     # -- in the staging thread --
 
@@ -163,20 +187,16 @@ class Stager:
             self._unlock()
 
     def _land(self, *, wait: bool) -> None:
-        """Label and seal what devices have copied by now, in turn; `wait`: all that is on its way."""
+        """Seal what devices have copied by now, in order. With `wait`, wait for all copies."""
         while self._flying:
-            job = self._flying[0]
-            slot = job.slot
+            snapshot = self._flying[0]
+            slot = snapshot.slot
             assert slot is not None
-            if not wait and not job.all_there.is_set():
-                if job.eager and job.eager_there.is_set():
-                    self._filler.deal_out(*slot, job, job.early)
-                    slot[0].set_label(slot[1], job.label(EAGER))
-                    job.eager = {}
+            if not wait and not snapshot.all_there.is_set():
                 return
             self._flying.popleft()
-            with self._ending(job):
-                self._seal(*slot, job)
+            with self._ending(snapshot):
+                self._seal(*slot, snapshot)
 
     def _unlock(self) -> None:
         self._toucher.stop()
@@ -190,107 +210,263 @@ class Stager:
             self._arena = None
 
     @traced("ckpt.stage")
-    def _stage(self, job: PendingSnapshot) -> None:
-        job.begun = True
+    def _stage(self, snapshot: NewSnapshot) -> None:
+        snapshot.begun = True
         self._land(wait=False)
-        with self._ending(job):
-            if job.memory is not None:
-                job.memory.await_room(job, self._has_room)
+        with self._ending(snapshot):
             arena = self._arena
             if arena is None:
-                raise SkippedError(f"step {job.attempt.step} was not saved: no memory is ready yet")
+                raise SkippedError(f"step {snapshot.attempt.step} was not saved: no memory is ready yet")
             if self._free_slot(arena) is None:
                 self._land(wait=True)
-            begin_thread(job.streams)
-            for where in job.streams:
+            begin_thread(snapshot.streams)
+            for where in snapshot.streams:
                 self.page_locks.begin(arena, where)
-            slot = self._claim(arena, job)
-            self._filler.begin(slot, job)
-            self._filler.fill_eager(arena, slot, job)
+            slot = self._claim(arena, snapshot)
+            self._filler.begin(slot, snapshot)
+            self._filler.fill_eager(arena, slot, snapshot)
             point("stage.eager")
-            job.eager_done.set()
-            if not job.streams:
-                arena.set_label(slot, job.label(EAGER))
-            self._fill_guarded(arena, slot, job)
-            if not job.streams:
-                self._seal(arena, slot, job)
+            snapshot.eager_done.set()
+            self._fill_guarded(arena, slot, snapshot)
+            if not snapshot.streams:
+                self._seal(arena, slot, snapshot)
 
     @contextlib.contextmanager
-    def _ending(self, job: PendingSnapshot) -> Iterator[None]:
-        """Whatever comes of a job, nobody waits for it any more afterwards."""
+    def _ending(self, snapshot: NewSnapshot) -> Iterator[None]:
+        """Record how a snapshot ends, free what it used, wake everyone who waits for it, and call `on_ended`."""
         try:
             yield
         except CheckpointError as error:
-            job.error = error
+            snapshot.error = error
         except BaseException as error:
-            log.exception("staging step %d failed", job.attempt.step)
-            job.error = SaveError(f"step {job.attempt.step} could not be staged: {type(error).__name__}: {error}")
-        if job.error is None and job in self._flying:
-            return
-        if job.error is not None:
-            self._flying = deque(one for one in self._flying if one is not job)
-            if job.slot is not None:  # else it has put nothing on a stream: nobody waits for copies of those before
-                self._filler.settle(job)
-            if job.slot is not None and self._arena is job.slot[0]:
-                self._arena.set_label(job.slot[1], Label(EMPTY))
-        self._packs.give_back([*job.early, *job.late])
-        job.end()
+            log.exception("staging step %d failed", snapshot.attempt.step)
+            snapshot.error = SaveError(
+                f"step {snapshot.attempt.step} could not be staged: {type(error).__name__}: {error}"
+            )
+        if snapshot.place is None and snapshot.error is None:
+            return  # a device still copies it
+        if snapshot.place is None:  # a sealed one stays, even if `submit` is interrupted at that moment
+            self._flying = deque(one for one in self._flying if one is not snapshot)
+            if snapshot.slot is not None:  # otherwise it has put nothing on a stream
+                self._filler.settle(snapshot)
+            if snapshot.slot is not None and self._arena is snapshot.slot[0]:
+                self._arena.set_label(snapshot.slot[1], Label(EMPTY))
+        self._packs.give_back([*snapshot.early, *snapshot.late])
+        self._end(snapshot)
 
-    def _has_room(self, job: PendingSnapshot) -> bool:
-        """Whether a slot is free for it and touched, or all that will be are in use."""
-        self._land(wait=False)
-        arena = self._arena
-        if arena is None or not job.fits(arena):
-            return False
-        slot = self._free_slot(arena)
-        return arena.ready == arena.slots if slot is None else self._toucher.has_touched(slot)
+    def _end(self, snapshot: NewSnapshot) -> None:
+        if snapshot.copied.is_set():  # `submit` was interrupted, and it has ended before
+            return
+        snapshot.sources = []
+        snapshot.release()
+        if self.on_ended is not None:
+            try:
+                self.on_ended(snapshot)
+            except Exception:
+                log.exception("after step %d was staged", snapshot.attempt.step)
 
     def _free_slot(self, arena: Arena) -> int | None:
-        return self.slots.free(arena, {job.slot for job in self._flying})
+        return self.slots.free(arena, {snapshot.slot for snapshot in self._flying})
 
-    def _claim(self, arena: Arena, job: PendingSnapshot) -> int:
-        slot = self.slots.take(arena, {flying.slot for flying in self._flying}, job)
+    def _claim(self, arena: Arena, snapshot: NewSnapshot) -> int:
+        slot = self.slots.take(arena, {flying.slot for flying in self._flying}, snapshot)
         self._order += 1
-        job.order, job.slot = self._order, (arena, slot)
-        arena.set_label(slot, job.label(FILLING))
+        snapshot.order, snapshot.slot = self._order, (arena, slot)
+        arena.set_label(slot, snapshot.label(FILLING))
         point("stage.claimed")
         return slot
 
-    def _fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        if job.streams:
-            job.late = self._packs.take(job.reading, late=True)
-        self._filler.fill_guarded(arena, slot, job)
+    def _fill_guarded(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
+        if snapshot.streams:
+            snapshot.late = self._packs.take(snapshot.reading, late=True)
+        self._filler.fill_guarded(arena, slot, snapshot)
         self._filler.end(slot)
-        if job.streams:
-            self._flying.append(job)
-            for events, there in ((job.eager, job.eager_there), (job.done, job.all_there)):
-                self._waiter.when_reached(events, there, lambda: self._worker.put(partial(self._land, wait=False)))
-        job.enqueued.set()
+        if snapshot.streams:
+            self._flying.append(snapshot)
+            land = partial(self._worker.put, partial(self._land, wait=False))
+            self._waiter.when_reached(snapshot.done, snapshot.all_there, land)
+        snapshot.enqueued.set()
 
-    def _seal(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        """When the last of its copies has ended."""
-        wait_for(job.done)
-        self._filler.deal_out(arena, slot, job, [*job.early, *job.late])
-        job.check_whole(self._filler.whole(arena, slot))
+    def _seal(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
+        """Seal a snapshot when the last of its copies has ended, if it shows one moment."""
+        wait_for(snapshot.done)
+        self._filler.deal_out(arena, slot, snapshot, [*snapshot.early, *snapshot.late])
+        snapshot.check_whole(self._filler.whole(arena, slot))
         point("stage.copied")
-        if job.error is None:
-            arena.set_label(slot, job.label(SEALED))
+        if snapshot.error is None:
+            arena.set_label(slot, snapshot.label(SEALED))
+            snapshot.place = (arena, slot)
             point("stage.sealed")
-            job.place = (arena, slot)
-
-
-def _end(job: PendingSnapshot) -> None:
-    """Whether or not the staging thread has done so."""
-    job.release()
-    if job.place is None:
-        job.on_end(job)
 
 
 def _lock(arena: Arena) -> None:
     end = time.monotonic() + LEAVING_S
-    while arena.mutex.try_lock() is Got.BUSY:  # the writer, who noticed the death, is about to let go of it
+    while arena.mutex.try_lock() is Got.BUSY:  # the writer noticed the death, and releases it soon
         if arena.mutex.is_orphaned():
             raise CorruptError("the header of the shared memory is damaged: nobody can lock it any more")
         if time.monotonic() > end:
             raise WriterError("the memory of the last run is still locked by another process")
         time.sleep(0.001)
+
+
+class Slots:
+    """The slots in use. Any thread may pin slots, or hold all of them. The staging thread takes them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pinned: dict[tuple[bytes, int], int] = {}
+        self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
+
+    def pin(self, arena: Arena, slot: int) -> None:
+        """Do not overwrite this slot until it is unpinned as often as it was pinned, in whichever order."""
+        self._count((arena.id, slot), 1)
+
+    def unpin(self, arena_id: bytes, slot: int) -> None:
+        self._count((arena_id, slot), -1)
+
+    def _count(self, key: tuple[bytes, int], change: int) -> None:
+        with self._changed:
+            self._pinned[key] = self._pinned.get(key, 0) + change
+            if self._pinned[key] == 0:
+                del self._pinned[key]
+            self._changed.notify_all()
+
+    def hold(self, change: int) -> None:
+        """+1: overwrite nothing, a predecessor may still write into this memory; -1: it has gone."""
+        with self._changed:
+            self._holds += change
+            self._changed.notify_all()
+
+    def unpinned(self, arena: Arena) -> list[int]:
+        with self._changed:
+            return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
+
+    def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
+        """Return an empty slot, or the oldest. Never one that is being written, one that a device copies into
+        (`flying`), the newest snapshot, or the newest finite one. None if no slot is free."""
+        with self._changed:
+            if self._holds > 0:
+                return None
+            free = [slot for slot in self.unpinned(arena) if (arena, slot) not in flying]
+        sealed = arena.sealed()  # newest first
+        if arena.slots == 1:  # memory is short, so the only snapshot is overwritten once it was written
+            return next(iter(free), None)
+        held = {slot for slot, _ in sealed}
+        empty = [slot for slot in free if slot not in held]
+        finite = [slot for slot, label in sealed if label.finite is not False][:1]  # while a training is broken
+        oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free and slot not in finite]
+        broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
+        return next(iter([*empty, *oldest, *broken]), None)
+
+    def take(self, arena: Arena, flying: Container[Slot | None], snapshot: NewSnapshot) -> int:
+        """Wait for a slot for this snapshot. Raise SkippedError if it may not wait, or DeadlineError."""
+        if not snapshot.fits(arena):
+            raise SkippedError(
+                f"step {snapshot.attempt.step} was not saved: memory for its new layout is not ready yet"
+            )
+        with self._changed:
+            while (slot := self.free(arena, flying)) is None:
+                being_made = arena.ready < arena.slots
+                if snapshot.busy == "skip" and not being_made:
+                    raise SkippedError(f"step {snapshot.attempt.step} was not saved: {ALL_BUSY}")
+                left_s = snapshot.deadline - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(min(left_s, READY_S if being_made else 3600.0))
+                else:
+                    why = (
+                        "the last trainer is still leaving the memory it had"
+                        if self._holds > 0
+                        else "the disk does not keep up; save less often"
+                    )
+                    raise DeadlineError(
+                        f"step {snapshot.attempt.step} was not saved: no slot became free in time: {why}"
+                    )
+        return slot
+
+
+class SlotToucher:
+    """Touches each slot of an arena when it is ready, in a thread of its own, so that copies are quicker."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, arena: Arena) -> None:
+        self.stop()
+        self._stopped = stopped = threading.Event()
+
+        def touch() -> None:
+            for slot in ready_slots(arena, stopped):
+                arena.touch(slot, lambda: not stopped.is_set())
+
+        thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter: no matter
+            thread.start()
+            self._thread = thread
+
+    def stop(self) -> None:
+        """Stop touching: pages that are touched after they were released would be allocated again."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+class Worker:
+    """Any thread may give it work. `at_end` is what it does last."""
+
+    def __init__(self, at_end: Work) -> None:
+        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._at_end, self._ended = at_end, False
+        self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is in this thread."""
+        return threading.current_thread() is self._thread
+
+    def put(self, work: Work) -> None:
+        self._queue.put(work)
+
+    def do(self, work: Work, timeout_s: float) -> None:
+        """And wait for it; at once, if that is this thread. Raises what it raises, and DeadlineError."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self.is_here:
+            run()
+        else:
+            self.put(run)
+        try:
+            failure = done.exception(timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"the staging thread did not answer within {timeout_s:g} s") from None
+        if failure is not None:
+            raise failure
+
+    def end(self, timeout_s: float) -> None:
+        """When all that was given before is done."""
+        self.put(self._end)
+        self._thread.join(timeout_s)
+
+    def _end(self) -> None:
+        self._ended = True
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while not self._ended:
+                self._do(self._queue.get())
+            self._do(self._at_end)
+
+    def _do(self, work: Work) -> None:
+        try:
+            work()
+        except BaseException:  # else the mutex that this thread holds would say that the trainer has died
+            log.exception("something failed in the staging thread, which goes on")

@@ -1,4 +1,4 @@
-"""What an optimizer waits for before it changes anything: copies under way, and whoever needs the state as it is."""
+"""Makes optimizers wait before they change anything that is being copied, and counts their steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt.core.ipc.process import Process
 from ckpt.core.snapshot import device
 from ckpt.core.snapshot.device import is_capturing
-from ckpt.core.snapshot.snapshot import PendingSnapshot
+from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.errors import DeadlineError, UsageError
 from ckpt.events import log
 
@@ -22,27 +22,27 @@ WARN_S = 5.0  # how long training may wait for a copy before a warning explains 
 
 
 class UpdateGate:
-    """Of one trainer. Jobs come in turn, from the thread that trains; any thread may shut the gate.
+    """The gate of one trainer. The training thread passes it with one snapshot after the other. Any thread may shut it.
 
-    writer_pid: process id of the writer, which hands out the memory that a copy may wait for; 0 if it is unknown.
+    writer_pid: process id of the writer, which makes the memory that a copy may wait for; 0 if it is unknown.
     """
 
     def __init__(self) -> None:
         self.writer_pid = 0
-        self.job: PendingSnapshot | None = None  # the newest that no optimizer has come after
-        self._unchecked: list[PendingSnapshot] = []  # older ones, not sealed yet
-        self._copying: PendingSnapshot | None = None  # still read by a device: every stream that updates waits for it
-        self._shut: tuple[threading.Event, ...] = ()  # not set while something is copied that no optimizer may change
-        self._shutting = threading.RLock()  # a signal handler may come in
+        self.snapshot: NewSnapshot | None = None  # the newest; None once an optimizer has stepped since
+        self._unchecked: list[NewSnapshot] = []  # older ones, not sealed yet
+        self._copying: NewSnapshot | None = None  # a device still reads it, so every stream that updates waits for it
+        self._shut: tuple[threading.Event, ...] = ()  # an unset event keeps optimizers out
+        self._shutting = threading.RLock()  # a signal handler may interrupt it
 
-    def follow(self, before: PendingSnapshot) -> None:
-        """All of this job is queued at least, since the one after it was staged: jobs are done in turn."""
+    def follow(self, before: NewSnapshot) -> None:
+        """Note that a newer snapshot was submitted. All copies of `before` are at least on their streams by now."""
         self._line_up(before)
         self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""
+        """Keep optimizers from starting a step in this block. One that has started already is counted, and goes on."""
         opened = threading.Event()
         with self._shutting:
             self._shut = (*(one for one in self._shut if not one.is_set()), opened)
@@ -52,31 +52,29 @@ class UpdateGate:
             opened.set()
 
     def wait(self, timeout_s: float) -> float:
-        """Before an optimizer changes anything; the seconds that took. A copy that does not end in time costs the
-        snapshot, never the training."""
+        """Wait until an optimizer may change the state. Return the seconds that took. A copy that does not end in time
+        fails its snapshot; the training goes on."""
         self._line_up_again()
-        job, shut = self.job, self._shut
-        if job is None and all(one.is_set() for one in shut):
+        snapshot, shut = self.snapshot, self._shut
+        if snapshot is None and all(one.is_set() for one in shut):
             return 0.0
         started = time.perf_counter()
         for opened in shut:
             self.wait_for(opened, "an optimizer", timeout_s)
-        job = self.job
-        if job is None:
+        snapshot = self.snapshot
+        if snapshot is None:
             return time.perf_counter() - started
-        if job.leave_out():
-            in_time = True
-        elif job.streams:
-            in_time = self.wait_for(job.enqueued, "an optimizer", timeout_s)
-            self._line_up(job)
+        if snapshot.streams:
+            in_time = self.wait_for(snapshot.enqueued, "an optimizer", timeout_s)
+            self._line_up(snapshot)
         else:
-            in_time = self.wait_for(job.copied, "an optimizer", timeout_s)
+            in_time = self.wait_for(snapshot.copied, "an optimizer", timeout_s)
         if not in_time:
-            job.error = DeadlineError(f"copying step {job.attempt.step} took more than {timeout_s:g} s")
-        for one in (*self._unchecked, job):
-            if not one.ended:  # by a device, which has not come so far; what is counted from now on is the update
+            snapshot.error = DeadlineError(f"copying step {snapshot.attempt.step} took more than {timeout_s:g} s")
+        for one in (*self._unchecked, snapshot):
+            if not one.ended:  # a device still copies it; later writes that are counted are the update
                 one.check_versions()
-        self.job, self._unchecked = None, []
+        self.snapshot, self._unchecked = None, []
         return time.perf_counter() - started
 
     def wait_for(self, event: threading.Event, waiter: str, timeout_s: float | None = None) -> bool:
@@ -90,10 +88,11 @@ class UpdateGate:
             return True
         rest = None if timeout_s is None else timeout_s - first
         if rest is None or rest > 0:
-            self._warn(waiter)
+            self.warn(waiter)
         return event.wait(rest)
 
-    def _warn(self, waiter: str) -> None:
+    def warn(self, waiter: str) -> None:
+        """Log that the training waits for memory or for a copy, and why."""
         writer = Process.of(self.writer_pid)
         if self.writer_pid and writer.suspended:
             cause = (
@@ -104,28 +103,29 @@ class UpdateGate:
             cause = f"the writer process {writer.pid} has not made the memory yet, or the machine is busy"
         log.warning("%s has waited %g s for the copy of a step: %s", waiter, WARN_S, cause)
 
-    def _line_up(self, job: PendingSnapshot) -> None:
-        """What the caller queues from now on, on its current streams, comes after the copies of this job."""
-        device.queue_caller_behind(job.done)
-        if job.done:  # one that was not taken leaves what is copied before it
-            self._copying = job
+    def _line_up(self, snapshot: NewSnapshot) -> None:
+        """Have later work on the caller's streams come after the copies of this snapshot."""
+        device.queue_caller_behind(snapshot.done)
+        if snapshot.done:  # otherwise it was skipped, and an older one is still being copied
+            self._copying = snapshot
 
     def _line_up_again(self) -> None:
-        """Another optimizer may step on another stream."""
-        job = self._copying
-        if job is not None and job.copied.is_set():
+        """Line up the stream of another optimizer, too."""
+        snapshot = self._copying
+        if snapshot is not None and snapshot.copied.is_set():
             self._copying = None
-        elif job is not None:
-            self._line_up(job)
+        elif snapshot is not None:
+            self._line_up(snapshot)
 
 
 class UpdateHook:
-    """Calls `before()` ahead of the first change that an optimizer makes to what is saved; counts the steps of these.
-    `concerns` says of an optimizer of this process whether it is one of them.
+    """Calls `before()` before an optimizer changes the saved state, and counts the steps of such optimizers.
 
-    An optimizer that is given a closure runs forward and backward inside its step, so `before` is called when the
-    closure first returns. A step inside a graph that is being captured runs no hooks when it is replayed later:
-    `on_captured` is told which optimizer that is.
+    - `concerns`: return True for an optimizer of the saved state.
+    - `on_captured`: called with an optimizer whose step is captured into a graph, which runs no hooks when replayed.
+
+    An optimizer that gets a closure runs forward and backward inside its step, so `before` is called when the closure
+    first returns.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class UpdateHook:
         self._handle.remove()
 
     def announced(self) -> list[object]:
-        """The optimizers that have stepped, or are about to, since this was asked the last time."""
+        """Return the optimizers that have stepped, or are about to, since the last call."""
         found, self._announced = self._announced, {}
         return list(found.values())
 
     def fence(self, optimizers: list[Any]) -> None:
-        """The caller is about to do what these would do, without them. UsageError within a capture: nothing waits at a
-        replay for what was said while it was captured."""
+        """Count a step that the caller is about to make in place of these optimizers. Raise UsageError in a capture,
+        because nothing would wait at the replay."""
         if is_capturing():
             raise UsageError("call before_untracked_update() before the replay of a graph, not in its capture")
         self.count += 1
@@ -156,7 +156,7 @@ class UpdateHook:
         self._before()
 
     def silence(self) -> None:
-        """In a forked child, where locks may be held by threads that are not there: do nothing any more."""
+        """Do nothing more, in a forked child, where locks may be held by threads that do not exist there."""
         self._active = False
 
     def _hook(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,7 +183,7 @@ class UpdateHook:
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Called as it is also in a step that is compiled, where torch would take what it finds for constants."""
+    """Return a hook that torch.compile does not trace; a traced one would treat its values as constants."""
 
     def call(*arguments: Any) -> Any:
         return hook(*arguments)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.tools.cli.terminal import human, safe
-from ckpt.tools.observe.telemetry.status import EAGER, EMPTY, FILLING, SEALED, RankStatus, TierStatus
+from ckpt.tools.observe.telemetry.status import EMPTY, FILLING, SEALED, RankStatus, TierStatus
 from ckpt.units import duration, moment
 
 SLOW, LATE_S = 10.0, 5.0  # multiples of a usual step, and seconds, after which a rank counts as silent
@@ -23,7 +23,7 @@ STALLING = 0.01  # share of the time spent saving that counts as a bottleneck
 BAR = 10
 FAULT = 3  # most lines of a fault
 GAP = 2
-SLOTS = {SEALED: "#", EAGER: "+", FILLING: "~", EMPTY: ".", "damaged": "!"}
+SLOTS = {SEALED: "#", FILLING: "~", EMPTY: ".", "damaged": "!"}
 TIER_TITLES = ("tier", "step", "behind", "on its way", "rate", "stored")
 RANK_TITLES = ("rank", "step", "does", "slots", "a step", "stall", "behind", "GPU", "its memory", "memory", "host")
 

@@ -17,7 +17,7 @@ import psutil
 
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.ipc import watch_requests as watch
-from ckpt.core.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
+from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena
 from ckpt.core.ipc.free_memory import room
 from ckpt.core.ipc.heartbeat import Beat, Heartbeat, StepDone
 from ckpt.core.ipc.process import number_in_proc
@@ -38,7 +38,7 @@ from ckpt.tools.observe.telemetry.status import DeviceStatus, RankStatus, SlotSt
 RECENT_S, RECENT = 60.0, 16  # recent steps: this many seconds, and this many steps if those take longer
 MOST_TEXT = 500  # most characters of a fault to show
 DEVICE_S, DEVICE_WAIT_S = 1.0, 2.0  # interval between queries of the driver, and the wait for its response
-_STATES = {EMPTY: status.EMPTY, FILLING: status.FILLING, EAGER: status.EAGER, SEALED: status.SEALED}
+_STATES = {EMPTY: status.EMPTY, FILLING: status.FILLING, SEALED: status.SEALED}
 
 
 @dataclass(slots=True)

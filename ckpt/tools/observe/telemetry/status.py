@@ -15,7 +15,7 @@ from ckpt.core.format.typed_json import typed
 from ckpt.errors import CorruptError
 
 VERSION = 1
-EMPTY, FILLING, EAGER, SEALED = "empty", "filling", "eager", "sealed"
+EMPTY, FILLING, SEALED = "empty", "filling", "sealed"
 MOST_TIERS, MOST_SLOTS = 64, 256
 
 
@@ -23,8 +23,7 @@ MOST_TIERS, MOST_SLOTS = 64, 256
 class SlotStatus:
     """Memory for one snapshot.
 
-    `state`: "empty", "filling" (being copied), "eager" (complete except what only optimizers change) or "sealed"
-        (complete).
+    `state`: "empty", "filling" (being copied) or "sealed" (complete).
     `step`: -1 for none. `nbytes`: size of the snapshot.
     """
 

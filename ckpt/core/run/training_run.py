@@ -1,4 +1,9 @@
-"""What a run was asked for, and holds while it is open: made in one go, so that what comes in between undoes it."""
+"""A run while it is open in this process: what it was configured with, what it owns, and where the training is.
+
+`TrainingRun` opens everything in one go, and undoes everything if one part fails. The saver, the restore and the
+closing work on it; it imports none of them. The training thread changes where the training is, and every thread may
+read it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +26,7 @@ from ckpt.core.checkpoint.concurrent import run
 from ckpt.core.checkpoint.identity import Identity, identify
 from ckpt.core.format.partition import Seat
 from ckpt.core.ipc import channel
-from ckpt.core.ipc.heartbeat import Heartbeat
+from ckpt.core.ipc.heartbeat import PAUSED, Heartbeat
 from ckpt.core.ipc.notes import CadenceNote, DamagedNote, PeerDiedNote
 from ckpt.core.ipc.watch_requests import KeepBooks, Show
 from ckpt.core.ranks.orders import Orders
@@ -35,7 +40,15 @@ from ckpt.core.snapshot.device import memory_node, traced
 from ckpt.core.snapshot.stage import Stager
 from ckpt.core.snapshot.update_gate import UpdateHook
 from ckpt.core.state.capture import Capture
-from ckpt.errors import CheckpointError, FencedError, InvalidArgumentError, SaveError
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    FencedError,
+    InvalidArgumentError,
+    SaveError,
+    SkippedError,
+    UsageError,
+)
 from ckpt.events import log
 from ckpt.metrics import Metrics
 from ckpt.options import Options
@@ -43,10 +56,12 @@ from ckpt.saving import Save
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.version import VERSION
 
+TURN_S = 0.2  # between two checks whether the run was closed
+
 
 @dataclass(frozen=True)
 class Settings:
-    """`url`: of the nearest tier, by which the run is found; "memory:NAME" if there is memory only."""
+    """The arguments of a Checkpointer, checked. `url`: of the nearest tier, or "memory:NAME" without a tier."""
 
     world: World
     memory: Memory | None
@@ -104,38 +119,38 @@ class Settings:
 
     @property
     def everywhere(self) -> list[int]:
-        """The numbers of all tiers."""
+        """Return the numbers of all tiers."""
         return list(range(len(self.tiers)))
 
     @property
     def places(self) -> str:
-        """For messages."""
+        """Return all locations, for messages."""
         return " or ".join([*(["memory"] if self.memory else []), *(tier.url for tier in self.tiers)])
 
 
 class BackgroundErrors:
-    """Of one Checkpointer. `on_error`: "raise", or "warn", which only logs. `fenced`: the run was taken over, which is
-    raised by every call."""
+    """Errors of background work, each raised once, by the next call. With `on_error="warn"` they are only logged.
+    `fenced`: the run was taken over, which every call raises."""
 
     def __init__(self, on_error: str) -> None:
         self.fenced: FencedError | None = None
         self._on_error = on_error
-        self._heard = False  # whether a call has said that we are fenced
+        self._heard = False  # a call has raised that we are fenced
         self._noted: list[tuple[CheckpointError, Save | None]] = []
-        self._lock = threading.RLock()  # a signal handler may close us meanwhile
+        self._lock = threading.RLock()  # a signal handler may interrupt and close the run
 
     def note(self, error: CheckpointError, save: Save | None = None) -> None:
-        """`save`: whoever waits for that one is told by it."""
+        """Log an error, and have the next call raise it. `save`: its waits raise the error instead."""
         with self._lock:
             if isinstance(error, FencedError):
                 before, self.fenced = self.fenced, error
                 if before is not None:
-                    return  # every call says so by now
+                    return  # every call raises it by now
             self._noted.append((error, save))
         log.warning("%s", error)
 
     def forget(self, save: Save) -> None:
-        """What was told of it is dealt with; the next error of it is news."""
+        """Forget the errors of a save that is tried again."""
         with self._lock:
             self._noted = [(error, of) for error, of in self._noted if of is not save]
         save._raised = False
@@ -146,7 +161,7 @@ class BackgroundErrors:
             raise self.fenced
 
     def is_known(self, error: CheckpointError) -> bool:
-        """Whether a call has said so before."""
+        """Return True if a call has raised this before."""
         return self._heard and isinstance(error, FencedError)
 
     def raise_pending(self) -> None:
@@ -165,7 +180,7 @@ class BackgroundErrors:
 
 @dataclass
 class Stats:
-    """Seconds that saving took from training. `stalls`: of each of the last saves, the wait before updates included."""
+    """Seconds that training has waited for saves. `stalls`: for each of the last saves, with waits before updates."""
 
     saves: int = 0
     skipped: int = 0
@@ -173,46 +188,34 @@ class Stats:
     stalls: deque[float] = field(default_factory=lambda: deque(maxlen=10_000), repr=False)
 
 
-class Stalls:
-    """Counts them. `before_update` is called by each optimizer that is about to change what is being copied."""
+class TrainingRun:
+    """The run of one Checkpointer.
 
-    def __init__(self, stager: Stager, heartbeat: Heartbeat, timeout_s: float) -> None:
-        self.stats = Stats()
-        self._stager, self._heartbeat, self._timeout_s = stager, heartbeat, timeout_s
-        self._waiting_since: float | None = None  # an optimizer waits for a copy
-
-    def count(self, seconds: float) -> None:
-        """Of one save."""
-        self.stats.stalled_s += seconds
-        self.stats.saves += 1
-        self.stats.stalls.append(seconds)
-
-    @traced("ckpt.wait")
-    def before_update(self) -> None:
-        self._heartbeat.update()
-        self._waiting_since = time.perf_counter()
-        waited = self._stager.before_update(self._timeout_s)
-        self._waiting_since = None
-        self.stats.stalled_s += waited
-        if waited and self.stats.stalls:
-            self.stats.stalls[-1] += waited
-
-    def until_staged(self, save: Save) -> float:
-        """What training has waited for this one, in step() and, just now perhaps, before an update."""
-        now, since = time.perf_counter(), self._waiting_since
-        if save._stalled_s is not None:
-            return save._stalled_s + (0.0 if since is None else now - since)
-        return now - save._began if save._began else 0.0  # step() waits yet; or it was kept aside, and nobody waited
-
-
-class Session:
-    """Of one Checkpointer. `undo` ends everything again if the rest of opening it fails."""
+    - `step`: the step that the training named last. `stepped`: it was done since the last restore, by `thread`.
+    - `finite`: the argument of step().
+    - `within`: the step that step() or save() handles now, or in which it was interrupted.
+    - `exchanged`: the weights are swapped for others, see `not_training`.
+    - `restored`, `torn`: the state was restored; a restore failed halfway.
+    - `turn`: held by the thread that is in step(), save(), restore() or close().
+    - `ends`: what is stopped when the run is closed.
+    """
 
     def __init__(self, settings: Settings, state: dict[str, Any], takeover: bool, undo: contextlib.ExitStack) -> None:
+        """`undo`: ends everything again if the rest of opening the run fails."""
+        self.step: int | None = None
+        self.stepped = self.exchanged = self.restored = self.torn = self.closed = self.forked = False
+        self.thread = 0
+        self.finite: bool | None = None
+        self.within: int | None = None
+        self.turn = threading.RLock()
+        self._inside = False  # a call has the turn
+        self._updates = 0  # optimizer steps before the last call of step()
+        self.stats = Stats()
+        self._waiting_since: float | None = None  # an optimizer waits for a copy
         self.settings, self.world = settings, settings.world
         self.memory, self.tiers = settings.memory, settings.tiers
         self.began = time.monotonic()
-        self.ends = undo.enter_context(contextlib.ExitStack())  # what is stopped when this is closed
+        self.ends = undo.enter_context(contextlib.ExitStack())
         self.errors = BackgroundErrors(settings.on_error)
         self.heartbeat = Heartbeat.create()
         self.stager = Stager()
@@ -233,11 +236,11 @@ class Session:
         self.intervals = Intervals(
             self.world, self.orders, self.supervisor, self.heartbeat, self.memory, self.tiers, known
         )
-        self.stalls = Stalls(self.stager, self.heartbeat, settings.busy_timeout_s)
-        self.hook = UpdateHook(self.stalls.before_update, self.capture.unguard, self.capture.concerns)
+        self.hook = UpdateHook(self._before_update, self.capture.unguard, self.capture.concerns)
         self.ends.callback(self.hook.remove)
         self.unsaved = UnsavedOptimizers(self.capture)
         self.ends.callback(self.unsaved.close)
+        undo.callback(setattr, self, "closed", True)
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
         read = functools.cache(lambda: self._read(state))
@@ -261,26 +264,28 @@ class Session:
         return seen
 
     def _read(self, state: dict[str, Any]) -> int | None:
-        """Nobody else trains the run here: look at it. What cannot be saved of the state is said now. By which memory
-        of the machine its device is."""
+        """Read the state, which raises what cannot be saved. Return the NUMA node of its device.
+
+        Called when no other process of this machine trains the run.
+        """
         self.early = EarlyLook(tier.url for tier in self.tiers)
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
         return memory_node(self.capture.read().tensors)
 
     def fits(self, data_size: int, values_size: int) -> bool:
-        """Whether there is memory for a snapshot of that many bytes."""
+        """Return True if there is memory for a snapshot of this size, in bytes."""
         arena = self.stager.arena
         return arena is not None and arena.fits(data_size, values_size)
 
     def introduce(self) -> None:
-        """Have the writer keep the ledger, say what we do to whoever asks, and make memory."""
+        """Have the writer record events, report this rank's state to others, and make memory."""
         self._keep_books()
         self._show()
-        if not self.ownership.has_checkpoints:  # else after restore(), which has better use for the cores
+        if not self.ownership.has_checkpoints:  # otherwise after restore(), which needs the cores
             self.supervisor.memory.next.prepare(_predicted_size(self.capture), 1 << 14)
 
     def _show(self) -> None:
-        """Whoever wants to know what we do asks the writer: `ckpt top`, and metrics."""
+        """Have the writer report the state of this rank, for `ckpt top` and metrics."""
         seat, metrics = (self.world.rank, self.world.size, self.world.local_rank), self.settings.metrics
         request = Show(
             self.settings.url,
@@ -292,7 +297,7 @@ class Session:
         self.supervisor.standing.tell(request, (self.heartbeat.fd,))
 
     def _keep_books(self) -> None:
-        """The writer of the rank that speaks for the nearest tier keeps the ledger: `ckpt.core.writer.bookkeeper`."""
+        """Have the writer record events if this rank's writer represents the nearest tier."""
         if self.supervisor.run.roles[0].place > 0 if self.tiers else self.world.rank > 0:
             return
         owner = self.supervisor.owner
@@ -324,9 +329,150 @@ class Session:
             )
         )
 
+    # -- where the training is --
+
+    def begin_step(self, step: int, finite: bool | None) -> None:
+        """Note that the training has done this step."""
+        self.finite = finite
+        self.step, self._updates = step, self.hook.count
+        self.heartbeat.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
+        self.stepped, self.exchanged, self.thread = True, False, threading.get_ident()
+        optimizers = self.hook.announced()
+        self.capture.trust(optimizers)
+        self.unsaved.check(optimizers)
+
+    def went_back(self, step: int) -> None:
+        """Note that the state is that of a checkpoint."""
+        self.step, self._updates = step, self.hook.count
+        self.restored, self.torn = True, False
+        self.stepped, self.exchanged, self.finite, self.within = False, False, None, None
+
+    def starts(self, default: object) -> None:
+        """Note that training starts without a checkpoint."""
+        self.restored, self.finite = True, None
+        if isinstance(default, int):
+            self.step = default
+
+    @property
+    def moved_on(self) -> bool:
+        """Return True if an optimizer has begun a further step."""
+        return self.hook.count != self._updates
+
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Surround the save of a step. After Ctrl-C in it nothing has moved on, so close() may still stage the step."""
+        outer, self.within = self.within, step
+        try:
+            yield
+        except SkippedError:
+            self.within = outer
+            raise
+        self.within = outer
+
+    @contextlib.contextmanager
+    def in_turn(self, *, alone: bool = False) -> Iterator[None]:
+        """Let one thread in at a time. A thread that waits here is woken by close(), which may wait for that thread.
+
+        `alone`: raise UsageError if a signal handler comes into another call, which would continue with another state.
+        """
+        while not self.turn.acquire(timeout=TURN_S):
+            if self.closed or self.forked:
+                self.check_usable()
+        outer = self._inside
+        try:
+            if alone and outer:
+                raise UsageError("restore() cannot come into step(), save() or close(), as from a signal handler")
+            self._inside = True
+            yield
+        finally:
+            self._inside = outer
+            self.turn.release()
+
+    @contextlib.contextmanager
+    def pause(self, changes_state: bool) -> Iterator[None]:
+        """See `Checkpointer.not_training`."""
+        heartbeat, outer = self.heartbeat, self.exchanged
+        if changes_state:
+            self.exchanged = True
+        before, began = heartbeat.state, time.monotonic()
+        heartbeat.touch(PAUSED)
+        try:
+            yield
+            self.exchanged = outer  # after an exception they may still be swapped
+        finally:
+            if not self.forked:  # a child has no heartbeat
+                heartbeat.paused(time.monotonic() - began if before != PAUSED else 0.0)
+                heartbeat.touch(before)
+
+    # -- checks --
+
+    def check_not_forked(self) -> None:
+        if self.forked:
+            raise ClosedError("this process was forked from the trainer: only the trainer saves")
+
+    def check_usable(self, *, restoring: bool = False) -> None:
+        self.check_not_forked()
+        if self.closed:
+            raise ClosedError("this Checkpointer is closed: make a new one")
+        self.errors.check_owner()
+        if restoring:
+            return
+        if self.torn:
+            raise UsageError("the last restore failed half-way, so the state is not one of any step: restore again")
+        if self.ownership.has_checkpoints and not self.restored:
+            raise UsageError(
+                f"{self.settings.places} holds checkpoints: call restore() before the first step, or use another "
+                "location"
+            )
+
+    def check_next(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+            raise InvalidArgumentError(
+                f"step={step!r}: it must be the number of completed steps, a whole number from 0"
+            )
+        if self.step is not None and step <= self.step:
+            raise UsageError(f"step {step} cannot follow step {self.step}: steps only go up (restore() goes back)")
+        silent = self.capture.has_scaler or self.capture.has_unguarded  # steps may be skipped, or run no hooks
+        accumulating = self.hook.count > 0 and not self.moved_on and not silent
+        if accumulating and self.capture.holds_gradients():
+            raise UsageError(
+                f"no optimizer has stepped since step {self.step}: call step() once per optimizer step, not in the "
+                "middle of gradient accumulation. After a batch left out on purpose, drop its gradients first"
+            )
+
+    def check_same(self) -> None:
+        if self.moved_on:
+            raise UsageError(f"training went on after step {self.step}: call save() right after step()")
+
+    # -- how long training has waited --
+
+    def count_stall(self, seconds: float) -> None:
+        """Count the wait of one save in step()."""
+        self.stats.stalled_s += seconds
+        self.stats.saves += 1
+        self.stats.stalls.append(seconds)
+
+    @traced("ckpt.wait")
+    def _before_update(self) -> None:
+        """Make an optimizer wait until it may change what is being copied."""
+        self.heartbeat.update()
+        self._waiting_since = time.perf_counter()
+        waited = self.stager.before_update(self.settings.busy_timeout_s)
+        self._waiting_since = None
+        self.stats.stalled_s += waited
+        if waited and self.stats.stalls:
+            self.stats.stalls[-1] += waited
+
+    def stalled_by(self, save: Save) -> float:
+        """Return the seconds that training has waited for a save, in step() and perhaps just now before an update."""
+        now, since = time.perf_counter(), self._waiting_since
+        if save._stalled_s is not None:
+            return save._stalled_s + (0.0 if since is None else now - since)
+        return now - save._began if save._began else 0.0  # step() still waits
+
 
 def _predicted_size(capture: Capture) -> int:
-    """Bytes of a snapshot once the optimizers have their state: so that memory can be made before the first step."""
+    """Return the size of a snapshot once the optimizers have their state, which they get in the first step."""
     layout = capture.read().layout
     staged: dict[str, int] = {}
     for tensor in layout.tensors:

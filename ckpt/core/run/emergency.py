@@ -1,11 +1,11 @@
-"""Save out of turn: the newest step that all ranks can have, within the time that is left.
+"""Emergency saves: the newest step that all ranks can have, within the time that is left.
 
-    request_save -> order a step that all training loops save, or stage the last step and take what is in memory
+    request_save -> order a step that all training loops save; or stage the last step, and use what is in memory
                  -> have the writer make it durable -> Outcome
 
-The guard calls `request_save` when it sees a fault, and so does a user who asks for a save. Other ranks receive orders
-through `ckpt.core.ranks.orders`, and every rank executes them here. The training loop passes on by `answer` each save
-that was ordered. No call here waits for the training loop, another rank or the writer without a deadline.
+The guard calls `request_save` on a fault, and when a user requests a save. Other ranks receive orders
+through `ckpt.core.ranks.orders`, and every rank executes them here. The saver publishes each save that was ordered
+(`Saver.answers`). No call here waits for the training loop, another rank or the writer without a deadline.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.requests import Persist, SavedInTier
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.orders import Order
-from ckpt.core.run.progress import Progress, Staged
 from ckpt.core.run.save_plan import Late
-from ckpt.core.run.saves import TOO_LATE, Saves
-from ckpt.core.run.session import Session
-from ckpt.core.run.step_keeper import StepKeeper
+from ckpt.core.run.saver import TOO_LATE, Saver
 from ckpt.core.run.supervise.writer_link import start_thread
+from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
 from ckpt.saving import Save
 
-PATIENT_S = 600.0  # for a save that nobody is in a hurry for
+PATIENT_S = 600.0  # for a save without a deadline
 LIVE_S = 10.0  # for a copy of the step that an exception came into
-PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
+PERSIST_S = 60.0  # for the steps in memory to become durable, if the other ranks have them too
 COPYING_S = 2.0  # for a copy that is under way
 GUESS_S = 0.1
 PATIENCE_S = 0.5  # for the training loop to come, beyond what its steps take
 AHEAD = 2  # steps by which an order lies ahead of the rank that posts it, plus two pauses of the readers
-TRIES = 3  # orders for one request, each because some rank had passed the step of the one before
+TRIES = 3  # orders for one request; another is posted if some rank had passed the ordered step
 MOST_WHY = 200  # characters of a reason that other ranks log
 
 
@@ -48,7 +46,7 @@ class Outcome:
 
     saved: steps and where they are ("memory" or a URL), by how they were saved. "agreed": by the training loops;
         "live": staged after an exception in step(); "ring": memory had them already
-    staged_s: when memory had what there was to stage; None if the training loops saved a step
+    staged_s: when the last step was staged, if that was possible; None if the training loops saved a step
     durable_s: when the steps were durable, or had failed; None if the writer was not asked, or did not answer
     """
 
@@ -65,42 +63,26 @@ class Outcome:
         self.saved.setdefault(how, []).append(SavedInTier(step, tier, seconds, error))
 
 
-class OutOfTurn:
-    """Saves one Checkpointer out of turn. `answer` and `went_back` belong to the training loop."""
+class EmergencySaver:
+    """Saves the state of one run on request."""
 
-    def __init__(self, session: Session, progress: Progress, staged: Staged, saves: Saves, keeper: StepKeeper) -> None:
-        self._session, self._progress, self._staged = session, progress, staged
-        self._saves, self._keeper = saves, keeper
-        self._world, self._supervisor, self._heartbeat = session.world, session.supervisor, session.heartbeat
-        self._orders = session.orders
+    def __init__(self, run: TrainingRun, saver: Saver) -> None:
+        self._run, self._saver = run, saver
+        self._world, self._supervisor, self._heartbeat = run.world, run.supervisor, run.heartbeat
+        self._orders = run.orders
         self._turn = threading.Lock()  # of the thread that deals with a request, or with an order of another rank
-        self._answers: list[Save] = []  # the last ones that were ordered
-        self._answered = threading.Condition()
         self._stopped = False
         self._orders.hear("save", self._on_save)
         self._orders.hear("persist", self._on_persist)
         self._orders.hear("interval", self._on_interval)
 
     def stop(self, timeout_s: float) -> None:
-        """Answer no more requests. One that is being dealt with is finished first, if it is in time."""
+        """Handle no more requests. One that is being handled may finish within `timeout_s`."""
         self._stopped = True
-        with self._answered:
-            self._answered.notify_all()
+        with self._saver.answered:
+            self._saver.answered.notify_all()
         if self._turn.acquire(timeout=timeout_s):
             self._turn.release()
-
-    # -- the training loop --
-
-    def went_back(self) -> None:
-        """Forget which saves were ordered, because step numbers come again."""
-        with self._answered:
-            self._answers.clear()
-
-    def answer(self, save: Save) -> None:
-        """Pass on a save that was ordered."""
-        with self._answered:
-            self._answers = [*self._answers[-8:], save]
-            self._answered.notify_all()
 
     # -- the port --
 
@@ -114,26 +96,26 @@ class OutOfTurn:
         hung: bool = False,
         loop_ended: bool = False,
     ) -> Outcome:
-        """Save the newest step that all ranks can have. Return what became of it, in time or soon after.
+        """Save the newest step that all ranks can have. Return what was saved, by the deadline or soon after.
 
         why: for the logs of the other ranks
-        deadline: by time.monotonic(), None if nobody is in a hurry
-        far: what is in memory goes to the tiers behind the nearest one too
+        deadline: by time.monotonic(); None for no hurry
+        far: also write to the tiers beyond the nearest one
         leaving: this process ends after that
-        hung: the training loop of some rank stands still
-        loop_ended: this is the thread that trains, and it comes to no further step()
+        hung: the training loop of some rank does not proceed
+        loop_ended: the caller is the training thread, and will not call step() again
 
-        Nothing is saved before the first step: what is in memory or durable then is of an earlier start, and stays.
+        Nothing is saved before the first step: memory and tiers then hold steps of an earlier start, which stay.
         """
         outcome, alone = Outcome(), self._world.size == 1
         end = outcome.began + PATIENT_S if deadline is None else deadline
         with contextlib.nullcontext() if loop_ended else self._turn:  # the loop waits for no other request
             if not self._can_save:
                 return outcome
-            blocked = hung or bool(self._session.dead_ranks)  # somebody's training loop cannot come
-            held = self._staged.newest_step(min(COPYING_S, _left(end)))
+            blocked = hung or bool(self._run.dead_ranks)  # the training loop of some rank cannot save
+            held = self._saver.newest_step(min(COPYING_S, _left(end)))
             ready = held is not None and held == self._heartbeat.step
-            # What memory has already need not be waited for, unless all ranks have the time to save the same step.
+            # A step in memory is good enough, unless there is time for all ranks to save the same step.
             ask = not (blocked or loop_ended) and (not ready or not (alone or leaving))
             if ask and self._save_ordered(outcome, why, end, hurried=deadline is not None):
                 return outcome
@@ -149,16 +131,16 @@ class OutOfTurn:
         return outcome
 
     def await_copy(self) -> None:
-        """Wait for a copy that is under way to be in memory: training went on while the state became durable."""
+        """Wait until a copy that is under way is in memory."""
         if self._can_save:
-            self._staged.newest_step(COPYING_S)
+            self._saver.newest_step(COPYING_S)
 
     def give_memory_back(self) -> int:
-        """Do with one snapshot less. Return how many bytes that frees. With several ranks this one may be a step
-        behind, and what is left must still hold a step that all have."""
+        """Release one slot. Return its size in bytes. With several ranks this one may be a step behind, and the other
+        slots must still hold a step that all ranks have."""
         if not self._can_save:
             return 0
-        stager = self._session.stager
+        stager = self._run.stager
         return stager.give_up_slot() if self._world.size == 1 else stager.give_up_slot(3)
 
     @property
@@ -170,16 +152,15 @@ class OutOfTurn:
 
         Only the thread that trains can do this.
         """
-        progress = self._progress
-        if threading.get_ident() != progress.thread:
+        if threading.get_ident() != self._run.thread:
             return None
-        self._keeper.stage_last(time.monotonic() + LIVE_S, live=False)
-        return progress.step if self._staged.newest_step(0.0) == progress.step else None
+        self._saver.stage_last(time.monotonic() + LIVE_S, live=False)
+        return self._run.step if self._saver.newest_step(0.0) == self._run.step else None
 
     # -- one step of all training loops --
 
     def _save_ordered(self, outcome: Outcome, why: str, end: float, *, hurried: bool) -> bool:
-        """Have the training loops of all ranks save one step; False if they do not come."""
+        """Have the training loops of all ranks save one step. Return False if they do not."""
         before, usual_s = self._heartbeat.step, self._usual_s()
         if (order := self._order_save(usual_s, why, end, TRIES)) is None:
             return False
@@ -187,10 +168,10 @@ class OutOfTurn:
         patience_s = min(_left(end) / 2, 3 * needed_s + PATIENCE_S) if hurried else _left(end)
         patient, tried = time.monotonic() + patience_s, list[Save]()
         while time.monotonic() < patient and not self._stopped:
-            with self._answered:  # this step, or one that was ordered later
-                found = [save for save in self._answers if save.step >= order.step and save not in tried]
+            with self._saver.answered:  # this step, or one that was ordered later
+                found = [save for save in self._saver.answers if save.step >= order.step and save not in tried]
                 if not found:
-                    self._answered.wait(min(1.0, _left(patient)))
+                    self._saver.answered.wait(min(1.0, _left(patient)))
                     continue
             tried.append(found[0])
             if self._follow_save(outcome, found[0], end):
@@ -198,14 +179,14 @@ class OutOfTurn:
         return False
 
     def _order_save(self, usual_s: float, why: str, end: float, tries: int) -> Order | None:
-        """Order the first step that all ranks can still save; another rank's order for a step ahead will do."""
+        """Order the first step that all ranks can still save, or join an order of another rank."""
         step = self._heartbeat.step
         pauses = math.ceil(2 * self._orders.pause_s / usual_s) if usual_s > 0 else 0
         ahead = 1 if self._world.size == 1 else AHEAD + pauses
         return self._order("save", step + ahead, why, end, tries, join=step + 1)
 
     def _usual_s(self) -> float:
-        """How long a step takes; as long as nobody has learnt that, a guess from what happens now."""
+        """Return how long a step takes, in seconds. At the beginning of a run, measure it."""
         if usual_s := self._heartbeat.usual_s:
             return usual_s
         before = self._heartbeat.step
@@ -213,7 +194,7 @@ class OutOfTurn:
         return GUESS_S / max(1, self._heartbeat.step - before)
 
     def _order(self, kind: str, step: int, why: str, end: float, tries: int, *, join: int) -> Order | None:
-        """Post an order, or join one of another rank. None if the store does not answer, and ranks cannot be told."""
+        """Post an order, or join one of another rank. Return None if the store does not answer."""
         try:
             body = {"why": why[:MOST_WHY], "grace_s": _left(end), "tries": tries}
             return self._orders.post(kind, step, body, join=join)
@@ -222,7 +203,7 @@ class OutOfTurn:
             return None
 
     def _follow_save(self, outcome: Outcome, save: Save, end: float) -> bool:
-        """Until it is as safe as it gets; False if it failed, perhaps since another rank had passed that step."""
+        """Wait until a save is in all its tiers. Return False if it failed, for example after a rank had passed it."""
         passed = dict[str, float]()
         try:
             save.wait_staged(_left(end))
@@ -231,7 +212,7 @@ class OutOfTurn:
                 save.wait_durable(_left(end), tier=tier)
                 passed[tier] = outcome.passed_s
         except CheckpointError as error:
-            log.info("step %d was not saved out of turn: %s", save.step, error)
+            log.info("the requested save of step %d failed: %s", save.step, error)
             return False
         for tier, seconds in passed.items():
             outcome.add("agreed", save.step, tier, seconds)
@@ -243,20 +224,20 @@ class OutOfTurn:
     def _on_save(self, order: Order) -> None:
         if order.rank != self._world.rank:
             log.info("rank %d requests a save: %s", order.rank, order.body["why"])
-        late = self._session.intervals.plan.order(order.step)
+        late = self._run.intervals.plan.order(order.step)
         if late is not None:
             work = partial(self._save_late, order, late, self._supervisor.owner, time.monotonic())
             start_thread(work, "ckpt-late-save")
 
     def _save_late(self, order: Order, late: Late, owner: Acquire, began: float) -> None:
         """Save from memory a step that this rank had passed. If memory has lost it, order a later step."""
-        self._staged.newest_step(COPYING_S)
+        self._saver.newest_step(COPYING_S)
         if owner != self._supervisor.owner:
-            return  # a restore came between, and the same number is another step
-        save = self._saves.save_late(late, owner, f"had passed step {late.step} when it was ordered")
+            return  # after a restore, the same number is another step
+        save = self._saver.save_late(late, owner, f"had passed step {late.step} when it was ordered")
         if save is not None:
-            self.answer(save)
-        elif order.body["tries"] > 1 and not (self._session.intervals.plan.awaits_step or self._stopped):
+            self._saver.answer(save)
+        elif order.body["tries"] > 1 and not (self._run.intervals.plan.awaits_step or self._stopped):
             end = began + order.body["grace_s"]
             self._order_save(self._usual_s(), order.body["why"], end, order.body["tries"] - 1)
 
@@ -272,8 +253,8 @@ class OutOfTurn:
                 self._persist(Outcome(), end, far=False)
 
     def _on_interval(self, order: Order) -> None:
-        for late in self._session.intervals.change(order):
-            self._saves.save_late(late, self._supervisor.owner, TOO_LATE)
+        for late in self._run.intervals.change(order):
+            self._saver.save_late(late, self._supervisor.owner, TOO_LATE)
 
     # -- what is in memory --
 
@@ -287,8 +268,8 @@ class OutOfTurn:
                 request = Persist(deadline_s, far, [str(attempt) for attempt in attempts])
                 saved = self._supervisor.client.ask(request, deadline_s + 1.0)
         except CheckpointError as error:
-            if not isinstance(error, FencedError):  # which was said
-                log.warning("what is in memory is not durable: %s", error)
+            if not isinstance(error, FencedError):  # that was raised or logged before
+                log.warning("the steps in memory were not made durable: %s", error)
             return
         for one in saved:
             outcome.add("ring", one.step, one.tier, before_s + one.seconds, one.error)
@@ -296,10 +277,10 @@ class OutOfTurn:
 
     def _note_memory(self, outcome: Outcome) -> None:
         if isinstance(self._supervisor.writer.failure, WriterError):
-            return  # there is no writer any more, and memory ends with us
+            return  # the writer has died, so memory ends with this process
         known = {saved.step for saved in outcome.saved.get("live", ())}
         steps = sorted((attempt.step for attempt in self._supervisor.held.sealed()), reverse=True)
-        wanted = steps[:1] if self._world.size == 1 else steps  # of several ranks the newest may not be common
+        wanted = steps[:1] if self._world.size == 1 else steps  # with several ranks, the newest may not be common
         for step in wanted:
             if step not in known:
                 outcome.add("ring", step, "memory", outcome.passed_s)

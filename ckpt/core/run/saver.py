@@ -1,0 +1,612 @@
+"""One save, from step() until every tier that gets it has committed it.
+
+A snapshot is one object (`ckpt.core.snapshot.snapshot`), with one `WriteState` for each tier that gets it:
+
+    state      entered when                      by                                on an error
+    read       the state is read                 training thread, has the turn     the call raises
+    submitted  step() gives it to the stager     training thread, has the turn     Ctrl-C: failed, unless it gets sealed
+    copying    a slot is claimed                 staging thread                    failed; the slot is empty again
+    sealed     the slot is labelled (`place`)    staging thread, owns the slots    a later step takes the slot
+    failed     `error` is set                    staging thread                    see below
+    staged     a writer holds the arena          thread of the writer's replies    waiting raises; writes go on
+
+    QUEUED     the snapshot begins               training thread, has the turn     FAILED with the snapshot
+    WRITING    the writer is asked to write      staging thread, or has the turn   Ctrl-C: removed; close() tries again
+    COMMITTED  the writer has committed it       thread of the writer's replies    -
+    FAILED     the snapshot or the write failed  the same                          raised once; save() tries again
+
+Nothing leaves COMMITTED. A slot is pinned from WRITING until its bytes are stored (`supervise.writes`). Two tiers do
+not affect each other: one may be COMMITTED while the other is FAILED. No lock is held over a state: each has one
+thread that moves it on, and `_lock` only guards the list of saves that `wait` waits for.
+
+A failed snapshot is **dropped** if others than optimizers wrote to it during the copy, and **skipped** if no slot was
+free. A single rank saves the next step to the tiers that it was for (`owed`). With several ranks, that step would not
+be saved by the others, so the checkpoint fails by name on all ranks: this rank retracts its part.
+
+What may come in between:
+
+- A signal handler calls save() or close() inside step(). `turn` is reentrant, so it runs in the same thread. The save
+  that it interrupted may not have been submitted: `forgo_begun` fails it, and `stage_last` reads the state again.
+- An optimizer steps during a copy. Its hook waits (`UpdateGate`). An optimizer that started before is counted by
+  `TrainingRun.moved_on`.
+- The writer dies. The snapshot stays sealed, or fails; its writes fail or go to the next writer (`supervise.writes`).
+- Another rank is a step ahead or behind. Each rank seals its own steps; a checkpoint needs the same step of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.replicas import DIFFER
+from ckpt.core.log.log import Acquire
+from ckpt.core.run.replica_check import ReplicaCheck
+from ckpt.core.run.save_plan import Late
+from ckpt.core.run.supervise.writer_link import HUNG_UP
+from ckpt.core.run.supervise.writes import WriteInFlight
+from ckpt.core.run.training_run import TrainingRun
+from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState
+from ckpt.core.snapshot.stage import ALL_BUSY
+from ckpt.core.state.capture import Reading
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    DeadlineError,
+    FencedError,
+    SaveError,
+    SkippedError,
+    UsageError,
+    WriterError,
+)
+from ckpt.events import log
+from ckpt.saving import Save
+from ckpt.subscribers import publish
+from ckpt.units import decimal, duration
+
+REMEMBERED = 64  # attempts that were sent, more than can be under way
+ANSWERS = 8  # ordered saves that are remembered
+SURELY_NEWER = 2  # snapshots of a rank, because another rank may be one step behind
+QUEUED_S = 30.0  # for the staging thread to begin what is queued
+ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # between two checks whether memory is made; until a warning
+LEAST_S = 1.0  # for a copy, however little time is left
+TOO_LATE = "received new save intervals too late"
+NO_TIME = "there was no time to copy it"
+
+
+class Saver:
+    """Saves the steps of one run.
+
+    - `last`: the snapshot that was begun last, in memory or on its way there.
+    - `newest`: the newest in memory, staged or restored from there.
+    - `finite`: the newest finite one at the end of the run, if `newest` is not finite.
+    - `pinned`: the slot that was restored from, until it is superseded.
+    - `sent`: attempts that the writer was asked to write. `committed`: the newest step that a tier has from this start.
+    - `owed`: by tier, the scheduled save that was not staged, and its error unless that need not be raised any more.
+    - `answers`: the last saves that were ordered. `answered` notifies of each.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run, self._plan = run, run.intervals.plan
+        self.last: NewSnapshot | None = None
+        self.newest: Snapshot | None = None
+        self.finite: Snapshot | None = None
+        self.pinned: Slot | None = None
+        self.sent: deque[str] = deque(maxlen=REMEMBERED)
+        self.committed: int | None = None
+        self.owed: dict[int, tuple[Save, CheckpointError | None]] = {}
+        self.answers: deque[Save] = deque(maxlen=ANSWERS)
+        self.answered = threading.Condition()
+        self.replicas = ReplicaCheck(run)
+        self._active: list[Save] = []
+        self._lock = threading.RLock()  # a signal handler may close the run meanwhile
+        self._dropped = False  # the last snapshot was, so the next step is saved instead, scheduled or not
+        self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
+        self._noted_no_memory = False
+        run.stager.on_ended = self._on_ended
+
+    # -- the training thread, which has the turn --
+
+    def step(self, step: int, finite: bool | None) -> Save | None:
+        """See `Checkpointer.step`."""
+        run = self._run
+        run.check_usable()
+        run.check_next(step)
+        decision = self._plan.decide(step)
+        tiers = sorted({*decision.tiers, *self.owed})
+        memory = (self._dropped or decision.memory) and run.supervisor.memory.rings
+        save, refusal = None, None
+        try:
+            with run.saving(step):
+                run.begin_step(step, finite)
+                if tiers or decision.ordered or memory:
+                    save = self._begin(step, tiers, explicit=decision.ordered, ordered=decision.ordered)
+        except SkippedError as error:
+            refusal = error
+        if save is not None and decision.ordered:
+            self.answer(save)
+        try:
+            run.errors.raise_pending()
+        finally:
+            if refusal is not None:
+                self._on_refused(step, refusal)
+        return save
+
+    def save_as(self, step: int) -> Save:
+        """Save the state to every tier under a step number that step() has not named."""
+        run = self._run
+        run.check_next(step)
+        with run.saving(step):
+            run.begin_step(step, None)
+            return self._begin(step, run.settings.everywhere, explicit=True)
+
+    def save_last(self) -> Save:
+        """Save the last step to all tiers that neither have it nor are about to get it."""
+        with self._run.stager.held():  # another thread may be training
+            step, last = self._last_step("say which step this is: save(step)")
+            if last is None or last.place is None:
+                self._check_same()
+                return self._begin(step, self._run.settings.everywhere, explicit=True)
+            if last.save._raised:
+                self._run.errors.forget(last.save)
+            self._plan.saved_everywhere(step)
+            for tier in self._run.settings.everywhere:
+                if last.writes.get(tier, WriteState.FAILED) is WriteState.FAILED:
+                    self._write_also(last, tier)
+            return last.save
+
+    def stage(self) -> Save:
+        """Copy the last step into memory if it is not there. Return when it is copied, or has failed."""
+        with self._run.stager.held():
+            step, last = self._last_step("call step() first: there is no step to stage")
+            if last is not None and last.place is not None:
+                return last.save
+            self._check_same()
+            save = self._begin(step, [], explicit=True)
+            if (last := self.last_of(step)) is not None:
+                last.copied.wait(self._run.settings.busy_timeout_s)
+            return save
+
+    def _last_step(self, if_none: str) -> tuple[int, NewSnapshot | None]:
+        """Return the last step and its snapshot, whose copy has ended. UsageError if an optimizer has moved on."""
+        step, timeout_s = self._run.step, self._run.settings.busy_timeout_s
+        if step is None:
+            raise UsageError(if_none)
+        self._run.check_same()
+        last = self.last_of(step)
+        if last is not None and self._has_begun(last, timeout_s) and last.error is None:
+            last.copied.wait(timeout_s)
+        return step, last
+
+    def _check_same(self) -> None:
+        """Raise UsageError if the state is known to be no longer that of the last step."""
+        exchanged = "weights are exchanged for others at the moment, see not_training()" if self._run.exchanged else ""
+        if why := exchanged or self._why_torn():
+            step = self._run.step
+            raise UsageError(f"step {step} cannot be saved any more: {why}. Call save() right after step()")
+
+    def _begin(
+        self, step: int, tiers: list[int], *, explicit: bool, ordered: bool = False, timeout_s: float | None = None
+    ) -> Save:
+        """Save the state as it is now.
+
+        explicit: somebody requested it, so it may wait for a slot; ordered: by an order, see `ckpt.core.ranks.orders`
+        timeout_s: for a slot, when the run is closed
+        """
+        run, started, required = self._run, time.perf_counter(), explicit or bool(tiers)
+        owner, patience_s = run.supervisor.owner, run.settings.busy_timeout_s if timeout_s is None else timeout_s
+        attempt = Attempt(owner.epoch, step, owner.nonce)
+        save = Save(step, str(attempt), [run.tiers[i].url for i in tiers])
+        deadline = time.monotonic() + patience_s
+        if explicit and tiers:
+            self._plan.saved_everywhere(step)
+        save._raised = ordered and not self._is_scheduled(step)  # a best effort, whose failure need not be raised
+        try:
+            reading, values = self._read()
+            sizes = reading.layout.arrangement.data_size, len(values)
+            self._await_memory(step, sizes, deadline, required=required)
+        except BaseException as error:
+            what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
+            save._set_failed(what)
+            self._retract(attempt, tiers, what)
+            raise
+        snapshot = NewSnapshot(
+            attempt,
+            reading,
+            values,
+            save=save,
+            tiers=tiers,
+            required=required,
+            busy="wait" if explicit else run.settings.on_busy,
+            deadline=deadline,
+            finite=run.finite,
+        )
+        self.replicas.begin(snapshot, durable=bool(tiers), closing=timeout_s is not None)
+        save._began = started
+        try:
+            self.last = snapshot
+            self._follow(save)
+            run.stager.submit(snapshot)
+        except BaseException as error:
+            if not snapshot.submitted:
+                save._set_failed(SaveError(f"step {step} was not saved: {error!r}"))
+            raise
+        save._stalled_s = time.perf_counter() - started
+        run.count_stall(save._stalled_s)
+        return save
+
+    def _read(self) -> tuple[Reading, bytes]:
+        """Return the state, and its plain values as JSON. The writer gets a new layout."""
+        run = self._run
+        run.capture.copy_eagerly(self._exposed)
+        run.capture.keep_apart(self.replicas.differing)
+        reading = run.capture.read()
+        values = json.dumps(reading.values, separators=(",", ":")).encode()
+        run.supervisor.layouts.tell(reading.layout)
+        return reading, values
+
+    def _await_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool) -> None:
+        """Return when memory has slots of this size: at once, but for the first save and after the state has grown.
+
+        Raise SkippedError if memory is short and the step is not required, ClosedError if a signal handler has closed
+        the run, or DeadlineError.
+        """
+        run, memory, warn_at = self._run, self._run.supervisor.memory, time.monotonic() + WARN_S
+        while not run.fits(*sizes):
+            if run.closed:
+                run.check_usable()
+            if run.supervisor.failure is not None:
+                raise SkippedError(f"step {step} was not saved: {run.supervisor.failure}")
+            memory.next.prepare(*sizes, again=required)
+            try:
+                made = memory.next.wait(ASK_S)
+            except SkippedError:
+                raise
+            except CheckpointError as error:
+                if required:
+                    raise
+                run.errors.note(error)
+                made = None
+            if not required and memory.next.refused(sum(sizes)):
+                raise SkippedError("memory is short")
+            now = time.monotonic()
+            if now > deadline:
+                raise DeadlineError(f"step {step} was not saved: there was no memory in time")
+            if made is not None:
+                run.stager.do(partial(memory.take_prepared, 0.0), deadline - now)
+            elif now > warn_at:
+                run.stager.warn_of_wait("step()")
+                warn_at = float("inf")
+            else:
+                time.sleep(PAUSE_S)  # the next writer may not be there yet
+        if not (required or memory.rings):
+            raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
+
+    def _is_scheduled(self, step: int) -> bool:
+        return bool(self._plan.at(step).tiers_due(step))
+
+    def _on_refused(self, step: int, error: SkippedError) -> None:
+        """Count a step that got no memory. If it was scheduled, the next call raises why."""
+        self._run.stats.skipped += 1
+        if self._is_scheduled(step) or self.owed or self._is_first_without_memory():
+            self._run.errors.note(_naming(step, error))
+        else:
+            log.info("%s", error)
+
+    def _is_first_without_memory(self) -> bool:
+        """Return True for the first step in a row that memory cannot take, in a run that has no other tier."""
+        first, self._noted_no_memory = not self._noted_no_memory, True
+        return first and not self._run.tiers
+
+    # -- what memory holds --
+
+    def last_of(self, step: int | None) -> NewSnapshot | None:
+        """Return the last snapshot if it is of that step."""
+        return self.last if self.last is not None and self.last.attempt.step == step else None
+
+    def newest_step(self, timeout_s: float) -> int | None:
+        """Return the newest step in memory. Wait up to `timeout_s` for a copy that is under way."""
+        if (last := self.last_of(self._run.step)) is not None:
+            last.copied.wait(timeout_s)
+            if last.place is not None:
+                return last.attempt.step
+        newest = self.newest
+        return None if newest is None else newest.attempt.step
+
+    def sealed(self) -> list[tuple[str, bool]]:
+        """Return the attempts of this history in memory, and whether each is finite as far as is known."""
+        arena = self._run.stager.arena
+        broken = {label.attempt for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False}
+        return [(str(attempt), attempt not in broken) for attempt in self._run.supervisor.held.sealed()]
+
+    def in_memory(self, attempt: Attempt) -> Snapshot | None:
+        """Return the snapshot of an attempt that memory holds, with a handle of its own."""
+        arena, slot = self._run.stager.arena, self._run.supervisor.held.sealed().get(attempt)
+        if arena is None or slot is None:
+            return None
+        found = Snapshot(attempt, place=(arena, slot))
+        found.save._set_staged()
+        return found
+
+    def unpin_restored(self) -> None:
+        """Release the slot that was restored from."""
+        if self.pinned is not None:
+            arena, slot = self.pinned
+            self.pinned = None
+            self._run.stager.slots.unpin(arena.id, slot)
+
+    def _has_begun(self, snapshot: NewSnapshot, timeout_s: float) -> bool:
+        """Return False for a snapshot that step() was about to submit when a signal handler came, which calls this."""
+        if not snapshot.begun:
+            with contextlib.suppress(CheckpointError):
+                self._run.stager.do(lambda: None, timeout_s)  # what was queued has begun after that
+        return snapshot.begun
+
+    def _why_torn(self) -> str:
+        """Return why the last step is lost, if others than optimizers wrote to it while it was copied; otherwise ""."""
+        last = self.last_of(self._run.step)
+        return str(last.error) if last is not None and last.written_by_others else ""
+
+    # -- the end --
+
+    def forgo_begun(self) -> None:
+        """Fail a snapshot that was not submitted because a signal handler, which closes the run, came into step()."""
+        if self.last is not None and not self._has_begun(self.last, QUEUED_S):
+            self.last.save._set_failed(ClosedError(f"closed before step {self._run.step} was staged"))
+            self.last = None
+
+    def stage_last(self, end: float, *, live: bool) -> str:
+        """Have the last step in memory by `end`. Return "" if it is there, otherwise why it is not.
+
+        The state is read as it is now. That is the last step only while no optimizer has begun the next one. An
+        exception, the end of a script or another thread may also come in the middle of a step, when buffers and random
+        numbers have moved on. Then the newest snapshot in memory counts, unless the exception came into `step()`.
+
+        live: no exception ends the training, so the thread that trains may read the state
+        """
+        run = self._run
+        with run.stager.held():  # another thread may be training
+            step = run.step
+            if step is None or not run.stepped or run.errors.fenced is not None:
+                return ""
+            if run.supervisor.failure is not None:
+                return str(run.supervisor.failure)
+            try:
+                run.stager.do(lambda: None, _left(end))
+                if self.newest_step(0.0) == step:
+                    return ""
+                if why := self._why_gone():
+                    return why
+                ended_here = live and threading.get_ident() == run.thread
+                if not ended_here and run.within != step:
+                    return self._why_not_staged()
+                self._begin(step, [], explicit=True, timeout_s=_left(end))
+                if self.newest_step(_left(end)) == step:
+                    return ""
+                return str((None if self.last is None else self.last.error) or NO_TIME)
+            except DeadlineError:
+                return NO_TIME
+            except Exception as error:  # for example of a device that has failed: earlier snapshots remain
+                return f"it could not be copied: {error}"
+
+    def _why_gone(self) -> str:
+        if self._run.moved_on:
+            return "an optimizer has begun a further step"
+        if self._run.torn:
+            return "a restore has failed half-way since"
+        if self._run.exchanged:
+            return "weights were exchanged for others, see not_training()"
+        return self._why_torn()
+
+    def _why_not_staged(self) -> str:
+        last = self.last_of(self._run.step)
+        if last is not None and last.error is not None:
+            return str(last.error)
+        return "it was not in memory, and training did not end by a call of close(). Memory(every=1) stages every step"
+
+    def forget(self) -> None:
+        """Drop all references to memory."""
+        self.last = self.newest = self.finite = None
+
+    # -- orders, in other threads --
+
+    def answer(self, save: Save) -> None:
+        """Publish a save that was ordered."""
+        with self.answered:
+            self.answers.append(save)
+            self.answered.notify_all()
+
+    def forget_answers(self) -> None:
+        """Forget which saves were ordered, because step numbers come again."""
+        with self.answered:
+            self.answers.clear()
+
+    def save_late(self, late: Late, owner: Acquire, why: str) -> Save | None:
+        """Save a step that has passed, from memory. Return its save.
+
+        If memory has lost the step, fail it by name on all ranks, unless it is in some tier already. Return None.
+        owner: the owner of the run when the step was done
+        """
+        attempt = Attempt(owner.epoch, late.step, owner.nonce)
+        if late.has <= late.wants and (found := self.in_memory(attempt)) is not None:
+            self.write_missing(found, sorted(late.wants - late.has))  # fails if a later step takes the slot
+            return found.save
+        if not late.has or late.has - late.wants:
+            self._run.supervisor.writes.retract(attempt, f"rank {self._run.world.rank} {why}")
+        return None
+
+    # -- the end of a copy, in the staging thread --
+
+    def _on_ended(self, snapshot: NewSnapshot) -> None:
+        """Have the writer hold and write a sealed snapshot, or settle one that failed."""
+        self._exposed = self._exposed.union(snapshot.written_by_others)  # before the user is notified
+        if snapshot.place is None:
+            assert snapshot.error is not None
+            self._on_failed(snapshot, snapshot.error)
+            return
+        self.newest = snapshot
+        self._dropped = self._noted_no_memory = False
+        run, finite = self._run, snapshot.finite is not False
+        if finite:  # otherwise older snapshots are still needed
+            alone = run.world.size == 1
+            if run.supervisor.memory.superseded or alone:
+                self.unpin_restored()
+            if not alone and run.supervisor.memory.newer == SURELY_NEWER:
+                run.ownership.tell_newer(snapshot.attempt.epoch)
+        done = partial(self._on_kept, snapshot.save, snapshot.reading.layout.arrangement.data_size)
+        run.supervisor.acknowledgements.acknowledge(snapshot.attempt, *snapshot.place, done)
+        run.supervisor.memory.on_sealed(sound=finite)
+        for tier in list(snapshot.writes):
+            self._write(snapshot, tier)
+
+    def _on_failed(self, snapshot: NewSnapshot, error: CheckpointError) -> None:
+        run, save, tiers = self._run, snapshot.save, list(snapshot.writes)
+        torn = bool(snapshot.written_by_others)
+        if torn or isinstance(error, SkippedError):
+            alone = run.world.size == 1  # the next step makes up for it; other ranks would not save that one
+            if alone:
+                chosen = snapshot.busy == "skip" and ALL_BUSY in str(error)
+                owed = None if chosen or save._raised else error
+                self.owed.update(dict.fromkeys(tiers, (save, owed)))
+            self._dropped = alone and torn
+            run.stats.skipped += 1
+            if snapshot.required and not (alone and tiers):
+                run.errors.note(_naming(save.step, error), save)
+            else:
+                log.warning("%s", error)
+        else:
+            run.errors.note(error, save)
+        self._retract(snapshot.attempt, tiers, error)
+        publish("failed", save.step, tier="memory", error=str(error))
+        snapshot.writes = dict.fromkeys(tiers, WriteState.FAILED)
+        save._set_failed(error)
+
+    def _retract(self, attempt: Attempt, tiers: Sequence[int], why: CheckpointError) -> None:
+        """Fail the checkpoint of this attempt, because other ranks wait for this rank's part."""
+        if tiers and self._run.world.size > 1:
+            self._run.supervisor.writes.retract(attempt, f"rank {self._run.world.rank}: {why}")
+
+    def _on_kept(self, save: Save, nbytes: int, error: CheckpointError | None) -> None:
+        """Settle `staged`: a process that survives this one holds the snapshot, or none ever will."""
+        if error is not None:
+            publish("failed", save.step, tier="memory", error=str(error))
+            save._set_unstaged(error)
+            return
+        save._set_staged(self._run.supervisor.survives)
+        publish("staged", save.step, stall_s=self._run.stalled_by(save), nbytes=nbytes)
+
+    # -- writes to tiers, in any thread --
+
+    def _write(self, snapshot: Snapshot, tier: int) -> None:
+        """Have the writer write a sealed snapshot."""
+        assert snapshot.place is not None
+        step = snapshot.attempt.step
+        self.sent.append(str(snapshot.attempt))
+        if tier in self.owed and self.owed[tier][0].step <= step:
+            del self.owed[tier]
+        snapshot.writes[tier] = WriteState.WRITING
+        done = partial(self._on_written, snapshot, tier, time.monotonic())
+        replicas = self.replicas.said_of(snapshot.attempt)
+        self._run.supervisor.writes.write(
+            WriteInFlight(snapshot.attempt, *snapshot.place, tier, done, replicas=replicas)
+        )
+
+    def _write_also(self, snapshot: Snapshot, tier: int) -> None:
+        """Write to one more tier, or again. After Ctrl-C in here nobody waits for it, and close() tries again."""
+        url = self._run.tiers[tier].url
+        try:
+            snapshot.save._add_tier(url)
+            self._write(snapshot, tier)
+        except BaseException as error:
+            snapshot.writes.pop(tier, None)
+            if url in snapshot.save.tiers:
+                what = SaveError(f"step {snapshot.attempt.step} was not written to {url}: {error!r}")
+                snapshot.save._set_failed(what, url)
+            raise
+
+    def write_missing(self, snapshot: Snapshot, tiers: Sequence[int]) -> None:
+        """Write to those of these tiers that neither have it nor are about to get it."""
+        for tier in tiers:
+            if tier not in snapshot.writes:
+                self._follow(snapshot.save)
+                self._write_also(snapshot, tier)
+
+    def _on_written(
+        self, snapshot: Snapshot, tier: int, began: float, error: CheckpointError | None, write: WriteInFlight
+    ) -> None:
+        """Record how a write has ended."""
+        run, save, url, step = self._run, snapshot.save, self._run.tiers[tier].url, snapshot.attempt.step
+        if error is None:
+            snapshot.writes[tier] = WriteState.COMMITTED
+            self.committed = max(step, -1 if self.committed is None else self.committed)
+            seconds = time.monotonic() - began
+            publish("committed", step, tier=url, seconds=seconds, nbytes=write.nbytes, stored=write.nbytes_stored)
+            level = logging.INFO if run.world.rank == 0 else logging.DEBUG
+            of = "" if run.world.size == 1 else f" (of rank {run.world.rank})"
+            sizes = f"{decimal(write.nbytes)} as {decimal(write.nbytes_stored)}{of}"
+            log.log(level, "step %d committed to %s in %s, %s", step, url, duration(seconds), sizes)
+            save._set_committed(url)
+            return
+        snapshot.writes[tier] = WriteState.FAILED
+        if HUNG_UP in str(error):  # not known, and not a failure
+            save._set_failed(SaveError(f"step {step} is not known to be in {url}: {error}"), url)
+            return
+        publish("failed", step, tier=url, error=str(error))
+        if isinstance(error, SkippedError) or TOO_LATE in str(error):  # a slow tier or rank does not disturb training
+            run.stats.skipped += 1
+            log.warning("%s", error)
+        else:
+            if not isinstance(error, FencedError):
+                others = [run.tiers[i].url for i, state in snapshot.writes.items() if state is WriteState.COMMITTED]
+                where = f"It is still in {others[0] if others else 'memory'}"
+                if not others and isinstance(run.supervisor.writer.failure, WriterError):
+                    where = "No writer holds it: memory ends with this process"
+                error = SaveError(f"step {step} was not written to {url}: {error}. {where}")
+            run.errors.note(error, save)  # before anyone who waits for the save goes on
+        save._set_failed(error, url)
+        if DIFFER in str(error):
+            self.replicas.find_differing(snapshot.attempt)
+
+    def note_owed(self) -> None:
+        """Have the next call raise why scheduled saves are missing, unless a later step was saved in their place."""
+        missed = {error: save for save, error in self.owed.values() if error is not None}
+        self.owed = {tier: (save, None) for tier, (save, _) in self.owed.items()}
+        for error, save in missed.items():
+            self._run.errors.note(error, save)
+
+    def _follow(self, save: Save) -> None:
+        """Have `wait` wait for a save."""
+        with self._lock:
+            self._active = [*(s for s in self._active if s is not save and s._unfinished()), save]
+
+    def wait(self, timeout_s: float | None = None, step: int | None = None) -> None:
+        """Wait until all saves, or that of one step, have ended in whichever way. DeadlineError."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            active = [save for save in self._active if step in (None, save.step)]
+        for save in active:
+            for future in save._unfinished():
+                try:
+                    future.exception(None if end is None else max(0.0, end - time.monotonic()))
+                except TimeoutError:
+                    raise DeadlineError(f"saves are not finished after {timeout_s:g} s; they go on") from None
+
+    def under_way(self) -> list[Save]:
+        """Return the saves that are not committed in all their tiers yet, and have not failed."""
+        with self._lock:
+            return [save for save in self._active if save.tiers and save._unfinished()]
+
+
+def _left(end: float) -> float:
+    return max(LEAST_S, end - time.monotonic())
+
+
+def _naming(step: int, error: CheckpointError) -> CheckpointError:
+    """Return the error with the step that it is about."""
+    return error if str(error).startswith(f"step {step} ") else SkippedError(f"step {step} was not saved: {error}")

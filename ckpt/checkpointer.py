@@ -170,6 +170,7 @@ class Checkpointer:
         Returns without waiting for a disk. The handle reports when the step is staged and committed; None if no save
         was scheduled. The first save, and the first after the state has grown, wait until memory for it is allocated.
 
+        - `step`: number of completed steps; it must increase from call to call.
         - `finite`: False if training has diverged, for example `torch.isfinite(loss)`. Such a step is saved for
           inspection. It never replaces the last finite step and is only restored by number. A tensor on an accelerator
           makes the call wait for it.
@@ -222,7 +223,9 @@ class Checkpointer:
 
     @traced("ckpt.step")
     def save(self, step: int | None = None) -> Save:
-        """Save now to every tier: the given step, by default the one that the last `step()` named.
+        """Save now to every tier.
+
+        - `step`: number of the step, default that of the last `step()`.
 
         Without a durable tier the step is only staged. If memory does not have that step, the current state is saved
         under its number: call this right after `step()`. Raises UsageError if an optimizer has begun a further step, or
@@ -258,6 +261,8 @@ class Checkpointer:
     def unpin(self, step: int) -> None:
         """Remove the protection of `pin`: retention applies to the checkpoints of this step again.
 
+        - `step`: number of the step.
+
         All ranks must make the same call. Does nothing if the step is not pinned. A pin set by `ckpt pin` or `Run.pin`
         stays.
         """
@@ -267,6 +272,9 @@ class Checkpointer:
 
     def score(self, step: int, value: float | torch.Tensor) -> bool:
         """Record the score of a step, now or later. Return True if it is among the `best`, which stay in every tier.
+
+        - `step`: number of the step, which was made and is saved or is the last one.
+        - `value`: the score; a tensor on an accelerator makes the call wait for it.
 
         If the last `step()` is among the best, it is saved to every tier; an older step stays where it is stored. All
         ranks must make the same call, and rank 0's value decides. A score is as durable as its step once `wait()`
@@ -312,10 +320,12 @@ class Checkpointer:
     # -- the end --
 
     def wait(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
-        """Wait until every save begun so far, or that of `step`, has been staged and written or has failed.
+        """Wait until every save begun so far has been staged and written or has failed.
 
-        Also waits until pinned and scored steps are recorded. Raises DeadlineError after `timeout_s` seconds, default
-        no limit.
+        - `timeout_s`: longest wait, seconds, default no limit. Raises DeadlineError after it.
+        - `step`: wait only for the save of this step.
+
+        Also waits until pinned and scored steps are recorded.
         """
         self._run.check_not_forked()
         self._kept.wait(timeout_s, step)

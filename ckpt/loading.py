@@ -74,8 +74,10 @@ class Loaded(Mapping[str, Tensor]):
     def slice(self, name: str, *index: builtins.slice | int) -> Tensor:
         """Read a part of a tensor: `loaded.slice("w", slice(0, 8))`. Only chunks that overlap the part are read.
 
-        Give one index per dimension, starting with the first; missing ones mean all. A step other than 1 raises
-        InvalidArgumentError.
+        - `name`: name of the tensor.
+        - `index`: one index per dimension, starting with the first; missing ones mean all.
+
+        A step other than 1 raises InvalidArgumentError.
         """
         if name not in self._names:
             raise KeyError(self._unknown(name))

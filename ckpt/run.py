@@ -68,13 +68,17 @@ class Run:
         self._set_pin(step, note)
 
     def unpin(self, step: int | str) -> None:
-        """Remove the protection of `pin`: retention applies to this checkpoint again."""
+        """Remove the protection of `pin`: retention applies to this checkpoint again.
+
+        - `step`: number of the step, or "latest".
+        """
         self._set_pin(step, None)
 
     def prune(self, keep: Keep | int | str, *, grace_s: float | None = None) -> tuple[int, ...]:
         """Delete the checkpoints that `keep` does not retain, and return their steps.
 
         - `keep`: a number of newest checkpoints, or a `Keep`.
+        - `grace_s`: seconds between the record and the deletion, for readers.
 
         The newest checkpoint is read back first. If it is damaged, CorruptError is raised and nothing is deleted.
         """
@@ -93,6 +97,9 @@ class Run:
     def delete(self, step: int | str, *, grace_s: float | None = None) -> None:
         """Delete this checkpoint.
 
+        - `step`: number of the step, or "latest".
+        - `grace_s`: seconds between the record and the deletion, for readers.
+
         The newest other checkpoint is read back first; if that is damaged, CorruptError is raised and nothing is
         deleted. Raises InvalidArgumentError if this one is protected, is the last that can be restored, or is the base
         of a save in progress.
@@ -108,7 +115,11 @@ class Run:
         self._do(do)
 
     def verify(self, step: int | str | None = None, *, data: bool = True) -> tuple[Verdict, ...]:
-        """Read every byte of one checkpoint, or of all, newest first. `data=False` reads only their metadata."""
+        """Read every byte of one checkpoint, or of all, newest first.
+
+        - `step`: number of the step, or "latest"; None for all checkpoints.
+        - `data`: False reads only their metadata. Default True.
+        """
 
         async def do(log: RunLog) -> tuple[Verdict, ...]:
             commits = log.state.commits.values() if step is None else [read.choose(log, step)]
@@ -129,6 +140,8 @@ class Run:
     ) -> Exported:
         """Write a checkpoint in another format. Every byte is verified; the output appears only when complete.
 
+        - `to`: file or folder to create.
+        - `step`: number of the step, "latest" or "best"; None for the newest.
         - `form`: "safetensors", "torch", "lightning", "dcp" or "run". Default: by the ending of `to`, otherwise a
           folder of safetensors files.
         - `only`: shell patterns of tensor names, default all.

@@ -30,7 +30,7 @@ BUDGETS = {
     "core/log": (1_110, 730),
     "core/ranks": (1_280, 880),
     "core/restore": (1_140, 740),
-    "core/run": (5_170, 3_740),
+    "core/run": (5_180, 3_740),
     "core/snapshot": (1_910, 1_360),
     "core/state": (4_640, 3_200),
     "core/writer": (2_830, 2_030),
@@ -40,7 +40,7 @@ BUDGETS = {
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_320, 1_830),
+    "public": (3_340, 1_830),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_790, 43_450)
+TOTAL = (64_830, 43_450)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 85, 79
 

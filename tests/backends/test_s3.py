@@ -241,6 +241,21 @@ def test_giving_up_beside_a_part_that_hangs(
     run(work)
 
 
+@pytest.mark.parametrize("size", [100, SIZE])
+def test_a_lost_answer_to_the_last_request_is_no_failure(run: Using, proxy: FaultProxy, size: int) -> None:
+    """The object was made, and the second try, which finds that, says so."""
+
+    async def work(store: S3Store) -> None:
+        data = random.Random(2).randbytes(size)
+        last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": "data/p"}
+        proxy.fail("lost_reply", **last)
+        await upload(Retry(store, base_s=0.01), "data/p", data)
+        assert await store.get("data/p") == data
+        assert [kind for _, _, kind in proxy.hits()] == ["lost_reply"]
+
+    run(work)
+
+
 @pytest.mark.parametrize("kind", ["status", "reset", "lost_reply"])
 def test_a_part_that_failed_is_sent_again(run: Using, proxy: FaultProxy, kind: str) -> None:
     """By the decorator or by obstore itself; the object is what it should be."""

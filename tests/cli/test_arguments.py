@@ -19,7 +19,7 @@ import torch
 
 import ckpt
 from ckpt.core.checkpoint import spelling
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.store import normalise
 from ckpt.tools.cli import app
 from ckpt.tools.cli.terminal import human
@@ -72,6 +72,14 @@ def test_a_folder_of_that_very_name_is_meant(made: Path, tmp_path: Path, call: A
     assert call("show", tmp_path / "run@4@2", "--json").json["step"] == 2
     assert call("show", tmp_path / "run@2", "--json").json["step"] == 2
     assert ckpt.load(tmp_path / "run@4").step == 6
+
+
+def test_steps_of_url_and_option_must_agree(made: Path, call: Any) -> None:
+    assert call("show", f"{made}@4", "--step", 4, "--json").json["step"] == 4
+    refused = call("show", f"{made}@4", "--step", 2)
+    assert refused.code == 2 and "use only one of them" in refused.err.replace("\n", " ")
+    with pytest.raises(InvalidArgumentError, match="use only one of them"):
+        ckpt.load(f"{made}@latest", step=2)
 
 
 def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:

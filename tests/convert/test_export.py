@@ -469,6 +469,12 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 
 
+def test_too_little_memory_is_said(made: Path, tmp_path: Path, call: Any) -> None:
+    """With how much it takes at least."""
+    found = call("restore", made, "--to", tmp_path / "a", "--max-memory", "20MB")
+    assert found.code == 2 and "at least" in found.err and left_in(tmp_path) == []
+
+
 # -- words --
 
 
@@ -574,6 +580,22 @@ def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
         raw = (tmp_path / "out" / file.name).read_bytes()
         assert raw == expected[file.name]
         assert found[file.name] == {start: blob_digest(raw[start:stop]) for start, stop in file.sums}
+
+
+def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """A disk that fails in the middle is one line that says what stays and what to do."""
+    real = export._write_all
+    count = iter(range(100))
+
+    def failing(fd: int, data: memoryview, at: int) -> None:
+        if next(count) == 1:
+            raise OSError(5, "Input/output error")
+        real(fd, data, at)
+
+    monkeypatch.setattr(export, "_write_all", failing)
+    found = call("restore", made, "--to", tmp_path / "a", "--only", "*")
+    assert found.code == 2 and "continue from there" in found.err and "Traceback" not in found.err
+    assert call("restore", made, "--to", tmp_path / "a", "--only", "*").code == 0
 
 
 def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path, call: Any) -> None:

@@ -190,14 +190,6 @@ def test_negative_control_one_bit_is_seen() -> None:
     assert same(a, a.clone()) and not same(a, b) and not same(a, a.int()) and not same(a, a[None])
 
 
-def test_tied_weights_stay_tied(run_dir: str) -> None:
-    """Two names of one tensor: DCP saves both, and what is loaded in place is one tensor still."""
-    state: dict[str, Any] = {"a": (one := torch.randn(4)), "b": one}
-    save(state, 1, run_dir)
-    load(state | {"a": (other := torch.zeros(4)), "b": other}, run_dir)
-    assert same(other, one)
-
-
 def test_planner_can_make_the_whole_state_of_nothing(run_dir: str) -> None:
     """Metadata is complete: torch's converter, which begins with an empty state, gets names and nesting right."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -208,12 +200,6 @@ def test_planner_can_make_the_whole_state_of_nothing(run_dir: str) -> None:
     found: dict[str, Any] = {}
     _load_state_dict(found, ckpt.dcp.StorageReader(run_dir), no_dist=True, planner=_EmptyStateDictLoadPlanner())
     assert same(found["model"]["w"], state["model"]["w"]) and found["step"] == 7 and found["list"][1] == {"x": "y"}
-
-
-def test_another_dtype_is_converted_as_torch_does(run_dir: str) -> None:
-    """A float32 checkpoint into bfloat16 weights."""
-    save({"w": (w := torch.randn(9))}, 1, run_dir)
-    assert same(load({"w": torch.zeros(9, dtype=torch.bfloat16)}, run_dir)["w"], w.bfloat16())
 
 
 class BytesPath(os.PathLike[bytes]):
@@ -884,25 +870,6 @@ def test_a_checkpoint_whose_small_files_are_damaged_is_not_the_end(run_dir: str)
     assert load(state, run_dir)["n"] == 1
 
 
-def test_what_is_out_of_reach_for_a_moment_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another location with this step is as good; else it is an error, and no older checkpoint is taken instead."""
-    near, far, state = str(tmp_path / "near"), str(tmp_path / "far"), {"w": torch.zeros(3), "n": 0}
-    for step in (1, 2):
-        save(state | {"n": step}, step, [near, far])
-    real = read.load_manifest
-
-    async def away(store: Any, commit: Any, index: Any = None) -> Any:
-        if store.url.endswith("near") and commit.step == 2:
-            raise ckpt.errors.StoreError("no answer", retryable=True)
-        return await real(store, commit, index)
-
-    monkeypatch.setattr(read, "load_manifest", away)
-    assert load(state, [near, far], resume=False)["n"] == 2
-    error = str(refused(lambda: load(state, near)))
-    assert "no answer" in error and "pass its checkpoint_id" in error
-    assert load(state, near, 1)["n"] == 1
-
-
 def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
     run_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1042,18 +1009,6 @@ class Odd:
 def test_odd_pickles_of_harmless_classes_are_refused(how: Any) -> None:
     with pytest.raises(ckpt.errors.UsageError, match="rejected"):
         objects.check_object("x", pickled(Odd(*how)))
-
-
-def test_reader_tells_planners_which_checkpoint_it_is(run_dir: str) -> None:
-    for step in (1, 2):
-        save({"w": torch.ones(3)}, step, run_dir)
-    reader = ckpt.dcp.StorageReader(run_dir)
-    newest = reader.read_metadata().storage_meta
-    assert newest is not None and newest.checkpoint_id == "2" and newest.load_id
-    reader.reset("step-1")
-    named = reader.read_metadata().storage_meta
-    assert named is not None and named.checkpoint_id == "step-1" and named.load_id not in (None, newest.load_id)
-    assert reader.storage_meta() == named
 
 
 def pickled(value: Any) -> memoryview:

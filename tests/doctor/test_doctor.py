@@ -21,6 +21,7 @@ import ckpt
 from ckpt.errors import AccessError, ExistsError
 from ckpt.store import Buffer, ObjectInfo, Store, remember_options
 from ckpt.tools.cli import app
+from ckpt.tools.cli import doctor as cli_doctor
 from ckpt.tools.doctor import advice, machine
 from ckpt.tools.doctor import folder as doctor_folder
 from ckpt.tools.doctor import place as doctor
@@ -491,6 +492,13 @@ def test_lifecycle_rules(rules: list[dict[str, Any]], verdicts: list[str]) -> No
     assert named(doctor_s3.lifecycle([*rules, old], "run1/", True), "versioning").verdict == OK
 
 
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
 # -- the machine --
 
 
@@ -501,6 +509,38 @@ def test_this_machine(tmp_path: Path) -> None:
     assert {"CPUs", "memory", "open files (ulimit -n)"} <= {f.what for f in found}
     assert all(f.advice for f in found if f.verdict != OK)
     assert machine.machine(JobSize(), proc=tmp_path, sys_=tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_cgroups(tmp_path: Path, version: int) -> None:
+    """Limits of either version are found, on the process's group or one around it."""
+    proc, sys_ = tmp_path / "proc", tmp_path / "sys"
+    if version == 2:
+        tree(proc, {"self/cgroup": "0::/pod/app\n"})
+        tree(sys_ / "fs/cgroup/pod", {"cpu.max": "50000 100000\n"})
+        tree(sys_ / "fs/cgroup/pod/app", {"memory.oom.group": "1\n"})
+    else:
+        tree(proc, {"self/cgroup": "4:pids:/pod/app\n3:cpu,cpuacct:/pod\n"})
+        tree(sys_ / "fs/cgroup/cpu/pod", {"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"})
+    assert machine.cpu_count(proc, sys_) == 0.5
+    assert [f.verdict for f in machine.oom_group(proc, sys_)] == [ADVICE] * (version == 2)
+
+
+def test_a_machine_with_shortcomings(tmp_path: Path) -> None:
+    """Too little memory for the state is told, with advice."""
+    proc = tree(tmp_path / "proc", {"meminfo": "MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n"})
+    verdicts = [machine.memory(JobSize(state=n * GB, world=4, local=2), proc, tmp_path).verdict for n in (1, 6, 20)]
+    assert verdicts == [OK, ADVICE if 4 * 3 > 0.8 * 12.288 else OK, PROBLEM]
+
+
+def test_ranks_of_this_machine() -> None:
+    """As was said, by the launcher, at most all; where nobody knows, not all of a large job, and that is told."""
+    assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"})[0] == 2
+    assert cli_doctor.local_ranks(2, {"SLURM_NTASKS_PER_NODE": "8"})[0] == 2
+    assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"}, 4) == (4, "")
+    if not machine.gpu_count():
+        assert cli_doctor.local_ranks(4, {}) == (4, "")
+        assert cli_doctor.local_ranks(64, {}) == (8, " (assumed: set --per-node)")
 
 
 # -- GPUs --
@@ -534,9 +574,10 @@ def test_cadences() -> None:
     assert disk.interval_s == pytest.approx(max(20.0, 2.0 / 0.08)) and disk.every == 50
     assert bucket.save_s == 100.0 and bucket.every == 200
     line = advice.tiers_line(job, [memory, disk, bucket], [BUCKET, DISK], SPEED)
-    tiers = eval(line.removeprefix("tiers="), {"ckpt": ckpt, "options": {}})
-    assert [tier.every for tier in tiers] == [20, 50, 200] and tiers[0].keep == 3
-    assert tiers[1].url == "file:///nvme/run1" and tiers[2].keeping.last == 3
+    given = eval(f"dict({line})", {"ckpt": ckpt, "options": {}})
+    assert (given["memory"].every, given["memory"].keep) == (20, 3)
+    near, far = given["tiers"]
+    assert (near.url, near.every) == ("file:///nvme/run1", 50) and (far.every, far.keeping.last) == (200, 3)
     gpu = advice.memory_cadence(job, replace(SPEED, by_device=True, copy=40 * GB))
     assert gpu.every == 1
 

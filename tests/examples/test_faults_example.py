@@ -104,31 +104,6 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
     assert not left(tmp_path)
 
 
-def test_what_there_is_and_what_there_is_not(tmp_path: Path) -> None:
-    """`--list` names every fault; a wrong name, or none at all where nobody can be asked, is wrong usage."""
-    code, stdout, _ = run("--list", tmp=tmp_path)
-    rows = [line.split()[:2] for line in stdout.splitlines()[1:] if line.split()]
-    assert (code, rows) == (0, [[str(i), entry.name] for i, entry in enumerate(ENTRIES, start=1)])
-    code, stdout, _ = run("--list", "--json", tmp=tmp_path)
-    assert [one["name"] for one in json.loads(stdout)] == list(BY_NAME)
-    for words in (["kill", "flood"], []):
-        code, stdout, stderr = run(*words, tmp=tmp_path)
-        assert (code, stdout) == (2, ""), words
-    assert "--list" in stderr
-    assert not left(tmp_path)
-
-
-def test_faults_are_chosen_by_name_and_number() -> None:
-    """Each once, in the order given, whichever way it is called."""
-    assert [entry.name for entry in faults.choose(["usr1", "1", "kill"])] == ["usr1", "kill"]
-    assert faults.choose(["hang", "all"])[0].name == "hang"
-    assert {entry.name for entry in faults.choose(["all"])} == set(BY_NAME)
-    assert faults.choose([]) == []
-    for word in ("KILL", "-1", "²", ""):
-        with pytest.raises(faults.UnknownError):
-            faults.choose([word])
-
-
 # -- what the verdict is made of --
 
 
@@ -212,16 +187,3 @@ def test_the_verdict_is_red_for_a_broken_promise(name: str, changes: dict[str, A
     """Lost steps, restarts, accounts and exit codes that are not as promised, each by itself."""
     problems = faults.judge(dataclasses.replace(recovered(name), **changes), outcomes(), outcomes())
     assert any(says in problem for problem in problems), problems
-
-
-def test_a_skipped_fault_is_no_recovery() -> None:
-    """Alone it ends in failure; beside others it is not held against them, and says what it is."""
-    document = faults.Faults(faults.Console(), Path("/nowhere"))
-    document.stories = [Story("oom-kill", skipped="not possible here")]
-    assert document.code == 1 and document.document()["entries"][0]["verdict"] == "skipped"
-    document.stories.append(recovered("kill"))
-    assert document.code == 1  # not judged yet
-    document.problems["kill"] = []
-    assert document.code == 0
-    document.problems["kill"] = ["a step was lost"]
-    assert document.code == 1

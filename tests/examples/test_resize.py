@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from processes import REPO, start_python, writers
@@ -150,46 +149,3 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
     text = process.communicate(timeout=60.0)[0]
     assert process.returncode == 130, text
     assert not left(tmp_path)
-
-
-def test_what_lay_behind_a_restored_step_does_not_count() -> None:
-    """The reference trains what the final state is made of: each step once, by the ranks that trained it last."""
-    rounds = [
-        Round(1, 4, start=0, reached=13),
-        Round(2, 2, start=12, reached=24),
-        Round(3, 3, start=8, reached=30),  # fell back behind the second round
-        Round(4, 1, start=30, reached=36),
-    ]
-    assert [(one.number, *steps) for one, *steps in resize.segments(rounds)] == [(1, 0, 8), (3, 8, 30), (4, 30, 36)]
-    folder = Path("x")
-    assert resize.noted(folder, rounds[:1], 12) == folder / "round-1/step-12.json"
-    assert resize.noted(folder, rounds[:2], 13) == folder / "round-2/step-13.json"  # trained again
-    assert resize.noted(folder, rounds[:2], 12) == folder / "round-1/step-12.json"
-    with pytest.raises(resize.ResizeError):
-        resize.noted(folder, rounds[:1], 14)
-
-
-def test_digest_tells_every_bit() -> None:
-    """Of two tensors that differ in a bit, the shape, the dtype or the sign of a zero the digests differ."""
-    tensor = torch.arange(6.0)
-    other = tensor.clone()
-    other.view(torch.int32)[5] ^= 1
-    signed = tensor.clone()
-    signed[0] = -0.0
-    assert resize.digest(tensor) == resize.digest(tensor.clone())
-    different = [tensor, other, signed, tensor.view(2, 3), tensor.view(torch.int32)]
-    assert len({resize.digest(each) for each in different}) == 5
-
-
-def test_wrong_options_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What makes no sense, or would write over something, is said before anything is started."""
-    bad = ["--ranks 4", "--ranks 2,x", "--ranks 2,0", "--ranks 2,9", "--steps-per-round 3", f"--keep {tmp_path}"]
-    for wrong in bad:
-        monkeypatch.setattr(sys, "argv", ["resize.py", *wrong.split()])
-        with pytest.raises(SystemExit, match="2"):
-            resize.parse()
-        assert wrong.split()[0] in capsys.readouterr().err.splitlines()[-1]
-    monkeypatch.setattr(sys, "argv", ["resize.py", "--ranks", "1,8", "--keep", str(tmp_path / "new")])
-    assert resize.parse().ranks == [1, 8]

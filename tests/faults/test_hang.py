@@ -547,3 +547,20 @@ def test_all_in_one_collective_is_the_network() -> None:
     assert found.suspects == () and found.kind == "blocked"
     assert "All ranks wait in all_reduce: check the network between the hosts h0, h1, h2" in found.why
     assert "network of h," in said({**IN, "host": "h"}, {**IN, "host": "h"}).why
+
+
+def test_one_rank_alone() -> None:
+    """Where it stands, whatever it is in: it waits for nobody else's."""
+    found = said({**LOADS, "state": "running"})
+    assert found.suspects == (0,) and found.kind == "busy" and "load (/u/data.py:31)" in found.why
+    assert said({**IN, "state": "sleeping"}).kind == "blocked" and said({"state": "unknown"}).kind == "unknown"
+
+
+def test_nobody_in_a_collective() -> None:
+    """One in a disk wait, or one that stands elsewhere than most; else nobody is named."""
+    assert said(LOADS, {**LOADS, "state": "disk"}).suspects == (1,)
+    other = {"stack": ("parse (/u/data.py:50)",)}
+    found = said(LOADS, LOADS, {**other, "state": "running"})
+    assert found.suspects == (2,) and found.kind == "busy"
+    assert said(LOADS, LOADS, other).kind == "blocked"
+    assert said(LOADS, other).kind == "unknown" and said(LOADS, LOADS).suspects == ()

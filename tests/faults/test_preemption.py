@@ -475,3 +475,12 @@ def test_a_malformed_slurm_variable(text: str, watching: Watching, caplog: pytes
         watch, _ = watching(on_deadline(), environ={"SLURM_JOB_END_TIME": text})
         assert not watch._threads
     assert slurm_end({"SLURM_JOB_END_TIME": "1767225600"}) == AT
+
+
+@pytest.mark.parametrize("at", [1e300, -1e300, 253402300800.0])
+def test_a_moment_beyond_the_calendar(at: float, watching: Watching) -> None:
+    """It can still be said, and waited for."""
+    assert "seconds since 1970" in preemption._when(at)
+    watch, found = watching(OnDeadline(at))
+    assert len(watch._threads) == (at > 0)
+    assert not found

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
-from ckpt.core.cadence.ledger import PREFIX, Account, End, Restore, SeenFault, StepRow
-from ckpt.errors import CorruptError, FormatError
+from ckpt.core.cadence.ledger import PREFIX, Account, Decision, End, Restore, SeenFault, StepRow
+from ckpt.errors import CorruptError, FormatError, NoCheckpointError
 from ckpt.guard.report import Fault, SavedStep
+from ckpt.tools.cli import reading
 from ckpt.tools.observe.goodput import accounting, walk
 
 __all__ = ["run"]  # fixtures
@@ -154,6 +155,21 @@ def test_steps_that_nobody_saw_done_are_work() -> None:
     assert found.interruptions[0].cost.unknown == 0.0 and found.productive_s == near(16 + 10)
 
 
+def test_an_incarnation_that_is_not_in_the_ledger() -> None:
+    """Its account is damaged: what it did is known by what the next one restored."""
+    found = settled(died(account(1, 0.0), 0.0, 0.0), account(3, 40.0, first=21, of="2.xyz"))
+    (only,) = found.interruptions
+    assert any("are missing" in note for note in found.notes)
+    assert (only.lost_steps, only.cost.unknown, found.steps) == (0, near(40 - 14 - 10), 30)
+
+
+def test_a_ledger_that_begins_in_the_middle() -> None:
+    """A run that was saved before there were ledgers: nothing is lost by that."""
+    found = settled(account(4, 0.0, first=501, of="3.old"))
+    assert (found.steps, found.redone_steps, found.count) == (10, 0, 0)
+    assert any("begin at step 500" in note for note in found.notes)
+
+
 # -- other ends --
 
 
@@ -210,6 +226,14 @@ def test_taken_over_by_a_newer_job() -> None:
     assert found.wall_s == near(two.beat - 4.0)
     other = settled(one, replace(two, boot="two"))  # on another machine, by the wall clock
     assert other.interruptions == found.interruptions and other.wall_s == near(found.wall_s)
+
+
+def test_taken_over_in_the_middle_of_a_row() -> None:
+    """Whole steps of it count."""
+    one = account(1, 0.0, steps=0, beat=24.0, step=20)
+    one.rows = [StepRow(24.0, 20, 20, 20.0, quiet=20)]
+    found = settled(replace(one, kept=24.0), account(2, 8.5, first=8, of="1.abc"))
+    assert (found.interruptions[0].step, found.steps) == (7, 17)
 
 
 # -- clocks --
@@ -450,7 +474,7 @@ def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
     assert isinstance(result.exception, FormatError) and "has no run metrics" in str(result.exception)
     (run / "empty").mkdir()
     result = invoke(run / "empty")
-    assert isinstance(result.exception, FormatError) and "no run metrics" not in str(result.exception)
+    assert isinstance(result.exception, NoCheckpointError) and "no run metrics" not in str(result.exception)
 
 
 def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:
@@ -459,3 +483,20 @@ def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:
     one.epoch, one.restores = "1.abc", [Restore(3.0, 1.0, None, "\x1b")]
     write(run, one, account(2, 20.0, of="1.abc", first=3, source="\x1bx"))
     assert not set(invoke(run).output) & {"\x1b", "\x9b"}
+
+
+def test_the_cadence_says_since_when_and_why() -> None:
+    """Of each place, since it has been the same; the newest incarnation that decided anything has the say."""
+    one = account(1, 0.0)
+    one.decisions = [
+        Decision(0, {"memory": 4, "file:///run": 100}),
+        Decision(40, {"memory": 1, "file:///run": 100}, {"memory": "a snapshot takes 2.1 ms from training"}),
+        Decision(240, {"memory": 1, "file:///run": 0}, {"memory": "a snapshot takes 2.0 ms from training"}),
+    ]
+    assert reading.cadence_lines([account(2, 20.0), one]) == [
+        "memory: every step, since step 40: a snapshot takes 2.0 ms from training",
+        "file:///run: never, since step 240",
+    ]
+    two = replace(account(2, 20.0), decisions=[Decision(9, {"memory": 2000})])
+    assert reading.cadence_lines([two, one]) == ["memory: every 2,000 steps, since step 9"]
+    assert reading.cadence_lines([account(1, 0.0)]) == [] == reading.cadence_lines([])

@@ -178,6 +178,13 @@ def test_a_time_is_as_many_steps_as_last_so_long(step_s: float, every: int) -> N
         assert differs(decide([settled], 20, step_s * 1.2, {}, History(), 1), [settled])
 
 
+def test_a_number_stays_what_it_is() -> None:
+    """Only what is "auto" is changed."""
+    costs = {MEMORY: SaveCost(1.0, 0.0, 100), FOLDER: SaveCost(1.0, 1.0, 9)}
+    found = decide([place(MEMORY, 1, 1), place(FOLDER, 3, 3)], 9, 1.0, costs, History(), 1)
+    assert found.every == {MEMORY: 1, FOLDER: 3} and not cadence.differs(found, [place(MEMORY, 1), place(FOLDER, 3)])
+
+
 def test_what_is_not_known_yet_is_found_out() -> None:
     """Memory keeps what it has; a folder is saved every ten seconds; a bucket is left as it is."""
     places = [place(MEMORY, 4), place(FOLDER, 100), place(BUCKET, 100, remote=True)]

@@ -135,6 +135,12 @@ def test_merged_rows_say_the_same_in_sum(steps: list[tuple[int, float, bool]]) -
     assert all(row.saves == 1 for row in rows[: ledger.FINE_ROWS])
 
 
+def test_many_events_keep_the_first_and_the_last() -> None:
+    """So that a ledger stays small."""
+    found = ledger.bounded(range(1000))
+    assert len(found) == ledger.MOST_EVENTS and found[0] == 0 and found[-1] == 999
+
+
 # -- what a run writes down --
 
 

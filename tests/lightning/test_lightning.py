@@ -6,12 +6,10 @@ import json
 import logging
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import traceback
 import warnings
 from pathlib import Path
@@ -35,7 +33,7 @@ from lightning.pytorch.callbacks import (
 )
 
 import lightning_toy as toy
-from ckpt.best import END, Best, kept
+from ckpt.best import END, kept
 from ckpt.lightning import CheckpointCallback, CheckpointIO
 from ckpt.lightning.loop_hooks import BatchFeed
 from run_files import data_files
@@ -209,15 +207,6 @@ def test_best_model_can_be_read_while_fit_runs(tmp_path: Path) -> None:
     assert seen == {8: len(model.state_dict()), 16: len(model.state_dict())}
 
 
-def test_the_best_by_value() -> None:
-    """Ties go to the older, what is no number is never good, and a step is there once."""
-    best = Best("acc", "max", 2)
-    assert best.add(1.0, 1) and best.add(1.0, 2) and not best.add(1.0, 3) and not best.add(float("nan"), 4)
-    assert best.add(2.0, 5) and best.scores == [(2.0, 5), (1.0, 1)] and best.add(3.0, 5) and len(best.scores) == 2
-    with pytest.raises(ckpt.errors.UsageError, match="mode"):
-        Best("acc", "largest")
-
-
 def test_other_callbacks_come_back(tmp_path: Path) -> None:
     """EarlyStopping stops where it would have, and averages of weights (EMA) are those that would have been, though
     their callback stands behind ours and exchanges weights in each validation."""
@@ -352,48 +341,6 @@ def test_a_run_that_was_stopped_early_is_finished(tmp_path: Path, heard: pytest.
     assert toy.curve(str(out)) == toy.curve(f"{out}.reference")
 
 
-class Slower(toy.Model):
-    """Says another learning rate, and one that does not change."""
-
-    def configure_optimizers(self) -> Any:
-        [optimizer], schedules = super().configure_optimizers()
-        optimizer.param_groups[0].update(lr=1e-3, initial_lr=1e-3, betas=(0.9, 0.999))
-        return [optimizer], schedules
-
-
-class Set(Slower):
-    """Takes the script's, as the guide has it."""
-
-    def on_train_start(self) -> None:
-        self.optimizers().param_groups[0].update(lr=1e-3, initial_lr=1e-3)
-
-
-def test_a_learning_rate_that_is_overridden_is_said(
-    tmp_path: Path, heard: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint's counts, whatever the script says now, and a schedule is no change of it."""
-    run = str(tmp_path / "run")
-    interrupted(["raise batch", 13], run=run)
-    heard.clear()
-    interrupted(["raise batch", 14], run=run)
-    assert "continues at step 13" in heard.text and "not the script's" not in heard.text
-    monkeypatch.setattr(toy, "Model", Slower)
-    for _ in range(2):  # at every start, as long as it is so
-        heard.clear()
-        interrupted(["raise batch", 16], run=run)
-        assert ": lr 0.01, not the script's 0.001. To have the script's" in heard.text
-        assert "betas" not in heard.text
-    monkeypatch.setattr(toy, "Model", Set)
-    changed = str(shutil.copytree(run, tmp_path / "set"))
-    interrupted(["raise batch", 17], run=changed)
-    heard.clear()
-    group = toy.fit(run=changed)["trainer"].optimizers[0].param_groups[0]
-    assert group["lr"] == pytest.approx(1e-3 * 0.9**3)  # set again at step 17, and then come 18, 21 and 24
-    assert "not the script's" not in heard.text  # it is in effect
-    monkeypatch.undo()
-    assert toy.fit(run=run)["digest"] == toy.fit()["digest"]
-
-
 def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two callbacks, another model, another beginning, misspelt words: an error that says what to do, once, and shows
     none of our frames."""
@@ -423,30 +370,6 @@ def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
         CheckpointCallback(dirpath=run)
     with pytest.raises(ckpt.errors.UsageError, match="given as strings"):
         CheckpointCallback([ckpt.Tier(run)], every=5, memory=None)
-
-
-class Forgetful(pl.Callback):
-    """Its own mistake is in what it says of its state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        raise KeyError("of their own")
-
-
-def test_an_error_of_theirs_shows_none_of_our_frames(tmp_path: Path) -> None:
-    """In a hook of a batch, and in a state_dict() that we call: their line is the last, and none in it is ours. What
-    torch or a standard module refuses us keeps our frames: the mistake may be ours."""
-    with pytest.raises(RuntimeError, match="stop here") as batch:
-        toy.fit(run=str(tmp_path / "batch"), kill=["raise batch", 3])
-    with pytest.raises(KeyError, match="of their own") as state:
-        toy.fit(run=str(tmp_path / "state"), more=[Forgetful()])
-    ours = str(Path(ckpt.__file__).parent)
-    for caught, last in ((batch, toy.__file__), (state, __file__)):
-        frames = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
-        assert frames[-1] == last and not any(name.startswith(ours) for name in frames)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(AttributeError, match="splitlines") as refused:
-        patch.setattr("ckpt.lightning.callback.state_of", textwrap.indent)
-        toy.fit(run=str(tmp_path / "refused"))
-    assert any(frame.filename.startswith(ours) for frame in traceback.extract_tb(refused.value.__traceback__))
 
 
 def test_a_run_that_began_from_a_file(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, LambdaCallback, ModelPruning
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 
-from ckpt.lightning import CheckpointCallback, orders
+from ckpt.lightning import CheckpointCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EPOCHS, BATCHES = 4, 6
@@ -741,28 +741,6 @@ def test_hooks_see_the_keys_of_lightnings_checkpoints(tmp_path: Path) -> None:
     assert seen["loaded"] == first["saved"] and seen["saved"][0] == {5}
 
 
-@pytest.mark.parametrize(
-    ("made", "later"),
-    [
-        ([1.5, 2.5], [2.5, 3.5]),
-        ([*"abc"], [*"cab"]),
-        (np.array([1.0, np.nan]), np.array([2.0, np.nan])),
-        (np.arange(3), np.arange(4)),
-        (torch.arange(3), torch.arange(3).flip(0)),
-    ],
-)
-def test_changed_order_is_put_back_in_place_and_fits_the_data_only(made: Any, later: Any) -> None:
-    base = orders.base_of(made)
-    assert orders.change(made, base) is None
-    change, values = orders.change(later, base), {"order": made}
-    for wanted, saved in ((later, change), (base, None)):
-        orders.put(values, "order", base, saved)
-        assert str(values["order"]) == str(wanted)
-    assert values["order"] is made or len(made) != len(later)
-    orders.put(values, "order", base[:1], change)  # the script has fewer examples now
-    assert str(values["order"]) == str(base)
-
-
 # -- warnings --
 
 OURS = Path(str(sys.modules[CheckpointCallback.__module__].__file__)).parent
@@ -800,16 +778,6 @@ def test_too_many_draws_of_batches_are_warned_of_once_an_epoch(
     found = warned()
     assert len(found) == (name == "shuffle_buffer")
     assert all("more than 1 batches of this epoch drew from the shared random generators" in text for text in found)
-
-
-def test_outputs_that_are_not_saved_are_warned_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
-) -> None:
-    monkeypatch.setattr("ckpt.lightning.collected.MAX_ITEMS", 2)
-    monkeypatch.setattr("ckpt.lightning.trainer_state.MAX_ITEMS", 2)
-    fit(RECIPES["outputs_of_a_callback"], str(tmp_path / "run"), epochs=2)
-    [text] = warned()
-    assert "losses is not saved, because it has more than 2 items" in text and "on_epoch=True" in text
 
 
 def test_long_orders_that_change_are_named_once_and_caches_are_not(
@@ -853,12 +821,3 @@ def test_hook_that_cannot_run_twice_is_warned_of_and_changes_nothing(
     compare(make, str(tmp_path / "run"), (10,))
     [text] = warned()
     assert "Once.on_train_epoch_start failed when it ran again" in text and "not in the middle" in text
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["outputs_of_steps", "wrapped_metrics", "data_set_shuffled_by_the_epoch"],
-)
-def test_exact_restarts_log_no_warning(name: str, tmp_path: Path, warned: Callable[[], list[str]]) -> None:
-    interrupt_and_continue(RECIPES[name], str(tmp_path / "run"))
-    assert warned() == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import ckpt
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
 from ckpt.lightning import CheckpointCallback
 
@@ -154,21 +153,6 @@ def test_the_last_file_of_model_checkpoint_stands_in_no_ones_way(
         saving = CheckpointCallback("run", every=1)
         trainer(Path(), epochs, saver, saving, package=found, **settings).fit(model, loader(), ckpt_path="last")
     assert list(tmp_path.rglob("last*.ckpt"))
-    wanted, _ = trained(tmp_path / "whole", 3)
-    assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
-
-
-def test_a_last_file_that_is_newer_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It goes on from the run's own newest step all the same."""
-    logger = logging.getLogger("lightning.pytorch")
-    run = str(tmp_path / "run")
-    trained(tmp_path, 1, CheckpointCallback(run, every=1))
-    trained(tmp_path, 2, ModelCheckpoint(save_last=True))
-    logger.addHandler(caplog.handler)
-    model, found = Model(WIDTH), trainer(tmp_path, 3, ModelCheckpoint(save_last=True), CheckpointCallback(run, every=1))
-    found.fit(model, loader(), ckpt_path="last")
-    logger.removeHandler(caplog.handler)
-    assert f"last.ckpt has step {2 * BATCHES}, but everystep continues at step {BATCHES}" in caplog.text
     wanted, _ = trained(tmp_path / "whole", 3)
     assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.core.checkpoint import blobs
 from ckpt.core.log.log import Record, RunLog
 from ckpt.errors import StoreError
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces, upload
-from ckpt.tools.maintain import find_copies, repair
+from ckpt.tools.maintain import audit, find_copies, repair
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
@@ -39,6 +40,7 @@ from run_files import (
     checkpoint_files,
     data_file,
     indexes,
+    kind_of,
     manifests,
     select,
     temporary_files,
@@ -673,6 +675,36 @@ def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path
         assert bytes(await store.get(KEY)) == new and await keys(store) == [KEY]
 
     asyncio.run(work())
+
+
+@one_form
+def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pack is read once, in ranges of a bounded size, however large it is."""
+    objects = tree(run)
+    asked: list[tuple[str, int, int]] = []
+
+    class Counting(MemoryStore):
+        async def get(self, key: str, *, start: int = 0, length: int | None = None, **more: Any) -> memoryview:
+            if kind_of(key) == DATA:
+                asked.append((key, start, length or 0))
+            return await super().get(key, start=start, length=length, **more)
+
+    async def examined() -> int:
+        log = RunLog(Counting(objects=objects))
+        await log.open()
+        work = repair.Repair(log)
+        total = await work.look()
+        seen: list[int] = []
+        found = await work.audit(seen.append)
+        assert not found.any and sum(seen) == total
+        return total
+
+    monkeypatch.setattr(audit, "READ", 20_000)
+    monkeypatch.setattr(blobs, "GAP", 0)
+    total = asyncio.run(examined())
+    largest = max(piece[2] for piece in asked)
+    assert largest <= 400 * 256 * 4 and sum(length for _, _, length in asked) == total
+    assert len(set(asked)) == len(asked)
 
 
 @one_form

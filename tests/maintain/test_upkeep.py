@@ -728,7 +728,7 @@ print(json.dumps([step, toy.digest(state)]))
 
 
 def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
-    """prune, gc, keep and copy again and again while a job saves: it ends as if alone, and what is there is sound."""
+    """prune, gc, pin and copy again and again while a job saves: it ends as if alone, and what is there is sound."""
     run, there, enough, kept = tmp_path / "run", tmp_path / "there", tmp_path / "enough", 0
     path = PYTHONPATH
     environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}

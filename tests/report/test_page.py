@@ -37,7 +37,7 @@ from ckpt.core.cadence.ledger import (
     stall_bucket,
     thinned,
 )
-from ckpt.errors import FormatError
+from ckpt.errors import NoCheckpointError
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.tools.observe.goodput.accounting import settled
 from ckpt.tools.observe.report import style
@@ -343,7 +343,7 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
         path.write_bytes(b"{}")
     assert invoke(run, "-o", tmp_path / "all.html").return_value == 1
     assert "all run metrics" in looked_at((tmp_path / "all.html").read_text()).text
-    with pytest.raises(FormatError):
+    with pytest.raises(NoCheckpointError):
         raise invoke(tmp_path / "nowhere", "-o", tmp_path / "no.html").exception
     assert not (tmp_path / "no.html").exists()
 

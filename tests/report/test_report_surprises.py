@@ -41,7 +41,7 @@ def test_a_hang_that_somebody_ended_by_hand_is_an_interruption() -> None:
     assert costs(only.cost) == {
         "unfinished": 1.0, "perceive": 9.0, "leave": 30.25, "launch": 5.75, "start": 2.0, "open": 1.0, "restore": 1.0,
     }  # fmt: skip
-    assert any("closed after a hang" in note and "pause()" in note for note in found.notes)
+    assert any("closed after a hang" in note and "not_training()" in note for note in found.notes)
     assert settled(one).ended == "hang" and settled(one).count == 1
 
 

@@ -414,6 +414,18 @@ def test_module_is_restored_if_its_loader_accepts_other_names(kind: str, nested:
     assert differences(freeze(last["m"]), freeze(twin["m"])) == []
 
 
+def test_run_goes_on_with_a_list_that_was_empty(tmp_path: Path) -> None:
+    saved, fresh = Listed(2), Listed()
+    with ckpt.Checkpointer({"m": saved}, tmp_path / "run", every=1) as cp:
+        cp.step(1)
+    with ckpt.Checkpointer({"m": fresh}, tmp_path / "run", every=1) as cp:
+        cp.restore()
+        fresh.seen.append(torch.ones(3))
+        cp.step(2)
+    assert torch.equal(ckpt.load(tmp_path / "run")["m.seen.2"], torch.ones(3))
+    assert all(map(torch.equal, fresh.seen[:2], saved.seen))
+
+
 class Fitting(Parts):
     """Also leaves out what has another shape; children of another module are not loaded by it."""
 

@@ -202,6 +202,14 @@ def test_two_tensors_of_one_name_are_refused(kind: Callable[[], nn.Module]) -> N
         Capture({"m": kind()}).read()
 
 
+def test_fabric_module_has_the_names_of_the_module_in_it() -> None:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    net, compiled = fabric.setup(Net()), fabric.setup(torch.compile(Net()))
+    assert names_of({"m": net}) == names_of({"m": compiled}) == names_of({"m": Net()})
+    adapter = fabric.setup(Adapter("_orig_mod"))
+    assert names_of({"m": adapter}) == names_of({"m": Adapter("_orig_mod")})
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_tensors_below_a_nested_ddp_are_replicated() -> None:
     """DDP may lie in another module; what it is told to ignore, and what lies outside of it, is the rank's own."""

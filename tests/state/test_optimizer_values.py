@@ -532,6 +532,21 @@ def test_object_from_a_forged_checkpoint_is_never_made(kind: str, old: str, new:
     assert all(torch.equal(a, b) for a, b in zip(weights(twin), before, strict=True))
 
 
+def test_helper_of_a_resized_job_is_refused_if_ranks_saved_different_ones() -> None:
+    """With the same number of ranks each takes its own."""
+    from ckpt.core.format.saved_nodes import SavedNode, joined
+
+    def node(names: list[str], more: list[Any]) -> SavedNode:
+        facts = {"params": [names], "with_state": []}
+        return SavedNode(("opt",), "optimizer", facts, {"groups": [{}], "state": [], "more": more}, ())
+
+    own = [{"param": "a"}, 1]
+    found = joined(
+        [node(["a"], [own, [{"key": "g"}, 5]]), node(["a", "b"], [[{"param": "a"}, 2], [{"param": "b"}, 3]])]
+    )
+    assert found.values["more"] == [own, [{"key": "g"}, 5], [{"param": "b"}, 3]]
+
+
 # -- optimizers whose state_dict() says more --
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 import types
 from pathlib import Path
@@ -21,9 +20,8 @@ from peft import AdaLoraConfig, LoraConfig, TrainableTokensConfig, get_peft_mode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import ckpt
-from ckpt.errors import MismatchError, UsageError
+from ckpt.errors import MismatchError
 from ckpt.transformers import CheckpointCallback
-from ckpt.transformers.further_state import FurtherState
 from ckpt.transformers.pretrained import trained
 from ckpt.transformers.trainer_internals import LogHistory
 from run_files import data_files
@@ -144,16 +142,6 @@ def test_batch_size_that_shrinks_in_mid_training_continues_the_epoch(
     assert "auto_find_batch_size chose a batch size of 2, but the run had 8" in caplog.text
 
 
-def test_larger_batch_size_with_strict_false_trains_on_what_is_left(tmp_path: Path) -> None:
-    """A run that made 9 of 24 steps of 2 examples is not complete for a script with 4 steps of 12."""
-    run = str(tmp_path / "run")
-    small = arguments(tmp_path, per_device_train_batch_size=2, num_train_epochs=1)
-    train(Trainer(llama(), small, train_dataset=Tokens(), callbacks=[callback(run), StopAt(9)]))
-    large = arguments(tmp_path, per_device_train_batch_size=12, num_train_epochs=1)
-    again = train(Trainer(llama(), large, train_dataset=Tokens(), callbacks=[callback(run, strict=False)]))
-    assert again.state.global_step == 9 + 2, "18 examples fill two batches of 12, and two batches are left"
-
-
 def test_changed_batch_size_is_refused_without_auto_find(tmp_path: Path) -> None:
     """Negative control: the batch size stays a setting of the script."""
     run = str(tmp_path / "run")
@@ -191,17 +179,6 @@ def test_object_in_state_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFi
     start(run, 5)
     assert equal(start(run).ema, whole.ema)
     assert "which the checkpoint does not contain" not in caplog.text
-
-
-def test_module_that_is_not_saved_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = llama()
-    frozen = StopAt(-1)
-    frozen.reference = copy.deepcopy(model)  # type: ignore[attr-defined]
-    ours = [Average(model), frozen, callback(str(tmp_path / "run"))]
-    train(Trainer(model, arguments(tmp_path), train_dataset=Tokens(), callbacks=ours))
-    warnings = [one.getMessage() for one in caplog.records if "does not contain" in one.getMessage()]
-    assert len(warnings) == 1
-    assert "Average.ema" in warnings[0] and "state={'ema'" in warnings[0]
 
 
 class Late(TrainerCallback):
@@ -264,12 +241,6 @@ def test_metrics_that_json_lacks_are_logged_and_restored(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("state", [{"model": nn.Linear(1, 1)}, [nn.Linear(1, 1)], {1: nn.Linear(1, 1)}])
-def test_invalid_state_is_refused_when_the_callback_is_made(state: Any) -> None:
-    with pytest.raises(UsageError, match="state="):
-        CheckpointCallback(state=state)
-
-
 # -- TRL --
 
 
@@ -320,16 +291,6 @@ def test_trl_generations_counters_and_metrics_are_restored(tmp_path: Path) -> No
         return [(one["loss_again"], one["tokens"]) for one in trainer.state.log_history if "loss_again" in one]
 
     assert kept(again) == kept(whole)
-
-
-def test_generations_of_foreign_types_are_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Reusing(llama(), arguments(tmp_path), train_dataset=Tokens())
-    trainer._buffered_inputs = [{"image": object()}]
-    further = FurtherState(trainer)
-    with caplog.at_level(logging.WARNING):
-        assert "generated" not in further.state_dict()
-        further.state_dict()
-    assert caplog.text.count("the completions that Reusing generated") == 1
 
 
 def test_reference_model_that_is_synchronised_is_restored(tmp_path: Path) -> None:

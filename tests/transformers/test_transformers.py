@@ -167,15 +167,6 @@ def test_random_numbers_of_a_dataset_are_warned_of(run_dir: str, caplog: pytest.
     assert caplog.text.count("draws random numbers") == 1
 
 
-def test_workers_that_stay_are_warned_of(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """They draw a number when they begin, which a run that goes on does at another time: said then, and only then."""
-    setting = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "eval_strategy": "no"}
-    assert hf_toy.run(run_dir, kill=("stop", 4), epochs=1, **setting) == {}
-    assert "persistent" not in caplog.text
-    assert hf_toy.run(run_dir, epochs=1, **setting)["step"] == hf_toy.EPOCH
-    assert caplog.text.count("dataloader_persistent_workers=True") == 1
-
-
 class Interrupt(TrainerCallback):
     """As Ctrl-C does in a notebook, at a step: nobody closes anything."""
 
@@ -482,42 +473,3 @@ def test_the_best_survive_kills(run_dir: str) -> None:
     exported = AutoModelForCausalLM.from_pretrained(f"{run_dir}-best").state_dict()
     for found_again in (model.state_dict(), exported):
         assert all(torch.equal(found_again[name], tensor) for name, tensor in whole.items())
-
-
-class NewRate(TrainerCallback):
-    """As the guide has it."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        schedule = given["lr_scheduler"]
-        for i, group in enumerate(given["optimizer"].param_groups):
-            group["lr"] *= args.learning_rate / schedule.base_lrs[i]
-            schedule.base_lrs[i] = group["initial_lr"] = args.learning_rate
-
-
-def test_a_learning_rate_that_is_overridden_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The checkpoint's counts, and a schedule is no change of it. The guide's callback takes the script's: each entry
-    of the log has the rate of one that had it from the beginning."""
-    assert hf_toy.run(run_dir, kill=("stop", 5)) == {}
-    assert hf_toy.run(run_dir, kill=("stop", 6)) == {}
-    assert "not the script's" not in caplog.text
-    assert hf_toy.run(run_dir, kill=("stop", 7), learning_rate=1e-3) == {}
-    assert (
-        "were taken for optimizer: lr 0.01, not the script's 0.001; scheduler: base_lrs [0.01, 0.01], not"
-        in caplog.text
-    )
-    assert hf_toy.run(run_dir, kill=("stop", 9), learning_rate=1e-3, more=(NewRate(),)) == {}
-    caplog.clear()
-    found = hf_toy.run(run_dir, learning_rate=1e-3, more=(NewRate(),))
-    assert "everystep continues at step 9" in caplog.text and "not the script's" not in caplog.text
-    whole = hf_toy.run(None, learning_rate=1e-3)
-    rates = [[one.get("learning_rate") for one in run["log"] if one["step"] > 7] for run in (found, whole)]
-    assert rates[0] == pytest.approx(rates[1]) and len(rates[0]) > 4
-
-
-def test_a_metric_that_nobody_measures(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Is said once, with those that there are; the name may go without its eval_."""
-    hf_toy.run(run_dir, best={"monitor": "accuracy"})
-    (said,) = (one for one in caplog.messages if "no evaluation has measured this" in one)
-    assert said.startswith("best=Best('accuracy')") and "eval_loss" in said
-    hf_toy.run(f"{run_dir}-2", best={"monitor": "loss"}, epochs=1)
-    assert ckpt.load(f"{run_dir}-2", best=True).step > 0

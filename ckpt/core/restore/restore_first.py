@@ -56,14 +56,18 @@ CONNECT_S, TRANSFER_S = 30.0, 600.0  # between ranks: to meet, and for all that 
 
 @dataclass
 class Restored:
-    """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it; `repaired`: what
-    it had to take from a further tier; `left_out`: under strict=False, what did not fit; `overridden`: settings of
-    optimizers that the script says otherwise now than when the run began, where the checkpoint's count. `skipped`:
-    what was newer and could not be used, or was lost with a damaged log record.
+    """What a restore did on this rank.
 
-    `verified`: every byte matched a digest that was computed when the step was written to a tier while its trainer
-    lived. False for a snapshot in memory that no tier had, and for a step that a writer stored only after a fault.
-    Damage before the digest is computed cannot be noticed.
+    - `step`, `id`, `tier`: the checkpoint, and where it was read from. None if there was none.
+    - `verified`: every byte matched a digest that was computed when the step was written to a tier while its trainer
+      lived. False for a snapshot in memory that no tier had, and for a step that a writer stored only after a fault.
+      Damage before the digest is computed cannot be detected.
+    - `seconds`: duration of the restore.
+    - `nbytes`, `nbytes_received`: bytes that this rank read, and bytes that other ranks read for it.
+    - `skipped`: newer checkpoints that could not be used, or were lost with a damaged log record.
+    - `repaired`: damaged parts that were read from another tier.
+    - `left_out`: entries that did not fit, with strict=False.
+    - `overridden`: settings of optimizers that the script has changed, and that the checkpoint's replaced.
     """
 
     step: int | None

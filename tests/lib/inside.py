@@ -1199,7 +1199,7 @@ class Job:
         await commits.abort(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
 
     async def retract(self, written: write.WrittenPart) -> None:
-        """Retract a checkpoint."""
+        """Retract a checkpoint of the run."""
         await commits.retract(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
 
     async def clean_up(self, last: int) -> list[int]:
@@ -1270,7 +1270,7 @@ async def problems_in(store: Any, step: int) -> list[str]:
 
 
 class _Equal:
-    """Equals every other."""
+    """An object that equals every other."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -1435,7 +1435,7 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """Bytes of tensors."""
+        """Return the bytes of its tensors."""
         return self._held.label.data_size
 
     @property
@@ -1445,7 +1445,7 @@ class Snapshot:
 
     @property
     def values(self) -> memoryview:
-        """The plain values."""
+        """Return its plain values."""
         return self._held.arena.values(self._held.slot, self._held.label)
 
     @property
@@ -1462,7 +1462,7 @@ class Snapshot:
         self._held.arena.set_label(self._held.slot, replace(self._held.label, order=self._held.label.order + 1))
 
     def put_back(self) -> None:
-        """Undo `overwrite`."""
+        """Undo the change of `overwrite`."""
         self._held.arena.set_label(self._held.slot, self._held.label)
 
     @property

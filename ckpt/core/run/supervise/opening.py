@@ -597,7 +597,8 @@ class HeldSnapshots:
             return None
         try:
             compare = self._layouts.differ_from(self._world.size)
-            reply, fds = client.ask_patiently(requests.Lend(digest=compare), HELLO_S, PATIENT_S)
+            patient_s = REQUEST_S if compare else PATIENT_S  # digests of a large memory take a while
+            reply, fds = client.ask_patiently(requests.Lend(digest=compare), HELLO_S, patient_s)
             return Lent(HeldElsewhere.of(reply, fds), reply)
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)

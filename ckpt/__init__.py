@@ -30,7 +30,7 @@ _HOMES = {
     "Metrics": "metrics",
     "Options": "options",
     "RNG": "core.state.stateful",
-    "Restored": "core.restore.restore_first",
+    "Restored": "core.restore.restore",
     "Run": "run",
     "Save": "saving",
     "Tier": "tiers",
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from ckpt.checkpointer import Checkpointer as Checkpointer
     from ckpt.core.cadence.cadence import Auto as Auto
     from ckpt.core.checkpoint.retention import Keep as Keep
-    from ckpt.core.restore.restore_first import Restored as Restored
+    from ckpt.core.restore.restore import Restored as Restored
     from ckpt.core.state.stateful import RNG as RNG
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.loader import Loader as Loader

@@ -20,7 +20,7 @@ import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.best import Best
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.restore.restore_first import Restored
+from ckpt.core.restore.restore import Restored
 from ckpt.core.run.closing import Closing, ProcessEnd
 from ckpt.core.run.emergency import EmergencySaver
 from ckpt.core.run.kept_steps import KeptSteps

@@ -6,13 +6,11 @@ from typing import Any
 
 import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.core.checkpoint import read, spelling
-from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.checkpoint.spelling import Which
 from ckpt.core.format.partition import Seat
 from ckpt.core.ipc import channel
 from ckpt.core.ranks.world import World
-from ckpt.core.restore.candidates import gather
-from ckpt.core.restore.restore_first import Restored, restore_first
+from ckpt.core.restore.restore import Candidates, Restored, restore_first
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CorruptError, FormatError, NoCheckpointError
 from ckpt.store import normalise
@@ -41,14 +39,20 @@ def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = T
     """
     wanted = _step_of(location, which) if which == spelling.BEST else spelling.number(which)
     world = World.detect(channel.node_id())
-    lost: list[Loss] = []
     touched: list[bool] = []
     result = Restored(step=None)
     capture = Capture(state, Seat(world.rank, world.size), subset=subset)
     capture.read()
-    sources = gather(world, (), (), [location], [[0] * world.size], wanted, lost)
+    candidates = Candidates(world, (), (), [location], [[0] * world.size], wanted)
     source = restore_first(
-        world, sources, capture, result, strict=strict, on_touch=lambda: touched.append(True), lost=lost, step=wanted
+        world,
+        candidates.gather(),
+        capture,
+        result,
+        strict=strict,
+        on_touch=lambda: touched.append(True),
+        lost=candidates.lost,
+        step=wanted,
     )
     world.farewell()
     if source is None and result.skipped:

@@ -21,7 +21,7 @@ from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.values import Json, decode, show
 from ckpt.core.log.log import Commit
-from ckpt.core.restore.restore_first import Restored
+from ckpt.core.restore.restore import Restored
 from ckpt.core.restore.sources import fill_from_store
 from ckpt.core.state.filler import Target
 from ckpt.core.state.special_values import as_plain

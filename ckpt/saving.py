@@ -109,8 +109,9 @@ class Save:
 
     # -- for the Checkpointer --
 
-    def _set_staged(self, survives: bool = True) -> None:
-        _settle(self._staged, Checkpoint(self.step, self.id, "memory" if survives else "trainer"))
+    def _set_staged(self, where: str = "memory") -> None:
+        """Record where the step is: "memory", "trainer" if that memory ends with this process, or the URL of a tier."""
+        _settle(self._staged, Checkpoint(self.step, self.id, where))
 
     def _set_unstaged(self, error: CheckpointError) -> None:
         """Record that no process besides the trainer holds the step; durable tiers may still store it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.core.restore.restore_first import Restored
+from ckpt.core.restore.restore import Restored
 from ckpt.core.run.training_run import Stats
 from ckpt.guard.report import Fault
 from ckpt.loading import Loaded

@@ -315,7 +315,7 @@ class ObjectsOf:
     _bound: set[str] = field(default_factory=set)  # names of objects that can be filled, but not created
 
     def begin(self, params: Mapping[int, str]) -> None:
-        """Begin a reading."""
+        """Begin a reading of the optimizer."""
         self.params, self.live, self._names, self._bound = params, {}, {}, set()
 
     def end(self) -> None:

@@ -198,7 +198,7 @@ class FaultReporter:
         self.watchdog = Watchdog(self.trainer, request, caller.fds, self._on_signals, self._on_stall)
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching the trainer."""
         if self.watchdog is not None:
             self.watchdog.stop()
             self.watchdog = None

@@ -137,7 +137,7 @@ class Watchdog:
     # -- crashes, and stacks --
 
     def _read_pipe(self) -> None:
-        """Read everything available."""
+        """Read all available bytes of the pipe."""
         while self._pipe >= 0:
             try:
                 raw = os.read(self._pipe, 1 << 16)

@@ -27,7 +27,7 @@ from ckpt.core.format.layout import Layout, pages
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc import requests
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.core.ranks.link import addresses, listen
+from ckpt.core.ranks.transfer import addresses, listen
 from ckpt.core.writer.dispatch import handles
 from ckpt.core.writer.memory import HeldMemory, check_room
 from ckpt.errors import CheckpointError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt.core.checkpoint import spelling
-from ckpt.core.restore.restore_first import Restored
+from ckpt.core.restore.restore import Restored
 from ckpt.errors import MismatchError
 from ckpt.filling import fill as fill_from
 from ckpt.filling import is_run as is_run

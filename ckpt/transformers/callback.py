@@ -33,7 +33,7 @@ from ckpt.callbacks import check_keywords
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.restore.restore_first import Restored
+from ckpt.core.restore.restore import Restored
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.core.state.stateful import RNG
 from ckpt.errors import CheckpointError, UsageError, public_function

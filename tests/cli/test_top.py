@@ -139,7 +139,7 @@ def look(rank: int = 0, **more: Any) -> RankStatus:
         "in_memory": 1234,
         "snapshots": 10**9,
         "trainer_rss": 3 * 10**9,
-        "slots": (SlotStatus("sealed", 1234), SlotStatus("filling"), SlotStatus("empty")),
+        "slots": (SlotStatus("sealed", 1234), SlotStatus("eager", 1235), SlotStatus("filling"), SlotStatus("empty")),
         "tiers": (
             TierStatus(RUN, 10, 1230, 1234, 50, 100, 1e9, 1, 4, 0.4, 123, raw=10**9, stored=10**8),
             TierStatus(FAR, 100, 1200, rate=1e7, lag_steps=34, lag_s=3.4),

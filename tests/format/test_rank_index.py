@@ -253,7 +253,9 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
     work = [division.divided(rank, posts, nodes) for rank in range(other.size)]
     for rank, one in enumerate(work):
         sent = {blob for each in work for blob, to in each.recipients.items() if rank in to}
-        assert sent == set(one.expects) and not sent & set(one.reads)
+        expected = {(blob, sender) for sender, blobs in one.expects.items() for blob in blobs}
+        assert sent == {blob for blob, _ in expected} and not sent & set(one.reads)
+        assert all(blob in work[sender].reads for blob, sender in expected)
         assert wanted[rank] <= sent | set(one.reads)
     for node in set(nodes):
         read_there = [blob for rank, one in enumerate(work) if nodes[rank] == node for blob in one.reads]

@@ -16,7 +16,7 @@ from processes import REPO
 
 
 def build() -> Any:
-    """The module hatch_build.py."""
+    """Return the module hatch_build.py."""
     spec = importlib.util.spec_from_file_location("hatch_build", REPO / "hatch_build.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -72,7 +72,7 @@ class Net(nn.Module):
 
 
 class Job:
-    """One training."""
+    """One training under DeepSpeed."""
 
     def __init__(self, case: str) -> None:
         stage, self.dtype, more = CASES[case]

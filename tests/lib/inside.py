@@ -60,8 +60,7 @@ from ckpt.core.log.records import MARK, Acquire, Commit, RunState
 from ckpt.core.ranks import world as worlds
 from ckpt.core.ranks.world import World
 from ckpt.core.restore import sources
-from ckpt.core.restore.candidates import gather
-from ckpt.core.restore.restore_first import restore_first
+from ckpt.core.restore.restore import Candidates, restore_first
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.core.run.closing import Closing
 from ckpt.core.run.ownership import Ownership
@@ -1200,7 +1199,7 @@ class Job:
         await commits.abort(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
 
     async def retract(self, written: write.WrittenPart) -> None:
-        """Retract a checkpoint."""
+        """Retract a checkpoint of the run."""
         await commits.retract(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
 
     async def clean_up(self, last: int) -> list[int]:
@@ -1271,7 +1270,7 @@ async def problems_in(store: Any, step: int) -> list[str]:
 
 
 class _Equal:
-    """Equals every other."""
+    """An object that equals every other."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -1436,7 +1435,7 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """Bytes of tensors."""
+        """Return the bytes of its tensors."""
         return self._held.label.data_size
 
     @property
@@ -1446,7 +1445,7 @@ class Snapshot:
 
     @property
     def values(self) -> memoryview:
-        """The plain values."""
+        """Return its plain values."""
         return self._held.arena.values(self._held.slot, self._held.label)
 
     @property
@@ -1463,7 +1462,7 @@ class Snapshot:
         self._held.arena.set_label(self._held.slot, replace(self._held.label, order=self._held.label.order + 1))
 
     def put_back(self) -> None:
-        """Undo `overwrite`."""
+        """Undo the change of `overwrite`."""
         self._held.arena.set_label(self._held.slot, self._held.label)
 
     @property
@@ -1682,24 +1681,25 @@ def restore_first_of(
 def restore_folder(url: str | Path, into: dict[str, Any], ranks: World | None = None) -> ckpt.Restored:
     """Restore the newest checkpoint of a run without opening it for writing, which would repair it. `step` of the
     result is None if there is none. `ranks`: see `threads.together`."""
-    world, result, lost = ranks or World(), ckpt.Restored(step=None), list[losses.Loss]()
-    found_there = gather(world, [], [], [str(url)], [[0] * world.size], None, lost)
-    found = restore_first(world, found_there, Capture(into), result, strict=True, on_touch=lambda: None, lost=lost)
+    world, result = ranks or World(), ckpt.Restored(step=None)
+    candidates = Candidates(world, [], [], [str(url)], [[0] * world.size], None)
+    found_there, capture = candidates.gather(), Capture(into)
+    found = restore_first(world, found_there, capture, result, strict=True, on_touch=lambda: None, lost=candidates.lost)
     result.step = None if found is None else found.attempt.step
     return result
 
 
 def lost_in_folder(url: str | Path, into: dict[str, Any], ranks: World) -> list[Any]:
     """Look for checkpoints of a run on all ranks. Return the lost steps that this rank reports."""
-    result, lost = ckpt.Restored(step=None), list[losses.Loss]()
-    gather(ranks, [], [], [str(url)], [[0] * ranks.size], None, lost)
-    restore_first(ranks, [], Capture(into), result, strict=True, on_touch=lambda: None, lost=lost)
+    result, candidates = ckpt.Restored(step=None), Candidates(ranks, [], [], [str(url)], [[0] * ranks.size], None)
+    candidates.gather()
+    restore_first(ranks, [], Capture(into), result, strict=True, on_touch=lambda: None, lost=candidates.lost)
     return result.skipped
 
 
 def sources_in(url: str | Path) -> list[RestoreSource]:
     """List the checkpoints of a run that can be restored, newest first."""
-    return gather(World(), [], [], [str(url)], [[0]], None)
+    return Candidates(World(), [], [], [str(url)], [[0]], None).gather()
 
 
 def trust_memory(patch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def name_in_whole(gpt: GPTModel, name: str) -> str:
 
 
 class Job:
-    """One training."""
+    """One training under Megatron."""
 
     def __init__(self, case: str, divided: Sizes | None = None, **changes: Any) -> None:
         own, self.dtype, more = CASES[case]

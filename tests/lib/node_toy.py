@@ -135,7 +135,7 @@ class Rank:
             assert save is not None
             save.wait_staged(60)
             for tier in save.tiers if wait else ():
-                self.wait_durable(save, tier)
+                self.committed(save, tier)
             self.say("step", step=self.step, mine=mine(self.state), whole=whole(self.state))
 
     def committed(self, save: ckpt.Save, tier: str) -> None:
@@ -153,7 +153,7 @@ class Rank:
         self.step += 1
         save = self.cp.save(self.step)
         for tier in save.tiers:
-            self.wait_durable(save, tier)
+            self.committed(save, tier)
 
     def do_pause(self, name: str) -> None:
         self.say("paused", name=name)

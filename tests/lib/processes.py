@@ -209,7 +209,7 @@ def run_python(
     check: bool = False,
     **settings: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run`, by `start_python`."""
+    """Like `subprocess.run`, but started by `start_python`."""
     if input is not None:
         settings["stdin"] = subprocess.PIPE
     if capture_output:

@@ -52,7 +52,7 @@ def cut(whole: Tensor, rank: int, world: int) -> Tensor:
 
 
 class Tensors(nn.Module):
-    """Nothing but parameters."""
+    """A module with nothing but parameters."""
 
     def __init__(self, **parameters: Tensor) -> None:
         super().__init__()

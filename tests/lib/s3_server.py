@@ -100,7 +100,7 @@ class MotoServer(Server):
         return name
 
     def reset(self) -> None:
-        """Forget every bucket."""
+        """Delete all buckets of the server."""
         self._ask("POST", "/moto-api/reset")
 
 

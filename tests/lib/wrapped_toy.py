@@ -80,7 +80,7 @@ class Other(Quantised):
 
 
 class Odd:
-    """No plain value."""
+    """A value that cannot be saved as plain."""
 
 
 class Shell(Tensor):

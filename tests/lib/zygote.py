@@ -49,7 +49,7 @@ class Child:
 
 
 def serve(path: list[str]) -> Program:
-    """Import, then `_fork`."""
+    """Import the modules, then serve forks."""
     if "SIMULATED_DEVICE" in os.environ:  # torch looks for a device once, while it is imported: see tests/device
         sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "device"))
         importlib.import_module("simulated").install()

@@ -687,42 +687,6 @@ def test_state_that_grows(run_dir: str, own_sockets: Path) -> None:
         assert toy.digest(small) == toy.reference(5)
 
 
-HUGE = """
-import contextlib, mmap, sys, psutil, torch, ckpt
-available = psutil.virtual_memory().available
-reserved = mmap.mmap(-1, available * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
-huge = torch.frombuffer(reserved, dtype=torch.uint8)  # takes no memory while nobody touches it
-run = sys.argv[1]
-state = {"small": torch.arange(4.0)}
-with ckpt.Checkpointer(state, ckpt.Tier(run, every=2), options=ckpt.Options(on_error="warn")) as cp:
-    cp.step(1).wait_staged(60)
-    cp.step(2).wait_durable(60)
-    state["huge"] = huge
-    for step in (3, 4, 5):
-        save = cp.step(step)
-        with contextlib.suppress(ckpt.errors.SkippedError):
-            if save is not None:
-                save.wait_staged(60)
-        print(step, save, flush=True)
-    try:
-        cp.save().wait_staged(60)
-    except ckpt.errors.SkippedError as error:
-        print(error, flush=True)
-    del state["huge"]
-    print(cp.step(6).wait_durable(60).step)
-"""
-
-
-def test_state_too_large_for_memory(run_dir: str) -> None:
-    """Memory that is not there is refused with the numbers: no step() raises, a save() does, and what fits is saved."""
-    result = run_script(HUGE, run_dir)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines[-1] == "6"
-    assert all(line.endswith(("None", "failed>")) for line in lines[1:3]) and "does not fit into" in lines[3], lines
-    assert steps_on_disk(run_dir) == [6, 2]
-
-
 def test_memory_refused_by_a_limit(run_dir: str) -> None:
     """If the kernel refuses address space, opening and saving fail with our errors, or work; nothing is torn."""
     code = f"""

@@ -86,7 +86,7 @@ class Node:
             node.do("ip", "link", "set", "eth0", "up")
 
     def network(self, state: str) -> None:
-        """`up` or `down`."""
+        """Set the network `up` or `down`."""
         self.do("ip", "link", "set", "eth0", state)
 
     def processes(self, word: str = "") -> list[psutil.Process]:
@@ -263,7 +263,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Two new machines."""
+    """Two new machines for each test."""
     missing = [tool for tool in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"only root can make namespaces ({', '.join(missing) or 'no tool'} missing)")

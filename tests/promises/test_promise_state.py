@@ -396,7 +396,7 @@ def optimize(state: State, step: int) -> None:
 
 
 def numbers(state: State) -> list[Tensor]:
-    """All that trains."""
+    """Return all tensors that training changes."""
     optimizers = getattr(state["optim"], "optimizers", [one for key, one in state.items() if key != "model"])
     found = [*state["model"].parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])]
     found += [t for o in optimizers for s in o.state.values() for t in s.values()]
@@ -447,7 +447,7 @@ def test_masters_that_only_the_optimizer_holds_come_back(kind: str, tmp_path: Pa
 
 
 def test_masters_are_saved_under_the_optimizers_name_and_guarded(tmp_path: Path) -> None:
-    """Like other parameters."""
+    """Masters are saved like other parameters."""
     state = mastered(0)
     optimize(state, 0)
     guarded = inside.guarded_in(state)

@@ -57,7 +57,7 @@ class Done:
     stderr: list[str]
 
     def heard(self, word: str) -> list[list[Line]]:
-        """By rank."""
+        """Return the reports of one kind, by rank."""
         return [[line for line in lines if line["say"] == word] for lines in self.said]
 
     def whole(self) -> Done:

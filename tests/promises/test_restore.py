@@ -216,12 +216,12 @@ def test_a_snapshot_that_is_overwritten_meanwhile_is_not_taken(bench: Bench) -> 
     snapshot = bench.snapshot(state)
     before = freeze(twin)
     snapshot.overwrite()
-    with pytest.raises(CorruptError, match="overwritten meanwhile"):
+    with pytest.raises(CorruptError, match="overwritten while it was read"):
         restore(snapshot.source, into=twin, untouched=True)
     assert differences(freeze(twin), before) == []
     snapshot.put_back()
     result = inside.restore_first_of([snapshot.source], twin, on_touch=snapshot.overwrite)
-    assert result.step is None and "overwritten meanwhile" in result.skipped[0].reason
+    assert result.step is None and "overwritten while it was read" in result.skipped[0].reason
 
 
 def narrower() -> nn.Module:

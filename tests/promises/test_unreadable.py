@@ -311,7 +311,7 @@ def test_save_names_the_error_if_a_folder_cannot_be_looked_at(
 
 @pytest.fixture
 def ray_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`ckpt.ray.worker`, without Ray."""
+    """Simulate `ckpt.ray.worker` without Ray."""
     ray = types.ModuleType("ray")
     ray.__dict__.update(__version__="2.60.0", train=types.ModuleType("ray.train"))
     monkeypatch.setitem(sys.modules, "ray", ray)

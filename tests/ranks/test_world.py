@@ -319,13 +319,13 @@ def test_what_is_no_message_of_ours_is_told(store: Any, rubbish: bytes) -> None:
 
     def posted(world: World) -> Any:
         if world.rank == 1:
-            store.set(f"{world.prefix}1/1", rubbish)
+            store.set(f"{world.prefix}0/1", rubbish)
             return OWN
         return world.agree("x", 0)
 
     def decided(world: World) -> Any:
         if world.rank == 0:
-            store.set(f"{world.prefix}1/verdict", rubbish)
+            store.set(f"{world.prefix}0/verdict", rubbish)
             return OWN
         return world.agree("x", 0)
 

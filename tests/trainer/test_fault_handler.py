@@ -961,6 +961,8 @@ def test_pressure_is_accounted_for(run_dir: str) -> None:
     """What the writer says of memory frees a slot, and the account says how much."""
     with training(run_dir) as run:
         run.go(5)
+        arena = run.cp._run.stager.arena
+        assert arena is not None and eventually(lambda: arena.ready == arena.slots)  # else there is no slot to spare
         run.cp._run.supervisor._on_note(PressureNote(1, 2, "little is left"))
         fault = run.fault("memory")
         assert "little is left" in fault.summary and "of snapshots" in fault.summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.core.checkpoint.losses import Skipped
-from ckpt.core.restore.restore_first import Restored
+from ckpt.core.restore.restore import Restored
 from ckpt.core.run import restoring
 from ckpt.core.run.training_run import BackgroundErrors
 from ckpt.errors import FencedError

@@ -161,7 +161,7 @@ async def test_steps_that_are_left_out_hold_nothing(writer: Writer) -> None:
     assert not writer.near.promoting
 
 
-@pytest.mark.parametrize(("still_s", "advice"), [(10.0, "raise its every="), (-1.0, "see whether it answers")])
+@pytest.mark.parametrize(("still_s", "advice"), [(10.0, "raise its every="), (-1.0, "check whether it responds")])
 def test_a_place_that_takes_nothing_is_not_called_slow(
     monkeypatch: pytest.MonkeyPatch, still_s: float, advice: str
 ) -> None:

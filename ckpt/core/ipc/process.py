@@ -1,4 +1,4 @@
-"""Who a process is, and on which machine: a number alone is used again."""
+"""The identity of a process and of its machine; process numbers alone are used again."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import os
 import time
 from dataclasses import dataclass
 
-_EXITING = 0x4  # PF_EXITING: it is being taken apart, and runs nothing any more
+_EXITING = 0x4  # PF_EXITING: the kernel is ending it, and it runs no more code
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this machine. `started`: in clock ticks since boot, -1 if it was gone before we could look."""
+    """A process of this machine. `started`: in clock ticks since boot, -1 if it had ended before."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """The one that has this number now."""
+        """Return the process that has this number now."""
         return cls(pid, (_stat(pid) or (-1, True))[0])
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; not one that has ended, is about to be gone, or has only the same number."""
+        """Return True if it runs: it has not ended, is not about to end, and is not another one with its number."""
         started, ending = _stat(self.pid) or (-1, True)
         return started >= 0 and started == self.started and not ending
 
@@ -45,13 +45,13 @@ class Process:
 
     @property
     def born(self) -> float:
-        """When it was started, in seconds of the monotonic clock; now, if it was gone before we could look."""
+        """Return when it was started, in seconds of the monotonic clock; now, if it had ended before."""
         now = time.monotonic()
         return now if self.started < 0 else now - (time.clock_gettime(time.CLOCK_BOOTTIME) - self.started / _TICKS)
 
 
 def _stat(pid: int) -> tuple[int, bool] | None:
-    """When a process was started, in ticks since boot, and whether it is at its end; None if there is none."""
+    """Return when a process was started, in ticks since boot, and whether it is ending; None if there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{number_in_proc(pid)}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         return int(fields[19]), fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
@@ -78,14 +78,15 @@ def number_in_proc(pid: int) -> int:
 
 
 def boot_id() -> str:
-    """Of this machine since it was started; "" where nobody says."""
+    """Return the id of this boot of the machine; "" if unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""
 
 
 def namespace(kind: str) -> int:
-    """Which of its kind this process is in: equal for those that see each other's numbers ("pid") or names ("net")."""
+    """Return the namespace of this process: equal for processes that see each other's numbers ("pid") or socket names
+    ("net")."""
     with contextlib.suppress(OSError):
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     return 0

@@ -228,8 +228,9 @@ class WriteSlotReply(Body, frozen=True):
 
 
 class WriteSlot(Request[WriteSlotReply], frozen=True):
-    """Make a checkpoint of a sealed slot in one tier. The reply is sent when it is durable. `stored`: a writer before
-    this one has stored its bytes already. `replicas`: digests of replicated tensors, see `format.replicas`."""
+    """Make a checkpoint of a sealed slot in one tier; answered when it is durable. `stored`: the trainer or an earlier
+    writer has stored its bytes already; `arena` is "" if no slot has them. `replicas`: what its part says of replicated
+    tensors, see `format.replicas`."""
 
     most_bytes = MOST_BYTES
     tier: int

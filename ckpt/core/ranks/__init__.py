@@ -1,5 +1,5 @@
-"""How do ranks agree, and pass bytes on to each other?
+"""How do ranks agree, and how do they send bytes to each other?
 
-In: a `World` and what this rank says. Out: what all have said, by deadlines, and bytes that one has read for many. It
-never uses a collective; it may not know what is agreed on.
+In: a `World` and what this rank posts. Out: what all ranks have posted, with deadlines, and bytes that one rank has
+read for others. It never uses a collective, and it may not know what is agreed on.
 """

@@ -1,8 +1,8 @@
 """The key-value store of a job, as the board on which its ranks post JSON for each other.
 
-It is asked with `check`, with a growing pause, and not with `wait`: a TCPStore's `wait` holds up every other request of
-its connection, cannot be interrupted, logs two warnings each time it runs out, and outlasts its own timeout where the
-host of the store stands still.
+Keys are polled with `check`, with a growing pause. A TCPStore's `wait` is not used: it blocks all other requests of its
+connection, cannot be interrupted, logs two warnings at each timeout, and exceeds its own timeout if the host of the
+store stands still.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Board:
         self._silent = False
 
     def another(self) -> Board:
-        """A connection of its own, where the store has such."""
+        """Return another connection to the store, if it can have several."""
         return Board(self._ask(self._store.clone) if hasattr(self._store, "clone") else self._store)
 
     def put(self, key: str, body: bytes) -> None:
@@ -58,12 +58,12 @@ class Board:
         return bytes(self._ask(lambda: self._store.get(key)))
 
     def get(self, keys: list[str]) -> list[Json]:
-        """Of keys that are there."""
+        """Return the values of keys that are there."""
         bodies = self._ask(lambda: [bytes(self._store.get(key)) for key in keys])
         return [unpack(self._joined(key, body)) for key, body in zip(keys, bodies, strict=True)]
 
     def _joined(self, key: str, body: bytes) -> bytes:
-        """A value that was too large for one key lies in several."""
+        """Join a value that was too large for one key."""
         if body[:1] != b"p" or not body[1:].isdigit():
             return body
         return b"".join(bytes(self._ask(partial(self._store.get, f"{key}/{i}"))) for i in range(int(body[1:])))
@@ -74,7 +74,7 @@ class Board:
     def missing(
         self, keys: list[str], timeout_s: float, in_vain: Callable[[Board], bool] = lambda board: False
     ) -> set[str]:
-        """Those that do not come in time, or until it is `in_vain` to wait."""
+        """Wait for these keys. Return those that are missing after the timeout, or once `in_vain` returns True."""
         end, pause = time.monotonic() + timeout_s, 0.001
         while not self.has(keys):
             left = end - time.monotonic()
@@ -85,13 +85,13 @@ class Board:
         return set()
 
     def drop(self, keys: list[str]) -> None:
-        """Delete what is there of them, if the store can."""
+        """Delete these keys, if the store can. Absent ones are ignored."""
         if hasattr(self._store, "delete_key"):
             with contextlib.suppress(PeerError):
                 self._ask(lambda: [self._store.delete_key(key) for key in keys])
 
     def _ask(self, request: Callable[[], T]) -> T:
-        """In a thread of its own: requests know no deadline themselves, and one to a frozen host never returns."""
+        """Run a request in its own thread: requests have no deadline, and one to a frozen host never returns."""
         answer: futures.Future[T] = futures.Future()
 
         def run() -> None:
@@ -126,7 +126,7 @@ class Alone:
 
 
 def pack(value: Json) -> bytes:
-    """One byte that says how (`j`: as it is, `z`: compressed), then JSON. UsageError if it cannot be said."""
+    """Return JSON after a byte that names its form: `j` plain, `z` compressed. UsageError for what is not JSON."""
     try:
         text = json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:

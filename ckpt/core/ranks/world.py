@@ -1,10 +1,12 @@
 """The ranks of a training job, and how they agree without collectives.
 
-They meet through the key-value store that torch's launchers bring (TCPStore, HashStore, FileStore), when a run is
-opened, restored and closed, never while a step is saved. Each meeting is a turn: every rank posts what it has, rank 0
-collects, decides and posts the verdict. Keys:
+They use the key-value store of torch's launchers (TCPStore, HashStore, FileStore), when a run is opened, restored and
+closed, never while a step is saved. First they meet. After that, each agreement is a turn: every rank posts what it
+has, rank 0 collects, decides and posts the verdict. Keys:
 
     everystep/worlds/<rank>     a token of the process that wants to meet the others as this rank
+    everystep/answers/<token>   the name <n> of the meeting, from rank 0
+    everystep/<n>/here/<rank>, everystep/<n>/nodes    each rank's node, and the nodes of all
     everystep/<n>/<turn>/<rank>, everystep/<n>/<turn>/verdict, everystep/<n>/mail/<key>, everystep/<n>/farewell/<rank>
     everystep/<n>/orders/<generation>/<number>      see `ckpt.core.ranks.orders`
 """
@@ -52,29 +54,27 @@ class World:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._store = Alone() if size == 1 else store  # kept: a TCPStore lives as long as its object
         self._board = Board(self._store).another()
-        self.job = self._meet()  # the same on all ranks, and new for each start of the job
-        self.prefix = f"everystep/{self.job}/"  # of all keys
         self._turn = 0
         self._done: list[str] = []  # keys that nobody needs any more
         self._stale: list[str] = []  # keys that nobody needs once all have come to the next turn
-        self.nodes: tuple[int, ...] = tuple(self.agree("meet", node, _numbered))
+        self.job, nodes = self._meet(node)  # `job` is new for each start of the job
+        self.prefix = f"everystep/{self.job}/"  # of all keys
+        self.nodes: tuple[int, ...] = tuple(nodes)
         self.node = self.nodes[rank]
         self.local_rank, self.local_size = self.nodes[:rank].count(self.node), self.nodes.count(self.node)
 
-    def _meet(self) -> str:
-        """The name of this meeting, which rank 0 gives to just the processes that are there now.
+    def _meet(self, node: str) -> tuple[str, list[int]]:
+        """Return the name of this meeting, which rank 0 gives to the processes that are there now, and their nodes.
 
-        A launcher may keep its store over restarts (torchrun does), and then what dead processes said is still there:
-        so a rank believes an answer to its own token only, and rank 0 answers until every rank has acknowledged.
+        A launcher may keep its store over restarts (torchrun does), with the posts of dead processes. So a rank
+        believes only an answer to its own token, and rank 0 answers until every rank has acknowledged.
         """
         board, token = self._board, secrets.token_hex(8)
         if self.rank:
             board.put(f"everystep/worlds/{self.rank}", pack(token))
-            if board.missing([f"everystep/answers/{token}"], self.timeout_s + GRACE_S):
-                raise DeadlineError(f"meet: rank 0 did not answer within {self.timeout_s + GRACE_S:g} s")
-            name = str(board.get([f"everystep/answers/{token}"])[0])
-            board.put(f"everystep/{name}/here/{self.rank}", pack(None))
-            return name
+            name = str(self._answer(f"everystep/answers/{token}"))
+            board.put(f"everystep/{name}/here/{self.rank}", pack(node))
+            return name, list(self._answer(f"everystep/{name}/nodes"))
         answered: dict[int, str] = {}
         here = [f"everystep/{token}/here/{rank}" for rank in range(1, self.size)]
         end, pause = time.monotonic() + self.timeout_s, 0.001
@@ -90,8 +90,18 @@ class World:
                 raise DeadlineError(f"meet: rank {_some(absent)} did not come within {self.timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.2, PAUSE_S)
+        nodes = _numbered([node, *map(str, board.get(here))])
+        if self.size > 1:
+            board.put(f"everystep/{token}/nodes", pack(nodes))
+            self._stale.append(f"everystep/{token}/nodes")
         board.drop([*here, *(f"everystep/answers/{found}" for found in answered.values())])
-        return token
+        return token, nodes
+
+    def _answer(self, key: str) -> Json:
+        """Wait for what rank 0 posts while the ranks meet."""
+        if self._board.missing([key], self.timeout_s + GRACE_S):
+            raise DeadlineError(f"meet: rank 0 did not answer within {self.timeout_s + GRACE_S:g} s")
+        return self._board.get([key])[0]
 
     @classmethod
     def detect(cls, node: str, *, timeout_s: float = 300.0) -> World:
@@ -123,16 +133,17 @@ class World:
         timeout_s: float | None = None,
         dead: Callable[[], Mapping[int, str]] = dict,
     ) -> Json:
-        """Every rank brings `mine`; all get what `decide` makes of the list, in rank order.
+        """Post `mine` and return what `decide` makes of the values of all ranks, in rank order.
 
-        All ranks make the same calls in the same order. `decide` is pure and runs on rank 0; without it, all get the
-        list. An error of `decide` is raised by all: with its class where it is one of ours, else as PeerError. What a
-        rank does that may fail: `together`. `timeout_s`: for all ranks to come, from when rank 0 comes. `dead`: returns
-        the ranks that will not come, and why.
+        All ranks make the same calls in the same order. `decide` runs on rank 0, once all have posted; the others wait
+        for it, so that rank 0 can also act for all. Without it, all get the list. An error of `decide` is raised on all
+        ranks: with its class if it is one of ours, else as PeerError. For work that may fail, see `together`.
+        `timeout_s`: for all ranks to come, from when rank 0 comes. `dead`: returns the ranks that will not come, and
+        why.
 
-        Errors: DeadlineError names the ranks that did not come, or says that rank 0 did not answer; PeerError where
-        the ranks make different calls, a rank has left or died, or the store cannot be reached; UsageError where a
-        value is not JSON or is too large.
+        Raises DeadlineError naming the ranks that did not come, or because rank 0 did not answer; PeerError if the
+        ranks make different calls, a rank has left or died, or the store cannot be reached; UsageError if a value is
+        not JSON or is too large.
         """
         decide, timeout_s = decide or list, self.timeout_s if timeout_s is None else timeout_s
         if self.size == 1:
@@ -339,7 +350,10 @@ def _numbered(names: list[str]) -> list[int]:
 def together(
     world: World, topic: str, work: Callable[[], Json], decide: Callable[[list[Json]], Json] | None = None
 ) -> Any:
-    """Do something on every rank. If it failed anywhere, all raise the same error: all must go on in the same way."""
+    """Do some work on every rank, and agree on the results (see `World.agree`).
+
+    If it failed on any rank, raise the same error on all ranks, so that all go on in the same way.
+    """
     post: dict[str, Json] = {}
     failure: Exception | None = None
     try:

@@ -1,6 +1,10 @@
-"""How the ranks of a restore divide the reading: what each says it wants, and what each of them then does.
+"""Which rank reads which bytes: what each rank posts that it wants, and what each of them then does.
 
-Ranks tell each other blobs by their numbers among those of all ranks, since a rank may know of a few only.
+A rank reads what it wants itself if it can: from the memory and the folders of its node. What it cannot read, another
+rank sends. What several ranks of a node want of a bucket is downloaded once and sent to the others. `assign` decides
+this, and is pure: every rank computes the same.
+
+Ranks post blobs by their numbers among those of all ranks, because a rank may have the table of only a few.
 """
 
 from __future__ import annotations
@@ -14,18 +18,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.core.format.columns import I64
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.values import Json
-from ckpt.core.ranks.assign import assign
 from ckpt.core.restore.sources import Mask, RestoreSource
 from ckpt.core.state.filler import Filler
 from ckpt.core.state.placement import mismatch
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, StoreError
+
+Bools = npt.NDArray[np.bool_]
 
 
 def fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
-    """The posts, or MismatchError. What a rank of many does not want, another must (`saved`: if that matters)."""
+    """Return the posts. Raise MismatchError if the state of a rank does not fit, or if no rank wants a saved tensor
+    (unless `saved` is None)."""
     problems: dict[str, list[int]] = {}
     for rank, post in enumerate(posts):
         for problem in post["problems"]:
@@ -43,7 +50,7 @@ def fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
 
 
 def _unclaimed(saved: SavedState, wanted: Mask) -> list[str]:
-    """Tensors of modules and optimizers that no rank wants: without them the training would not be the same."""
+    """List tensors of modules and optimizers that no rank wants: without them the training would not be the same."""
     claimed = {saved.keys[i][0] for i in np.flatnonzero(wanted).tolist()}
     return [
         name
@@ -53,7 +60,7 @@ def _unclaimed(saved: SavedState, wanted: Mask) -> list[str]:
 
 
 def wanted_tensors(saved: SavedState, filler: Filler) -> str:
-    """Which tensors this rank wants something of."""
+    """Return which tensors this rank wants something of, for `fitting`."""
     shards = np.unique(saved.shard_of_blob[filler.blobs])
     place = {key: i for i, key in enumerate(saved.keys)}
     names, instances = saved.table.columns.names, saved.table.columns.instance
@@ -63,10 +70,7 @@ def wanted_tensors(saved: SavedState, filler: Filler) -> str:
 
 
 def wishes(source: RestoreSource, filler: Filler) -> dict[str, Json]:
-    """What a rank tells the others: the tensors and the blobs that it wants, their sizes, and what it can read.
-
-    None: it can read all.
-    """
+    """Return what a rank posts: the tensors and blobs that it wants, their sizes, and what it can read (None: all)."""
     saved, readable = source.saved, source.readable()
     can = None if readable.all() else _pack_numbers(saved.numbers[readable[: saved.table.owned]])
     return {
@@ -83,7 +87,7 @@ def _who(saved: SavedState, name: str) -> str:
 
 
 def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], None]:
-    """Takes what another rank has read: it came over a network, so it is checked once more."""
+    """Return a function that fills in what another rank sent, once its digest was checked again."""
     local = dict(zip(saved.numbers[filler.blobs].tolist(), filler.blobs, strict=True))
 
     def take(number: int, data: memoryview) -> None:
@@ -98,16 +102,18 @@ def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], N
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does, by the numbers of blobs among those of all ranks: it reads some, for these ranks as well, and
-    expects others."""
+    """What one rank does, by the numbers of blobs among those of all ranks.
+
+    `recipients`: of each blob that it reads, the other ranks that get it. `expects`: what it gets, by sender.
+    """
 
     reads: list[int]
     recipients: dict[int, tuple[int, ...]]
-    expects: list[int]
+    expects: dict[int, list[int]]
 
 
 def divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
-    """The work of a rank. Where all can read everything, only the ranks of its own node matter to it."""
+    """Return the work of a rank. If all can read everything, only the ranks of its own node matter to it."""
     ranks = list(range(len(posts)))
     if all(post["can"] is None for post in posts):
         ranks = [other for other in ranks if nodes[other] == nodes[rank]]
@@ -124,11 +130,108 @@ def divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
     share = assign(ranks.index(rank), sizes, wants, can, [nodes[other] for other in ranks])
     reads = numbers[share.reads].tolist()
     recipients = [tuple(ranks[i] for i in each) for each in share.recipients]
-    return Work(reads, dict(zip(reads, recipients, strict=True)), numbers[share.expects].tolist())
+    expects: dict[int, list[int]] = {}
+    for number, sender in zip(numbers[share.expects].tolist(), share.senders.tolist(), strict=True):
+        expects.setdefault(ranks[sender], []).append(number)
+    return Work(reads, dict(zip(reads, recipients, strict=True)), expects)
+
+
+@dataclass(frozen=True, eq=False)
+class RankReads:
+    """What one rank does.
+
+    - `reads`: the blobs that it reads, ascending. `recipients`: for each of them, the other ranks that get it.
+    - `expects`: the blobs that it gets from others, ascending. `senders`: for each of them, the rank that reads it.
+    """
+
+    reads: I64
+    recipients: tuple[tuple[int, ...], ...]
+    expects: I64
+    senders: I64
+
+
+def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence[int]) -> RankReads:
+    """Return what `rank` does. Given the same arguments, the results for all ranks fit together.
+
+    `sizes`: bytes of each blob. `wants` and `can_read`: ranks x blobs. `nodes`: the node of each rank. A node that can
+    read a blob it wants does so once, by a rank that wants it if one of these can. If no rank of a node can read it,
+    one rank elsewhere sends it, preferably one that reads it for its own node. Ranks get about the same number of
+    bytes, in runs that are as long as possible. StoreError if no rank can read some blob that is wanted.
+    """
+    lost = int(np.count_nonzero(wants.any(0) & ~can_read.any(0)))
+    if lost:
+        raise StoreError(f"no rank can read {lost} of the pieces of tensors that are wanted")
+    node = np.unique(np.asarray(nodes), return_inverse=True)[1]
+    source = _sources(sizes, wants, can_read, node, int(node[rank]))
+    mine = source == rank
+    reads = np.flatnonzero(mine.any(0))
+    given = wants[:, reads] & mine[:, reads][node]
+    given[rank] = False
+    recipients: list[tuple[int, ...]] = [()] * reads.size
+    for rows, places in _groups(given):
+        ranks = tuple(rows.tolist())
+        for i in places.tolist():
+            recipients[i] = ranks
+    expects = np.flatnonzero(wants[rank] & ~mine[node[rank]])
+    return RankReads(reads, tuple(recipients), expects, source[node[rank], expects].astype(np.int64))
+
+
+def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.intp], own: int) -> npt.NDArray[np.int32]:
+    """Return, nodes x blobs, the rank that reads a blob for the ranks of a node; -1 if none of them wants it.
+
+    If no node needs another one, only the row of node `own` is filled, so that the time does not grow with the job.
+    """
+    members = [np.flatnonzero(node == n) for n in range(int(node.max()) + 1)]
+    wanted = np.array([wants[ranks].any(0) for ranks in members])
+    needed = wanted & ~np.array([can_read[ranks].any(0) for ranks in members])
+    far = np.flatnonzero(needed.any(0))  # what some node cannot read itself
+    source, load = np.full(wanted.shape, -1, np.int32), np.zeros(node.size, np.int64)
+    for n in range(len(members)) if far.size else [own]:
+        able, both = can_read[members[n]], wants[members[n]] & can_read[members[n]]
+        _deal(sizes, np.where(both.any(0), both, able) & wanted[n], members[n], load, source[n])
+    if far.size:
+        anyway = np.zeros((node.size, far.size), np.bool_)
+        for row in source[:, far]:
+            at = np.flatnonzero(row >= 0)
+            anyway[row[at], at] = True
+        chosen = np.full(far.size, -1, np.int32)
+        eligible = np.where(anyway.any(0), anyway, can_read[:, far])
+        _deal(sizes[far], eligible, np.arange(node.size), load, chosen)
+        source[:, far] = np.where(needed[:, far], chosen, source[:, far])
+    return source
+
+
+def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, reader: npt.NDArray[np.int32]) -> None:
+    """Give each blob that has eligible ranks to one of them, in `reader`, and count its bytes in `load`.
+
+    Blobs with the same eligible ranks are dealt in runs, the first to the rank with the least load, each of the length
+    that brings all of them to one level. All numbers are integers, so that every machine gets the same result.
+    """
+    for rows, blobs in _groups(eligible):
+        able = ranks[rows]
+        able = able[np.argsort(load[able], kind="stable")]
+        ends = np.cumsum(sizes[blobs])
+        total = int(ends[-1])
+        before = load[able]
+        levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # if the first 1, 2, 3 … took all
+        shares = np.minimum(np.cumsum(np.maximum(levels.min() - before, 0)), total)
+        cuts = np.searchsorted(2 * ends - sizes[blobs], 2 * shares, side="right")  # by the middle of each blob
+        reader[blobs] = np.repeat(able, np.diff(cuts, prepend=0))
+        load[able] += np.diff(np.concatenate([[0], ends])[cuts], prepend=0)
+
+
+def _groups(table: Bools) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+    """Group equal columns that are not empty: (rows that are set, columns ascending), fewest rows first."""
+    packed = np.packbits(table, axis=0)
+    order = np.lexsort(packed)
+    packed = packed[:, order]
+    runs = np.split(order, np.flatnonzero((packed[:, 1:] != packed[:, :-1]).any(0)) + 1)
+    groups = [(np.flatnonzero(table[:, run[0]]), run) for run in runs if run.size]
+    return sorted((g for g in groups if g[0].size), key=lambda g: (g[0].size, int(g[1][0])))
 
 
 def known(saved: SavedState, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
-    """Blobs by their numbers among those of all ranks: a rank is only given what it knows of."""
+    """Return the blobs of this rank's table that have these numbers among those of all ranks."""
     found = np.minimum(np.searchsorted(saved.numbers, numbers), max(0, len(saved.numbers) - 1))
     if (saved.numbers[found] != np.asarray(numbers, np.int64)).any():
         raise CorruptError("the ranks do not mean the same by the numbers of blobs")
@@ -148,7 +251,7 @@ def _unpack_mask(text: str, count: int) -> Mask:
 
 
 def _pack_numbers(ascending: npt.NDArray[np.int64]) -> str:
-    """As the steps from each to the next, which are alike."""
+    """Pack the differences, which compress well because they are alike."""
     return _pack(np.diff(ascending, prepend=0).astype("<i8"))
 
 

@@ -1,7 +1,7 @@
-"""Places from which a checkpoint can be restored: snapshots in the memory of this node, or a store.
+"""One checkpoint in one location: snapshots in the memory of this node, or a store.
 
-A source is opened to what was saved (`SavedState`) and reads blobs of it, each verified before it is handed over. Where
-no rank can see all of a checkpoint by itself (memory, and disks of single nodes), each describes what it has first.
+`open` makes a `SavedState` of it, and `read` reads its blobs, each verified before it is used. If no rank can see all
+of a checkpoint by itself (memory, and disks of single nodes), each `describe`s what it has first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ckpt.core.format.columns import I64
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import Attempt, data_key, rank_of
-from ckpt.core.format.rank_index import Directory
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.table import Table, merge
 from ckpt.core.format.values import Json
@@ -45,26 +44,33 @@ Sink = Callable[[int, memoryview], None]
 
 
 class RestoreSource(ABC):
-    """One checkpoint in one place, as this rank sees it. `undone`: not in the present history, since a later restore
-    went back behind it; `repaired`: what was damaged here and came from elsewhere; `damaged`: any rank found such;
-    `partial`: ranks see different parts of it, and must tell each other."""
+    """One checkpoint in one location, as this rank sees it.
 
-    def __init__(self, attempt: Attempt, tier: str, *, partial: bool, undone: bool, describing: bool) -> None:
-        """`describing`: this rank speaks for its node, all of whose ranks see the same."""
+    - `undone`: it is not in the present history, because a later restore went back behind it.
+    - `partial`: ranks see different parts of it. `described`: what all of them have described, if it is known already.
+    - `repaired`: what was damaged here and was read elsewhere. `damaged`: any rank found such.
+    - `term`: what rank 0 returned when it began a term with this checkpoint.
+    """
+
+    def __init__(self, attempt: Attempt, tier: str, *, partial: bool, undone: bool) -> None:
         self.attempt, self.tier, self.partial, self.undone = attempt, tier, partial, undone
-        self._describing = describing
+        self.described: list[Json] | None = None
         self.repaired: list[str] = []
         self.damaged = False
+        self.term: Json = None
         self._saved: SavedState | None = None
 
     @abstractmethod
     def describe(self) -> Json:
-        """What this rank sees, for those who do not."""
+        """Return what this rank sees, for those that do not."""
 
     @abstractmethod
     def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
-        """With what all ranks described. CorruptError or StoreError if this source cannot be used. `known`: the layout
-        of the state as it is, which is not read once more if it was saved so."""
+        """Read what the checkpoint consists of. CorruptError or StoreError if this source cannot be used.
+
+        described: by all ranks, if it is `partial`
+        known: the layout of the live state, which is not read again if it was saved with the same
+        """
 
     @property
     def saved(self) -> SavedState:
@@ -73,20 +79,21 @@ class RestoreSource(ABC):
 
     @property
     def verified(self) -> bool:
-        """Whether all bytes are compared with digests that were computed while the trainer lived."""
+        """Return True if all bytes are compared with digests that were computed while the trainer lived."""
         return self.saved.digested
 
     @abstractmethod
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
-        """From here on `saved` has the blobs in which these boxes of these tensors lie, if it had not."""
+        """Extend `saved` by the blobs in which these boxes of these tensors lie."""
 
     @abstractmethod
     def readable(self) -> Mask:
-        """The blobs, of those that `saved` knows, that this rank can read."""
+        """Return which blobs of `saved` this rank can read."""
 
     @abstractmethod
     def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
-        """Read, verify, hand over; or put where there is room. If that fails, what lies there is not to be used."""
+        """Read and verify blobs, and give them to `sink`, or put them where `room` has an address for them. If this
+        fails, what is there must not be used."""
 
     @property
     def remote(self) -> bool:
@@ -115,16 +122,16 @@ class HeldSnapshot:
         return self.label.attempt
 
     def layout_or(self, known: Layout | None) -> Layout:
-        """What it says, or the one that is known if it is that."""
+        """Return its layout, which is `known` if their digests are equal."""
         return known if known is not None and known.digest == self.label.layout else self.layout
 
     def values(self) -> bytes:
         return bytes(self.arena.values(self.slot, self.label))
 
     def check(self) -> None:
-        """CorruptError if it was overwritten, or is not what its layout says."""
+        """Raise CorruptError if it was overwritten, or does not have the size of its layout."""
         if self.arena.settled(self.slot) != self.label:
-            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten meanwhile")
+            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten while it was read")
         if self.label.data_size != self.layout.arrangement.data_size:
             raise CorruptError("the snapshot in memory is of another size than its layout")
 
@@ -139,16 +146,16 @@ class MemorySource(RestoreSource):
         *,
         alone: bool,
         undone: bool = False,
-        describing: bool = True,
+        describes: Iterable[int] | None = None,
     ) -> None:
-        super().__init__(attempt, "memory", partial=not alone, undone=undone, describing=describing)
+        """`describes`: the ranks whose snapshots this rank describes, all by default."""
+        super().__init__(attempt, "memory", partial=not alone, undone=undone)
         self._here = {s.layout.rank: s for s in snapshots}
+        self._describes = set(self._here if describes is None else describes)
         self._digested: set[int] = set()  # ranks whose digests are known
         self._late = False  # some of them were computed late
 
     def describe(self) -> Json:
-        if not self._describing:
-            return []
         return [
             {
                 "layout": snapshot.layout.to_json(),
@@ -156,7 +163,8 @@ class MemorySource(RestoreSource):
                 "digests": None if snapshot.digests is None else base64.b64encode(snapshot.digests).decode(),
                 "late": snapshot.late,
             }
-            for snapshot in self._here.values()
+            for rank, snapshot in self._here.items()
+            if rank in self._describes
         ]
 
     def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
@@ -205,7 +213,7 @@ class MemorySource(RestoreSource):
             for work in works:
                 work.result()
         for snapshot in self._here.values():
-            snapshot.check()  # another process's memory may have moved on while we read it
+            snapshot.check()  # another process may have overwritten it while we read
 
     def _read(self, snapshot: HeldSnapshot, blobs: I64, sink: Sink, room: Room | None) -> None:
         table, memory = self.saved.table, snapshot.arena.data(snapshot.slot)
@@ -232,24 +240,24 @@ class MemorySource(RestoreSource):
 
     @property
     def world(self) -> int:
-        """How many ranks took this snapshot."""
+        """The number of ranks that took this snapshot."""
         return next((s.layout.world for s in self._here.values()), 0)
 
     def place_of(self, rank: int) -> tuple[Arena, int] | None:
-        """Where the snapshot of a rank lies."""
+        """Return the arena and slot of a rank's snapshot."""
         found = self._here.get(rank)
         return None if found is None else (found.arena, found.slot)
 
 
 def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | None, bool]]:
-    """What ranks have described: layout, plain values and digests of each snapshot, and whether these came late."""
+    """Yield what ranks have described: layout, plain values and digests of each snapshot, and if these were late."""
     for one in (one for each in described for one in each or ()):
         digests = None if one["digests"] is None else base64.b64decode(one["digests"])
         yield Layout.from_json(one["layout"]), one["values"].encode(), digests, bool(one["late"])
 
 
 def _shares(blobs: I64, length: I64) -> list[I64]:
-    """Of about as many bytes each, one for each thread."""
+    """Divide blobs into one group for each thread, of about the same number of bytes."""
     ends = np.cumsum(length[blobs])
     cuts = np.searchsorted(ends, np.linspace(0, ends[-1], MEMORY_THREADS + 1)[1:-1])
     return [part for part in np.split(blobs, cuts) if len(part)]
@@ -271,7 +279,8 @@ def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
 
 
 class StoreSource(RestoreSource):
-    """A committed checkpoint in a store. `commit` is None if the disk of this node has nothing of it."""
+    """A committed checkpoint in a store. `commit` is its log record here; if the disk of this node has nothing of a
+    `partial` one, it is None."""
 
     def __init__(
         self,
@@ -283,15 +292,16 @@ class StoreSource(RestoreSource):
         undone: bool = False,
         describing: bool = True,
         others: Sequence[str] = (),
-        content: read.Manifest | Directory | None = None,
     ) -> None:
-        """`others`: places that have the same checkpoint, for what is damaged here. `content`: what it consists of, if
-        that was read before."""
-        super().__init__(attempt, url, partial=partial, undone=undone, describing=describing)
-        self._commit, self._others, self._content = commit, others, content
+        """
+        - `others`: tiers that have the same checkpoint, for what is damaged here.
+        - `describing`: this rank describes a `partial` one for all ranks of its node.
+        """
+        super().__init__(attempt, url, partial=partial, undone=undone)
+        self._commit, self._others, self._describing = commit, others, describing
 
     def describe(self) -> Json:
-        """Of a disk that only this node sees: its parts and its table."""
+        """Return the parts and the table that a disk of this node has."""
         if not self.partial or self._commit is None or not self._describing:
             return None
         manifest = read.run(self._load(self._commit))
@@ -329,19 +339,13 @@ class StoreSource(RestoreSource):
             return await read.load_manifest(store, commit)
 
     async def _open(self, known: Layout | None) -> SavedState:
-        content, self._content = self._content, None  # if this is tried again, it is read again
-        if content is None:
-            self._commit, content = await self._look()
-        assert self._commit is not None
-        return read.saved_by(content, self._commit, (self.tier, *self._others), self.repaired.append, known)
-
-    async def _look(self) -> tuple[Commit, read.Manifest | Directory]:
         async with read.opened(self.tier) as store:
-            if self._commit is None:  # another rank saw it committed, a moment after this one had looked
+            if self._commit is None:  # the ranks agreed on it, and its log record was not posted
                 self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
             if self._commit is None:
                 raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
-            return self._commit, await read.consists_of(store, self._commit)
+            found = await read.consists_of(store, self._commit)
+        return read.saved_by(found, self._commit, (self.tier, *self._others), self.repaired.append, known)
 
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         self._saved = self.saved.narrowed(wanted)
@@ -366,9 +370,10 @@ class StoreSource(RestoreSource):
 async def fill_from_store(
     url: str, attempt: Attempt, saved: SavedState, fills: Mapping[Key, list[Target]], others: Sequence[str] = ()
 ) -> None:
-    """Where there is no job whose ranks have to agree: read what these targets want of a checkpoint in a store,
-    verified; `others`: as of `StoreSource`. CorruptError
-    names the tensor that cannot be had anywhere; what came before it is filled by then."""
+    """Read what these targets want of a checkpoint in a store, verified, where no ranks have to agree.
+
+    `others`: see `StoreSource`. CorruptError names a tensor that no tier has intact; others may be filled by then.
+    """
     boxes = {key: [target.box for target in targets] for key, targets in fills.items()}
     saved = await asyncio.to_thread(saved.narrowed, boxes)
     filler = Filler(saved, fills)

@@ -345,7 +345,8 @@ class Closing:
         if (last := saver.last) is not None:
             last.copied.wait(max(0.0, end - time.monotonic()))
             # Otherwise the one before it is the newest, or one that was copied on request.
-            if last.place is not None and (newest is None or newest.attempt < last.attempt):
+            there = last.place is not None or last.stored
+            if there and (newest is None or newest.attempt < last.attempt):
                 newest = last
         if self._run.world.size == 1 and len(worth := _worth_keeping([saver.sealed()])) > 1:
             saver.finite = saver.in_memory(Attempt.parse(worth[1]))

@@ -1,7 +1,11 @@
-"""Whose run it is: found out, agreed among the ranks, and taken over when a run is opened or restored.
+"""Who owns the run: the ranks open it together, and begin a term at the start and after each restore.
 
-Also what ranks tell each other in the background afterwards: which nodes hold their parts of a checkpoint, and whether
-every rank has newer memory than that of before.
+If all ranks see the same tiers, rank 0 acquires them while the others wait for an agreement that there is anyway, so
+that a term costs no agreement of its own. A tier on the disks of single nodes has a log on each of them. Then all ranks
+agree on the term, and on what is complete.
+
+In the background, ranks tell each other which nodes hold their parts of a checkpoint, and whether every rank has newer
+memory than that of before.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from ckpt.core.ipc.requests import Partner
 from ckpt.core.log.log import Acquire
 from ckpt.core.ranks.world import Mailbox, World, together
 from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
-from ckpt.errors import CheckpointError, UsageError
+from ckpt.errors import CheckpointError, UsageError, from_wire, to_wire
 from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
@@ -31,7 +35,8 @@ NEWER_S = 24 * 3600.0  # a rank whose memory is being made takes its time
 
 
 class Ownership:
-    """Of one Checkpointer. `roots`: of every tier, for each rank the lowest rank that sees the same place."""
+    """Owns the run for one `Checkpointer`. `roots`: for each tier and each rank, the lowest rank that sees the same
+    storage. `cadence`: the save intervals of the last job attempt."""
 
     def __init__(self, world: World, tiers: list[Tier], memory: Memory | None, place: str, timeout_s: float) -> None:
         self._world, self._tiers, self._memory = world, tiers, memory
@@ -42,17 +47,17 @@ class Ownership:
         self._threads: list[threading.Thread] = []
         self.roots: list[list[int]] = []
         self.has_checkpoints = False
-        self.cadence: dict[str, Any] = {}  # what the last incarnation saved by
+        self.cadence: dict[str, Any] = {}
         self.supervisor: WriterSupervisor
 
     def open(self, make: Callable[[], WriterSupervisor]) -> WriterSupervisor:
-        """Find out what there is, agree with the other ranks, and take the run over."""
+        """Have a writer that has opened the tiers, agree with the other ranks, and begin the first term."""
         world = self._world
         made: list[WriterSupervisor] = []
 
         def prepare() -> Any:
             made.append(make())
-            opened = made[0].opened
+            self.supervisor, opened = made[0], made[0].opened
             settings: list[Any] = [[tier.url, str(tier.every)] for tier in self._tiers]
             settings.append([self._place, str(self._memory.every if self._memory else 0)])
             return {
@@ -63,22 +68,30 @@ class Ownership:
                 "cadence": opened.cadence,
             }
 
+        def decide(posts: list[Any]) -> Any:
+            found = _open_together(posts)
+            self._assign_roles(found["roots"])
+            return found | {"term": self.lead(None, found["epoch"])}
+
         try:
-            found = together(world, "open", prepare, _open_together)
-            self.supervisor = made[0]
-            self.roots, self.has_checkpoints = found["roots"], found["has"]
-            self.cadence = found["cadence"]
-            for i, roots in enumerate(self.roots):
-                group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
-                self.supervisor.run.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
+            found = together(world, "open", prepare, decide)
+            self.has_checkpoints, self.cadence = found["has"], found["cadence"]
+            self._assign_roles(found["roots"])
             self.supervisor.hear(HeldNote, self._on_held)
-            self.take_over(found["epoch"], None)
+            self.begin_term(found["term"], None, found["epoch"])
             self._find_partner()
         except BaseException:
             for supervisor in made:
                 supervisor.give_up()
             raise
         return self.supervisor
+
+    def _assign_roles(self, roots: list[list[int]]) -> None:
+        """Note which ranks see the same storage: they commit together, the lowest first."""
+        self.roots, rank = roots, self._world.rank
+        for i, owners in enumerate(roots):
+            group = [other for other, owner in enumerate(owners) if owner == owners[rank]]
+            self.supervisor.run.roles[i] = Role(tuple(group), group.index(rank), self._world.size)
 
     def _find_partner(self) -> None:
         """With `Memory(replicas=2)` a writer on another node keeps a copy of this rank's memory."""
@@ -93,31 +106,67 @@ class Ownership:
         self.supervisor.memory.push_copies()
         self.supervisor.standing.tell(Partner(contacts[other], world.rank))
 
-    def take_over(self, floor: int, restored: Attempt | None) -> None:
-        """Open an epoch, the same in all tiers; with `restored` one that continues from there."""
+    # -- a new term, the same in all tiers; if a checkpoint was restored, it continues from there --
+
+    def lead(self, restored: Attempt | None, floor: int = 0) -> Any:
+        """On rank 0, inside an agreement: acquire the tiers that all ranks share. Return the term, or the error, for
+        `begin_term` on all ranks; None if all ranks have to take part."""
+        run = self.supervisor.run
+        if self._world.size == 1 or any(owner for owners in self.roots for owner in owners):
+            return None
+        try:
+            owner = self._acquire(restored, floor)
+            run.own(owner, recover=restored is None)
+        except CheckpointError as error:
+            wire = to_wire(error)
+            return {**wire, "message": f"rank 0: {wire['message']}"}
+        return [owner.epoch, run.turns - 1]
+
+    def begin_term(self, term: Any, restored: Attempt | None, floor: int = 0) -> None:
+        """Make this process and its writer continue in the new term. `term`: what rank 0 returned from `lead`."""
         world, run = self._world, self.supervisor.run
-        while True:
-            nonce = run.next_nonce()
-            epochs = together(world, "acquire", partial(run.acquire, nonce, floor, restored), _union)
-            if len(epochs) == 1:
-                break
-            floor = max(epochs)  # another job came between: one epoch for all tiers
-        point("run.taken")
-        owner = Acquire(epochs[0], nonce, restored)
+        if isinstance(term, dict):
+            raise from_wire(term)
+        if term is None:
+            self._begin_term_together(restored, floor)
+        elif world.rank:
+            epoch, turn = term
+            point("run.taken")
+            try:
+                run.own(Acquire(epoch, run.nonce(turn), restored), recover=restored is None)
+            except CheckpointError as error:
+                world.leave(f"could not continue in the new term: {error}")
+                raise
+        if restored is None:
+            run.resume()
+
+    def _begin_term_together(self, restored: Attempt | None, floor: int) -> None:
+        """The same with agreements of its own, for a single rank and for tiers that are several storages."""
+        run, owner = self.supervisor.run, self._acquire(restored, floor, all_ranks=True)
 
         def own() -> list[dict[str, Any]]:
             return [msgspec.structs.asdict(one) for one in run.own(owner, recover=restored is None)]
 
-        complete = together(world, "own", own, _complete)
-        if restored is None:
-            run.resume()
+        complete = together(self._world, "own", own, _complete)
         for i in range(len(self._tiers)):
             attempts = [Attempt.parse(text) for number, text in complete if number == i]
             if attempts and run.roles[i].place == 0:
                 run.complete(i, attempts)
 
+    def _acquire(self, restored: Attempt | None, floor: int, *, all_ranks: bool = False) -> Acquire:
+        """Acquire the tiers whose lowest rank this is, or all ranks theirs, in one term that is above `floor`."""
+        run = self.supervisor.run
+        terms = [max(floor, self.supervisor.owner.epoch)]
+        while True:
+            nonce = run.nonce(run.turns)
+            acquire = partial(run.acquire, nonce, max(terms), restored)
+            terms = together(self._world, "acquire", acquire, _union) if all_ranks else acquire()
+            if len(terms) == 1:  # else another job acquired some of the tiers in between
+                point("run.taken")
+                return Acquire(terms[0], nonce, restored)
+
     def _on_held(self, note: HeldNote) -> None:
-        """The parts that belong on this node's disk are there: a checkpoint once those of all nodes are."""
+        """Complete a checkpoint of node-local disks once every node has its parts, as this one has now."""
         tier, attempt = note.tier, Attempt.parse(note.attempt)
         if self.supervisor.run.roles[tier].place > 0:
             return
@@ -126,19 +175,19 @@ class Ownership:
         self._when_all(f"held/{tier}/{attempt}", roots, self._timeout_s, complete, otherwise)
 
     def tell_newer(self, epoch: int) -> None:
-        """Older memory may go when every rank has newer snapshots: until then it may be the newest that all have."""
+        """Release older memory when every rank has newer snapshots. Until then it may be the newest that all have."""
 
         def note() -> None:
             if self.supervisor.owner.epoch == epoch:
                 self.supervisor.memory.everyone = True
 
-        otherwise = "memory of before the restart is kept on, since other ranks have no newer"
+        otherwise = "memory from before the restart is kept, because other ranks have none that is newer"
         self._when_all(f"newer/{epoch}", range(self._world.size), NEWER_S, note, otherwise)
 
     def _when_all(
         self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], None], otherwise: str
     ) -> None:
-        """Post this, in the background, and go on when all of these ranks have. `otherwise`: what that means if not."""
+        """Post a key in the background, and call `then` when all of these ranks have. `otherwise`: a warning if not."""
 
         def tell() -> None:
             try:
@@ -155,7 +204,7 @@ class Ownership:
         self._threads[-1].start()
 
     def close(self) -> None:
-        """Wait for no other rank any more."""
+        """Stop waiting for other ranks."""
         self._closed.set()
         for thread in self._threads:
             thread.join(JOIN_S)
@@ -168,7 +217,7 @@ class Ownership:
 
 
 def _open_together(posts: list[Any]) -> dict[str, Any]:
-    """What the ranks found, as one: of each tier, for every rank the lowest rank that sees the same place. Pure."""
+    """Join what the ranks found. Raise UsageError if they save to different tiers. Pure."""
     for rank, post in enumerate(posts):
         for theirs, ours in zip(post["settings"], posts[0]["settings"], strict=False):
             if theirs != ours:
@@ -193,7 +242,7 @@ def _union(lists: list[Any]) -> list[Any]:
 
 
 def _complete(posts: list[Any]) -> list[tuple[int, str]]:
-    """Of what the disks of single nodes hold: (tier, attempt) of which all parts are there. Pure."""
+    """Return (tier, attempt) of what the disks of all nodes together have all parts of. Pure."""
     found: dict[tuple[int, str], tuple[int, set[int]]] = {}
     for part in (part for post in posts for part in post):
         found.setdefault((part["tier"], part["attempt"]), (part["world"], set()))[1].update(part["ranks"])

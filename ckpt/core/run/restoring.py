@@ -1,4 +1,4 @@
-"""A restore: the newest source that all ranks agree on fills the state, and a new epoch continues from it."""
+"""A restore in a run: the state is filled, and a new term continues from what was restored."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import json
 import time
 from typing import Any
 
-from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.watch_requests import RestoreDone, Show
 from ckpt.core.ranks.world import together
-from ckpt.core.restore.candidates import gather
-from ckpt.core.restore.early_look import EarlyLook
-from ckpt.core.restore.restore_first import Restored, restore_first
+from ckpt.core.restore.restore import Candidates, Restored, restore_first
 from ckpt.core.restore.sources import MemorySource, RestoreSource
 from ckpt.core.run.saver import Saver
 from ckpt.core.run.training_run import TrainingRun
@@ -26,8 +23,8 @@ MISSING: Any = object()
 
 
 class Restoring:
-    """Of one Checkpointer. `last`: what the last restore brought back, and what it passed over. `reached`: the last
-    step that earlier starts are known to have done, 0 if nothing is known."""
+    """Restores the state of one `Checkpointer`. `last`: the result of the last restore. `reached`: the last step that
+    earlier job attempts are known to have done, 0 if none is known."""
 
     def __init__(self, run: TrainingRun, saver: Saver, reached: int) -> None:
         self._run, self._saver, self._reached = run, saver, reached
@@ -50,32 +47,38 @@ class Restoring:
             heartbeat.touch(OPENING)
 
     def _fill(self, step: int | None, strict: bool) -> tuple[Restored, RestoreSource | None]:
-        run = self._run
-        run.intervals.begin(together(run.world, "settle", lambda: self._settle(step), max))
-        result = Restored(step=None)
-        urls = [tier.url for tier in run.tiers]
-        with run.supervisor.held.snapshots() as snapshots:
-            acquires = run.supervisor.memory.inherited.acquires
-            damage: list[Loss] = []
-            early, run.early = run.early, EarlyLook()
-            roots = run.ownership.roots
-            held = run.supervisor.held.damage
-            sources = gather(run.world, snapshots, acquires, urls, roots, step, damage, early, held)
+        """Restore from the first usable source. Return what was done, and the source if there is one."""
+        run, result = self._run, Restored(step=None)
+        urls, supervisor = [tier.url for tier in run.tiers], run.supervisor
+        with supervisor.held.snapshots() as snapshots:
+            acquires, damage = supervisor.memory.inherited.acquires, supervisor.held.damage
+            candidates = Candidates(run.world, snapshots, acquires, urls, run.ownership.roots, step, damage)
+
+            def post() -> Any:
+                return {"intervals": self._settle(step), "candidates": candidates.post()}
+
+            def choose(posts: list[Any]) -> Any:
+                intervals = max(post["intervals"] for post in posts)
+                return {"intervals": intervals, "candidates": candidates.choose([post["candidates"] for post in posts])}
+
+            agreed = together(run.world, "candidates", post, choose)
+            run.intervals.begin(agreed["intervals"])
             source = restore_first(
                 run.world,
-                sources,
+                candidates.sources(agreed["candidates"]),
                 run.capture,
                 result,
                 strict=strict,
                 on_touch=self._touch,
-                lost=damage,
+                lost=candidates.lost,
                 step=step,
+                term=run.ownership,
             )
         return result, source
 
     def _settle(self, step: int | None) -> list[Any]:
         """Wait until no copy is under way, because the state is overwritten, and until the requested step has arrived.
-        Return what the ranks agree on before they restore."""
+        Return the intervals that this rank saves by: all ranks go on with the same."""
         timeout_s = self._run.settings.busy_timeout_s
         self._run.stager.do(lambda: None, timeout_s)
         if self._run.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
@@ -88,7 +91,7 @@ class Restoring:
         self._run.torn = True
 
     def _without(self, default: Any, step: int | None, result: Restored) -> Any:
-        """No checkpoint could be restored: the default, if there is none at all."""
+        """Return the default if there is no checkpoint at all. Otherwise raise why none could be restored."""
         if result.skipped:
             self._run.restored = False
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
@@ -108,7 +111,7 @@ class Restoring:
 
     def _finish(self, source: RestoreSource, result: Restored, began: float) -> None:
         run, saver, supervisor = self._run, self._saver, self._run.supervisor
-        run.ownership.take_over(supervisor.owner.epoch, source.attempt)
+        run.ownership.begin_term(source.term, source.attempt)
         if source.damaged:
             supervisor.run.distrust(source.tier)
         run.heartbeat.went_back(source.attempt.step)
@@ -123,7 +126,7 @@ class Restoring:
             if supervisor.memory.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
                 run.stager.slots.pin(*place)
-        # At once, so that Ctrl-C leaves either what was or what is.
+        # In one go, so that Ctrl-C leaves either the state before or the state after.
         before, saver.pinned = saver.pinned, place if kept and supervisor.memory.rings else None
         saver.last, saver.newest, saver.owed = None, newest, {}
         self._run.went_back(source.attempt.step)
@@ -138,7 +141,7 @@ class Restoring:
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _tell(self, began: float) -> None:
-        """For the ledger, and whoever has subscribed."""
+        """Notify the writer, for the run metrics, and subscribers."""
         run, result, stats = self._run, self.last, self._run.stats
         assert result is not None
         owner = run.supervisor.owner

@@ -30,6 +30,8 @@ What may come in between:
 - An optimizer steps during a copy. Its hook waits (`UpdateGate`). An optimizer that started before is counted by
   `TrainingRun.moved_on`.
 - The writer dies. The snapshot stays sealed, or fails; its writes fail or go to the next writer (`supervise.writes`).
+- Memory has no room for one snapshot. A step for memory alone is skipped. A step for a tier is written from the live
+  state while training waits (`ckpt.core.snapshot.direct`). It is never sealed, and `staged` comes with COMMITTED.
 - Another rank is a step ahead or behind. Each rank seals its own steps; a checkpoint needs the same step of all ranks.
 """
 
@@ -44,6 +46,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+from ckpt.core.checkpoint.concurrent import run as run_async
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.replicas import DIFFER
 from ckpt.core.log.log import Acquire
@@ -52,6 +55,7 @@ from ckpt.core.run.save_plan import Late
 from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.run.training_run import TrainingRun
+from ckpt.core.snapshot.direct import Speed, write_directly
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState
 from ckpt.core.snapshot.stage import ALL_BUSY
 from ckpt.core.state.capture import Reading
@@ -74,6 +78,7 @@ REMEMBERED = 64  # attempts that were sent, more than can be under way
 ANSWERS = 8  # ordered saves that are remembered
 SURELY_NEWER = 2  # snapshots of a rank, because another rank may be one step behind
 QUEUED_S = 30.0  # for the staging thread to begin what is queued
+MEASURED = 256 << 20  # bytes of a direct write, after which its duration is estimated
 ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # between two checks whether memory is made; until a warning
 LEAST_S = 1.0  # for a copy, however little time is left
 TOO_LATE = "received new save intervals too late"
@@ -109,6 +114,7 @@ class Saver:
         self._dropped = False  # the last snapshot was, so the next step is saved instead, scheduled or not
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._noted_no_memory = False
+        self._first_direct = True  # no step was written directly yet
         run.stager.on_ended = self._on_ended
 
     # -- the training thread, which has the turn --
@@ -150,7 +156,7 @@ class Saver:
         """Save the last step to all tiers that neither have it nor are about to get it."""
         with self._run.stager.held():  # another thread may be training
             step, last = self._last_step("say which step this is: save(step)")
-            if last is None or last.place is None:
+            if last is None or (last.place is None and not last.stored):
                 self._check_same()
                 return self._begin(step, self._run.settings.everywhere, explicit=True)
             if last.save._raised:
@@ -210,7 +216,7 @@ class Saver:
         try:
             reading, values = self._read()
             sizes = reading.layout.arrangement.data_size, len(values)
-            self._await_memory(step, sizes, deadline, required=required)
+            fits = self._await_memory(step, sizes, deadline, required=required, tiers=bool(tiers))
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save._set_failed(what)
@@ -229,6 +235,12 @@ class Saver:
         )
         self.replicas.begin(snapshot, durable=bool(tiers), closing=timeout_s is not None)
         save._began = started
+        if not fits:
+            self.last = snapshot
+            self._write_directly(snapshot)
+            save._stalled_s = time.perf_counter() - started
+            run.count_stall(save._stalled_s)
+            return save
         try:
             self.last = snapshot
             self._follow(save)
@@ -251,7 +263,22 @@ class Saver:
         run.supervisor.layouts.tell(reading.layout)
         return reading, values
 
-    def _await_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool) -> None:
+    def _await_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool, tiers: bool) -> bool:
+        """Return True when memory has slots of this size, and False if the step must be written directly, because
+        memory has no room for a single snapshot and the step goes to `tiers`.
+
+        Raises SkippedError if memory is short otherwise, ClosedError and DeadlineError as `_make_memory`.
+        """
+        try:
+            self._make_memory(step, sizes, deadline, required=required)
+        except SkippedError:
+            supervisor = self._run.supervisor
+            if tiers and supervisor.memory.next.refused_any and supervisor.failure is None:
+                return False
+            raise
+        return True
+
+    def _make_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool) -> None:
         """Return when memory has slots of this size: at once, but for the first save and after the state has grown.
 
         Raise SkippedError if memory is short and the step is not required, ClosedError if a signal handler has closed
@@ -288,6 +315,64 @@ class Saver:
         if not (required or memory.rings):
             raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
 
+    def _write_directly(self, snapshot: NewSnapshot) -> None:
+        """Write a step to its nearest tier while training waits, and have the writer commit it.
+
+        The writer copies it to the further tiers. Errors are noted, and raised by the present call. Memory does not
+        have the step, so it counts as staged once a tier has committed it.
+        """
+        run, save, attempt, near = self._run, snapshot.save, snapshot.attempt, min(snapshot.writes)
+        nbytes = snapshot.reading.layout.arrangement.data_size
+        url, speed, warned = run.tiers[near].url, Speed(nbytes), not self._first_direct
+        self._first_direct = False
+        if snapshot.beside is not None:
+            snapshot.beside()
+        snapshot.direct = snapshot.submitted = snapshot.begun = True
+        snapshot.writes[near] = WriteState.WRITING
+        self._follow(save)
+
+        def on_bytes(count: int) -> None:
+            nonlocal warned
+            run.heartbeat.touch(run.heartbeat.state)  # training does not hang
+            speed.add(count)
+            if not warned and speed.done >= min(nbytes, MEASURED):
+                warned = True
+                log.warning(
+                    "step %d (%s) is written to %s while training waits, for about %s: memory has no room for it",
+                    *(attempt.step, decimal(nbytes), url, duration(speed.seconds)),
+                )
+
+        try:
+            replicas = self.replicas.said_of(attempt)
+            run_async(
+                write_directly(
+                    run.tiers[near].spec(),
+                    run.supervisor.run.roots.get(url, ""),
+                    attempt,
+                    snapshot.reading,
+                    finite=snapshot.finite,
+                    replicas=replicas,
+                    on_bytes=on_bytes,
+                )
+            )
+        except BaseException as error:
+            why = error if isinstance(error, CheckpointError) else repr(error)
+            snapshot.error = SaveError(
+                f"step {attempt.step} was not written to {url}: {why}. Memory has no room for it, so it is not saved"
+            )
+            snapshot.writes = dict.fromkeys(snapshot.writes, WriteState.FAILED)
+            self._retract(attempt, list(snapshot.writes), snapshot.error)
+            publish("failed", attempt.step, tier=url, error=str(why))
+            run.errors.note(snapshot.error, save)
+            save._set_failed(snapshot.error)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+        finally:
+            snapshot.copied.set()
+        if snapshot.error is None:
+            for tier in sorted(snapshot.writes):  # the nearest first: the writer copies it from there
+                self._write(snapshot, tier)
+
     def _is_scheduled(self, step: int) -> bool:
         return bool(self._plan.at(step).tiers_due(step))
 
@@ -320,13 +405,22 @@ class Saver:
         return None if newest is None else newest.attempt.step
 
     def sealed(self) -> list[tuple[str, bool]]:
-        """Return the attempts of this history in memory, and whether each is finite as far as is known."""
+        """Return the attempts of this history that can be written now, and whether each is finite as far as is known.
+
+        They are in memory, or the last one was written directly.
+        """
         arena = self._run.stager.arena
         broken = {label.attempt for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False}
-        return [(str(attempt), attempt not in broken) for attempt in self._run.supervisor.held.sealed()]
+        found = [(str(attempt), attempt not in broken) for attempt in self._run.supervisor.held.sealed()]
+        if (last := self.last) is not None and last.stored:
+            found.insert(0, (str(last.attempt), last.finite is not False))
+        return found
 
     def in_memory(self, attempt: Attempt) -> Snapshot | None:
-        """Return the snapshot of an attempt that memory holds, with a handle of its own."""
+        """Return the snapshot of an attempt that memory holds, with a handle of its own; or the last one, if it was
+        written directly."""
+        if (last := self.last) is not None and last.stored and last.attempt == attempt:
+            return last
         arena, slot = self._run.stager.arena, self._run.supervisor.held.sealed().get(attempt)
         if arena is None or slot is None:
             return None
@@ -386,8 +480,10 @@ class Saver:
                 ended_here = live and threading.get_ident() == run.thread
                 if not ended_here and run.within != step:
                     return self._why_not_staged()
-                self._begin(step, [], explicit=True, timeout_s=_left(end))
-                if self.newest_step(_left(end)) == step:
+                short = run.supervisor.memory.next.refused_any
+                tiers = run.settings.everywhere[:1] if short else []
+                self._begin(step, tiers, explicit=True, timeout_s=_left(end))
+                if self.newest_step(_left(end)) == step or (self.last is not None and self.last.stored):
                     return ""
                 return str((None if self.last is None else self.last.error) or NO_TIME)
             except DeadlineError:
@@ -498,14 +594,13 @@ class Saver:
             publish("failed", save.step, tier="memory", error=str(error))
             save._set_unstaged(error)
             return
-        save._set_staged(self._run.supervisor.survives)
+        save._set_staged("memory" if self._run.supervisor.survives else "trainer")
         publish("staged", save.step, stall_s=self._run.stalled_by(save), nbytes=nbytes)
 
     # -- writes to tiers, in any thread --
 
     def _write(self, snapshot: Snapshot, tier: int) -> None:
-        """Have the writer write a sealed snapshot."""
-        assert snapshot.place is not None
+        """Have the writer write a sealed snapshot, or commit what was written directly."""
         step = snapshot.attempt.step
         self.sent.append(str(snapshot.attempt))
         if tier in self.owed and self.owed[tier][0].step <= step:
@@ -513,8 +608,9 @@ class Saver:
         snapshot.writes[tier] = WriteState.WRITING
         done = partial(self._on_written, snapshot, tier, time.monotonic())
         replicas = self.replicas.said_of(snapshot.attempt)
+        arena, slot = snapshot.place or (None, -1)
         self._run.supervisor.writes.write(
-            WriteInFlight(snapshot.attempt, *snapshot.place, tier, done, replicas=replicas)
+            WriteInFlight(snapshot.attempt, arena, slot, tier, done, stored=arena is None, replicas=replicas)
         )
 
     def _write_also(self, snapshot: Snapshot, tier: int) -> None:
@@ -551,9 +647,13 @@ class Saver:
             of = "" if run.world.size == 1 else f" (of rank {run.world.rank})"
             sizes = f"{decimal(write.nbytes)} as {decimal(write.nbytes_stored)}{of}"
             log.log(level, "step %d committed to %s in %s, %s", step, url, duration(seconds), sizes)
+            if snapshot.direct:
+                save._set_staged(url)
             save._set_committed(url)
             return
         snapshot.writes[tier] = WriteState.FAILED
+        if snapshot.direct and tier == min(snapshot.writes):
+            save._set_unstaged(error)
         if HUNG_UP in str(error):  # not known, and not a failure
             save._set_failed(SaveError(f"step {step} is not known to be in {url}: {error}"), url)
             return
@@ -565,6 +665,8 @@ class Saver:
             if not isinstance(error, FencedError):
                 others = [run.tiers[i].url for i, state in snapshot.writes.items() if state is WriteState.COMMITTED]
                 where = f"It is still in {others[0] if others else 'memory'}"
+                if not others and snapshot.direct:
+                    where = "Memory has no room for it, so it is not saved"
                 if not others and isinstance(run.supervisor.writer.failure, WriterError):
                     where = "No writer holds it: memory ends with this process"
                 error = SaveError(f"step {step} was not written to {url}: {error}. {where}")

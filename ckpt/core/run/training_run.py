@@ -31,7 +31,6 @@ from ckpt.core.ipc.notes import CadenceNote, DamagedNote, PeerDiedNote
 from ckpt.core.ipc.watch_requests import KeepBooks, Show
 from ckpt.core.ranks.orders import Orders
 from ckpt.core.ranks.world import World
-from ckpt.core.restore.early_look import EarlyLook
 from ckpt.core.run.ownership import Ownership
 from ckpt.core.run.save_plan import Intervals
 from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
@@ -268,7 +267,6 @@ class TrainingRun:
 
         Called when no other process of this machine trains the run.
         """
-        self.early = EarlyLook(tier.url for tier in self.tiers)
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
         return memory_node(self.capture.read().tensors)
 

@@ -51,6 +51,7 @@ class Snapshot:
 
     - `save`: the handle that the user has.
     - `place`: the arena and the slot in which it is sealed; None until then.
+    - `direct`: it was written to its nearest tier without a place in memory.
     - `writes`: by tier number; a tier that is missing neither has the step nor is about to get it.
     """
 
@@ -58,6 +59,7 @@ class Snapshot:
         self.attempt, self.place = attempt, place
         self.save = save or Save(attempt.step, str(attempt), [])
         self.writes: dict[int, WriteState] = {}
+        self.direct = False
 
 
 class NewSnapshot(Snapshot):
@@ -111,6 +113,11 @@ class NewSnapshot(Snapshot):
         self.written_by_others: list[str] = []
         self._checking = threading.Lock()
         self._checked = False
+
+    @property
+    def stored(self) -> bool:
+        """Return True if it was written to its nearest tier without a place in memory."""
+        return self.direct and self.copied.is_set() and self.error is None
 
     def label(self, state: int) -> Label:
         """Return the label of its slot in this state."""

@@ -1,5 +1,5 @@
-"""From a snapshot to this rank's part of a checkpoint in one tier, out of memory or as a nearer tier has it; and to a
-checkpoint, with the parts of the other ranks; and back, if it must not be one.
+"""Write this rank's part of a checkpoint to a tier, from memory or a nearer tier; commit it with the parts of the other
+ranks; or give it up.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OUT_OF_TURN = -1
 
 @dataclass(eq=False)
 class Settler:
-    """Everything runs in the writer's event loop. `settling`: parts that are written and not committed yet, by the
-    adoption whose trainer wants that; or `OUT_OF_TURN`, for which other ranks may never bring their parts."""
+    """Commits parts in the writer's event loop. `settling`: how many written parts are not committed yet, by the
+    adoption of the trainer that requested them, or `OUT_OF_TURN` if other ranks may never write theirs."""
 
     trainer: PresentTrainer
     run: HeldRun
@@ -48,7 +48,7 @@ class Settler:
 
     @contextlib.contextmanager
     def under_way(self, adoption: int | None = None) -> Iterator[None]:
-        """Around what has to come to its end before the writer leaves; by default for the present trainer."""
+        """Count a save that the writer has to finish before it leaves; by default for the present trainer."""
         begun = self.trainer.adoptions if adoption is None else adoption
         self.settling[begun] += 1
         try:
@@ -57,12 +57,12 @@ class Settler:
             self.settling[begun] -= 1
 
     async def settle(self, tier: OpenTier, written: WrittenPart) -> None:
-        """Returns when it is a checkpoint in this tier. SaveError if it was given up."""
+        """Wait until it is a checkpoint in this tier. Raises SaveError if it was given up."""
         attempt = Attempt.parse(written.part.attempt)
         try:
             await self._commit(tier, written)
             if attempt.step in (tier.notes or ()) and tier.role.place == 0:
-                await tier.keep_noted(self.run.mine())  # whoever is told of the checkpoint may rely on that, too
+                await tier.keep_noted(self.run.mine())  # before the checkpoint is reported
             tier.flow.committed(int(written.table.length[: written.table.owned].sum()), own_bytes(written))
             events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
         except FullError:
@@ -108,16 +108,16 @@ class Settler:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
             tier.sweeping = self.background.spawn(tier.sweep(self.run.mine(), self.trainer.tell))
 
-    # -- what does not become one --
+    # -- giving up --
 
     async def tell_others(self, tier: OpenTier, attempt: Attempt, rank: int, error: BaseException) -> None:
-        """That this rank's part will not come, if there are others who wait for it."""
+        """Abort a checkpoint because this rank's part will not come, so that other ranks do not wait for it."""
         if tier.role.world > 1 and isinstance(error, Exception) and not isinstance(error, FencedError):
             with contextlib.suppress(CheckpointError):
                 await commit.abort(tier.log, self.run.mine(), attempt, f"rank {rank}: {error}")
 
     async def _make_room(self, tier: OpenTier, attempt: Attempt) -> None:
-        """All of it was written, and then the disk was full: give the attempt up, and its space back."""
+        """Abort a checkpoint that was written when the disk became full, and free its space."""
         with contextlib.suppress(CheckpointError):
             await commit.abort(tier.log, self.run.mine(), attempt, "no space left")
             if attempt in tier.log.state.aborted:
@@ -125,7 +125,8 @@ class Settler:
                 await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == attempt])
 
     async def _give_up(self, tier: OpenTier, written: WrittenPart, error: Exception) -> None:
-        """The others need not wait for a committer that failed; and our part of what they gave up takes no space."""
+        """Abort a checkpoint whose commit failed here, so that other ranks do not wait; delete our part if it was
+        aborted."""
         part, attempt = written.part, Attempt.parse(written.part.attempt)
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
@@ -136,7 +137,7 @@ class Settler:
 
     @handles(Retract)
     async def retract(self, request: Retract) -> None:
-        """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
+        """Give a snapshot up, because it failed or is inconsistent: it must not become or stay a checkpoint."""
         attempt = Attempt.parse(request.attempt)
         self.held_memory.take_back(attempt, request.reason)
         failures: list[CheckpointError] = []
@@ -153,7 +154,7 @@ class Settler:
 
 
 def own_bytes(written: WrittenPart | None) -> int:
-    """What was stored for it, not counting what it shares with older ones."""
+    """Return the bytes stored for a part, without those that it shares with older checkpoints."""
     if written is None:
         return 0
     attempt = Attempt.parse(written.part.attempt)
@@ -162,10 +163,10 @@ def own_bytes(written: WrittenPart | None) -> int:
 
 @dataclass(eq=False)
 class PartWriter:
-    """Everything runs in the writer's event loop; blocking work goes to threads.
+    """Writes parts in the writer's event loop; blocking work goes to threads.
 
-    `reads`: slots that are being written, by arena, and how often; `stored`: by tier, whether our part of what the
-    trainer wants there is stored, as soon as it is known.
+    `reads`: how many writes read a slot, by arena and slot; `stored`: futures by tier and checkpoint that tell whether
+    our part is stored.
     """
 
     trainer: PresentTrainer
@@ -177,7 +178,7 @@ class PartWriter:
 
     @contextlib.contextmanager
     def reading(self, arena: Arena, slot: int) -> Iterator[None]:
-        """A slot is being written somewhere: whoever takes the memory over leaves it alone until it is told."""
+        """Mark a slot as being read. A trainer that inherits the memory does not overwrite it until `SlotReadNote`."""
         key, adopted = (arena.id.hex(), slot), self.trainer.adoptions
         self.reads[key] = self.reads.get(key, 0) + 1
         try:
@@ -192,10 +193,11 @@ class PartWriter:
     async def store(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True
     ) -> WrittenPart | None:
-        """Write this rank's part from memory; None if the attempt is a checkpoint already.
+        """Write this rank's part from memory. Return None if the step is a checkpoint already.
 
-        Alone, a failed attempt stays open: it may be written again to further files, and recovery ends what is left.
-        With others it is given up at once, so that they need not wait; unless it is not tried for the `last` time.
+        With a single rank, a failed checkpoint stays open: it may be written again to further files, and recovery ends
+        the rest. With several ranks it is aborted immediately, so that they need not wait, unless this was not the
+        `last` try.
         """
         attempt, layout = label.attempt, self.held_memory.layouts[label.layout]
         assert attempt is not None
@@ -228,7 +230,7 @@ class PartWriter:
     ) -> WrittenPart | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
             self.trainer.check_not_fenced()  # else the slot may have been released meanwhile
-            # A trainer that lives may go round the ring: before it changes a byte it changes the label.
+            # A living trainer may use the slot again: it changes the label before the first byte.
             if arena.settled(slot) != label:
                 raise SaveError(f"step {attempt.step} {problem}")
 
@@ -236,8 +238,8 @@ class PartWriter:
         async with tier.busy:
             await tier.prepare()
             if attempt in tier.log.state.commits:
-                return None  # a predecessor did it, and could not say so
-            check("is not in memory any more")
+                return None  # the previous writer committed it, and died before its reply
+            check("is no longer in memory")
             numbers = memory.numbers(tier.url, attempt, run.first_number)
             values = json.loads(bytes(arena.values(slot, label)))
             data = arena.data(slot, label.data_size)
@@ -264,8 +266,8 @@ class PartWriter:
         reason: str,
         check: Callable[[], None] = lambda: None,
     ) -> WrittenPart:
-        """The part as this tier stores its parts: what is new, and in which form. `check` raises if the source is not
-        what it was any more."""
+        """Write a part in the form of this tier, and only what is new there. `check` raises if the source has changed
+        meanwhile."""
         attempt, layout, near = snapshot.attempt, snapshot.layout, self.run.near(tier)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
         if previous is not None:
@@ -288,7 +290,7 @@ class PartWriter:
 
 
 def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bases:
-    """Where the bytes are read that deltas are taken against."""
+    """Return where the bases of increments are read."""
     if reason in ("ring", "late"):
         return no_bases
     if near is None:
@@ -304,7 +306,7 @@ def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bas
 
 
 def _anchor(tier: OpenTier, near: OpenTier, written: WrittenPart) -> None:
-    """Keep in the nearer tier what deltas in the further one are taken against, if there are any."""
+    """Keep the bases of increments in the further tier in the nearer one, if there are any."""
     if tier.encoder.policy.compression == "none" or not tier.encoder.uses_bases:
         near.anchors.pop(tier.url, None)
     elif not written.part.needs:
@@ -312,7 +314,7 @@ def _anchor(tier: OpenTier, near: OpenTier, written: WrittenPart) -> None:
 
 
 async def _table_of(near: OpenTier, attempt: Attempt, rank: int) -> Table | None:
-    """A rank's table of a checkpoint in a nearer tier."""
+    """Return a rank's chunk table of a checkpoint in a nearer tier."""
     found = near.log.state.commits.get(attempt)
     mine = next((part for part in found.parts if part[0] == rank), None) if found is not None else None
     if mine is None:

@@ -1,4 +1,4 @@
-"""What the trainer wants to be saved, from where its bytes are had soonest; and what is in memory after a fault.
+"""Save the snapshots that the trainer requests, and after a fault those that are in memory.
 
 memory, or a nearer tier -> part (parts, promotion) -> checkpoint (Settler)
 """
@@ -30,10 +30,10 @@ from ckpt.core.writer.throttle import Throttle
 from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, SkippedError
 
 FAR_QUEUE = 1  # checkpoints that wait for the one that is on its way from memory to a tier that is slow
-LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
-FAR_LATE_S = 600.0  # the same in a tier where they take their time
-COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
-OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
+LATE_S = 30.0  # timeout for the parts of other ranks after the trainer's end
+FAR_LATE_S = 600.0  # the same in a slow tier
+COMMON_S = 1.0  # after which the step before the newest is enough, if not all ranks have the newest
+OTHERS_S = 5.0  # timeout for the parts of other ranks when ours is written
 
 
 class Persister:
@@ -61,12 +61,16 @@ class Persister:
         nearest one, so that memory does not wait for a network.
         """
         tier, attempt = self._run.tiers[request.tier], Attempt.parse(request.attempt)
-        label = self._held_memory.arenas[request.arena].label(request.slot)
+        arena = self._held_memory.arenas.get(request.arena)
+        label = None if arena is None else arena.label(request.slot)
         size = 0 if label is None else label.data_size
         if request.replicas:
             self._held_memory.replicas[attempt] = request.replicas
         with self._books.saving(tier.url, size, attempt.step) as save:
-            save.stored = own_bytes(await self._write(tier, attempt, request))
+            written = await self._write(tier, attempt, request)
+            save.stored = own_bytes(written)
+            if arena is None and written is not None:
+                size = int(written.table.length[: written.table.owned].sum())
             return WriteSlotReply(size, save.stored)
 
     async def _write(self, tier: OpenTier, attempt: Attempt, request: WriteSlot) -> WrittenPart | None:
@@ -102,16 +106,16 @@ class Persister:
     async def _store(
         self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, request: WriteSlot
     ) -> WrittenPart | None:
-        """From where it is had best; None if it is a checkpoint already."""
-        arena, slot = self._held_memory.arenas[request.arena], request.slot
-        label = arena.label(slot)
+        """Write the part from memory or a nearer tier. Return None if it is a checkpoint already."""
+        arena, slot = self._held_memory.arenas.get(request.arena), request.slot
+        label = None if arena is None else arena.label(slot)
 
         def free() -> None:
             self._tell_stored(request)
 
-        if request.stored or label is None or label.attempt != attempt:
-            # A predecessor stored it, and died before it was committed: the slot may be used again any time.
-            return await self._stored_by_predecessor(tier, near, attempt, slot)
+        if request.stored or arena is None or label is None or label.attempt != attempt:
+            # The trainer or a predecessor of this writer stored it, and it was not committed. No slot has it.
+            return await self._stored_before(tier, near, attempt)
         if near is not None and (tier.busy.locked() or tier.waiting):
             return await self.promoter.promote(tier, near, attempt, free)
         if near is None and tier.store.remote:
@@ -126,22 +130,23 @@ class Persister:
             events.log.warning("%s: step %d is taken from %s: %s", tier.url, attempt.step, near.url, error)
             return await self.promoter.promote(tier, near, attempt, free)
 
-    async def _stored_by_predecessor(
-        self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, slot: int
-    ) -> WrittenPart | None:
+    async def _stored_before(self, tier: OpenTier, near: OpenTier | None, attempt: Attempt) -> WrittenPart | None:
+        if attempt in tier.log.state.commits:
+            return None
         written = await commit.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
         if written is not None:
             tier.in_flight.add(attempt)
             return written
         near = near or self._run.near(tier)
         if near is None:
-            raise SaveError(f"step {attempt.step} is not in memory any more")
+            raise SaveError(f"step {attempt.step} is no longer in memory")
         return await self.promoter.promote(tier, near, attempt, lambda: None)
 
     async def _store_far(
         self, tier: OpenTier, attempt: Attempt, arena: Arena, slot: int, label: Label, free: Callable[[], None]
     ) -> WrittenPart | None:
-        """With nothing nearer the newest may wait behind the one on its way: the other slots are for the training."""
+        """Write to a slow tier that has no nearer one. Only the newest step may wait for the one under way, so that
+        training keeps the other slots."""
         tier.waiting += 1
         try:
             async with self.promoter.turns[tier.url].turn(tier, attempt, FAR_QUEUE):
@@ -157,16 +162,16 @@ class Persister:
     # -- the end --
 
     def begun(self) -> set[Attempt]:
-        """What is being made a checkpoint, somewhere, since the trainer wanted it."""
+        """Return the steps requested by the trainer that are being saved to some tier."""
         return {attempt for _, attempt in self.parts.stored} if self.unfinished else set()
 
     @property
     def unfinished(self) -> bool:
-        """Whether something is; not if an earlier trainer began it, which may wait for parts that never come."""
+        """Return True if some are. Those of an earlier trainer do not count: their other parts may never come."""
         return bool(self.parts.reads or self.settler.settling[self._trainer.adoptions])
 
     async def close(self) -> None:
-        """Finish what was begun, clean up, and let go of the stores."""
+        """Finish what was begun, clean up, and close the stores."""
         await self.promoter.stop()
         while self.unfinished:
             await asyncio.sleep(0.01)
@@ -174,7 +179,7 @@ class Persister:
             await tier.close(self._run.owner, self._trainer.tell)
 
     async def finish_begun(self) -> None:
-        """What is being written is finished; for the parts of other ranks, which may never come, only a while."""
+        """Finish writes that began. Wait for the parts of other ranks only for a while, because they may never come."""
         commit_s = self._run.commit_s
         await _until(lambda: not self.parts.reads and not any(tier.waiting for tier in self._run.tiers), commit_s)
         await _until(lambda: not any(self.settler.settling.values()), min(LATE_S, commit_s))
@@ -194,7 +199,7 @@ def _resolve(future: asyncio.Future[bool], value: bool) -> None:
 
 @dataclass(eq=False)
 class Drain:
-    """Everything runs in the writer's event loop."""
+    """Saves what is in memory. Everything runs in the writer's event loop."""
 
     trainer: PresentTrainer
     run: HeldRun
@@ -205,14 +210,14 @@ class Drain:
     background: Background
 
     def wanted(self, attempts: Collection[Attempt] | None = None) -> list[Attempt]:
-        """What is in memory (of these, if they are given) and belongs to the history, newest first."""
+        """Return the snapshots in memory that belong to the history, newest first; only these, if given."""
         return self.held_memory.wanted(self.run.acquires, attempts)
 
     def durable(self) -> list[tuple[int, str]]:
-        """What of the memory is durable, as far as we know: step and tier, the newest first."""
+        """Return the steps in memory that are known to be durable, with their tier, newest first."""
         return [(a.step, t.url) for t in self.run.tiers[:1] for a in self.wanted() if a in t.log.state.commits]
 
-    # -- while somebody waits --
+    # -- at a request --
 
     @handles(Persist)
     async def on_persist(self, request: Persist) -> list[SavedInTier]:
@@ -222,11 +227,11 @@ class Drain:
     async def persist(
         self, deadline_s: float, *, far: bool = False, attempts: list[Attempt] | None = None
     ) -> list[SavedInTier]:
-        """Have what is in memory (or these attempts) written to the nearest tier.
+        """Write the snapshots in memory, or only these, to the nearest tier.
 
-        Waits until the newest step is durable, or at most `deadline_s`: what it began goes on after that. With `far`
-        the newest one is written to the further tiers as well, for a machine that is about to go. Returns, for each
-        step and tier, what became of it: `error` is empty if it is durable.
+        Wait until the newest step is durable, for at most `deadline_s`; writes that began go on. With `far`, the newest
+        one is also written to all other tiers, because the machine may be lost. Returns the result for each
+        step and tier; `error` is empty if it is durable.
         """
         began, tiers = time.monotonic(), self.run.tiers
         with self.throttle.hurry():
@@ -243,7 +248,7 @@ class Drain:
         ]
 
     async def _wait(self, steps: list[Attempt], tasks: list[asyncio.Task[None]], deadline: float) -> None:
-        """Until the newest is durable, or it is known that this takes other ranks, which may not come."""
+        """Wait until the newest is durable, or only the parts of other ranks are missing, which may not come."""
         tiers, durable_since, stored_since = self.run.tiers, 0.0, 0.0
         while time.monotonic() < deadline:
             done = [attempt for attempt in steps if tiers and attempt in tiers[0].log.state.commits]
@@ -254,7 +259,7 @@ class Drain:
                 stored_since = stored_since or time.monotonic()
                 durable_since = durable_since or (time.monotonic() if done else 0.0)
                 if (done and time.monotonic() > durable_since + COMMON_S) or time.monotonic() > stored_since + OTHERS_S:
-                    return  # other ranks have not come as far as this one, or do not come at all
+                    return  # other ranks are behind this one, or do not save
             await asyncio.sleep(0.02)
 
     async def _drain_alive(self, attempts: list[Attempt], tier: OpenTier | None = None) -> None:
@@ -264,8 +269,8 @@ class Drain:
     # -- after the end of a trainer --
 
     async def make_durable(self, adoptions: int, tier: OpenTier, owed: Collection[Attempt] | None = None) -> bool:
-        """Bring what belongs into this tier there: the ring, or the `owed` part of it, into the nearest; its newest
-        step into any other. Return False if something has to be tried again."""
+        """Write to a tier what belongs there: memory, or the `owed` part of it, to the nearest; the newest step to any
+        other. Return False if a write has to be retried."""
         nearest = self.run.tiers[0]
 
         def is_over(attempts: list[Attempt], tier: OpenTier) -> bool:
@@ -277,7 +282,7 @@ class Drain:
             return await self.drain(adoptions, due, tier)
         if tier is nearest:
             return await self.drain(adoptions, self._due(tier, owed), tier)
-        # The ranks choose the same step, because the nearest tier tells which ones all of them have.
+        # All ranks choose the same step, because the nearest tier shows which steps all of them have.
         await _until(lambda: is_over(self._newer(nearest, owed), nearest), LATE_S)
         due = self._due(tier, owed)
         stored = await self.drain(adoptions, due, tier)
@@ -292,7 +297,7 @@ class Drain:
         return found[len(newer) :][:1]
 
     def _newer(self, nearest: OpenTier, owed: Collection[Attempt] | None) -> list[Attempt]:
-        """Steps in memory that are newer than all that the nearest tier has of these ranks."""
+        """Return steps in memory that are newer than all steps of these ranks in the nearest tier."""
         there = nearest.log.state.commits.keys() | nearest.log.state.held.keys()
         return list(itertools.takewhile(lambda attempt: attempt not in there, self.wanted(owed)))
 
@@ -301,8 +306,8 @@ class Drain:
     async def drain(
         self, adoptions: int, attempts: Collection[Attempt] | None = None, tier: OpenTier | None = None
     ) -> bool:
-        """Write every sealed snapshot (or those of these attempts) that is not durable yet to a tier, by default the
-        nearest. False: try again."""
+        """Write all sealed snapshots, or only these, to a tier if they are not durable there; by default to the
+        nearest. Return False if a write has to be retried."""
         complete = True
         history = set(self.wanted() if attempts is None else attempts)
         for arena, slot, label in self.held_memory.ring():
@@ -310,14 +315,14 @@ class Drain:
                 continue  # undone by a rollback
             for target in self.run.tiers[:1] if tier is None else [tier]:
                 if adoptions != self.trainer.adoptions:
-                    return True  # the next incarnation has the memory now, and decides
+                    return True  # another trainer has the memory now, and decides
                 if label.attempt is None or label.attempt in target.in_flight or target.log.state.ended(label.attempt):
                     continue
                 complete &= await self._save(target, arena, slot, label)
         return complete
 
     async def _save(self, tier: OpenTier, arena: Arena, slot: int, label: Label) -> bool:
-        """One snapshot of the ring. False: it has to be tried again."""
+        """Write one snapshot. Return False if it has to be retried."""
         assert label.attempt is not None
         stored = False
         try:
@@ -327,7 +332,7 @@ class Drain:
             if written is not None and written.part.world == 1:
                 with self.settler.under_way():
                     await self.settler.settle(tier, written)
-            elif written is not None:  # other ranks may never have taken this step: do not wait for them here
+            elif written is not None:  # other ranks may not have this step: do not wait for them here
                 self.background.spawn(self._settle_late(tier, written))
         except FencedError:
             raise

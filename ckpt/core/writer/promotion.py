@@ -1,4 +1,4 @@
-"""From a nearer tier to a further one: what a slot in memory need not wait for, and what a crash has interrupted."""
+"""Copy checkpoints from a nearer tier to a further one, so that memory need not wait for it, and after a crash."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ STILL_S = 30.0  # without a byte: hardly any slow place is that slow
 
 @dataclass(eq=False)
 class Turns:
-    """To a tier that is slower than its steps come: one after the other. Newer ones push older ones out of the line, so
-    that the last step of a run is never the one that is left out."""
+    """The queue of a tier that is slower than its steps come. If it is too long, the oldest step is skipped, so that
+    the last step of a run is never skipped."""
 
     taken: bool = False
     since: float = 0.0  # when the one under way got its turn, by the monotonic clock
@@ -39,7 +39,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, tier: OpenTier, attempt: Attempt, most: int) -> AsyncIterator[None]:
-        """As many as `most` may wait besides the one under way. SkippedError for the oldest of more than these."""
+        """Wait for the turn of a step. If more than `most` steps wait, the oldest gets SkippedError."""
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.line.append((attempt, mine))
         self._call()
@@ -58,16 +58,16 @@ class Turns:
                 self._call()
 
     def _why(self, tier: OpenTier) -> str:
-        """A place that is down, or hangs, is not mended by asking less of it."""
+        """Say why steps are skipped; to save less often does not help if the tier is down or hangs."""
         still_s = time.monotonic() - max(self.since, tier.flow.moved)
         if still_s > STILL_S:
-            return f"has taken nothing for {duration(still_s)}: see whether it answers. It gets the newest when it does"
+            return f"has taken nothing for {duration(still_s)}: check whether it responds. It gets the newest then"
         return "is slower than its steps come: raise its every=, or max_mib_s if it is throttled"
 
     def _call(self) -> None:
         while self.line and not self.taken:
             _, waits = self._leave()
-            if not waits.done():  # else it was cancelled, and its task has not heard of it yet
+            if not waits.done():  # else it was cancelled, and its task has not run yet
                 waits.set_result(None)
                 self.taken, self.since = True, time.monotonic()
 
@@ -95,7 +95,7 @@ class Promoter:
     ) -> WrittenPart | None:
         """Copy this rank's part from a nearer tier, when it is there; None if the attempt is a checkpoint already.
 
-        `free` is called when memory is not needed for it any more. SkippedError if the further tier cannot keep up.
+        `free` is called when memory is no longer needed for it. Raises SkippedError if the further tier is too slow.
         """
         rank = _rank(near)
         tier.in_flight.add(attempt)
@@ -116,7 +116,7 @@ class Promoter:
                     return None
                 here = await commit.stored_part(near.store, attempt, rank)
                 if here is None:
-                    raise SaveError(f"step {attempt.step} is not in {near.url} any more")
+                    raise SaveError(f"step {attempt.step} is no longer in {near.url}")
                 written = await self._transfer(tier, near, here)
             self._check_wanted(tier, attempt)
             return written
@@ -130,7 +130,7 @@ class Promoter:
             tier.waiting -= 1
 
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenPart) -> WrittenPart:
-        """A part of a nearer tier, stored as the further one stores its parts; taken up where a crash cut it off."""
+        """Store a part of a nearer tier in the form of the further one. Continue where a crash cut it off."""
         attempt, part = Attempt.parse(here.part.attempt), here.part
         there = await commit.stored_part(tier.store, attempt, part.rank)
         if there is not None:
@@ -151,7 +151,7 @@ class Promoter:
         return await self.parts.encode(tier, snapshot, source, numbers, reason=part.reason)
 
     def _check_wanted(self, tier: OpenTier, attempt: Attempt) -> None:
-        """Not if it was taken back, or another rank has given it up."""
+        """Raise SaveError if the step was given up, here or by another rank."""
         state = tier.log.state
         if attempt in self.held_memory.retracted:
             raise SaveError(f"step {attempt.step} was given up: {self.held_memory.retracted[attempt]}")
@@ -161,23 +161,24 @@ class Promoter:
     # -- after a start --
 
     def wanted(self, tier: OpenTier) -> set[Attempt]:
-        """What a further tier may still get from the nearest, from before a crash: not to be given up there."""
+        """Return checkpoints from before a crash that a further tier still gets from the nearest."""
         near = self.run.near(tier)
         if near is None:
             return set()
         return {one.attempt for one in self.pending(near, tier)} | set(near.log.state.held)
 
     def pending(self, near: OpenTier, tier: OpenTier) -> list[Commit]:
-        """What a crash has interrupted on its way from one tier to the other."""
+        """Return checkpoints whose copy from one tier to the other a crash has interrupted."""
         return promote.pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().epoch)
 
     @handles(Resume)
     def begin_to_resume(self, request: Resume) -> None:
-        """When all ranks have recovered."""
+        """Resume copies when all ranks have recovered."""
         self._resuming = self.background.spawn(self.resume())
 
     async def resume(self) -> None:
-        """The ranks share the parts that they see out. What they find pending does not depend on when they look."""
+        """Copy what a crash has interrupted; the ranks share the parts. All find the same copies pending, whenever they
+        check."""
         adoptions = self.trainer.adoptions
         for tier in self.run.tiers[1:]:
             near = self.run.near(tier)
@@ -188,9 +189,9 @@ class Promoter:
                 await tier.prepare()
                 wanted = self.pending(near, tier)
             except CheckpointError as error:
-                events.log.warning("nothing of before the start is taken to %s: %s", tier.url, error)
+                events.log.warning("earlier checkpoints are not copied to %s: %s", tier.url, error)
                 continue
-            for one in wanted:  # one that is damaged, say, does not hold the others up
+            for one in wanted:  # a damaged one must not block the others
                 if one.attempt not in tier.in_flight and adoptions == self.trainer.adoptions:
                     try:
                         await self.resume_one(tier, near, one)
@@ -199,7 +200,7 @@ class Promoter:
                         await self.settler.tell_others(tier, one.attempt, _rank(near), error)
 
     async def resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
-        """This rank's share of it."""
+        """Copy this rank's share of a checkpoint."""
         mine = one.parts[near.role.place :: len(near.role.ranks)]
         if not mine:
             return
@@ -221,7 +222,7 @@ class Promoter:
             tier.in_flight.discard(one.attempt)
 
     async def stop(self) -> None:
-        """The next start goes on with it."""
+        """Stop; the next start resumes."""
         if self._resuming is not None:
             self._resuming.cancel()
             await asyncio.gather(self._resuming, return_exceptions=True)

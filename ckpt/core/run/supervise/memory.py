@@ -323,6 +323,7 @@ def _touch_newest(arenas: list[Arena]) -> None:
 
 
 NONE_KEPT = ", so none is kept there: only steps that are due in a tier are saved"
+NO_ROOM = "Until then a step is saved only if a tier has scheduled it, and training waits for that write"
 
 
 def as_digests(rows: list[requests.Digest]) -> Digests:
@@ -399,7 +400,7 @@ class NextArena:
             with self._writer.lock:
                 self._making, self._refused_size = None, self._asked
             if isinstance(error, SkippedError):
-                self._say_short(f"{error}. Until then training goes on, and steps are not saved")
+                self._say_short(f"{error}. {NO_ROOM}")
             raise
         except TimeoutError:
             return None
@@ -418,7 +419,7 @@ class NextArena:
             self._writer.send(requests.ReleaseArena(key))
             self._refused_size = self._asked
             refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v")
-            self._say_short(f"{refusal}. Training goes on, and steps are not saved")
+            self._say_short(f"{refusal}. {NO_ROOM}")
             raise refusal from error
         self._refused_size = NOTHING
         self._said_short &= arena.slots < self._slots

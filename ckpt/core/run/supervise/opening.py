@@ -122,9 +122,14 @@ class RunOpener:
         """Return the ids of the runs in all tiers, by URL, once they are open."""
         return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
-    def next_nonce(self) -> str:
-        """Return the nonce of the next term. All ranks compute the same, so that no writer takes it for another job."""
-        self._nonces.append(nonce_of(self._world.job, len(self._nonces)))
+    @property
+    def turns(self) -> int:
+        """How many terms this job has asked for."""
+        return len(self._nonces)
+
+    def nonce(self, turn: int) -> str:
+        """Return the nonce of a term. All ranks compute the same, so that no writer takes it for another job."""
+        self._nonces = [nonce_of(self._world.job, n) for n in range(turn + 1)]
         return self._nonces[-1]
 
     @property
@@ -165,7 +170,7 @@ class RunOpener:
         return owner[:2] in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
-        """Go on with copies to further tiers, because all ranks have taken ownership."""
+        """Resume interrupted copies to further tiers: what earlier terms left unfinished was ended in all tiers."""
         self._writer.send(requests.Resume())
 
     def complete(self, tier: int, attempts: list[Attempt]) -> None:
@@ -592,7 +597,8 @@ class HeldSnapshots:
             return None
         try:
             compare = self._layouts.differ_from(self._world.size)
-            reply, fds = client.ask_patiently(requests.Lend(digest=compare), HELLO_S, PATIENT_S)
+            patient_s = REQUEST_S if compare else PATIENT_S  # digests of a large memory take a while
+            reply, fds = client.ask_patiently(requests.Lend(digest=compare), HELLO_S, patient_s)
             return Lent(HeldElsewhere.of(reply, fds), reply)
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)

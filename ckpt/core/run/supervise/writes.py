@@ -30,7 +30,7 @@ class WriteInFlight:
     """A slot on its way to one tier."""
 
     attempt: Attempt
-    arena: Arena
+    arena: Arena | None  # None: its bytes were stored without a slot
     slot: int
     tier: int
     done: Callable[[CheckpointError | None, WriteInFlight], None]  # a cycle would keep the arena after close()
@@ -53,9 +53,10 @@ class Writes(WriterUser):
     def write(self, write: WriteInFlight) -> None:
         """Have a sealed slot written, and pin it until then. `done` is called with the error, if any."""
         with self._writer.lock:
-            self._stager.slots.pin(write.arena, write.slot)
+            if write.arena is not None:
+                self._stager.slots.pin(write.arena, write.slot)
             if self._writer.failure is not None:
-                self._stager.slots.unpin(write.arena.id, write.slot)
+                self._release(write)
                 write.done(self._writer.failure, write)
                 return
             self._writes.append(write)
@@ -64,7 +65,7 @@ class Writes(WriterUser):
 
     def _send(self, client: WriterClient, write: WriteInFlight) -> None:
         write.tries += 1
-        place = write.arena.id.hex(), write.slot
+        place = "" if write.arena is None else write.arena.id.hex(), write.slot
         future = client.send(requests.WriteSlot(write.tier, *place, str(write.attempt), write.stored, write.replicas))
         future.add_done_callback(lambda f: self._on_written(write, f))
 
@@ -94,7 +95,8 @@ class Writes(WriterUser):
         """Unpin its slot."""
         if not write.stored:
             write.stored = True
-            self._stager.slots.unpin(write.arena.id, write.slot)
+            if write.arena is not None:
+                self._stager.slots.unpin(write.arena.id, write.slot)
 
     def retract(self, attempt: Attempt, reason: str) -> None:
         """Give a snapshot up: it must not become a checkpoint, or not stay one."""
@@ -136,7 +138,7 @@ class Writes(WriterUser):
         self._writes.clear()
 
     def in_use(self) -> set[bytes]:
-        return {write.arena.id for write in self._writes}
+        return {write.arena.id for write in self._writes if write.arena is not None}
 
 
 MOST_LAYOUTS = 64  # that are kept without checking whether they are needed

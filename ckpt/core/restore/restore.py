@@ -1,0 +1,562 @@
+"""A restore from the first look at memory and tiers to the last plain value.
+
+Every rank restores the same checkpoint, or none does. The ranks agree four times, each time with a deadline:
+
+    candidates   every rank posts what the memory of its node has; for each storage one rank also posts what the log has
+                 -> rank 0 picks from the union: all ranks get the same list of checkpoints, newest first
+    place        every rank opens the first checkpoint and compares it with its state, which is unchanged until then
+                 -> mismatches of all ranks are raised together; else each rank knows what it reads, and for whom
+    fill         every rank reads, verifies and fills its tensors
+    finish       plain values, generators and schedulers follow. Their `load_state_dict` may use collectives, so no rank
+                 begins before all are filled
+                 -> rank 0 begins a new term (`NewTerm`)
+
+If a checkpoint turns out to be damaged on any rank, all ranks try the next one. Parts that only one node can see
+(memory, a disk of its own) are described to the other ranks: those of the newest step in memory with the candidates,
+all others in a round before "place".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from ckpt.core.checkpoint import losses, read, steady
+from ckpt.core.checkpoint.concurrent import all_of
+from ckpt.core.checkpoint.losses import Loss, Skipped, passed_over
+from ckpt.core.format.columns import I64
+from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.saved_state import SavedState
+from ckpt.core.format.values import Json
+from ckpt.core.log.log import Acquire, Commit, RunLog, in_history
+from ckpt.core.ranks.transfer import Transfer
+from ckpt.core.ranks.world import World, together
+from ckpt.core.restore.division import Work, divided, fitting, known, verified, wanted_tensors, wishes
+from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.core.state.capture import Capture
+from ckpt.core.state.filler import Filler
+from ckpt.core.state.placement import Placement, comes_from_user, mismatch
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    DeadlineError,
+    FormatError,
+    NoCheckpointError,
+    PeerError,
+    StoreError,
+    TransferError,
+    UnreadableError,
+    UsageError,
+    is_unreadable,
+)
+from ckpt.events import log as logger
+from ckpt.failpoints import point
+from ckpt.store import folder_of
+
+MOST_LOST = 64  # damaged logs that a rank posts
+COMMITS = 8  # the first candidates, whose log records all ranks get; for a later one, each rank reads the log
+DESCRIBED = 256 << 20  # characters that all ranks together may post with the candidates
+RETRY_AFTER_S = (0.2, 1.0)
+CONNECT_S, TRANSFER_S = 30.0, 600.0  # between ranks: to connect, and for all that one rank receives
+OVERRIDDEN = (
+    "the checkpoint's settings were taken for %s. To have the script's, set them again after the restore: "
+    "docs/guide/state.md"
+)
+
+
+@dataclass
+class Restored:
+    """What a restore did on this rank.
+
+    - `step`, `id`, `tier`: the checkpoint, and where it was read from. None if there was none.
+    - `verified`: every byte matched a digest that was computed when the step was written to a tier while its trainer
+      lived. False for a snapshot in memory that no tier had, and for a step that a writer stored only after a fault.
+      Damage before the digest is computed cannot be detected.
+    - `seconds`: duration of the restore.
+    - `nbytes`, `nbytes_received`: bytes that this rank read, and bytes that other ranks read for it.
+    - `skipped`: newer checkpoints that could not be used, or were lost with a damaged log record.
+    - `repaired`: damaged parts that were read from another tier.
+    - `left_out`: entries that did not fit, with strict=False.
+    - `overridden`: settings of optimizers that the script has changed, and that the checkpoint's replaced.
+    """
+
+    step: int | None
+    id: str | None = None
+    tier: str | None = None
+    verified: bool = True
+    seconds: float = 0.0
+    nbytes: int = 0
+    nbytes_received: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    overridden: list[str] = field(default_factory=list)
+
+
+# -- which checkpoints there are --
+
+
+class Candidates:
+    """The checkpoints that all ranks together can restore, as one rank sees them.
+
+    `gather` agrees on them. A caller that agrees on more at the same time calls its three steps: `post` on every rank,
+    `choose` on rank 0 with the posts of all, and `sources` on every rank.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        snapshots: Iterable[HeldSnapshot],
+        acquires: Iterable[Acquire],
+        urls: Sequence[str],
+        roots: Sequence[Sequence[int]],
+        step: int | None,
+        held_damage: Sequence[Loss] = (),
+    ) -> None:
+        """
+        - `snapshots`: those on this node. They are looked up when `post` iterates over them.
+        - `acquires`: the history as far as memory knows it.
+        - `roots`: for each of the tiers `urls`, the lowest rank that sees the same storage, for every rank.
+        - `step`: if given, only checkpoints of that step; otherwise none that was undone or is not finite.
+        - `held_damage`: damage in the memory of this node, complete once all `snapshots` were read.
+        """
+        self._world, self._snapshots, self._acquires = world, snapshots, acquires
+        self._urls, self._roots, self._step, self._held_damage = urls, roots, step, held_damage
+        self._here: dict[Attempt, list[HeldSnapshot]] = {}
+        self.lost: list[Loss] = []  # by damage, as any rank found it
+
+    def gather(self) -> list[RestoreSource]:
+        return self.sources(together(self._world, "candidates", self.post, self.choose))
+
+    def post(self) -> Json:
+        """Look up snapshots, and read the log of each tier for all ranks that share it. Return what was found."""
+        for snapshot in self._snapshots:
+            self._here.setdefault(snapshot.attempt, []).append(snapshot)
+        mine = [i for i in range(len(self._urls)) if self._reads(i)]
+        logs = read.run(all_of(_read_log(self._urls[i]) for i in mine)) if mine else []
+        tiers: list[Json] = [None] * len(self._urls)
+        for i, (log, _) in zip(mine, logs, strict=True):
+            commits: dict[Attempt, Commit] = {**log.state.held, **log.state.commits}
+            tiers[i] = [msgspec.to_builtins(commit) for commit in commits.values()]
+        acquires = {*self._acquires, *(a for log, _ in logs for a in log.state.acquires)}
+        lost = [*self._held_damage, *(one for _, damage in logs for one in damage)]
+        return {
+            "step": self._step,
+            "memory": [_held(attempt, parts) for attempt, parts in self._here.items()],
+            "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in acquires],
+            "tiers": tiers,
+            "lost": [[one.tier, one.reason, [str(a) for a in one.attempts]] for one in lost[:MOST_LOST]],
+            "described": self._describe_newest(),
+        }
+
+    def _reads(self, tier: int) -> bool:
+        """Return True if this rank reads a tier's log for all that share it."""
+        return self._roots[tier][self._world.rank] == self._world.rank
+
+    def _describe_newest(self) -> Json:
+        """Describe the snapshots of the step that will probably be restored, unless that is large."""
+        world = self._world
+        usable = [a for a in self._here if self._step is None or a.step == self._step]
+        if world.size == 1 or not usable:
+            return None
+        newest = max(usable, key=lambda a: (a.epoch, a.step))
+        try:
+            described = self._in_memory(newest).describe()
+        except CheckpointError:  # raised again if that step is chosen
+            return None
+        return [str(newest), described] if len(json.dumps(described)) <= DESCRIBED // world.size else None
+
+    def _in_memory(self, attempt: Attempt, *, undone: bool = False) -> MemorySource:
+        """The first rank of a node describes all that it has seen. Each other rank describes its own snapshot, which
+        may have been sealed after that."""
+        world = self._world
+        describes = None if world.local_rank == 0 else [world.rank]
+        alone = world.size == 1
+        return MemorySource(attempt, self._here.get(attempt, ()), alone=alone, undone=undone, describes=describes)
+
+    def choose(self, posts: list[Any]) -> Json:
+        """List what is whole in one location, newest first, memory before tiers, undone checkpoints last; and what is
+        lost. Pure.
+
+        A checkpoint is undone if any location knows that: another may have been away when a job rolled back.
+        """
+        step = posts[0]["step"]
+        for rank, post in enumerate(posts):
+            if post["step"] != step:
+                raise UsageError(f"rank {rank} asks for {_asked(post['step'])}, rank 0 for {_asked(step)}")
+        acquires = {(e, n): Acquire(e, n, r and Attempt.parse(r)) for post in posts for e, n, r in post["acquires"]}
+        owners = sorted(acquires.values(), key=lambda a: a.epoch)
+        found: list[tuple[Attempt, int]] = []  # location 0 is memory, then come the tiers
+        broken: set[Attempt] = set()  # not finite on some rank: restored only if its step is requested
+        commits: dict[tuple[Attempt, int], dict[int, Json]] = {}  # by the ranks that read the logs
+        for place in range(1 + len(self._urls)):
+            parts: dict[Attempt, tuple[int, set[int]]] = {}
+            for reader, post in enumerate(posts):
+                for attempt, size, ranks, finite, commit in _rows(post, place):
+                    parts.setdefault(attempt, (size, set()))[1].update(ranks)
+                    commits.setdefault((attempt, place), {})[reader] = commit
+                    if finite is False:
+                        broken.add(attempt)
+            found += [(attempt, place) for attempt, (size, ranks) in parts.items() if len(ranks) == size]
+        history = set(in_history(owners, {attempt for attempt, _ in found}))
+        checked = [(attempt, place, attempt not in history) for attempt, place in found]
+        if step is None:
+            chosen = [one for one in checked if not one[2] and one[0] not in broken]
+        else:
+            chosen = [one for one in checked if one[0].step == step]
+        chosen.sort(key=lambda one: (one[2], -one[0].epoch, -one[0].step, one[1]))
+        every = [one for post in posts for one in post["lost"]]
+        gone = {Attempt.parse(text) for _, _, attempts in every for text in attempts}
+        if step is None:
+            gone &= set(in_history(owners, gone))
+        candidates = []
+        for number, (attempt, place, undone) in enumerate(chosen):
+            carried = place > 0 and (number < COMMITS or self._partial(place - 1))
+            candidates.append([str(attempt), place, undone, commits[attempt, place] if carried else {}])
+        lost = [[tier, reason, [a for a in attempts if Attempt.parse(a) in gone]] for tier, reason, attempts in every]
+        return {"candidates": candidates, "lost": lost, "described": _described(posts, candidates)}
+
+    def _partial(self, tier: int) -> bool:
+        return len(set(self._roots[tier])) > 1
+
+    def sources(self, chosen: Json) -> list[RestoreSource]:
+        """Return what was chosen, as this rank reads it."""
+        self.lost = [Loss(tier, reason, tuple(map(Attempt.parse, ids))) for tier, reason, ids in chosen["lost"]]
+        places: dict[str, list[int]] = {}
+        for attempt, place, *_ in chosen["candidates"]:
+            places.setdefault(attempt, []).append(place)
+        found = [self._source(*one, places=places[one[0]]) for one in chosen["candidates"]]
+        if found and chosen["described"] is not None:
+            found[0].described = chosen["described"]
+        return found
+
+    def _source(
+        self, text: str, place: int, undone: bool, commits: dict[str, Json], *, places: Sequence[int]
+    ) -> RestoreSource:
+        """`places`: all locations that have this checkpoint."""
+        attempt, world, tier = Attempt.parse(text), self._world, place - 1
+        if place == 0:
+            return self._in_memory(attempt, undone=undone)
+        reader = self._roots[tier][world.rank]
+        commit = {int(rank): one for rank, one in commits.items()}.get(reader)
+        return StoreSource(
+            self._urls[tier],
+            attempt,
+            None if commit is None else msgspec.convert(commit, Commit),
+            partial=self._partial(tier),
+            undone=undone,
+            describing=self._reads(tier),
+            others=[self._urls[p - 1] for p in places if p not in (0, place)],
+        )
+
+
+async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
+    """Read the log of a run that this job has opened, so that a failure may pass; and what damaged records lost."""
+    until = time.monotonic() + steady.WINDOW_S
+    while True:
+        try:
+            log = await read.open_run(url)
+            try:
+                return log, await losses.of_log(log)
+            finally:
+                await log.store.aclose()
+        except (FormatError, NoCheckpointError, StoreError) as error:
+            if time.monotonic() >= until or (error.retryable and folder_of(url) is None):  # retried long enough
+                raise
+        await asyncio.sleep(steady.LONGEST_PAUSE_S / 2)
+
+
+def _held(attempt: Attempt, parts: list[HeldSnapshot]) -> Json:
+    """What the memory of this node has of a checkpoint: id, number of ranks that saved, ranks here, if it is finite."""
+    finite = False if any(s.label.finite is False for s in parts) else None
+    return [str(attempt), parts[0].layout.world, [s.layout.rank for s in parts], finite]
+
+
+def _rows(post: Any, place: int) -> Iterator[tuple[Attempt, int, list[int], bool | None, Json]]:
+    """What a rank posted of a location, in one form for memory and tiers."""
+    if place == 0:
+        for text, size, ranks, finite in post["memory"]:
+            yield Attempt.parse(text), size, ranks, finite, None
+    for row in post["tiers"][place - 1] or () if place else ():
+        commit = msgspec.convert(row, Commit)
+        yield commit.attempt, commit.world, [rank for rank, _ in commit.parts], commit.finite, row
+
+
+def _described(posts: list[Any], candidates: list[Json]) -> Json:
+    """What the ranks have described of the first candidate; None if that is not all of it."""
+    if not candidates or candidates[0][1] > 0:
+        return None
+    attempt = candidates[0][0]
+    described = [post["described"] for post in posts]
+    parts = [one[1] for one in described if one is not None and one[0] == attempt]
+    held = {rank for post in posts for text, _, ranks, _ in post["memory"] if text == attempt for rank in ranks}
+    return parts if {part["layout"]["rank"] for each in parts for part in each} == held else None
+
+
+def _asked(step: int | None) -> str:
+    return "the newest checkpoint" if step is None else f"step {step}"
+
+
+# -- the first one that fills the state of all ranks --
+
+
+class NewTerm(Protocol):
+    """Begins a term, so that the history continues from what was restored."""
+
+    def lead(self, restored: Attempt) -> Json:
+        """Called on rank 0 once all ranks are restored. Return what the other ranks need; raises nothing of ours."""
+
+
+def restore_first(
+    world: World,
+    sources: Sequence[RestoreSource],
+    capture: Capture,
+    result: Restored,
+    *,
+    strict: bool,
+    on_touch: Callable[[], None],
+    lost: Sequence[Loss] = (),
+    step: int | None = None,
+    term: NewTerm | None = None,
+) -> RestoreSource | None:
+    """Restore the first source that is intact for all ranks. Log why others were not, and list them in `result`.
+
+    `lost`: by damage. It counts as skipped if it is newer than what was restored, or of the requested `step`.
+
+    Raises MismatchError, after which nothing has been changed; and UnreadableError if a checkpoint cannot be read now
+    from any tier that has it. An older one is not used instead: the history would continue from there, and the intact
+    newer one would never be restored again.
+    """
+    job = _Job(world, capture, result, strict, on_touch, term)
+    unreadable: tuple[Attempt, str, CheckpointError] | None = None
+    for source in sources:
+        if unreadable is not None and source.attempt != unreadable[0]:
+            break
+        error = _problem(job, source)
+        if error is None:
+            result.step, result.id, result.tier = source.attempt.step, str(source.attempt), source.tier
+            result.repaired = list(source.repaired)
+            _report_lost(world, lost, source.attempt, result, step)
+            return source
+        if is_unreadable(error):
+            unreadable = unreadable or (source.attempt, source.tier, error)
+            logger.warning("step %d in %s cannot be read now: %s", source.attempt.step, source.tier, error)
+            continue
+        result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
+        advice = "" if source.tier == "memory" else f" (`ckpt repair {source.tier}` may mend it)"
+        logger.warning("step %d in %s cannot be used%s: %s", source.attempt.step, source.tier, advice, error)
+    if unreadable is not None:
+        attempt, tier, why = unreadable
+        raise UnreadableError(
+            f"step {attempt.step} in {tier} cannot be read now and may be intact, so no older step was restored: {why}",
+            retryable=why.retryable,
+        )
+    _report_lost(world, lost, None, result, step)
+    return None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `restore_first`."""
+
+    world: World
+    capture: Capture
+    result: Restored
+    strict: bool
+    on_touch: Callable[[], None]
+    term: NewTerm | None
+
+
+def _problem(job: _Job, source: RestoreSource) -> CheckpointError | None:
+    """Restore from this source. Return why it cannot be used, the same on all ranks, or None."""
+    direct, pauses = False, iter(RETRY_AFTER_S)
+    while True:
+        try:
+            with _no_collecting():
+                _restore(job, source, direct=direct)
+            return None
+        except (CorruptError, StoreError) as error:
+            pause = next(pauses, None) if error.retryable else None
+            if pause is None:
+                return error.with_traceback(None)  # its frames hold what was begun
+            direct = direct or isinstance(error, TransferError)
+        finally:
+            source.close()
+        time.sleep(pause)  # falling back because of a transient fault would lose steps
+
+
+def _report_lost(
+    world: World, lost: Sequence[Loss], chosen: Attempt | None, result: Restored, step: int | None
+) -> None:
+    """Log losses once, on rank 0, and list them in `result` on every rank."""
+    missed = passed_over(lost, chosen, step=step)
+    result.skipped += missed
+    if world.rank == 0 and missed and chosen is not None:
+        logger.warning("%s", losses.in_words(missed, chosen.step))
+    elif world.rank == 0 and lost and not missed:
+        logger.warning("damage was found, and nothing newer is known to be lost by it: %s", losses.listed(lost))
+
+
+@contextlib.contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Suspend the garbage collector: searching all objects of torch takes as long as the rest of a restore."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
+    world, result, strict, term = job.world, job.result, job.strict, job.term
+    described = source.described
+    if source.partial and described is None:
+        try:
+            described = together(world, "describe", source.describe)
+        except UsageError as error:  # more than one message can hold; another location may need no description
+            raise CorruptError(f"the ranks cannot tell each other what they have of it: {error}") from error
+    rank = _RankRestore(job, source)
+    try:
+        posts = together(
+            world,
+            "place",
+            lambda: rank.place(described or []),
+            lambda posts: fitting(posts, source.saved if strict and not job.capture.subset else None),
+        )
+        point("restore.chosen")
+        job.on_touch()
+        together(world, "fill", lambda: rank.fill(posts, direct))
+        point("restore.filled")
+
+        def end(damaged: list[Any]) -> Json:
+            return {"damaged": any(damaged), "term": None if term is None else term.lead(source.attempt)}
+
+        ended = together(world, "finish", rank.finish, end)
+    finally:
+        rank.close()
+    source.damaged, source.term = ended["damaged"], ended["term"]
+    job.capture.keep_apart(rank.placement.apart)
+    _report_left_out(rank.placement, result)
+    result.overridden = rank.placement.overruled
+    if world.rank == 0 and result.overridden:
+        logger.warning(OVERRIDDEN, "; ".join(result.overridden))
+    result.verified = source.verified
+
+
+class _RankRestore:
+    """This rank's part in restoring one source: `place`, `fill`, `finish`, `close`."""
+
+    placement: Placement
+    _filler: Filler
+
+    def __init__(self, job: _Job, source: RestoreSource) -> None:
+        self._job, self._source = job, source
+        self._transfer: Transfer | None = None
+
+    def place(self, described: list[Json]) -> Json:
+        """Open the source and find where its tensors go, without changing anything. Return what other ranks need."""
+        source, capture, world, strict = self._source, self._job.capture, self._job.world, self._job.strict
+        source.open(described, capture.layout)
+        self.placement = placement = _place(capture, source.saved, strict)
+        filled = placement.fills or placement.lying
+        if not strict and world.size == 1 and source.saved.tensors and not filled:
+            raise mismatch([*placement.problems, "nothing of it fits, also with strict=False"])
+        if source.saved.directory is not None:
+            source.narrow({key: [target.box for target in targets] for key, targets in placement.fills.items()})
+        self._filler = filler = Filler(source.saved, placement.fills, placement.lying, in_place=strict)
+        post: dict[str, Json] = {"problems": placement.problems if strict else []}
+        if world.size > 1:
+            self._transfer = Transfer(world.rank)
+            post |= {**wishes(source, filler), "contact": self._transfer.contact}
+        elif strict and source.saved.world > 1:
+            post |= {"tensors": wanted_tensors(source.saved, filler)}
+        return post
+
+    def fill(self, posts: list[Any], direct: bool) -> None:
+        """Read this rank's share, keep what it wants, send what others want, and wait for what they send."""
+        source, world, result = self._source, self._job.world, self._job.result
+        lengths = source.saved.table.length
+        if self._transfer is None:
+            source.read(self._filler.blobs, self._filler.add, self._filler.places)
+            result.nbytes, result.nbytes_received = int(lengths[self._filler.blobs].sum()), 0
+            return
+        # What the page cache or shared memory holds, each rank reads faster than it receives. `direct`: the network
+        # between the ranks has failed.
+        alone = direct or not source.remote
+        work = divided(world.rank, posts, range(world.size) if alone else world.nodes)
+        reads = known(source.saved, work.reads)
+        expects = known(source.saved, [number for numbers in work.expects.values() for number in numbers])
+        try:
+            self._share(self._transfer, work, reads.tolist(), [one["contact"] for one in posts])
+        except BaseException as error:
+            self._transfer.close()  # so that no rank waits for this one
+            if isinstance(error, PeerError | DeadlineError):
+                raise TransferError(str(error), retryable=True) from error
+            raise
+        result.nbytes, result.nbytes_received = int(lengths[reads].sum()), int(lengths[expects].sum())
+
+    def _share(self, transfer: Transfer, work: Work, reads: list[int], contacts: list[Any]) -> None:
+        mine, filler, nodes = set(self._filler.blobs), self._filler, self._job.world.nodes
+        number_of = dict(zip(reads, work.reads, strict=True))
+
+        def sink(blob: int, data: memoryview) -> None:
+            if blob in mine:
+                filler.add(blob, data)
+            for rank in work.recipients[number_of[blob]]:
+                transfer.send(rank, number_of[blob], data)
+
+        def room(blobs: I64) -> I64:
+            found = np.zeros(len(blobs), np.int64)
+            only = [blob in mine and not work.recipients[number_of[blob]] for blob in blobs.tolist()]
+            here = np.array(only, np.bool_)
+            found[here] = filler.places(blobs[here])
+            return found
+
+        transfer.receive(work.expects, contacts, nodes, verified(self._source.saved, filler), CONNECT_S)
+        transfer.wait_for({rank for each in work.recipients.values() for rank in each}, CONNECT_S)
+        self._source.read(reads, sink, room)
+        transfer.wait(TRANSFER_S)
+
+    def finish(self) -> bool:
+        """Restore what is not a tensor. Return True if this rank read anything elsewhere because it is damaged here."""
+        self._filler.finish()
+        for finish in (*self.placement.finishers, *self.placement.last):
+            finish()
+        return bool(self._source.repaired)
+
+    def close(self) -> None:
+        if self._transfer is not None:
+            self._transfer.close()
+
+
+def _report_left_out(placement: Placement, result: Restored) -> None:
+    """Log what strict=False has left out or cast."""
+    if placement.cast:
+        counts = Counter(placement.cast.values()).items()
+        logger.warning("strict=False cast tensors: %s", ", ".join(f"{n} to {dtype}" for dtype, n in counts))
+    result.left_out = list(placement.problems)
+    if placement.problems:
+        shown = "; ".join(placement.problems[:5])
+        more = f"; and {len(placement.problems) - 5} more" if len(placement.problems) > 5 else ""
+        logger.warning("strict=False took what fits, and not: %s%s (all in last_restore.left_out)", shown, more)
+
+
+def _place(capture: Capture, saved: SavedState, strict: bool) -> Placement:
+    try:
+        return capture.place(saved, strict=strict)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        if comes_from_user(error):
+            raise
+        raise CorruptError(f"what was saved does not describe a state: {type(error).__name__}: {error}") from error

@@ -1,0 +1,161 @@
+"""Write a state to the nearest tier while training waits, because memory has no room for a snapshot of it.
+
+The trainer stores the data file and the manifest of its rank itself, range by range, from the live tensors. The state
+needs no copy in memory: only the ranges that are on their way to the store, 128 MiB at most. The writer then commits
+what was stored, as if it had stored it itself, and copies it to further tiers.
+
+Nothing changes the state meanwhile, because the training thread is in here. The data is raw: it cannot be compared with
+an earlier checkpoint before it is written.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.core.checkpoint.open_tier import open_place
+from ckpt.core.checkpoint.write import RankSnapshot, build_table, drop, finish_part, page_aligned, upload_from
+from ckpt.core.format.boxes import boxes_of_run
+from ckpt.core.format.digest import blob_hasher, file_digest
+from ckpt.core.format.layout import BLOB
+from ckpt.core.format.manifest import Attempt, PackInfo, data_key, folder_of, metadata_of
+from ckpt.core.format.replicas import Replicas
+from ckpt.core.state.capture import Reading
+from ckpt.core.state.tensors import as_bytes
+
+_NUMBER = re.compile(r"rank-(\d{5})(?:-(\d{5}))?\.safetensors")
+
+
+async def write_directly(
+    spec: Mapping[str, Any],
+    root: str,
+    attempt: Attempt,
+    reading: Reading,
+    *,
+    finite: bool | None,
+    replicas: Replicas,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Store data and manifest of this rank in a tier. Nothing counts until the writer has committed it.
+
+    spec: see `ckpt.tiers.Tier.spec`. root: the id of the run that the tier must hold.
+    on_bytes: called with the size of each range that is stored.
+    Raises StoreError, FullError, RunGoneError or SaveError. No data file is left then.
+    """
+    tier = await open_place(dict(spec), root=root)
+    try:
+        store, layout = tier.store, reading.layout
+        key = data_key(attempt, layout.rank, await _next_number(tier.store, attempt, layout.rank))
+        header = layout.arrangement.header(metadata_of(key))
+        live = LiveBytes(reading)
+
+        async def piece(offset: int, length: int) -> memoryview:
+            view, start = page_aligned(length), max(0, len(header) - offset)
+            view[:start] = header[offset : offset + start]
+            live.read(offset + start - len(header), view[start:])
+            return view
+
+        size = layout.arrangement.data_size
+        await upload_from(store, key, len(header) + size, piece, on_bytes, first=len(header))
+        pack = PackInfo(key, len(header) + size, len(header), file_digest(header))
+        snapshot = RankSnapshot(attempt, layout, memoryview(b""), reading.values, finite, replicas)
+        try:
+            table = build_table(layout, key, live.digests())
+        except BaseException:
+            await drop(store, [key])
+            raise
+        await finish_part(store, snapshot, table, [pack], reason="due")
+    finally:
+        await tier.store.aclose()
+
+
+async def _next_number(store: Any, attempt: Attempt, rank: int) -> int:
+    """Return a number that no data file of this checkpoint and rank has: an earlier try may have left some."""
+    names = [_NUMBER.fullmatch(info.key.rpartition("/")[2]) async for info in store.list(folder_of(attempt))]
+    return max((int(name[2] or 0) + 1 for name in names if name is not None and int(name[1]) == rank), default=0)
+
+
+class LiveBytes:
+    """The bytes of live tensors in the order of their layout, and the digest of each blob of 4 MiB.
+
+    Ranges must be read in order, each once, because digests are computed as the bytes pass.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading, self._arrangement = reading, reading.layout.arrangement
+        self._position = self._tensor = self._within = 0  # in the data; number in the order; in that tensor
+        self._digests: list[bytes] = []
+        self._hasher = blob_hasher()
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Copy bytes [start, start + len(into)) of the data."""
+        assert start == self._position, (start, self._position)
+        target = torch.frombuffer(into, dtype=torch.uint8) if len(into) else torch.empty(0, dtype=torch.uint8)
+        done = 0
+        while done < len(into):
+            number = self._arrangement.order[self._tensor]
+            size = self._reading.layout.sizes[number]
+            count = min(size - self._within, len(into) - done)
+            _copy(self._reading.tensors[number], self._within, target[done : done + count])
+            self._digest(into[done : done + count], size)
+            done += count
+            if self._within == size:
+                self._tensor, self._within = self._tensor + 1, 0
+        self._position += done
+
+    def digests(self) -> bytes:
+        """Return the digests of all blobs, joined, in the order of the data. All bytes must have been read."""
+        assert self._position == self._arrangement.data_size
+        return b"".join(self._digests)
+
+    def _digest(self, view: memoryview, size: int) -> None:
+        """Take in the next bytes of a tensor of `size` bytes. A blob ends every 4 MiB and where the tensor ends."""
+        while view:
+            left = min(BLOB - self._within % BLOB, size - self._within)
+            self._hasher.update(view[:left])
+            self._within += len(view[:left])
+            if self._within % BLOB == 0 or self._within == size:
+                self._digests.append(self._hasher.digest())
+                self._hasher = blob_hasher()
+            view = view[left:]
+
+
+def _copy(source: Tensor, start: int, target: Tensor) -> None:
+    """Copy bytes from `start` on of a tensor, in row-major order, to a row of bytes. Both bounds are whole elements, or
+    the tensor is contiguous."""
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        target.copy_(as_bytes(source)[start : start + len(target)])
+        return
+    item = source.element_size()
+    first, last = start // item, -(-(start + len(target)) // item)
+    run = torch.empty(last - first, dtype=source.dtype)  # a range may begin and end inside an element
+    done = 0
+    for at, sizes in boxes_of_run(tuple(source.shape), first, last):
+        here = source
+        for dim, (begin, size) in enumerate(zip(at, sizes, strict=True)):
+            here = here.narrow(dim, begin, size)
+        count = here.numel()
+        run[done : done + count].view(here.shape).copy_(here)
+        done += count
+    skip = start - first * item
+    target.copy_(as_bytes(run)[skip : skip + len(target)])
+
+
+class Speed:
+    """How long a direct write will take, as seen after its first bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.done, self._began = nbytes, 0, time.monotonic()
+
+    def add(self, count: int) -> None:
+        self.done += count
+
+    @property
+    def seconds(self) -> float:
+        """The estimate for the whole write, in seconds."""
+        return (time.monotonic() - self._began) * self.nbytes / max(1, self.done)

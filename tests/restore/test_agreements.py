@@ -1,0 +1,67 @@
+"""How often ranks agree to open a run and to restore. Every rank waits for the slowest in each agreement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel import free_port, launch
+
+RANK = """
+import json, os, sys, torch, torch.distributed as dist
+import ckpt
+from ckpt.core.ranks.world import World
+
+topics, agree = [], World.agree
+def counted(world, topic, *arguments, **settings):
+    topics.append(topic)
+    return agree(world, topic, *arguments, **settings)
+World.agree = counted
+
+tier, what = sys.argv[1:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.Linear(8, 8)
+torch.nn.init.constant_(model.weight, -1.0)
+memory = ckpt.Memory(linger_s=60 if what == "killed" else 0)
+cp = ckpt.Checkpointer({"model": model}, ckpt.Tier(tier, every=2), memory=memory)
+opening, topics[:] = list(topics), []
+step = cp.restore(default=0)
+restoring = list(topics)
+if what != "restore":
+    for step in range(1, 4):
+        torch.nn.init.constant_(model.weight, float(step))
+        cp.step(step)
+    cp.wait(timeout_s=60)
+    dist.barrier()
+    if what == "killed":
+        os._exit(0)
+else:
+    assert (model.weight == float(step)).all()
+    print(json.dumps({"from": cp.last_restore.tier, "opening": opening, "restoring": restoring}), flush=True)
+cp.close()
+dist.destroy_process_group()
+"""
+
+
+def ranks(count: int, run: Path, what: str) -> list[dict[str, Any]]:
+    done = launch(count, RANK, str(run), what, port=free_port())
+    assert [one.returncode for one in done] == [0] * count, "\n".join(one.stderr for one in done)
+    return [json.loads(line) for one in done for line in one.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("count", "end"), [(2, "killed"), (3, "closed")], ids=["memory", "folder"])
+def test_ranks_agree_once_to_open_and_four_times_to_restore(
+    tmp_path: Path, own_sockets: Path, count: int, end: str
+) -> None:
+    """From the memory that killed trainers left, and from a folder that another number of ranks restores."""
+    ranks(2, tmp_path / "run", end)
+    found = ranks(count, tmp_path / "run", "restore")
+    assert len(found) == count
+    for one in found:
+        assert (one["from"] == "memory") == (end == "killed")
+        assert one["opening"] == ["open"]
+        assert one["restoring"] == ["candidates", "place", "fill", "finish"]

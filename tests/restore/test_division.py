@@ -1,0 +1,185 @@
+"""Which rank reads what for whom: a node reads each blob that it wants once, and every rank gets what it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt.core.restore.division import RankReads, assign
+from ckpt.errors import StoreError
+
+QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=20_000)
+Case = tuple[Any, Any, Any, list[int]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Sizes, wants, can_read and nodes; every blob that is wanted can be read by some rank."""
+    ranks, blobs = draw(st.integers(1, 8)), draw(st.integers(0, 24))
+    nodes = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kinds = draw(st.integers(1, 6))  # few patterns, as real states have, and then many
+    pick = np.sort(rng.integers(0, kinds, blobs)) if draw(st.booleans()) else np.arange(blobs)
+    columns = max(kinds, blobs)
+    wants = rng.random((ranks, columns)) < draw(st.sampled_from([0.1, 0.5, 1.0]))
+    can_read = rng.random((ranks, columns)) < draw(st.sampled_from([0.1, 0.5, 1.0]))
+    if draw(st.booleans()):  # each node has a memory or disk of its own
+        first = [nodes.index(node) for node in nodes]
+        can_read = can_read[first]
+    can_read[rng.integers(0, ranks), wants.any(0) & ~can_read.any(0)] = True
+    sizes = rng.integers(0, draw(st.sampled_from([1, 2, 4 << 20])), blobs)
+    return sizes, wants[:, pick], can_read[:, pick], nodes
+
+
+def shares_of(case: Case) -> list[RankReads]:
+    return [assign(rank, *case) for rank in range(len(case[3]))]
+
+
+def broken(shares: Sequence[RankReads], case: Case) -> str:
+    """The first rule that the shares of all ranks break, "" if they keep them all."""
+    _, wants, can_read, nodes = case
+    ranks, blobs = wants.shape
+    came = np.zeros((ranks, blobs), int)
+    expected = np.zeros((ranks, blobs), bool)
+    readers: list[list[int]] = [[] for _ in range(blobs)]
+    for rank, share in enumerate(shares):
+        if len(share.reads) != len(share.recipients) or any(
+            (np.diff(b) <= 0).any() for b in (share.reads, share.expects)
+        ):
+            return "form"
+        for blob, recipients in zip(share.reads.tolist(), share.recipients, strict=True):
+            readers[blob].append(rank)
+            if rank in recipients or list(recipients) != sorted(set(recipients)):
+                return "recipients"
+            came[list(recipients), blob] += 1
+            came[rank, blob] += wants[rank, blob]
+            if not recipients and not wants[rank, blob]:
+                return "a blob is read for no rank"
+        expected[rank, share.expects] = True
+        for blob, sender in zip(share.expects.tolist(), share.senders.tolist(), strict=True):
+            there = dict(zip(shares[sender].reads.tolist(), shares[sender].recipients, strict=True))
+            if rank not in there.get(blob, ()):
+                return "a sender reads what is expected of it"
+    if (came != wants).any():
+        return "each rank that wants a blob gets it once, and no other rank does"
+    for rank, share in enumerate(shares):
+        if (wants[rank] & ~expected[rank] & ~np.isin(np.arange(blobs), share.reads)).any():
+            return "what is expected and what is read is what is wanted"
+        if not wants[rank, share.expects].all() or np.isin(share.expects, share.reads).any():
+            return "only what comes from others is expected"
+    for blob in range(blobs):
+        able = {n for n, can in zip(nodes, can_read[:, blob], strict=True) if can}
+        wanting = {n for n, want in zip(nodes, wants[:, blob], strict=True) if want}
+        at = [nodes[r] for r in readers[blob]]
+        if not all(can_read[r, blob] for r in readers[blob]) or len(at) != len(set(at)):
+            return "a reader can read, and is the only one of its node"
+        if set(at) != wanting & able and not (wanting and not wanting & able and len(at) == 1):
+            return "a node that can read a blob reads it, and no other node does without need"
+        for r in readers[blob]:
+            eager = [q for q in range(ranks) if nodes[q] == nodes[r] and wants[q, blob] and can_read[q, blob]]
+            if eager and r not in eager:
+                return "a rank that wants a blob reads it"
+    return ""
+
+
+@QUICK
+@given(cases())
+def test_shares_fit_together(case: Case) -> None:
+    """Each rank gets every blob that it wants once. Readers can read it. A node reads a blob at most once."""
+    assert broken(shares_of(case), case) == ""
+
+
+@pytest.mark.long
+@LONG
+@given(cases())
+def test_shares_fit_together_long(case: Case) -> None:
+    """The same, many times."""
+    assert broken(shares_of(case), case) == ""
+
+
+@QUICK
+@given(cases())
+def test_assign_gives_equal_shares_for_equal_arguments(case: Case) -> None:
+    """Equal arguments give equal shares, independent of strides and of the numbers of nodes."""
+    sizes, wants, can_read, nodes = case
+    other = (sizes.copy(), np.asfortranarray(wants), can_read.copy()[:, ::-1][:, ::-1], [n * 1000 - 7 for n in nodes])
+    for a, b in zip(shares_of(case), shares_of(other), strict=True):
+        assert (a.reads.tolist(), a.recipients) == (b.reads.tolist(), b.recipients)
+        assert (a.expects.tolist(), a.senders.tolist()) == (b.expects.tolist(), b.senders.tolist())
+        assert a.reads.dtype == a.expects.dtype == np.int64
+
+
+def ddp(ranks: int, blobs: int, per_node: int, seed: int = 0) -> Case:
+    """All want all and can read all."""
+    sizes = np.random.default_rng(seed).integers(1, 4 << 20, blobs)
+    everything = np.ones((ranks, blobs), bool)
+    return sizes, everything, everything, [rank // per_node for rank in range(ranks)]
+
+
+def test_negative_control_broken_shares_are_found() -> None:
+    """Each rule is broken once, and `broken` reports it."""
+    case = ddp(4, 40, 2)
+    good = shares_of(case)
+    first = good[0]
+    assert broken(good, case) == ""
+    worse = [
+        replace(first, recipients=((), *first.recipients[1:])),  # a rank is forgotten
+        replace(first, recipients=((1, 2), *first.recipients[1:])),  # a rank gets it twice
+        replace(first, recipients=((0, 1), *first.recipients[1:])),  # to itself
+        replace(first, reads=first.reads[1:], recipients=first.recipients[1:]),  # one is not read
+        replace(first, expects=first.expects[1:], senders=first.senders[1:]),  # one comes that is not expected
+        replace(first, senders=first.senders ^ 3),  # it is expected of another rank
+        replace(first, expects=np.arange(40), senders=np.ones(40, np.int64)),  # its own are expected
+        replace(first, reads=first.reads[::-1]),
+    ]
+    for share in worse:
+        assert broken([share, *good[1:]], case)
+    sizes, wants, can_read, nodes = case
+    blind = can_read.copy()
+    blind[0] = False
+    assert broken(good, (sizes, wants, blind, nodes))  # reads what it cannot
+    assert broken(good, (sizes, wants, can_read, [0, 0, 0, 0]))  # two readers in one node
+    lazy = wants.copy()
+    lazy[0] = False
+    assert broken(shares_of((sizes, lazy, blind, nodes)), (sizes, lazy, can_read, nodes)) == ""
+    assert broken(shares_of((sizes, lazy, can_read & ~wants | ~lazy, nodes)), (sizes, lazy, can_read, nodes))
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 8])
+def test_equal_wants_make_equal_loads(per_node: int) -> None:
+    """If all ranks want and can read all, each reads its part of the node's bytes to within one blob, in one run."""
+    case = ddp(8, 1000, per_node)
+    sizes = case[0]
+    for share in shares_of(case):
+        assert abs(sizes[share.reads].sum() - sizes.sum() / per_node) <= sizes.max()
+        assert (np.diff(share.reads) == 1).all()
+
+
+def test_replaced_node_gets_equal_parts_from_all_others() -> None:
+    """Node 0 lost its memory. Each other node still reads everything once, and each sends a part to node 0."""
+    sizes, wants, can_read, nodes = ddp(8, 1000, 2)
+    can_read = can_read.copy()
+    can_read[:2] = False
+    shares = shares_of((sizes, wants, can_read, nodes))
+    assert sum(len(share.reads) for share in shares) == 3 * 1000
+    given_away = [sizes[[b for b, to in zip(s.reads, s.recipients, strict=True) if 0 in to]].sum() for s in shares[2:]]
+    assert all(abs(n - sizes.sum() / 6) <= 2 * sizes.max() for n in given_away)
+
+
+def test_error_counts_blobs_that_no_rank_can_read() -> None:
+    """A blob that no rank wants needs no reader."""
+    sizes, wants, can_read, nodes = ddp(2, 10, 2)
+    can_read = can_read.copy()
+    can_read[:, 3:6] = False
+    with pytest.raises(StoreError, match=r"no rank can read 3 of the pieces"):
+        assign(0, sizes, wants, can_read, nodes)
+    wants = wants.copy()
+    wants[:, 3:6] = False
+    assert broken(shares_of((sizes, wants, can_read, nodes)), (sizes, wants, can_read, nodes)) == ""

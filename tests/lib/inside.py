@@ -716,7 +716,7 @@ class LateWriter:
 Moment = tuple[type, str]
 
 STATE_IS_READ: Moment = (Capture, "read")
-RUN_IS_TAKEN: Moment = (Ownership, "take_over")
+RUN_IS_TAKEN: Moment = (Ownership, "begin_term")
 MADE: dict[str, Moment] = {  # in order, while a Checkpointer is made
     "introduce": (TrainingRun, "introduce"),
     "show": (TrainingRun, "_show"),

@@ -28,7 +28,7 @@ from ckpt.errors import FencedError, SaveError, StoreError, UsageError
 from ckpt.tools.maintain import prune
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
-from run_files import DATA_FOLDER, INDEX, MANIFEST, kind_of, manifest_key, select
+from run_files import DATA_FOLDER, INDEX, kind_of, manifest_key, select
 
 DAY_S = 86_400
 LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
@@ -584,17 +584,19 @@ def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
 async def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
-    """Which packs it needs is unknown, so none is deleted; once it is given up itself, clean-up goes on."""
+    """If index and manifest are both damaged, it is unknown which files it needs. So none is deleted until it is given up
+    itself."""
     attempts = await save(log, mine, 1, 2, 3, 4)
-    (part,) = select(store.objects, MANIFEST, of=attempts[2])
-    whole, store.objects[part] = store.objects[part], b"damaged"
+    keys = [key for kind in (INDEX, MANIFEST) for key in select(store.objects, kind, of=attempts[2])]
+    whole = {key: store.objects[key] for key in keys}
+    store.objects |= dict.fromkeys(keys, b"damaged")
     retention._cache.clear()  # as after a restart
     assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
     assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
-    store.objects[part] = whole
+    store.objects |= whole
     assert {a.step for a in await retention.retire(log, mine, Keep(1), {attempts[-1]})} == {1, 2}
     more = await save(log, mine, 5, 6)
-    store.objects[part] = b"damaged"
+    store.objects |= dict.fromkeys(keys, b"damaged")
     assert {a.step for a in await retention.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
+from ckpt.core.ipc.process import Process
 from ckpt.core.ranks import orders as channel
 from ckpt.core.ranks.board import Board, pack
 from ckpt.core.ranks.orders import LOOKS_PER_S, Order, Orders
@@ -207,7 +208,9 @@ def test_post_and_stop_return_when_the_store_stands_still() -> None:
     """Its host is stopped, and requests hang. When it goes on, orders are read again."""
     with foreign_host() as (host, port):
         ranks = over(port, timedelta(seconds=60))
+        process = Process.of(host.pid)
         os.kill(host.pid, signal.SIGSTOP)
+        assert eventually(lambda: process.suspended)
         with pytest.raises(PeerError, match="no answer within 1 s"):
             ranks.orders[0].post("save", 2, {})
         os.kill(host.pid, signal.SIGCONT)

@@ -55,7 +55,7 @@ from ckpt.core.run.save_plan import Late
 from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.run.training_run import TrainingRun
-from ckpt.core.snapshot.direct import Speed, write_directly
+from ckpt.core.snapshot.direct import WriteEstimate, write_directly
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState
 from ckpt.core.snapshot.stage import ALL_BUSY
 from ckpt.core.state.capture import Reading
@@ -323,7 +323,7 @@ class Saver:
         """
         run, save, attempt, near = self._run, snapshot.save, snapshot.attempt, min(snapshot.writes)
         nbytes = snapshot.reading.layout.arrangement.data_size
-        url, speed, warned = run.tiers[near].url, Speed(nbytes), not self._first_direct
+        url, speed, warned = run.tiers[near].url, WriteEstimate(nbytes), not self._first_direct
         self._first_direct = False
         if snapshot.beside is not None:
             snapshot.beside()

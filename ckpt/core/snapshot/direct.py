@@ -146,7 +146,7 @@ def _copy(source: Tensor, start: int, target: Tensor) -> None:
     target.copy_(as_bytes(run)[skip : skip + len(target)])
 
 
-class Speed:
+class WriteEstimate:
     """How long a direct write will take, as seen after its first bytes."""
 
     def __init__(self, nbytes: int) -> None:

@@ -13,8 +13,8 @@ from ckpt import events
 from ckpt.core.checkpoint import commit, promote
 from ckpt.core.checkpoint.byte_source import InStore
 from ckpt.core.checkpoint.open_tier import OpenTier
+from ckpt.core.checkpoint.parts import layout_of
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
-from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import Attempt, data_number, folder_of, is_data, rank_of
 from ckpt.core.ipc.requests import Resume
 from ckpt.core.log.log import Commit
@@ -135,7 +135,7 @@ class Promoter:
         there = await commit.stored_part(tier.store, attempt, part.rank)
         if there is not None:
             return there
-        layout, source = Layout.from_json(part.layout), InStore(near.store, here.table)
+        layout, source = layout_of(part, here.table), InStore(near.store, here.table)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
         listed = [info.key async for info in tier.store.list(folder_of(attempt))]
         left = [key for key in listed if is_data(key) and rank_of(key) == part.rank]

@@ -28,7 +28,7 @@ from ckpt.errors import FencedError, SaveError, StoreError, UsageError
 from ckpt.tools.maintain import prune
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
-from run_files import DATA_FOLDER, INDEX, kind_of, manifest_key, select
+from run_files import DATA_FOLDER, INDEX, MANIFEST, kind_of, manifest_key, select
 
 DAY_S = 86_400
 LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
@@ -584,8 +584,7 @@ def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
 async def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
-    """If index and manifest are both damaged, it is unknown which files it needs. So none is deleted until it is given up
-    itself."""
+    """If index and manifest are damaged, nobody knows which files it needs, so none is deleted until it is given up."""
     attempts = await save(log, mine, 1, 2, 3, 4)
     keys = [key for kind in (INDEX, MANIFEST) for key in select(store.objects, kind, of=attempts[2])]
     whole = {key: store.objects[key] for key in keys}

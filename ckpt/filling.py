@@ -9,7 +9,7 @@ from ckpt.core.checkpoint import read, spelling
 from ckpt.core.checkpoint.spelling import Which
 from ckpt.core.format.partition import Seat
 from ckpt.core.ipc import channel
-from ckpt.core.ranks.world import World
+from ckpt.core.ranks.world import World, together
 from ckpt.core.restore.restore import Candidates, Restored, restore_first
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CorruptError, FormatError, NoCheckpointError
@@ -37,12 +37,18 @@ def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = T
     Raises NoCheckpointError if there is none, MismatchError if it does not fit (nothing was changed then), and
     CorruptError if no checkpoint is intact.
     """
-    wanted = _step_of(location, which) if which == spelling.BEST else spelling.number(which)
+    number = None if which == spelling.BEST else spelling.number(which)
     world = World.detect(channel.node_id())
     touched: list[bool] = []
     result = Restored(step=None)
     capture = Capture(state, Seat(world.rank, world.size), subset=subset)
-    capture.read()
+
+    def prepare() -> int | None:
+        """Read the state, so that an error of one rank ends the call on all of them. Return the step on rank 0."""
+        capture.read()
+        return _step_of(location, which) if which == spelling.BEST and world.rank == 0 else number
+
+    wanted = together(world, "load", prepare, lambda steps: steps[0])
     candidates = Candidates(world, (), (), [location], [[0] * world.size], wanted)
     source = restore_first(
         world,

@@ -85,7 +85,8 @@ class Loaded(Mapping[str, Tensor]):
         spec = self._saved.tensors[key].spec
         box, dropped = _box(name, spec.shape, index)
         tensor = empty(replace(spec, shape=box[1]), "cpu")
-        read.run(fill_from_store(self.url, self._attempt, self._saved, {key: [Target(tensor, box)]}))
+        with self._lock:
+            read.run(fill_from_store(self.url, self._attempt, self._saved, {key: [Target(tensor, box)]}))
         return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:

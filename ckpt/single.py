@@ -24,7 +24,7 @@ def save(
     step: int = 0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Save the state as a run with one checkpoint. It is durable when this returns, or it is not there at all.
+    """Save the state as a run with one checkpoint. It is durable when this returns.
 
     - `url`: folder or URL. It must not have a checkpoint yet: nothing is overwritten.
     - `state`: dict, as for `ckpt.Checkpointer`.
@@ -32,8 +32,9 @@ def save(
     - `storage_options`: as in `ckpt.Tier`.
 
     With several ranks, all make the same call. `ckpt.load(url, into=state)` restores the checkpoint, and a Checkpointer
-    can continue from it. A call that was interrupted can be repeated. Raises InvalidArgumentError if there is a
-    checkpoint already, StateError if the state cannot be saved, and SaveError or StoreError if it cannot be written.
+    can continue from it. If a call is interrupted, its checkpoint is stored completely or not at all, and may be stored
+    a moment later. Raises InvalidArgumentError if there is a checkpoint already, StateError if the state cannot be
+    saved, and SaveError or StoreError if it cannot be written.
     """
     tier = Tier(str(url), every=1, full_every=1, storage_options=storage_options)
     remember_options(tier.url, storage_options)

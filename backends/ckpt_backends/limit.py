@@ -2,7 +2,8 @@
 
     Retry(Limit(S3Store(url), bytes_per_s=200e6))      waits between retries then occupy no slot
 
-Requests are served in order, so that small ones cannot starve a large range. Nothing polls.
+Requests are served in order, so that small ones cannot starve a large range. Only small objects are stored immediately,
+because the log and the lease must not wait behind an upload. Nothing polls.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from ckpt.errors import UsageError
 from ckpt.store import Buffer, ObjectInfo, Store, Upload
+
+SMALL = 64 << 10  # bytes of an object that is stored without waiting for its turn
 
 
 class Limit:
@@ -44,7 +47,12 @@ class Limit:
         return self._gate.most
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        async with self._gate.request(memoryview(data).nbytes):
+        size = memoryview(data).nbytes
+        if size <= SMALL:
+            self._gate.charge(size)
+            await self.store.put(key, data, create=create)
+            return
+        async with self._gate.request(size):
             await self.store.put(key, data, create=create)
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> LimitUpload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -134,3 +135,24 @@ def test_fenced_job_does_not_renew_the_lease_of_the_owner(tmp_path: Path) -> Non
         of_the_owner = (run / "lease.json").read_bytes()
         first.save(2).wait_durable(60)
     assert (run / "lease.json").read_bytes() == of_the_owner
+
+
+def test_next_writer_renews_the_lease_after_a_restore(tmp_path: Path) -> None:
+    """The job has a new term since it restored. The writer that replaces a dead one knows it."""
+    run, state = tmp_path / "run", {"w": torch.zeros(4)}
+    with ckpt.Checkpointer(state, str(run)) as cp:
+        cp.restore(default=0)
+        cp.step(1)
+    with ckpt.Checkpointer(state, str(run)) as cp:
+        assert cp.restore(default=0) == 1
+        cp.save(2).wait_durable(60)
+
+        def lease() -> Lease:
+            return Lease.parse((run / "lease.json").read_bytes())
+
+        assert eventually(lambda: lease().term == owner(run))
+        first = lease().token
+        os.kill(cp.writer_pid, signal.SIGKILL)
+        cp.save(3).wait_durable(60)
+        assert eventually(lambda: lease().token != first and lease().term == owner(run))
+    assert lease().ended == "closed"

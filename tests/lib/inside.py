@@ -72,7 +72,7 @@ from ckpt.core.run.supervise.memory import NextArena, SnapshotMemory
 from ckpt.core.run.supervise.opening import HeldSnapshots, RunOpener
 from ckpt.core.run.supervise.writes import KnownLayouts
 from ckpt.core.run.training_run import TrainingRun
-from ckpt.core.snapshot import device, snapshot, stage
+from ckpt.core.snapshot import device, direct, snapshot, stage
 from ckpt.core.snapshot.device import PageLocks
 from ckpt.core.snapshot.fill import SlotFiller
 from ckpt.core.snapshot.snapshot import NewSnapshot
@@ -493,6 +493,17 @@ ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
 def check_free(run: Path, say: Callable[[str], object]) -> None:
     """Raise InUseError if a trainer uses the run."""
     _with_log(run, lambda log: lease.check_free(log, say))  # type: ignore[arg-type]
+
+
+def read_live_state_slowly(seconds: float) -> None:
+    """In this process, take this long for each range of a state that is written directly."""
+    read = direct.LiveBytes.read
+
+    def slowly(self: Any, *arguments: Any) -> None:
+        time.sleep(seconds)
+        read(self, *arguments)
+
+    direct.LiveBytes.read = slowly  # type: ignore[method-assign]
 
 
 def of_newer_version(raw: bytes) -> bytes:

@@ -123,15 +123,128 @@ def test_failed_direct_write_is_an_error_that_says_so(tmp_path: Path) -> None:
     assert warned.code == 0 and inside.steps_at(tmp_path / "near")[0] == 9, warned.log
 
 
+# Trains where no snapshot fits, with slow reads of the live state, and prints what happens in the case that is named.
+CASES = """
+import json, logging, os, signal, sys, threading, time, torch, ckpt, inside
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+run, case = sys.argv[1:]
+net = torch.nn.Linear(2290, 2290)
+optim = torch.optim.SGD(net.parameters(), lr=0.0)
+for parameter in net.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+with torch.no_grad():
+    net.weight.fill_(0)
+state = {"net": net, "optim": optim, "note": (note := {"n": 0})}
+options = ckpt.Options(busy_timeout_s=20, close_timeout_s=20)
+cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=2, keep=9), triggers=None, options=options)
+cp.restore(default=0)
+optim.step()
+cp.step(1)
+optim.step()
+found = {}
+
+def attempt(name, call):
+    began = time.monotonic()
+    try:
+        found[name] = str(call())
+    except BaseException as error:
+        found[name] = type(error).__name__ + ": " + str(error)
+    found[name + "_s"] = time.monotonic() - began
+
+def during_the_write(signals, handler=None):
+    inside.read_live_state_slowly(0.5)
+    if handler is not None:
+        signal.signal(signal.SIGUSR1, lambda *_: attempt("handler", handler))
+    for number, (delay_s, which) in enumerate(signals):
+        threading.Timer(delay_s, os.kill, (os.getpid(), which)).start()
+
+if case == "evaluated":
+    attempt("durable", lambda: cp.step(2).wait_durable(30))
+    note["n"] = 7  # as after an evaluation
+    attempt("close", cp.close)
+elif case == "interrupted":
+    during_the_write([(0.4, signal.SIGINT)])
+    attempt("step", lambda: cp.step(2))
+    with torch.no_grad():
+        net.weight.add_(1)
+    time.sleep(3)
+    print(json.dumps(found), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+elif case == "saved":
+    during_the_write([(0.5, signal.SIGUSR1)], lambda: cp.save().wait_durable(30).step)
+    attempt("step", lambda: cp.step(2).wait_durable(30).step)
+    attempt("close", cp.close)
+elif case == "closed":
+    during_the_write([(0.5, signal.SIGUSR1)], cp.close)
+    attempt("step", lambda: cp.step(2).wait_durable(30).step)
+elif case == "written":
+    inside.read_live_state_slowly(0.3)
+    stop = threading.Event()
+    def write():
+        with torch.no_grad():
+            while not stop.is_set():
+                net.weight.add_(1)
+    thread = threading.Thread(target=write)
+    thread.start()
+    attempt("step", lambda: cp.step(2).wait_durable(30))
+    stop.set()
+    thread.join()
+    attempt("close", cp.close)
+print(json.dumps(found), flush=True)
+"""
+
+
+def case(folder: Path, name: str) -> dict[str, Any]:
+    """Return what one of CASES has printed."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_WAIT_POLICY": "passive"}
+    command = [*fake_meminfo(folder, 10), sys.executable, "-c", CASES, str(folder / "run"), name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr
+    return json.loads(lines[-1]) | {"log": done.stderr}
+
+
+def test_durable_step_stays_if_close_would_save_other_values(tmp_path: Path) -> None:
+    """Plain values have changed since step(), as in an evaluation. The step that was acknowledged is the last one."""
+    found = case(tmp_path, "evaluated")
+    assert found["close"] == "None" and found["durable"].startswith("Checkpoint(step=2"), found
+    assert inside.steps_at(tmp_path / "run") == [2] and inside.problems_at(tmp_path / "run") == []
+
+
+def test_interrupted_direct_write_stores_nothing_later(tmp_path: Path) -> None:
+    """After Ctrl-C training goes on, and what it changes never becomes the interrupted step."""
+    found = case(tmp_path, "interrupted")
+    assert found["step"].startswith("KeyboardInterrupt"), found
+    weight = torch.ones(2290, 2290)
+    with ckpt.Checkpointer({"net": {"weight": weight}}, str(tmp_path / "run")) as cp:
+        assert cp.restore(default=0, strict=False) == 0
+    assert not list((tmp_path / "run").rglob("rank-*.json"))
+
+
+@pytest.mark.parametrize("name", ["saved", "closed"])
+def test_signal_handler_saves_or_closes_during_a_direct_write(tmp_path: Path, name: str) -> None:
+    found = case(tmp_path, name)
+    assert found["handler"] == {"saved": "2", "closed": "None"}[name] and found["handler_s"] < 15, found
+    assert inside.steps_at(tmp_path / "run") == [2], found
+    assert "not saved" not in found["log"] and inside.problems_at(tmp_path / "run") == []
+
+
+def test_state_that_another_thread_changes_is_not_saved_directly(tmp_path: Path) -> None:
+    found = case(tmp_path, "written")
+    assert "net.weight changed outside an optimizer step" in found["step"], found
+    assert inside.steps_at(tmp_path / "run") == []
+
+
 # Two ranks with replicated and own tensors. Prints the digest of what each rank has.
 RANKS = """
 import hashlib, json, os, sys, torch, torch.distributed as dist, ckpt
 dist.init_process_group("gloo")
 rank, run, steps = dist.get_rank(), sys.argv[1], int(sys.argv[2])
+tiers = [ckpt.Tier(run, every=2, keep=9), ckpt.Tier(run + "-far", every=4, keep=9)]
 torch.manual_seed(0)
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2290, 2290))
 optim = torch.optim.AdamW(net.parameters(), lr=1e-3)
-with ckpt.Checkpointer({"net": net, "optim": optim}, [ckpt.Tier(run, every=2, keep=9)]) as cp:
+with ckpt.Checkpointer({"net": net, "optim": optim}, tiers) as cp:
     start = cp.restore(default=0)
     weight = lambda: hashlib.sha256(net.module.weight.detach().numpy().tobytes()).hexdigest()
     print(json.dumps(["start", start, weight()]), flush=True)
@@ -159,6 +272,6 @@ exec {sys.executable} "$@"
     first = [Trained(done) for done in launch(2, RANKS, run, 5, port=free_port(), python=python)]
     assert [one.code for one in first] == [0, 0], first[0].log + first[1].log
     assert ["while training waits" in one.log for one in first] == [False, True], first[1].log
-    assert inside.steps_at(run) == [5, 4, 2]
+    assert inside.steps_at(run) == [5, 4, 2] and inside.steps_at(f"{run}-far") == [5, 4]
     again = [Trained(done) for done in launch(2, RANKS, run, 5, port=free_port())]
     assert [(one.start, one.restored) for one in again] == [(5, first[0].digests[5])] * 2

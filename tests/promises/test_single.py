@@ -159,6 +159,34 @@ def test_ranks_save_and_load_together(run_dir: str) -> None:
     assert toy.digest(state) == done[0].stdout.strip()
 
 
+UNREADABLE = """
+import sys, time, torch, torch.distributed as dist, ckpt
+dist.init_process_group("gloo")
+state = {"w": torch.zeros(4)}
+if sys.argv[2] == "save":
+    ckpt.save(sys.argv[1], state)
+else:
+    if dist.get_rank() == 1:
+        state["lock"] = sys.stdout
+    began = time.monotonic()
+    try:
+        ckpt.load(sys.argv[1], into=state)
+    except ckpt.CheckpointError as error:
+        print(type(error).__name__, time.monotonic() - began < 60, error)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_error_of_one_rank_ends_a_load_on_all_ranks(run_dir: str) -> None:
+    """The state of rank 1 cannot be read. Rank 0 learns why and does not wait for it."""
+    for action in ("save", "load"):
+        done = launch(2, UNREADABLE, run_dir, action, port=free_port())
+    words = [one.stdout.split() for one in done]
+    assert [found[:2] for found in words] == [["StateError", "True"]] * 2, done[0].stderr + done[1].stderr
+    assert "rank 1" in done[0].stdout
+
+
 @pytest.fixture(scope="module")
 def moto() -> Iterator[MotoServer]:
     with MotoServer() as server:

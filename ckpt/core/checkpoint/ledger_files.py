@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ckpt.core.cadence import ledger
 from ckpt.core.cadence.ledger import Account, Decision
@@ -30,21 +30,21 @@ Content = Callable[[OpenTier], bytes | None]  # None: this tier gets nothing
 
 @dataclass
 class _Kept:
-    """The puts to one tier. `at`: when each key was put last, by the monotonic clock; `waiting`: contents to put after
-    the put in flight, by key."""
+    """The puts of one key to one tier. `at`: when it was put last, by the monotonic clock; `waiting`: what to put after
+    the put in flight."""
 
-    at: dict[str, float] = field(default_factory=dict)
+    at: float = -math.inf
     failed: bool = False
     task: asyncio.Task[None] | None = None
-    waiting: dict[str, Content] = field(default_factory=dict)
+    waiting: Content | None = None
 
 
 class LedgerFiles:
-    """Writes accounts, in the writer's event loop. `tiers`: returns the present durable tiers."""
+    """Writes accounts and the lease, in the writer's event loop. `tiers`: returns the present durable tiers."""
 
     def __init__(self, tiers: Callable[[], list[OpenTier]]) -> None:
         self._tiers = tiers
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[tuple[str, str], _Kept] = {}
 
     def put(self, key: str, content: Content, interval_s: Callable[[Store], float], *, now: bool = False) -> None:
         """Put into each tier that this rank is responsible for, without waiting. `interval_s`: seconds between two puts
@@ -52,18 +52,16 @@ class LedgerFiles:
         for tier in self._tiers():
             if not tier.opened or tier.role.place > 0:
                 continue
-            kept = self._kept.setdefault(tier.url, _Kept())
-            if not now and time.monotonic() - kept.at.get(key, -math.inf) < interval_s(tier.store):
+            kept = self._kept.setdefault((tier.url, key), _Kept())
+            if not now and time.monotonic() - kept.at < interval_s(tier.store):
                 continue
-            kept.waiting[key] = content
+            kept.waiting = content
             if kept.task is None or kept.task.done():
-                kept.task = asyncio.get_running_loop().create_task(self._work(tier, kept))
+                kept.task = asyncio.get_running_loop().create_task(self._work(tier, key, kept))
 
-    async def _work(self, tier: OpenTier, kept: _Kept) -> None:
-        while kept.waiting:
-            key = next(iter(kept.waiting))
-            content = kept.waiting.pop(key)
-            kept.at[key] = time.monotonic()
+    async def _work(self, tier: OpenTier, key: str, kept: _Kept) -> None:
+        while (content := kept.waiting) is not None:
+            kept.waiting, kept.at = None, time.monotonic()
             try:
                 await tier.prepare()
                 if (data := content(tier)) is not None:
@@ -71,16 +69,16 @@ class LedgerFiles:
                 kept.failed = False
             except Exception as error:  # logged once; training continues
                 if not kept.failed:
-                    log.warning("could not write run metrics to %s: %s", tier.url, error)
+                    log.warning("could not write %s to %s: %s", key, tier.url, error)
                 kept.failed = True
 
     async def finish(self, timeout_s: float) -> None:
         """Wait for puts in flight, nearest tier first."""
         end = time.monotonic() + timeout_s
         for tier in self._tiers():
-            kept = self._kept.get(tier.url)
-            if kept is not None and kept.task is not None and not kept.task.done():
-                await asyncio.wait({kept.task}, timeout=max(0.05, end - time.monotonic()))
+            tasks = [one.task for (url, _), one in self._kept.items() if url == tier.url and one.task is not None]
+            if running := [task for task in tasks if not task.done()]:
+                await asyncio.wait(running, timeout=max(0.05, end - time.monotonic()))
 
 
 def interval_s(store: Store) -> float:

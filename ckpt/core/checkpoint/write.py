@@ -191,7 +191,7 @@ async def _write_pack(
         start = offset - len(header)
         if start >= 0:
             return data[start : start + length]
-        return _page_aligned(header[offset:] + data[: max(0, start + length)])
+        return _page_aligned(header[offset : offset + length] + data[: max(0, start + length)])
 
     await upload_from(store, key, len(header) + len(data), piece, on_bytes, first=len(header))
 

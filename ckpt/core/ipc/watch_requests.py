@@ -37,7 +37,8 @@ class CadenceOf(Body, frozen=True):
 
 class KeepBooks(Request[None], frozen=True):
     """Record the run metrics of the trainer from now on; see `cadence.ledger.Account`. With its heartbeat. `decides`:
-    propose save intervals to it; `again`: a writer before this one has begun."""
+    propose save intervals to it; `again`: a writer before this one has begun; `term`: of the job since its last
+    restore, "" for `epoch`."""
 
     descriptors = 1
     epoch: str
@@ -51,6 +52,7 @@ class KeepBooks(Request[None], frozen=True):
     decides: bool = False
     cadence: Json | None = None
     again: bool = False
+    term: str = ""
 
 
 class SetCadence(Request[None], frozen=True):

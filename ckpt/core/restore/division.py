@@ -25,7 +25,7 @@ from ckpt.core.format.values import Json
 from ckpt.core.restore.sources import Mask, RestoreSource
 from ckpt.core.state.filler import Filler
 from ckpt.core.state.placement import mismatch
-from ckpt.errors import CorruptError, StoreError
+from ckpt.errors import CorruptError, StoreError, TransferError
 
 Bools = npt.NDArray[np.bool_]
 
@@ -94,7 +94,10 @@ def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], N
         blob = local[number]
         expected = int(saved.table.length[blob])
         if len(data) != expected or (saved.digested and blob_digest(data) != saved.table.digest[blob].tobytes()):
-            raise CorruptError(f"a piece of a tensor ({number}) was damaged on its way from another rank")
+            # The checkpoint may be intact: each rank reads for itself then.
+            raise TransferError(
+                f"a piece of a tensor ({number}) was damaged on its way from another rank", retryable=True
+            )
         filler.add(blob, data)
 
     return take

@@ -496,9 +496,9 @@ class _RankRestore:
         # between the ranks has failed.
         alone = direct or not source.remote
         work = divided(world.rank, posts, range(world.size) if alone else world.nodes)
-        reads = known(source.saved, work.reads)
-        expects = known(source.saved, [number for numbers in work.expects.values() for number in numbers])
         try:
+            reads = known(source.saved, work.reads)
+            expects = known(source.saved, [number for numbers in work.expects.values() for number in numbers])
             self._share(self._transfer, work, reads.tolist(), [one["contact"] for one in posts])
         except BaseException as error:
             self._transfer.close()  # so that no rank waits for this one

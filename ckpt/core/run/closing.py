@@ -335,8 +335,8 @@ class Closing:
         saver.finite = saver.in_memory(Attempt.parse(common[1])) if len(common) > 1 else None
         if attempt is not None and saver.newest is not None and saver.newest.attempt == attempt:
             return
-        saver.last = None
-        saver.newest = None if attempt is None else saver.in_memory(attempt)
+        common_step = None if attempt is None else saver.in_memory(attempt)
+        saver.last, saver.newest = None, common_step
 
     def _write_last(self, end: float, why: str) -> None:
         """Write the newest step in memory to all tiers that miss it, nearest first. `why`: the last step is lost."""

@@ -206,8 +206,7 @@ class EmergencySaver:
         """Wait until a save is in all its tiers. Return False if it failed, for example after a rank had passed it."""
         passed = dict[str, float]()
         try:
-            save.wait_staged(_left(end))
-            passed["memory"] = outcome.passed_s
+            passed[save.wait_staged(_left(end)).tier] = outcome.passed_s
             for tier in save.tiers:
                 save.wait_durable(_left(end), tier=tier)
                 passed[tier] = outcome.passed_s

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ckpt.core.ipc.heartbeat import OPENING, RESTORING
-from ckpt.core.ipc.watch_requests import RestoreDone, Show
+from ckpt.core.ipc.watch_requests import KeepBooks, RestoreDone, Show
 from ckpt.core.ranks.world import together
 from ckpt.core.restore.restore import Candidates, Restored, restore_first
 from ckpt.core.restore.sources import MemorySource, RestoreSource
@@ -161,6 +161,7 @@ class Restoring:
             why=_first_reason(result),
         )
         run.supervisor.standing.amend(Show, restored=request)
+        run.supervisor.standing.amend(KeepBooks, term=request.epoch)
         run.supervisor.writer.send(request)
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}

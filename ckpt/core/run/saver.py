@@ -55,6 +55,7 @@ from ckpt.core.run.save_plan import Late
 from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.run.training_run import TrainingRun
+from ckpt.core.snapshot.device import events_behind, wait_for
 from ckpt.core.snapshot.direct import WriteEstimate, write_directly
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState
 from ckpt.core.snapshot.stage import ALL_BUSY
@@ -318,32 +319,58 @@ class Saver:
     def _write_directly(self, snapshot: NewSnapshot) -> None:
         """Write a step to its nearest tier while training waits, and have the writer commit it.
 
-        The writer copies it to the further tiers. Errors are noted, and raised by the present call. Memory does not
-        have the step, so it counts as staged once a tier has committed it.
+        The staging thread writes, so that a signal handler may wait for this save like for any other. The writer copies
+        the step to further tiers. Errors are noted, and raised by the present call. Memory does not have the step. It
+        counts as staged once a tier has committed it.
         """
-        run, save, attempt, near = self._run, snapshot.save, snapshot.attempt, min(snapshot.writes)
-        nbytes = snapshot.reading.layout.arrangement.data_size
-        url, speed, warned = run.tiers[near].url, WriteEstimate(nbytes), not self._first_direct
-        self._first_direct = False
-        if snapshot.beside is not None:
-            snapshot.beside()
         snapshot.direct = snapshot.submitted = snapshot.begun = True
+        near, given_up, do = min(snapshot.writes), threading.Event(), self._run.stager.do
         snapshot.writes[near] = WriteState.WRITING
-        self._follow(save)
+        self._follow(snapshot.save)
+
+        def fail(error: BaseException) -> None:
+            if not snapshot.copied.is_set():
+                self._on_direct_failed(snapshot, near, error)
+
+        try:
+            wait_for(events_behind(snapshot.streams))  # a device may not have computed this step yet
+            if snapshot.beside is not None:
+                snapshot.beside()
+            do(partial(self._store_directly, snapshot, near, given_up), threading.TIMEOUT_MAX)
+        except Exception as error:  # of a device, or the staging thread has ended
+            fail(error)
+        except BaseException as error:  # Ctrl-C: otherwise the thread would store what training changes from now on
+            given_up.set()
+            with contextlib.suppress(CheckpointError):
+                do(partial(fail, error), 0.0)  # if the write was never begun
+            raise
+
+    def _store_directly(self, snapshot: NewSnapshot, near: int, given_up: threading.Event) -> None:
+        """Store a snapshot in a tier, in the staging thread, and have the writer commit it. Settle it if that fails."""
+        run, attempt, nbytes = self._run, snapshot.attempt, snapshot.reading.layout.arrangement.data_size
+        url, estimate, warned = run.tiers[near].url, WriteEstimate(nbytes), not self._first_direct
+        self._first_direct = False
 
         def on_bytes(count: int) -> None:
             nonlocal warned
             run.heartbeat.touch(run.heartbeat.state)  # training does not hang
-            speed.add(count)
-            if not warned and speed.done >= min(nbytes, MEASURED):
+            estimate.add(count)
+            if not warned and estimate.done >= min(nbytes, MEASURED):
                 warned = True
                 log.warning(
                     "step %d (%s) is written to %s while training waits, for about %s: memory has no room for it",
-                    *(attempt.step, decimal(nbytes), url, duration(speed.seconds)),
+                    *(attempt.step, decimal(nbytes), url, duration(estimate.seconds)),
                 )
 
+        def check() -> None:
+            if given_up.is_set():
+                raise SaveError("it was interrupted")
+
+        def check_whole() -> None:
+            check()
+            snapshot.check_live()
+
         try:
-            replicas = self.replicas.said_of(attempt)
             run_async(
                 write_directly(
                     run.tiers[near].spec(),
@@ -351,27 +378,32 @@ class Saver:
                     attempt,
                     snapshot.reading,
                     finite=snapshot.finite,
-                    replicas=replicas,
+                    replicas=self.replicas.said_of(attempt),
                     on_bytes=on_bytes,
+                    check=check,
+                    check_whole=check_whole,
                 )
             )
         except BaseException as error:
-            why = error if isinstance(error, CheckpointError) else repr(error)
-            snapshot.error = SaveError(
-                f"step {attempt.step} was not written to {url}: {why}. Memory has no room for it, so it is not saved"
-            )
-            snapshot.writes = dict.fromkeys(snapshot.writes, WriteState.FAILED)
-            self._retract(attempt, list(snapshot.writes), snapshot.error)
-            publish("failed", attempt.step, tier=url, error=str(why))
-            run.errors.note(snapshot.error, save)
-            save._set_failed(snapshot.error)
-            if not isinstance(error, Exception):  # Ctrl-C
-                raise
-        finally:
-            snapshot.copied.set()
-        if snapshot.error is None:
-            for tier in sorted(snapshot.writes):  # the nearest first: the writer copies it from there
-                self._write(snapshot, tier)
+            self._on_direct_failed(snapshot, near, error)
+            return
+        for tier in sorted(snapshot.writes):  # the nearest first: the writer copies it from there
+            self._write(snapshot, tier)
+        snapshot.copied.set()
+
+    def _on_direct_failed(self, snapshot: NewSnapshot, near: int, error: BaseException) -> None:
+        run, attempt, url = self._run, snapshot.attempt, self._run.tiers[near].url
+        why = error if isinstance(error, CheckpointError) else repr(error)
+        snapshot.error = SaveError(
+            f"step {attempt.step} was not written to {url}: {why}. Memory has no room for it, so it is not saved"
+        )
+        self._exposed = self._exposed.union(snapshot.written_by_others)
+        snapshot.writes = dict.fromkeys(snapshot.writes, WriteState.FAILED)
+        self._retract(attempt, list(snapshot.writes), snapshot.error)
+        publish("failed", attempt.step, tier=url, error=str(why))
+        run.errors.note(snapshot.error, snapshot.save)
+        snapshot.save._set_failed(snapshot.error)
+        snapshot.copied.set()
 
     def _is_scheduled(self, step: int) -> bool:
         return bool(self._plan.at(step).tiers_due(step))
@@ -394,6 +426,11 @@ class Saver:
     def last_of(self, step: int | None) -> NewSnapshot | None:
         """Return the last snapshot if it is of that step."""
         return self.last if self.last is not None and self.last.attempt.step == step else None
+
+    def _is_stored(self, step: int) -> bool:
+        """Return True if this step was written directly."""
+        last = self.last_of(step)
+        return last is not None and last.stored
 
     def newest_step(self, timeout_s: float) -> int | None:
         """Return the newest step in memory. Wait up to `timeout_s` for a copy that is under way."""
@@ -473,7 +510,7 @@ class Saver:
                 return str(run.supervisor.failure)
             try:
                 run.stager.do(lambda: None, _left(end))
-                if self.newest_step(0.0) == step:
+                if self.newest_step(0.0) == step or self._is_stored(step):
                     return ""
                 if why := self._why_gone():
                     return why
@@ -483,7 +520,7 @@ class Saver:
                 short = run.supervisor.memory.next.refused_any
                 tiers = run.settings.everywhere[:1] if short else []
                 self._begin(step, tiers, explicit=True, timeout_s=_left(end))
-                if self.newest_step(_left(end)) == step or (self.last is not None and self.last.stored):
+                if self.newest_step(_left(end)) == step or self._is_stored(step):
                     return ""
                 return str((None if self.last is None else self.last.error) or NO_TIME)
             except DeadlineError:

@@ -4,8 +4,8 @@ The trainer stores the data file and the manifest of its rank itself, range by r
 needs no copy in memory: only the ranges that are on their way to the store, 128 MiB at most. The writer then commits
 what was stored, as if it had stored it itself, and copies it to further tiers.
 
-Nothing changes the state meanwhile, because the training thread is in here. The data is raw: it cannot be compared with
-an earlier checkpoint before it is written.
+The training thread waits meanwhile. If other threads change the state all the same, the save fails. The data is raw: it
+cannot be compared with an earlier checkpoint before it is written.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ async def write_directly(
     finite: bool | None,
     replicas: Replicas,
     on_bytes: Callable[[int], None],
+    check: Callable[[], None],
+    check_whole: Callable[[], None],
 ) -> None:
     """Store data and manifest of this rank in a tier. Nothing counts until the writer has committed it.
 
     spec: see `ckpt.tiers.Tier.spec`. root: the id of the run that the tier must hold.
     on_bytes: called with the size of each range that is stored.
+    check: raises if the save was given up. Called before each range is read.
+    check_whole: raises if the state has changed meanwhile. Called before the manifest is stored.
     Raises StoreError, FullError, RunGoneError or SaveError. No data file is left then.
     """
     tier = await open_place(dict(spec), root=root)
@@ -55,9 +59,11 @@ async def write_directly(
         live = LiveBytes(reading)
 
         async def piece(offset: int, length: int) -> memoryview:
-            view, start = page_aligned(length), max(0, len(header) - offset)
+            check()
+            view, start = page_aligned(length), min(length, max(0, len(header) - offset))
             view[:start] = header[offset : offset + start]
-            live.read(offset + start - len(header), view[start:])
+            if start < length:
+                live.read(offset + start - len(header), view[start:])
             return view
 
         size = layout.arrangement.data_size
@@ -69,7 +75,7 @@ async def write_directly(
         except BaseException:
             await drop(store, [key])
             raise
-        await finish_part(store, snapshot, table, [pack], reason="due")
+        await finish_part(store, snapshot, table, [pack], reason="due", check=check_whole)
     finally:
         await tier.store.aclose()
 

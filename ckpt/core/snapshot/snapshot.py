@@ -214,11 +214,22 @@ class NewSnapshot(Snapshot):
         self.check_copies(slot)
         self.check_versions()  # last: a short write that was going on is counted by now
         if self.written_by_others:
-            shown = ", ".join(self.written_by_others[:3])
-            self.error = SaveError(
-                f"step {self.attempt.step} was dropped: {shown} changed outside an optimizer step while it was copied. "
-                "From now on this is copied before step() returns"
-            )
+            self.error = self._torn("From now on this is copied before step() returns")
+
+    def check_live(self) -> None:
+        """Raise SaveError if others than optimizers wrote to the tensors since this snapshot began, or if an optimizer
+        did. Call it when all is stored."""
+        self.check_sources()
+        self.check_versions()
+        if self.written_by_others:
+            raise self._torn("Nothing else may change it while it is written")
+
+    def _torn(self, advice: str) -> SaveError:
+        shown = ", ".join(self.written_by_others[:3])
+        return SaveError(
+            f"step {self.attempt.step} was dropped: {shown} changed outside an optimizer step while it was copied. "
+            f"{advice}"
+        )
 
     def _note(self, numbers: set[int]) -> None:
         specs, guarded = self.reading.layout.tensors, self.reading.guarded

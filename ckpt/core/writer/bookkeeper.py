@@ -197,7 +197,7 @@ class Bookkeeper:
             kept=mono,
             versions=request.versions,
         )
-        self._lease = Lease.of_trainer(request.epoch, self.token, request.rank, pid)
+        self._lease = Lease.of_trainer(request.term or request.epoch, self.token, request.rank, pid)
         self._heartbeat = Heartbeat.attach(fds[0])
         self._meter, self._row, self._writes = Meter(), _OpenRow(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True

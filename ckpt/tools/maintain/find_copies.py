@@ -152,8 +152,8 @@ class CopyFinder:
         count."""
         rank, rows = rank_of(info.key), dict[int, tuple[AuditedTable, int]]()
         for sheet in self.audit.sheets:
-            table = sheet.table
-            if sheet.layout is None or sheet.layout.rank != rank or info.key not in table.packs:
+            table = sheet.content  # with many ranks, only those that name a damaged file were read
+            if table is None or sheet.layout is None or sheet.layout.rank != rank or info.key not in table.packs:
                 continue
             mine = (table.pack[: table.owned] == table.packs.index(info.key)) & (table.stored[: table.owned] > 0)
             for row in np.flatnonzero(mine).tolist():

@@ -168,6 +168,7 @@ async def exists(store: Store, key: str) -> bool:
     return True
 
 
+LEASE = "lease.json"  # tells who trains a run: see `ckpt.core.checkpoint.lease`
 _FSSPEC = "ckpt_backends.remote:RemoteStore"
 _BUILT_IN = {
     "file": "ckpt_backends.local:LocalStore",

@@ -21,7 +21,7 @@ from processes import PYTHONPATH, REPO
 # nothing in the second number.
 BUDGETS = {
     "adapters": (1_720, 1_210),
-    "backends": (2_800, 1_980),
+    "backends": (2_810, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_020, 670),
     "core/checkpoint": (5_400, 3_500),
@@ -30,8 +30,8 @@ BUDGETS = {
     "core/log": (1_110, 730),
     "core/ranks": (1_050, 700),
     "core/restore": (1_220, 790),
-    "core/run": (5_230, 3_770),
-    "core/snapshot": (1_910, 1_360),
+    "core/run": (5_270, 3_800),
+    "core/snapshot": (1_930, 1_370),
     "core/state": (4_640, 3_200),
     "core/writer": (2_830, 2_030),
     "dcp": (1_690, 1_150),
@@ -40,7 +40,7 @@ BUDGETS = {
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_350, 1_830),
+    "public": (3_360, 1_840),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (10, 10),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_360, 43_050)
+TOTAL = (64_430, 43_100)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 85, 79
 

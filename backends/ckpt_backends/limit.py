@@ -2,8 +2,8 @@
 
     Retry(Limit(S3Store(url), bytes_per_s=200e6))      waits between retries then occupy no slot
 
-Requests are served in order, so that small ones cannot starve a large range. Only small objects are stored immediately,
-because the log and the lease must not wait behind an upload. Nothing polls.
+Requests are served in order, so that small ones cannot starve a large range. Only the lease of a run is stored
+immediately. Nothing polls.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from ckpt.errors import UsageError
-from ckpt.store import Buffer, ObjectInfo, Store, Upload
-
-SMALL = 64 << 10  # bytes of an object that is stored without waiting for its turn
+from ckpt.store import LEASE, Buffer, ObjectInfo, Store, Upload
 
 
 class Limit:
@@ -47,12 +45,10 @@ class Limit:
         return self._gate.most
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        size = memoryview(data).nbytes
-        if size <= SMALL:
-            self._gate.charge(size)
+        if key == LEASE:  # a job whose lease waits behind an upload would look dead
             await self.store.put(key, data, create=create)
             return
-        async with self._gate.request(size):
+        async with self._gate.request(memoryview(data).nbytes):
             await self.store.put(key, data, create=create)
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> LimitUpload:

@@ -32,9 +32,9 @@ from ckpt.core.ipc.process import Process, boot_id, namespace
 from ckpt.core.log.log import RunLog
 from ckpt.errors import CorruptError, FormatError, InUseError, NotFoundError, StoreError, UnreadableError
 from ckpt.events import log as logger
+from ckpt.store import LEASE as KEY
 from ckpt.store import Store, folder_of, get_small
 
-KEY = "lease.json"
 VERSION = 1
 MAX_SIZE = 64 << 10
 RENEW_S, RENEW_REMOTE_S = 10.0, 20.0  # between two renewals, in a folder and in a bucket

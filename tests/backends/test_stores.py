@@ -332,7 +332,7 @@ def test_run_is_recognised_whichever_file_is_listed_first() -> None:
     theirs = MemoryStore(objects={f"photos/{number}.jpg": b"" for number in range(9)})
     for _ in range(10):
         asyncio.run(check_empty(ours))
-        with pytest.raises(FormatError, match="holds photos/"):
+        with pytest.raises(FormatError, match="it has photos/"):
             asyncio.run(check_empty(theirs))
 
 

@@ -196,7 +196,7 @@ def test_missing_ckpt_path_is_a_file_not_found_error(place: str, begun: bool) ->
 
 def test_ckpt_path_of_another_kind_is_no_missing_file(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ckpt.errors.FormatError, match="no run"):
+    with pytest.raises(ckpt.errors.NoCheckpointError, match="no run"):
         CheckpointIO().load_checkpoint(tmp_path)
 
 

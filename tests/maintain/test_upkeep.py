@@ -37,6 +37,7 @@ from run_files import (
     checkpoint_files,
     data_file,
     data_files,
+    indexes,
     manifests,
     temporary_files,
 )
@@ -557,7 +558,8 @@ def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -
 
 def test_what_cannot_be_read_keeps_everything_while_it_stays(run: Path, call: Call) -> None:
     """Nobody knows which files it needs. Given up itself, it stands in nobody's way."""
-    manifests(run, 5)[0].unlink()
+    for path in (manifests(run, 5)[0], indexes(run, 5)[0]):
+        path.unlink()
     before = tree(run)
     for words in (("prune", run, "--keep-last", 1), ("gc", run)):
         refused = call(*words, "--yes")

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from ckpt.core.cadence.ledger import Account, SeenFault
-from ckpt.core.checkpoint import lease, ledger_files
+from ckpt.core.checkpoint import ledger_files
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place
 from ckpt.core.ipc.heartbeat import Heartbeat
 from ckpt.core.ipc.watch_requests import KeepBooks, RestoreDone
 from ckpt.core.writer import bookkeeper
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.errors import StoreError
+from ckpt.store import LEASE
 from ckpt.tiers import Tier
 
 
@@ -199,7 +200,7 @@ def test_the_newest_content_lands_last(tmp_path: Path, monkeypatch: pytest.Monke
         failures = [StoreError("full")]
 
         async def slow(key: str, data: bytes, **options: Any) -> None:
-            if key == lease.KEY:
+            if key == LEASE:
                 return
             said.append(data)
             await asyncio.sleep(0.1 if len(said) == 1 else 0.0)

@@ -150,6 +150,7 @@ async def commit(
     kind: str = "COMMIT",
     used: Mapping[Attempt, Set[str]] | None = None,
     at: float | None = None,
+    fitting: bool = False,
 ) -> Commit:
     """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
 
@@ -159,11 +160,14 @@ async def commit(
     used: which files each checkpoint here uses, for a copy. It has brought along all that it refers to, so its sources
         need not be here.
     at: the time of the commit, default: now.
+    fitting: raise SaveError also if tensors differ that ranks should hold alike.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
     commit_checks.check_needs(said.attempt, said.needs)
     index = await asyncio.to_thread(commit_checks.index_of, parts)
+    if fitting and len(parts) > 1:  # after the index: a tensor of another shape differs, too
+        await asyncio.to_thread(commit_checks.check_replicas, parts)
     when = time.time() if at is None else at
     found, attempt = replace(said, index=file_digest(index), time=when), said.attempt
     log.check_owner(mine)
@@ -301,9 +305,7 @@ async def commit_fitting(
     log: RunLog, mine: Acquire | None, parts: list[WrittenPart], *, kind: str = "COMMIT"
 ) -> Commit:
     """`commit`, of parts that are checked first. SaveError also if they cannot be a checkpoint."""
-    if len(parts) > 1:
-        await asyncio.to_thread(commit_checks.check_replicas, parts)
-    return await commit(log, mine, parts, kind=kind)
+    return await commit(log, mine, parts, kind=kind, fitting=True)
 
 
 async def commit_or_end(

@@ -32,8 +32,7 @@ from ckpt.core.ipc.process import Process, boot_id, namespace
 from ckpt.core.log.log import RunLog
 from ckpt.errors import CorruptError, FormatError, InUseError, NotFoundError, StoreError, UnreadableError
 from ckpt.events import log as logger
-from ckpt.store import LEASE as KEY
-from ckpt.store import Store, folder_of, get_small
+from ckpt.store import LEASE, Store, folder_of, get_small
 
 VERSION = 1
 MAX_SIZE = 64 << 10
@@ -102,7 +101,7 @@ class Lease:
     @classmethod
     def parse(cls, raw: bytes | memoryview) -> Lease:
         """Raise CorruptError if the file is damaged, FormatError if a newer version wrote it."""
-        data = unseal(raw, KEY)
+        data = unseal(raw, LEASE)
         try:
             if data.pop("version") > VERSION:
                 raise FormatError("lease.json was written by a newer version of everystep")
@@ -208,10 +207,10 @@ async def _read(log: RunLog) -> bytes | None:
     """Return the bytes of the lease, None if there is none."""
     try:
         with contextlib.suppress(NotFoundError):
-            return bytes(await get_small(log.store, KEY, MAX_SIZE))
+            return bytes(await get_small(log.store, LEASE, MAX_SIZE))
         await log.check_same()  # a mount that is away for a moment hides the lease, too
         with contextlib.suppress(NotFoundError):
-            return bytes(await get_small(log.store, KEY, MAX_SIZE))
+            return bytes(await get_small(log.store, LEASE, MAX_SIZE))
         return None
     except CorruptError:
         return b""  # longer than any lease

@@ -45,6 +45,7 @@ from ckpt.core.ipc.protocol import Note
 from ckpt.core.ipc.watch_requests import CadenceOf, KeepBooks, RestoreDone
 from ckpt.core.writer.dispatch import handles
 from ckpt.events import log
+from ckpt.store import LEASE
 
 LOOK_S = 0.5  # between two looks at the heartbeat
 ROW_S = 10.0  # of a row, once the first ones are full
@@ -401,7 +402,7 @@ class Bookkeeper:
         if account is None or held is None or self._taking_up:
             return
         held.step = account.step
-        self._filing.put(lease.KEY, lambda tier: self._renewal(held, tier), lease.interval_s, now=now)
+        self._filing.put(LEASE, lambda tier: self._renewal(held, tier), lease.interval_s, now=now)
         self._filing.put(account.key, lambda tier: self._whole(account).to_bytes(), ledger_files.interval_s, now=now)
 
     def _renewal(self, held: Lease, tier: OpenTier) -> bytes | None:

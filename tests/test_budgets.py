@@ -33,7 +33,7 @@ BUDGETS = {
     "core/run": (5_270, 3_800),
     "core/snapshot": (1_930, 1_370),
     "core/state": (4_640, 3_200),
-    "core/writer": (2_830, 2_030),
+    "core/writer": (2_840, 2_030),
     "dcp": (1_690, 1_150),
     "deepspeed": (480, 310),
     "guard": (2_900, 2_030),

@@ -30,7 +30,7 @@ SLOW = (
     "test_lightning", "test_examples", "test_documents", "test_faults_example", "test_lifecycle", "test_kill",
     "test_waits", "test_offline", "test_loader", "test_promise_file_systems", "test_stores", "test_repair",
     "test_composer", "test_best", "test_s3", "test_first_contact", "test_export", "test_torture", "test_budgets",
-    "test_stage", "test_forged_values", "test_top", "test_upkeep", "test_unnoticed_damage", "test_hostile",
+    "test_promise_no_memory", "test_stage", "test_forged_values", "test_top", "test_upkeep", "test_unnoticed_damage", "test_hostile",
     "test_created", "test_jobs", "test_damage", "test_ledger", "test_promise_damage", "test_restore",
     "test_promise_moments", "test_drift", "test_machines", "test_home_made_zero", "test_promise_stores",
     "test_promise_trainers", "test_torchft", "test_shards", "test_incremental", "test_resharding", "test_ranks",

@@ -72,7 +72,7 @@ def _run(
             views, found = _views(table, read, spare, places, small)
             try:
                 _scatter(store, read, views)
-            except StoreError:  # missing or unreadable in some places: read the chunks separately
+            except StoreError:  # missing or partly unreadable: read the chunks separately
                 small.clear()
                 found = _one_by_one(store, table, read, _views(table, read, spare, places, small)[1], lost)
             stored.update(found)

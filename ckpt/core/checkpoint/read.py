@@ -69,7 +69,7 @@ class Manifest:
 
     @cached_property
     def table(self) -> Table:
-        """All tables as one."""
+        """Return all tables as one."""
         return merge(self.tables)
 
     def layout(self, rank: int = 0, known: Layout | None = None) -> Layout:

@@ -202,7 +202,7 @@ async def commit(
 
 
 async def _put_index(store: Store, attempt: Attempt, index: bytes) -> None:
-    """Create the index. Every committer derives the same bytes from the manifests. SaveError if others are there."""
+    """Create the index. Every committer derives the same bytes, so raise SaveError if a different index exists."""
     key = index_key(attempt)
     try:
         await store.put(key, index, create=True)
@@ -311,7 +311,7 @@ async def commit_fitting(
 async def commit_or_end(
     log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str, distrusted: Attempt | None = None
 ) -> None:
-    """Commit these parts. If they cannot form a checkpoint, abort it, raise SaveError. `distrusted`: see `Encoder`."""
+    """Commit these parts. If they cannot form a checkpoint, abort it and raise. `distrusted`: see `Encoder`."""
     try:
         commit_checks.check_trusted(parts, distrusted)
         await commit_fitting(log, mine, parts, kind=kind)

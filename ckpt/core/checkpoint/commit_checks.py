@@ -106,7 +106,7 @@ def index_of(parts: Sequence[WrittenPart]) -> bytes:
 
 
 def all_finite(values: list[bool | None]) -> bool | None:
-    """Return False if any rank saw a NaN, None if a rank does not know, and True otherwise."""
+    """Return False if any rank saw a NaN, None if that is unknown for a rank, and True otherwise."""
     return False if False in values else None if None in values else True
 
 

@@ -44,7 +44,7 @@ PARTS_IN_FLIGHT = 8  # for a store with multipart uploads, which limits parallel
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """One rank's frozen state. `data` lies in the order of `layout.arrangement`; `values` are tagged plain values.
+    """One rank's frozen state. `data`: bytes in the order of `layout.arrangement`. `values`: tagged plain values.
 
     `info`, `parents`: see `ckpt.core.format.manifest.Part`.
     """

@@ -155,11 +155,11 @@ class Arena:
     # -- the process that keeps it --
 
     def keep(self) -> ArenaKeeper:
-        """Show other processes that this one holds the arena, until the keeper is released or this process ends."""
+        """Show other processes that this one keeps the arena, until the keeper is released or this process ends."""
         return ArenaKeeper(self._keeper)
 
     def is_kept(self) -> bool:
-        """Return True if another process holds this arena now. The kernel releases the mutex when that process dies."""
+        """Return True if another process keeps this arena now. The kernel releases the mutex when that process dies."""
         with self._asking:  # two threads of this process would mistake each other for a keeper
             if self._keeper.try_lock() is Got.BUSY:
                 return True
@@ -330,7 +330,7 @@ class ArenaKeeper:
         mutex.unlock()
 
     def let_go(self, timeout_s: float = 0.0) -> None:
-        """Release the mutex, and wait until it is free, unless another process holds it."""
+        """Release the mutex, and wait until it is free, unless another process owns it."""
         self._over.set()
         if self.begun.is_set():
             self._thread.join(timeout_s)

@@ -109,7 +109,7 @@ class Heartbeat:
         self._at[6] += int(seconds * 1e9)
 
     def touch(self, state: int) -> None:
-        """Set the state of the trainer, for example PAUSED."""
+        """Record a sign of life and the present state, for example PAUSED."""
         self._at[3], self._at[4] = time.monotonic_ns(), state
 
     def update(self) -> None:

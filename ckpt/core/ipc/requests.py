@@ -175,7 +175,7 @@ class MakeArena(Request[str], frozen=True):
 
 
 class AttachArena(Request[None], frozen=True):
-    """Hold this arena, which comes as a descriptor. The reply is sent once the arena is held. `foreign`: other ranks
+    """Keep this arena, which is sent as a descriptor. The reply is sent once the arena is kept. `foreign`: other ranks
     staged into it."""
 
     descriptors = 1

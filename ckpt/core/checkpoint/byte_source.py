@@ -26,7 +26,7 @@ class ByteSource(Protocol):
 
     @property
     def digests(self) -> Digests | None:
-        """The digests of all chunks, if known."""
+        """Return the digests of all chunks, None if unknown."""
 
     async def load(self, blobs: Sequence[int]) -> Peek:
         """Prepare the bytes of these chunks."""

@@ -1,8 +1,8 @@
-"""Taking a run over, making checkpoints exist, and tidying up after a crash: everything that changes the log.
+"""Takes ownership of a run, commits and aborts checkpoints, and recovers unfinished ones after a crash.
 
-A checkpoint exists from the moment its COMMIT record is durable. Before that, W verified parts of one attempt already
-*are* a consistent checkpoint, since attempts are named alike on all ranks; so recovery rolls a whole attempt forward
-and aborts the rest. Only an attempt that the store cannot read at that moment stays open.
+A checkpoint exists once its COMMIT record is durable. Before that, the verified parts of every rank already form a
+consistent checkpoint, because all ranks use the same checkpoint id. So recovery commits complete checkpoints and aborts
+the others. A checkpoint that cannot be read at that moment stays open.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import Store, get_small, open_store
 
-PROBES = 3  # whoever repeats a request whose answer was lost finds these bytes, and may take them for his own
-LEFT_OUT = "was left out in"  # so says a reason for an ABORT that is no failure: the place cannot keep up
+PROBES = 3  # a retry after a lost reply finds the same bytes and may report success, so one probe is not enough
+LEFT_OUT = "was left out in"  # part of the reason of an ABORT that is not a failure: the tier was too slow
 
 
 async def create_run(store: Store) -> None:
-    """Make sure that FORMAT.json is there, and that the store really creates only what is absent, and knows ranges.
+    """Create FORMAT.json if it is missing, and check that the store supports create-if-absent and range reads.
 
-    FormatError if the place holds somebody else's files, StoreError if it cannot hold a run: nothing is written then.
+    Raise FormatError if the location has other files, StoreError if it cannot store a run. Then nothing is written.
     """
     try:
-        await get_small(store, "FORMAT.json", MAX_FORMAT)  # not just a look: what it is refused for, only this says
+        await get_small(store, "FORMAT.json", MAX_FORMAT)  # not only `exists`: a read raises the reason of a refusal
     except NotFoundError:
-        if (root := await infer_root(store)) is None:  # else it was lost, and the log still knows whose it is
+        if (root := await infer_root(store)) is None:  # otherwise it was lost, and the log has the run id
             await check_empty(store)
         if store.remote:
             await try_out(store)
@@ -76,7 +76,7 @@ async def create_run(store: Store) -> None:
     there = bytes(await get_small(store, "FORMAT.json", MAX_FORMAT))
     for _ in range(PROBES):
         try:
-            await store.put("FORMAT.json", there, create=True)  # the same bytes: no harm, should it replace them
+            await store.put("FORMAT.json", there, create=True)  # the same bytes, so replacing them does no harm
         except ExistsError:
             break
     else:
@@ -87,7 +87,7 @@ async def create_run(store: Store) -> None:
 
 @contextlib.asynccontextmanager
 async def written_run(url: str | Path) -> AsyncIterator[RunLog]:
-    """The log of a run that is written to; it is created if it is not there."""
+    """Open the log of a run for writing. Create the run if it is missing."""
     store = open_store(url, writable=True)
     try:
         await create_run(store)
@@ -106,15 +106,15 @@ async def acquire(
     floor: int = 0,
     check: Callable[[RunState], None] = lambda state: None,
 ) -> Acquire:
-    """Become the owner of the run: from here on older incarnations are fenced.
+    """Take ownership of the run. From then on, earlier owners are fenced.
 
-    The epoch exceeds every epoch in this log and `floor`. With `restored`, the history continues from that attempt.
-    `check` raises if the newest state forbids it.
+    The new term exceeds every term in this log, and `floor`. With `restored`, the history continues from that
+    checkpoint. `check` raises if the newest state of the log forbids the change.
     """
 
     def make(state: RunState) -> Record:
         check(state)
-        # A damaged record may have been an ACQUIRE that came after the newest we know: leave room for its epoch.
+        # A damaged record may have been an ACQUIRE after the newest known one, so leave a gap for its term.
         newest = state.requests.get(f"acquire:{state.acquires[-1].nonce}", -1) if state.acquires else -1
         epoch = max(state.epoch + sum(seq > newest for seq in state.damaged), floor) + 1
         body = {"term": epoch, "nonce": nonce, "restored": None if restored is None else str(restored)}
@@ -130,7 +130,7 @@ async def acquire(
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Whose parts belong into one place, and how soon a writer may commit them: the first at once, others later."""
+    """The ranks whose parts a tier stores, and the position of this writer in the commit order. 0 never waits."""
 
     ranks: tuple[int, ...] = (0,)
     place: int = 0
@@ -138,7 +138,7 @@ class Role:
 
     @property
     def partial(self) -> bool:
-        """A disk that only some of the ranks see."""
+        """Return True if only some ranks see this disk."""
         return len(self.ranks) < self.world
 
 
@@ -152,15 +152,15 @@ async def commit(
     at: float | None = None,
     fitting: bool = False,
 ) -> Commit:
-    """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
+    """Commit a checkpoint, given one part for each rank. Repeating it is harmless. `mine`: None skips ownership checks.
 
-    SaveError if the attempt was aborted meanwhile, or borrows packs that are gone, or that none of its sources uses any
-    more; FencedError if a newer job has taken over.
+    Raise SaveError if the checkpoint was aborted before, or uses older data files that are missing or that none of its
+    sources uses now. Raise FencedError if a newer job owns the run.
 
-    used: which files each checkpoint here uses, for a copy. It has brought along all that it refers to, so its sources
-        need not be here.
+    used: for a copied checkpoint, the files that each checkpoint here uses. All files of a copy were copied with it, so
+        its sources need not be here.
     at: the time of the commit, default: now.
-    fitting: raise SaveError also if tensors differ that ranks should hold alike.
+    fitting: also raise SaveError if tensors that should be replicated differ between ranks.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
@@ -181,10 +181,10 @@ async def commit(
     def make(state: RunState) -> Record | None:
         if state.ended(attempt) or (kind == "HELD" and attempt in state.held):
             return None
-        # A pack may be of an attempt that is retired by now, if a live checkpoint that was built on it uses it too.
+        # A data file may belong to a retired checkpoint, if a live checkpoint that was built on it still uses the file.
         commit_checks.check_files(state, attempt, packs, used or {}, copied=copied)
         if kind == "HELD":
-            commit_checks.check_live(state, attempt, found.needs)  # as its COMMIT will
+            commit_checks.check_live(state, attempt, found.needs)  # its COMMIT repeats this check
         return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
 
     state = await log.append(make, owner=mine)
@@ -202,13 +202,13 @@ async def commit(
 
 
 async def _put_index(store: Store, attempt: Attempt, index: bytes) -> None:
-    """Create the index. It is a function of the manifests: another committer writes the same. SaveError if not."""
+    """Create the index. Every committer derives the same bytes, so raise SaveError if a different index exists."""
     key = index_key(attempt)
     try:
         await store.put(key, index, create=True)
     except ExistsError:
         there = b""
-        with contextlib.suppress(CorruptError):  # a longer file is another index, too
+        with contextlib.suppress(CorruptError):  # a longer file has other content
             there = bytes(await get_small(store, key, len(index)))
         if there != index:
             raise SaveError(
@@ -218,7 +218,7 @@ async def _put_index(store: Store, attempt: Attempt, index: bytes) -> None:
 
 
 async def _note_latest(log: RunLog) -> None:
-    """Write the newest checkpoint to latest.json, for people and scripts. Nothing reads it, so no error matters."""
+    """Write the newest checkpoint to latest.json, for people and scripts. Errors are ignored: no code reads it."""
     newest = next((one for one in log.state.lineage() if one.finite is not False), None)
     if newest is not None:
         with contextlib.suppress(CheckpointError):
@@ -226,12 +226,12 @@ async def _note_latest(log: RunLog) -> None:
 
 
 async def _used_by(log: RunLog, said: Commit) -> dict[Attempt, set[str]]:
-    """Read which files the checkpoints use that an attempt was built on.
+    """Return the files used by each checkpoint that a new checkpoint builds on.
 
-    One that is not live any more, or is damaged, is left out. Raises StoreError if one cannot be read now.
+    Retired or damaged checkpoints are skipped. Raise StoreError if one cannot be read now.
     """
     if not log.state.commits.keys() >= set(said.needs):
-        await log.refresh()  # another rank may have seen a COMMIT that we have not
+        await log.refresh()  # another rank may have read a newer COMMIT
     unread: dict[Attempt, CheckpointError] = {}
     live = [log.state.commits[need] for need in said.needs if need in log.state.commits]
     used = await files_of(log, live, unread)
@@ -241,9 +241,9 @@ async def _used_by(log: RunLog, said: Commit) -> dict[Attempt, set[str]]:
 
 
 async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> None:
-    """Raise SaveError unless every pack that an attempt borrows from older checkpoints is there.
+    """Raise SaveError unless all data files that a checkpoint uses from older checkpoints exist.
 
-    Somebody may have deleted files of the run, or put an earlier copy of the run in its place, since they were written.
+    A user may have deleted files of the run, or replaced the run by an earlier copy.
     """
     borrowed = {key for key in packs if owner(key) != attempt}
     if len(borrowed) > AT_ONCE:  # a few listings take fewer requests
@@ -262,7 +262,7 @@ async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> N
 
 
 def _said_by(parts: Sequence[WrittenPart]) -> Commit:
-    """What the record will say, but for the index. `parts`: in the order of ranks."""
+    """Return the content of the record, except the digest of the index. `parts`: in rank order."""
     return Commit(
         Attempt.parse(parts[0].part.attempt),
         parts[0].part.world,
@@ -275,9 +275,9 @@ def _said_by(parts: Sequence[WrittenPart]) -> Commit:
 
 
 async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
-    """All other places hold their parts too: what is HELD here is a checkpoint.
+    """Commit a checkpoint that is HELD here, because the disks of all other nodes have their parts too.
 
-    SaveError, and the attempt is ended here, if it builds on a checkpoint that was retired meanwhile.
+    If it builds on a checkpoint that has been retired, abort it here and raise SaveError.
     """
 
     def make(state: RunState) -> Record | None:
@@ -295,7 +295,7 @@ async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
 
 
 def given_up(state: RunState, attempt: Attempt) -> SaveError:
-    """Why an attempt that has ended is no checkpoint."""
+    """Return the error that explains why a checkpoint was aborted or skipped."""
     why = state.reasons.get(attempt, "its reason is not known any more")
     kind = SkippedError if LEFT_OUT in why else SaveError
     return kind(f"step {attempt.step} was given up: {why}")
@@ -304,14 +304,14 @@ def given_up(state: RunState, attempt: Attempt) -> SaveError:
 async def commit_fitting(
     log: RunLog, mine: Acquire | None, parts: list[WrittenPart], *, kind: str = "COMMIT"
 ) -> Commit:
-    """`commit`, of parts that are checked first. SaveError also if they cannot be a checkpoint."""
+    """Call `commit` with the check `fitting`. Raise SaveError if the parts cannot form a checkpoint."""
     return await commit(log, mine, parts, kind=kind, fitting=True)
 
 
 async def commit_or_end(
     log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str, distrusted: Attempt | None = None
 ) -> None:
-    """SaveError, and the attempt is ended, if these parts cannot be a checkpoint. `distrusted`: see `Encoder`."""
+    """Commit these parts. If they cannot form a checkpoint, abort it and raise. `distrusted`: see `Encoder`."""
     try:
         commit_checks.check_trusted(parts, distrusted)
         await commit_fitting(log, mine, parts, kind=kind)
@@ -321,9 +321,9 @@ async def commit_or_end(
 
 
 async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str, *, held: bool = False) -> None:
-    """End an attempt that will never be a checkpoint, so that its files can be cleaned up.
+    """Abort a checkpoint that will never be committed, so that its files can be cleaned up.
 
-    One that is HELD here may be a checkpoint in other places by now: it is ended only with `held`.
+    A HELD checkpoint may be committed on the disks of other nodes already. It is aborted only if `held` is True.
     """
 
     def make(state: RunState) -> Record | None:
@@ -335,16 +335,16 @@ async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str, *, he
 
 
 async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> None:
-    """Give one attempt up, committed or not, whatever the retention says: it is known not to be what it claims.
+    """Abort and retire a checkpoint that is known to be wrong, regardless of the retention rules.
 
-    Its index and its manifests are deleted at once, so that a record that is damaged later does not bring it back.
+    Its index and manifests are deleted immediately, so that later damage to a log record cannot bring it back.
     """
 
     def make(state: RunState) -> Record | None:
         body = {"retire": [str(attempt)], "delete": [], "reason": reason[:500]}
         return Record("PLAN", body, f"retract:{attempt}") if attempt in state.commits else None
 
-    await abort(log, mine, attempt, reason, held=True)  # from here on it cannot be committed any more
+    await abort(log, mine, attempt, reason, held=True)  # from here on it can no longer be committed
     await log.append(make, owner=mine)
     with contextlib.suppress(StoreError):
         keys = [info.key async for info in log.store.list(folder_of(attempt))]
@@ -353,7 +353,7 @@ async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> 
 
 @dataclass
 class Recovery:
-    """What recovery did with attempts that a crash had left open."""
+    """Lists the unfinished checkpoints that recovery committed or aborted after a crash."""
 
     rolled_forward: list[Attempt] = field(default_factory=list)
     aborted: list[Attempt] = field(default_factory=list)
@@ -362,13 +362,13 @@ class Recovery:
 async def recover(
     log: RunLog, mine: Acquire, in_flight: frozenset[Attempt] = frozenset(), *, partial: bool = False
 ) -> Recovery:
-    """End every open attempt: commit it if it is whole, else abort it. `in_flight`: being written by us right now.
+    """Commit every unfinished checkpoint that is complete, and abort the others, except those `in_flight` in this job.
 
-    `partial`: this tier holds the parts of some ranks only. There an attempt is left HELD with what is sound of it,
-    since the disks of other nodes may have the rest.
+    `partial`: this tier has the parts of only some ranks. There a checkpoint becomes HELD with its intact parts,
+    because the disks of other nodes may have the rest.
 
-    Where a record that is damaged may have ended an attempt, all of it being there does not say that it was not taken
-    back. Only its index does, which is stored in order to commit it: without, it is left out.
+    A damaged log record may have aborted a checkpoint, even if all its parts exist. Then the checkpoint is committed
+    only if its index exists, which is stored just before a commit. Otherwise it is aborted.
     """
     found = by_owner([info.key async for info in log.store.list(STEPS)])
     state = await log.refresh()
@@ -401,7 +401,7 @@ def _kind(parts: list[WrittenPart]) -> str:
 
 
 async def _is_to_land(log: RunLog, attempt: Attempt, parts: list[WrittenPart], partial: bool) -> tuple[bool, str]:
-    """Return True if an attempt is to be rolled forward, else the reason."""
+    """Return (True, "") if a checkpoint must be committed, else (False, reason)."""
     state = log.state
     if not parts or not (commit_checks.is_whole(parts) or partial):
         return False, "not whole when the run was opened"
@@ -417,6 +417,6 @@ async def _is_to_land(log: RunLog, attempt: Attempt, parts: list[WrittenPart], p
 
 
 def _may_have_ended(state: RunState, attempt: Attempt) -> bool:
-    """Whether a damaged record may have said so: one that came after its incarnation had taken the run over."""
+    """Return True if a damaged record may have ended it: one after the ACQUIRE of the job that wrote it."""
     since = state.requests.get(f"acquire:{attempt.nonce}", -1)
     return any(seq > since for seq in state.damaged)

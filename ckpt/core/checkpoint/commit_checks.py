@@ -11,7 +11,7 @@ from ckpt.core.format.manifest import MAX_NEEDS, Attempt, owner
 from ckpt.core.log.records import RunState
 from ckpt.errors import CorruptError, SaveError
 
-WHOLE_NEXT = "the next save will be whole"  # in the reason of a failed save, so that the writers of all ranks see to it
+WHOLE_NEXT = "the next save will be whole"  # in the reason of a failed save, where every rank's writer finds it
 
 # -- sources of an increment --
 
@@ -31,7 +31,7 @@ def check_files(
 
     used: the files of live checkpoints, as far as they could be read.
     copied: the data files were copied here with the checkpoint. Then it may also name files of checkpoints that have
-        not ended here, because nobody deletes these.
+        not ended here, because no clean-up deletes these.
     """
     safe = set[str]().union(*(used[a] for a in used.keys() & state.commits.keys()))
     for key in sorted(packs):
@@ -93,7 +93,7 @@ def check_replicas(parts: Sequence[WrittenPart]) -> None:
 
 
 def index_of(parts: Sequence[WrittenPart]) -> bytes:
-    """Return the index of the parts of all ranks. SaveError if the ranks do not agree about what they saved.
+    """Return the index of these parts. Raise SaveError if the ranks disagree about what they saved.
 
     On a disk that only some nodes see, the parts are those of some ranks. Then tensors may be incomplete.
     """
@@ -106,7 +106,7 @@ def index_of(parts: Sequence[WrittenPart]) -> bytes:
 
 
 def all_finite(values: list[bool | None]) -> bool | None:
-    """Return False if any rank saw a NaN, None if a rank does not know, and True otherwise."""
+    """Return False if any rank saw a NaN, None if that is unknown for a rank, and True otherwise."""
     return False if False in values else None if None in values else True
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, how that is stored, and how two of them differ: plain values, without torch."""
+"""Describes the contents and storage of a checkpoint, and differences between two. Plain values, without torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.table import Table
 from ckpt.errors import CorruptError
 
-Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: what never changes about it, and its plain values as stored
+Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: its constant facts, and its plain values as stored
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A name; `alias_of`: the tensor that it shares memory with and under which its bytes are stored."""
+    """A tensor name. `alias_of`: the tensor that it shares memory with, whose name its bytes are stored under."""
 
     name: str
     dtype: str
@@ -34,12 +34,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlobStorage:
-    """How some blobs are stored. `stored`: bytes in packs of this checkpoint, each range once; `held`: how many blobs
+    """How some chunks are stored. `stored`: bytes in this checkpoint's data files, each range counted once.
 
-    are raw, planes (compressed), delta (the compressed difference to an older one), reference (in a pack of an older
-    checkpoint, however they are stored there) or "as another" (for a tensor that was asked about before, which has the
-    same bytes). `depth`: 1 if a base has to be decoded first, else 0. `reads`: bytes that a restore of them reads, each
-    range once, with what they are based on.
+    `held`: number of chunks by form: raw, planes (compressed), delta (compressed difference to an older chunk),
+    reference (in a data file of an older checkpoint, in any form) or "as another" (same bytes as an earlier tensor in
+    the list). `depth`: 1 if a base must be decoded first, else 0. `reads`: bytes that a restore reads, including bases,
+    each range counted once.
     """
 
     stored: int
@@ -54,13 +54,13 @@ REFERENCE, AS_ANOTHER = HELD.index("reference"), HELD.index("as another")
 
 
 class Storages:
-    """How some tensors are stored, by the tables that it is told of: each has all that some ranks have stored.
+    """Sums up how some tensors are stored, from chunk tables. A table has everything that some ranks stored.
 
-    `used`: bytes of each pack that a restore reads, each range once.
+    `used`: bytes that a restore reads from each data file, each range counted once.
     """
 
     def __init__(self, attempt: Attempt, keys: Iterable[Key]) -> None:
-        """A range that several tensors share counts as stored for the first of `keys`."""
+        """Count a range that several tensors share for the first of them in `keys`."""
         self._attempt, self._place = attempt, {key: i for i, key in enumerate(keys)}
         self._stored, self._reads, self._depth = (np.zeros(len(self._place), np.int64) for _ in range(3))
         self._held = np.zeros((len(self._place), len(HELD)), np.int64)
@@ -72,7 +72,7 @@ class Storages:
         return BlobStorage(int(self._stored[i]), held, int(self._depth[i]), int(self._reads[i]))
 
     def add(self, table: Table) -> None:
-        """No two of these tables have a range in common: a rank builds on what it has stored itself."""
+        """Add a table. Tables have no common ranges, because a rank builds only on its own data files."""
         shards, stored = table.columns, table.stored
         keys = zip(shards.names, shards.instance.tolist(), strict=True)
         tensors = np.repeat(np.array([self._place.get(key, -1) for key in keys], np.int64), np.diff(table.starts))
@@ -94,7 +94,7 @@ class Storages:
                 self.used[key] = self.used.get(key, 0) + int(nbytes)
 
     def _count_reads(self, table: Table, rows: I64, tensor: I64, ranges: I64) -> None:
-        """Of the rows of each tensor, with the bases that have to be decoded before them."""
+        """Count the bytes to read for each tensor, including the bases of its chunks."""
         based = table.base[rows] >= 0
         self._depth[tensor[based]] = 1
         rows, tensor = np.concatenate([rows, table.base[rows[based]]]), np.concatenate([tensor, tensor[based]])
@@ -103,26 +103,26 @@ class Storages:
 
 
 def _ranges(table: Table) -> I64:
-    """Of every blob a number of the range that it lies in."""
+    """Return for each chunk the number of its byte range."""
     columns = np.stack([table.pack, table.offset, table.stored], 1)
     return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
 class Reference(str):
-    """Stands among plain values for the tensor of that name."""
+    """Replaces the tensor of this name among plain values."""
 
     __repr__ = str.__str__
 
 
 def tensors_of(saved: SavedState) -> dict[str, Tensor]:
-    """All names, those that stand for another's memory included."""
+    """Return the tensors of all names, including aliases."""
     specs = {label: saved.tensors[key].spec for label, key in saved.labels.items()}
-    known_as = {key: label for label, key in reversed(saved.labels.items())}  # no alias, if it has another name
+    known_as = {key: label for label, key in reversed(saved.labels.items())}  # a name before its aliases
     return all_names(specs, {label: known_as[key] for label, key in saved.labels.items()})
 
 
 def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """`names`: of every name, the one under which its tensor is known."""
+    """Return the tensors of all names. `names`: the main name for each name."""
     found: dict[str, Tensor] = {}
     for name, of in names.items():
         spec = tensors[of]
@@ -131,8 +131,8 @@ def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> di
 
 
 def entries_of(saved: SavedState, wanted: Callable[[str], bool] = lambda path: True, *, once: bool = False) -> Entries:
-    """What the state consists of, by path, as far as it is wanted; of other ranks than the first that has an entry only
-    what differs from its, and with `once` nothing."""
+    """Return the wanted entries of the state, by path. Other ranks' entries are included only if they differ from the
+    first rank's, and with `once` never."""
     found: Entries = {}
     try:
         for rank, component, raw in saved.said(lambda path: wanted(values.show(path)), once=once):
@@ -148,7 +148,7 @@ def entries_of(saved: SavedState, wanted: Callable[[str], bool] = lambda path: T
 
 
 def leaves_of(entries: Entries, start: str, *, apart: bool = False) -> Iterator[tuple[str, Any]]:
-    """The plain values of an entry, decoded, by path; tensors among them as references."""
+    """Yield the decoded plain values of an entry, by path. Tensors among them become references."""
     facts, raw = entries.get(start, ({}, None))
     if raw is not None or facts.get("kind") == "plain":
         decoded = values.decode(raw, _shown)
@@ -156,7 +156,7 @@ def leaves_of(entries: Entries, start: str, *, apart: bool = False) -> Iterator[
 
 
 def _shown(tagged: dict[str, Any]) -> object:
-    """Return what stands for a value that is not plain: text, or for an object its attributes."""
+    """Return a replacement for a value that is not plain: a text, or the attributes of an object."""
     found = [tagged[key] for key in ("attributes", "state") if key in tagged]
     if tagged["$"] == "namedtuple" or found:
         return found[0] if found else tagged["v"]
@@ -164,7 +164,7 @@ def _shown(tagged: dict[str, Any]) -> object:
 
 
 def leaves(path: str, value: Any, apart: bool) -> Iterator[tuple[str, Any]]:
-    """All that is not a container, by path. Flat lists are left whole, unless to be taken apart."""
+    """Yield all values except containers, by path. Flat lists stay whole unless `apart` is True."""
     nested = isinstance(value, (list, tuple)) and (apart or any(isinstance(v, (dict, list, tuple)) for v in value))
     if not value or not (nested or isinstance(value, dict)):
         yield path, value
@@ -174,7 +174,7 @@ def leaves(path: str, value: Any, apart: bool) -> Iterator[tuple[str, Any]]:
 
 
 def differing_values(a: Entries, b: Entries) -> Iterator[dict[str, Any]]:
-    """Plain values that differ, by path."""
+    """Yield the plain values that differ, by path."""
     for start in dict.fromkeys([*a, *b]):
         if start in a and start in b and canonical(a[start]) == canonical(b[start]):
             continue
@@ -186,16 +186,16 @@ def differing_values(a: Entries, b: Entries) -> Iterator[dict[str, Any]]:
             only_in = None if path in here and path in there else "a" if path in here else "b"
             sides = {side: found.get(path, ("", None))[1] for side, found in (("a", here), ("b", there))}
             yield {"path": path, "only_in": only_in, **sides}
-        if not paths:  # alike in every value and yet not the same: another kind of object, or another order
+        if not paths:  # equal values, but another kind of object or another order
             yield {"path": start, "only_in": None, "a": a.get(start), "b": b.get(start)}
 
 
 def jsonable(value: Any) -> Any:
-    """The value if JSON can say it, else text."""
+    """Return the value if JSON can represent it, else a text."""
     if isinstance(value, (list, tuple)):
         return [jsonable(v) for v in value]
     if type(value) is float:
         return value if math.isfinite(value) else str(value)
     if type(value) is int:
-        return value if abs(value) < 2**53 else hex(value)  # of any length, where decimals have a limit
+        return value if abs(value) < 2**53 else hex(value)  # Python limits the length of decimals, but not of hex
     return value if value is None or type(value) in (bool, str) else repr(value)

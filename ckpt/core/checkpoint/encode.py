@@ -43,7 +43,7 @@ LEARN = 0.3  # weight of the newest measurement
 
 @dataclass
 class Encoder:
-    """Stores the chunks of one rank in one tier. `threads`: number of encoding threads. `pace`: called between two
+    """Stores one rank's chunks in one tier. `threads`: number of encoding threads. `pace`: called between two
     chunks in each thread; it may sleep. `idle`: returns the number of recently idle cores."""
 
     policy: Policy = field(default_factory=Policy)

@@ -65,7 +65,7 @@ class Learnt:
 
 
 class PartEncoder:
-    """Encodes the snapshot of one rank for one tier."""
+    """Encodes one rank's snapshot for one tier."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class WrittenPart:
 
     @property
     def packs(self) -> tuple[str, ...]:
-        """The data files that its table names."""
+        """Return the data files that its table names."""
         return self.table.packs
 
 

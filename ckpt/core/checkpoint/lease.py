@@ -79,7 +79,7 @@ class Lease:
 
     @property
     def number(self) -> int:
-        """The number of the term."""
+        """Return the number of the term."""
         return int(self.term.partition(".")[0])
 
     @property

@@ -140,7 +140,7 @@ class OpenTier:
         No other run has files of these names, but a restart in the emptied location would fail because of them. Files
         of a committed checkpoint stay, because the run may only have been unreachable.
 
-        rank: whose files, default: those of all ranks.
+        rank: the rank whose files are deleted, default: every rank.
         """
         if attempt in self.log.state.commits or attempt in self.log.state.held:
             return

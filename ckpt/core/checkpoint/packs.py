@@ -1,8 +1,8 @@
-"""Encoded blobs become packs, and a table that says where each lies.
+"""Collects encoded chunks into data files, and builds the table of their locations.
 
-A pack holds one entry a blob, or a whole tensor where all of it is raw. It is closed at a size that is small against
-the state: so its length is known before the first byte is sent, little memory is taken, and what nobody needs any more
-is deleted in small pieces.
+A data file has one entry for each chunk, or for a whole tensor if all its chunks are raw. A file is closed at a size
+that is small compared to the state. So its length is known before its first byte is sent, it needs little memory, and
+unneeded data can be deleted in small units.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ckpt.errors import CheckpointError
 from ckpt.failpoints import point
 from ckpt.store import Store
 
-PACK = (16 << 20, 64 << 20)  # bytes of a pack of blobs, at least and at most
-PACKS = 64  # of a part, at most, as far as those sizes allow
-UPLOADS = 2  # packs on their way at the same time
+PACK = (16 << 20, 64 << 20)  # minimum and maximum bytes of a data file
+PACKS = 64  # maximum data files of a part, if the sizes allow it
+UPLOADS = 2  # concurrent uploads of data files
 
 
 def pack_size(total: int) -> int:
-    """At how many bytes packs are closed, for so many bytes in all."""
+    """Return the size at which data files are closed, for `total` bytes."""
     return min(max(total // PACKS, PACK[0]), PACK[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A blob as it is stored. `base`: the row of the previous table that it is a delta against, or -1."""
+    """A chunk in its stored form. `base`: the row of the previous table that it is a delta against, or -1."""
 
     blob: int
     codec: int
@@ -51,7 +51,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class BlobLocation:
-    """Where a stored blob lies."""
+    """Location of a stored chunk."""
 
     pack: int
     offset: int
@@ -62,7 +62,7 @@ class BlobLocation:
 
 
 class Packer:
-    """Puts encoded blobs into packs, and sends each when it is full."""
+    """Puts encoded chunks into data files, and uploads each file when it is full."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class Packer:
         size: int,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Send the blobs of `snapshot` to `store`.
+        """Prepare to send chunks of `snapshot` to `store`.
 
-        numbers: of data files, none of which was used before.
+        numbers: unused numbers for data files.
         size: bytes at which a data file is closed.
-        on_bytes: called with the number of plain bytes that have arrived.
+        on_bytes: called with the number of plain bytes that were stored.
         """
         self.store, self.snapshot, self.numbers, self.size = store, snapshot, numbers, size
         self.on_bytes = on_bytes
@@ -97,7 +97,7 @@ class Packer:
             await self._send()
 
     async def finish(self) -> None:
-        """Send what is left, and wait until all is stored."""
+        """Send the remaining chunks, and wait until all are stored."""
         if self._items:
             await self._send()
         await asyncio.gather(*self._tasks)
@@ -159,8 +159,8 @@ class Packer:
 
 
 def pack_header(layout: Layout, items: Sequence[Encoded], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a data file. Each blob is an entry; a tensor whose blobs are all here and raw is one entry
-    of its own dtype."""
+    """Return the header of a data file. Each chunk is an entry. A tensor whose chunks are all in this file and raw is
+    one entry with its own dtype."""
     entries, at = dict[str, Any]({METADATA: metadata}), 0
     groups = _grouped(layout, items)
     for tensor, numbers, group in groups:
@@ -181,14 +181,14 @@ def pack_header(layout: Layout, items: Sequence[Encoded], metadata: Mapping[str,
 
 
 def _unused(name: str, entries: dict[str, Any]) -> str:
-    """A tensor may be called what a blob of another one would be."""
+    """Return a unique entry name: a tensor may have the name of another tensor's chunk."""
     while name in entries:
         name += "'"
     return name
 
 
 def _grouped(layout: Layout, items: Sequence[Encoded]) -> Iterator[tuple[TensorSpec, list[int] | None, list[Encoded]]]:
-    """The items by tensor, with their numbers among its blobs; None: it is all of them, and raw."""
+    """Yield the items of each tensor, with their chunk numbers in it, or None if they are all its chunks and raw."""
     blobs, first = layout.arrangement.blobs, layout.arrangement.first_blob
     at = 0
     while at < len(items):
@@ -216,7 +216,7 @@ def _joined(header: bytes, items: Sequence[Encoded]) -> memoryview:
 def table_of(
     layout: Layout, plan: BlobPlan, digests: Digests, previous: Previous | None, packer: Packer
 ) -> tuple[Table, list[PackInfo]]:
-    """The table of a part, and all packs that it names: new blobs lie where `packer` has put them."""
+    """Return the table of a part and its data files. `packer` has the locations of new chunks."""
     rows = _Rows(layout, digests, previous, packer)
     for blob in range(len(digests)):
         if plan.taken[blob] >= 0:
@@ -227,7 +227,7 @@ def table_of(
 
 
 class _Rows:
-    """A table while it is being made. Rows of the previous table that are needed as bases come behind ours."""
+    """A table under construction. Rows of the previous table that are needed as bases follow the new rows."""
 
     def __init__(self, layout: Layout, digests: Digests, previous: Previous | None, packer: Packer) -> None:
         self.layout, self.previous, self.packer = layout, previous, packer
@@ -243,7 +243,7 @@ class _Rows:
         self.columns["digest"], self.columns["stored_digest"] = digests, digests.copy()
 
     def take(self, blob: int, row: int) -> None:
-        """A blob that is what a row of the previous table says."""
+        """Add a chunk that is equal to a row of the previous table."""
         assert self.old is not None
         for name in ("offset", "stored", "codec", "stored_digest"):
             self.columns[name][blob] = getattr(self.old, name)[row]
@@ -252,7 +252,7 @@ class _Rows:
             self.columns["base"][blob] = self._based_on(int(self.old.base[row]))
 
     def put(self, blob: int, lies: BlobLocation) -> None:
-        """A blob that was stored anew."""
+        """Add a chunk that was stored by this checkpoint."""
         for name in ("pack", "offset", "stored", "codec"):
             self.columns[name][blob] = getattr(lies, name)
         if lies.codec != RAW:

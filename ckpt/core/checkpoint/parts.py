@@ -1,4 +1,4 @@
-"""Read the parts and the index of a checkpoint. Each must match its digest, else CorruptError is raised."""
+"""Reads the manifests and the index of a checkpoint. Raises CorruptError if one does not match its digest."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, TruncatedError
 from ckpt.events import log as logger
 from ckpt.store import Store
 
-FEW = 4  # packs, each of which is asked for by itself
-AT_ONCE = 16  # parts
+FEW = 4  # data files; up to this number, each one's size is requested separately
+AT_ONCE = 16  # parts read concurrently
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
-MANY = 64  # ranks, from which on manifests are read some at a time, and only what is needed of each is kept
+MANY = 64  # ranks; with more, manifests are read in batches, and only what is needed of each is kept
 
 
 async def read_exact(store: Store, key: str, digest: str, limit: int) -> memoryview:
-    """A small file. CorruptError unless it is the one with this digest."""
+    """Read a small file. Raise CorruptError unless it has this digest."""
     raw = await steady.get(store, key, limit=limit)
     if file_digest(raw) != digest:
         raise CorruptError(f"{key} is damaged: its digest does not match")
@@ -65,9 +65,9 @@ async def load_part(
     sizes: Mapping[str, int] = NO_SIZES,
     compact: bool = False,
 ) -> WrittenPart:
-    """Read a part, check it against its digest, and its packs against their sizes.
+    """Read one rank's part. Verify its digest and the sizes of its data files.
 
-    sizes: of packs, as far as they are known.
+    sizes: known sizes of data files, by key.
     compact: keep only what the index needs.
     """
     part, digest = await read_part(store, attempt, rank, expected=expected)
@@ -79,7 +79,7 @@ async def load_part(
 
 
 async def load_parts(store: Store, attempt: Attempt, wanted: Sequence[tuple[int, str]]) -> list[WrittenPart]:
-    """Read the parts of all ranks, each by its rank and digest. With many ranks, keep only what the index needs."""
+    """Read parts, given rank and digest of each. With many ranks, keep only what the index needs."""
     sizes, many = await sizes_of_many(store, attempt, len(wanted)), len(wanted) > MANY
 
     async def load(one: tuple[int, str]) -> WrittenPart:
@@ -89,7 +89,7 @@ async def load_parts(store: Store, attempt: Attempt, wanted: Sequence[tuple[int,
 
 
 async def read_part(store: Store, attempt: Attempt, rank: int, *, expected: str | None = None) -> tuple[Part, str]:
-    """Read a part. Return it and its digest."""
+    """Read one rank's part. Return it and its digest."""
     what = manifest_key(attempt, rank)
     raw = await steady.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
@@ -102,7 +102,7 @@ async def read_part(store: Store, attempt: Attempt, rank: int, *, expected: str 
 
 
 def table_of(part: Part) -> Table:
-    """Return the chunk table of a part. CorruptError if it is damaged, or points outside the files of the part."""
+    """Return the chunk table of a part. Raise CorruptError if it is damaged or exceeds the data files of the part."""
     what = f"the table of {manifest_key(Attempt.parse(part.attempt), part.rank)}"
     table, sizes = Table.from_bytes(part.table, what), {pack.key: pack.size for pack in part.packs}
     if not sizes.keys() >= set(table.packs):
@@ -116,7 +116,7 @@ def table_of(part: Part) -> Table:
 
 
 def layout_of(part: Part, table: Table, known: Layout | None = None) -> Layout:
-    """Return the layout of a part. CorruptError if it is damaged.
+    """Return the layout of a part. Raise CorruptError if it is damaged.
 
     known: a layout that is returned if it is the same.
     """
@@ -127,7 +127,7 @@ def layout_of(part: Part, table: Table, known: Layout | None = None) -> Layout:
 
 
 async def check_sizes(store: Store, part: Part, known: Mapping[str, int] = NO_SIZES) -> None:
-    """Raise CorruptError unless each pack of a part has its size, NotFoundError if one is missing."""
+    """Raise CorruptError if a data file of a part has a wrong size, NotFoundError if one is missing."""
     there = await _sizes(store, part, known)
     for pack in part.packs:
         if there[pack.key] != pack.size:
@@ -135,7 +135,7 @@ async def check_sizes(store: Store, part: Part, known: Mapping[str, int] = NO_SI
 
 
 async def sizes_of_many(store: Store, attempt: Attempt, ranks: int) -> Mapping[str, int]:
-    """Return the sizes of the data files of a checkpoint, if that many ranks saved it: a listing replaces thousands of
+    """Return the sizes of a checkpoint's data files if it has many ranks, else {}: one listing replaces thousands of
     requests."""
     if ranks <= MANY:
         return NO_SIZES
@@ -143,7 +143,7 @@ async def sizes_of_many(store: Store, attempt: Attempt, ranks: int) -> Mapping[s
 
 
 async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str, int]:
-    """Of all packs of a part. NotFoundError if one is not there."""
+    """Return the sizes of all data files of a part. Raise NotFoundError if one is missing."""
     found = {pack.key: known[pack.key] for pack in part.packs if pack.key in known}
     keys = [pack.key for pack in part.packs if pack.key not in found]
     if store.remote and len(keys) > FEW:  # a listing replaces many requests
@@ -154,7 +154,7 @@ async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str
 
 
 async def load_index(store: Store, commit: Commit) -> Index:
-    """Read the index. CorruptError or NotFoundError if it is damaged or gone."""
+    """Read the index. Raise CorruptError or NotFoundError if it is damaged or missing."""
     key = index_key(commit.attempt)
     raw = await read_exact(store, key, commit.index, MAX_INDEX)
     return Index.from_bytes(raw, key, commit.world, len(commit.parts))
@@ -173,11 +173,11 @@ async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict
     return dict(zip(ranks, await of_each(ranks, one), strict=True))
 
 
-# -- of checkpoints that no record names --
+# -- parts of checkpoints without a log record --
 
 
 async def stored_part(store: Store, attempt: Attempt, rank: int) -> WrittenPart | None:
-    """Return what a rank has stored of a checkpoint, if it is sound."""
+    """Return a rank's stored part of a checkpoint, or None if it is missing or damaged."""
     key = manifest_key(attempt, rank)
     keys = [info.key async for info in store.list(folder_of(attempt)) if info.key == key]
     return (await sound_parts(store, attempt, keys)).get(rank)
@@ -188,8 +188,7 @@ async def sound_parts(
 ) -> dict[int, WrittenPart]:
     """Read the manifests among some files of a checkpoint. Return those that are intact, by rank.
 
-    With many ranks, keep only what the index needs of each. StoreError if the store failed, because nothing is known
-    then.
+    With many ranks, keep only what the index needs of each. Raise StoreError if the store fails.
 
     own: a part that need not be read.
     """
@@ -204,7 +203,7 @@ async def sound_parts(
 async def _sound(
     store: Store, attempt: Attempt, sizes: Mapping[str, int], compact: bool, rank: int
 ) -> WrittenPart | None:
-    for again in (store.remote, False):  # from a bucket, it may have been damaged on its way
+    for again in (store.remote, False):  # bytes from a bucket may have been damaged in transit
         try:
             return await load_part(store, attempt, rank, sizes=sizes, compact=compact)
         except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
@@ -215,5 +214,5 @@ async def _sound(
 
 
 def ranks_in(keys: Iterable[str]) -> set[int]:
-    """Return the ranks whose manifests are among some files."""
+    """Return the ranks that have a manifest among these keys."""
     return {rank for key in keys if is_manifest(key) and (rank := rank_of(key)) is not None}

@@ -59,7 +59,7 @@ async def copy_part(
     used: Set[str] = frozenset(),
     on_bytes: OnBytes = None,
 ) -> WrittenPart:
-    """Copy the manifest of one rank and the data files that it uses, including those of older checkpoints.
+    """Copy one rank's manifest and the data files that it uses, including those of older checkpoints.
 
     Complete files in the target stay. Raise CorruptError if the source is damaged, or if a data file that the target
     uses has other bytes.

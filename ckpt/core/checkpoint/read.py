@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Note = Callable[[str], None]
-MOST_PROBLEMS = 100  # of one checkpoint, after which nothing more is read
-FEW = 8  # ranks, up to which all manifests are read; with more, the index, and only the manifests that are needed
+MOST_PROBLEMS = 100  # in a checkpoint, after which verification stops
+FEW = 8  # up to this many ranks, all manifests are read; with more, the index and the needed manifests
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Manifest:
 
     @cached_property
     def table(self) -> Table:
-        """All tables as one."""
+        """Return all tables as one."""
         return merge(self.tables)
 
     def layout(self, rank: int = 0, known: Layout | None = None) -> Layout:
@@ -139,9 +139,9 @@ def _best(log: RunLog) -> Commit:
 
 
 async def consists_of(store: Store, commit: Commit) -> Manifest | Index:
-    """Return what a checkpoint consists of, verified: up to `FEW` ranks all manifests, else the index.
+    """Read and verify the description of a checkpoint: all manifests with up to `FEW` ranks, else the index.
 
-    CorruptError or NotFoundError if it is damaged or gone. A damaged index is replaced by the manifests.
+    Raise CorruptError or NotFoundError if it is damaged or missing. The manifests replace a damaged index.
     """
     index = await index_or_none(store, commit) if FEW < commit.world == len(commit.parts) else None
     return index if index is not None else await load_manifest(store, commit)
@@ -150,7 +150,7 @@ async def consists_of(store: Store, commit: Commit) -> Manifest | Index:
 async def load_saved(
     store: Store, commit: Commit, others: Sequence[str] = (), note: Note = lambda text: None
 ) -> SavedState:
-    """A checkpoint as one state: `saved_by` what it consists of."""
+    """Return a checkpoint as one state, see `saved_by`."""
     return saved_by(await consists_of(store, commit), commit, (store.url, *others), note)
 
 
@@ -161,10 +161,10 @@ def saved_by(
     note: Note = lambda text: None,
     known: Layout | None = None,
 ) -> SavedState:
-    """A checkpoint as one state. If only the index was read, manifests are read when they are needed.
+    """Return a checkpoint as one state. If only the index was read, manifests are read when they are needed.
 
-    `urls`: the place, and others for manifests that are lost there, which `note` is told. `known`: a layout that need
-    not be read once more if it is that of a part.
+    `urls`: its tier, then other tiers that are tried if manifests are lost there; `note` gets a message about that.
+    `known`: a layout that is reused if it is the same.
     """
     if isinstance(found, Manifest):
         return found.saved(known)
@@ -197,13 +197,13 @@ async def _from_any(
 
 
 async def load_manifest(store: Store, commit: Commit) -> Manifest:
-    """Read the parts of all ranks, verified. CorruptError or NotFoundError if one is damaged or gone."""
+    """Read and verify every rank's part. Raise CorruptError or NotFoundError if one is damaged or missing."""
     sizes = await sizes_of_many(store, commit.attempt, len(commit.parts))
     return await _manifest(store, commit, commit.parts, sizes)
 
 
 async def in_turn(store: Store, commit: Commit) -> AsyncIterator[Coroutine[Any, Any, Manifest]]:
-    """Yield the same for some ranks at a time, to be awaited one after the other."""
+    """Yield `load_manifest` for a few ranks at a time. Await each before the next."""
     sizes = await sizes_of_many(store, commit.attempt, len(commit.parts))
     for start in range(0, len(commit.parts), MANY):
         yield _manifest(store, commit, commit.parts[start : start + MANY], sizes)
@@ -224,7 +224,7 @@ async def _manifest(
 
 
 async def index_or_none(store: Store, commit: Commit) -> Index | None:
-    """Return None if it is damaged or gone. The manifests have all that it has."""
+    """Return the index, None if it is damaged or missing. The manifests have the same information."""
     try:
         return await load_index(store, commit)
     except (CorruptError, NotFoundError) as error:
@@ -233,9 +233,9 @@ async def index_or_none(store: Store, commit: Commit) -> Index | None:
 
 
 async def tables_of(store: Store, commit: Commit, names: Set[str] = frozenset()) -> AsyncIterator[Table]:
-    """Yield the tables of all ranks, one after the other. CorruptError or StoreError if one cannot be read.
+    """Yield every rank's table, one after the other. Raise CorruptError or StoreError if one is unreadable.
 
-    names: of tensors. With many ranks, those that have something of them come first.
+    names: tensor names. With many ranks, those that have pieces of these tensors come first.
     """
     likely = list[int]()
     if names and len(commit.parts) > MANY and (index := await index_or_none(store, commit)) is not None:
@@ -263,7 +263,7 @@ async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
 async def saved_of(
     log: RunLog, step: Which, others: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
 ) -> tuple[Commit, SavedState]:
-    """A checkpoint as one state, see `load_saved`."""
+    """Choose a checkpoint and return it as one state, see `load_saved`."""
     commit = choose(log, step)
     async with there(log, commit):
         return commit, await load_saved(log.store, commit, others, note)
@@ -351,7 +351,7 @@ def _check_parses(manifest: Manifest, index: Index | None) -> None:
 
 
 def no_ranks(ranks: Sequence[int]) -> dict[int, Any]:
-    """In place of what a check does not read."""
+    """Return nothing, for checks that read no manifests."""
     return {}
 
 

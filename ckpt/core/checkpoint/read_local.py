@@ -5,7 +5,7 @@ reads ahead. Whole pieces of a tensor are read, or decoded, directly into the te
 are still in the processor's cache. Nothing is copied twice.
 
 The page cache measured fastest, even when cold. On Linux 6.18 with a virtual disk, two such streams read 4.6 GB/s for
-0.05 CPU seconds a GB, and O_DIRECT, in ten variants, 2.1 to 3.8 GB/s; cached bytes come at 20 GB/s. Checks of the disk
+0.05 CPU seconds a GB, and O_DIRECT, in ten variants, 2.1 to 3.8 GB/s; cached bytes reach 20 GB/s. Checks of the disk
 itself (`verify`, reading back) bypass the cache: `read.fetch`.
 """
 
@@ -72,7 +72,7 @@ def _run(
             views, found = _views(table, read, spare, places, small)
             try:
                 _scatter(store, read, views)
-            except StoreError:  # missing or unreadable in some places: read the chunks separately
+            except StoreError:  # missing or partly unreadable: read the chunks separately
                 small.clear()
                 found = _one_by_one(store, table, read, _views(table, read, spare, places, small)[1], lost)
             stored.update(found)

@@ -1,4 +1,4 @@
-"""From one rank's part to a checkpoint of all ranks. No rank asks another: the parts in the store are the truth."""
+"""Commits a checkpoint once the store has every rank's part. Ranks do not communicate: the parts decide."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ckpt.core.log.records import Acquire, RunState
 from ckpt.errors import SaveError
 from ckpt.store import Store
 
-STAGGER_S = 5.0  # the writer of each further rank waits so much longer before it commits for the first one
-POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
-FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same where each look is a request
-REPORT_S, FAR_REPORT_S = 10.0, 60.0  # after which a rank is reported that has not saved its part
-GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
+STAGGER_S = 5.0  # how much longer each further rank's writer waits for the first one before it commits instead
+POLL_S = (0.01, 0.5)  # seconds between two checks, initial and maximum
+FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same for remote stores, where each check is a request
+REPORT_S, FAR_REPORT_S = 10.0, 60.0  # after which a rank that has not saved its part is reported
+GROWTH, FAR_GROWTH = 1.3, 2.0  # growth of the time between two checks
 
 
 def _is_checkpoint(state: RunState, attempt: Attempt) -> bool:
-    """Or has been one, perhaps so long ago that newer ones have taken its place. SaveError if it will never be."""
+    """Return True if it is committed, or was until retention retired it. Raise SaveError if it was aborted."""
     if attempt in state.commits or (attempt in state.retired and attempt not in state.reasons):
         return True
     if state.ended(attempt):
@@ -43,11 +43,11 @@ async def settle(
     on_held: Callable[[], None] = lambda: None,
     on_slow: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """From a part to a checkpoint: commit when all ranks' parts are there, or wait until another rank's writer has.
+    """Commit the checkpoint when all parts are there, or wait until another rank's writer has committed it.
 
-    SaveError if the attempt is given up, or parts are missing after `deadline_s`. `encoder`: of this tier, which knows
-    what is damaged there. `on_held` is called when all that belongs into this place is there, and the checkpoint needs
-    those of other places as well. `on_slow` is called once if a rank is late: it may be in a long evaluation.
+    Raise SaveError if it is aborted, or if parts are missing after `deadline_s`. `encoder`: the encoder of this tier,
+    which has a record of damage there. `on_held` is called when this disk has all its parts, but the checkpoint also
+    needs those of other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
     """
     attempt = Attempt.parse(own.part.attempt)
     remote = log.store.remote
@@ -82,7 +82,7 @@ async def settle(
 
 
 async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart] | None:
-    """The parts of all ranks that belong here, None while some are missing."""
+    """Return the parts that belong in this tier, None while some are missing."""
     if role.ranks == (own.part.rank,):
         return [own]
     keys = [info.key async for info in store.list(folder_of(attempt))]
@@ -96,7 +96,7 @@ async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role)
 async def _missing(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> str:
     """Return the ranks whose parts are not there, as text."""
     keys = [info.key async for info in store.list(folder_of(attempt))]
-    ready = (await sound_parts(store, attempt, keys, own)).keys()  # a damaged one has not come
+    ready = (await sound_parts(store, attempt, keys, own)).keys()  # a damaged part counts as missing
     return ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
 
 
@@ -108,5 +108,5 @@ async def _too_late(log: RunLog, mine: Acquire, own: WrittenPart, role: Role, de
     if not role.partial:
         await abort(log, mine, attempt, reason)
         if attempt in log.state.commits:
-            return  # at the last moment
+            return  # committed at the last moment
     raise SaveError(f"step {attempt.step} was not committed: {reason}")

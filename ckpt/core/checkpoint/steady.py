@@ -1,13 +1,13 @@
-"""Read files that a checkpoint names, and tell a lost file from one that cannot be read at the moment.
+"""Reads files of a checkpoint, and distinguishes lost files from files that cannot be read at the moment.
 
-Every reader of index, parts, tables and data files comes through here. Three outcomes are possible besides the bytes:
+All reads of indexes, manifests, tables and data files use this module. If a read fails, it raises one of these errors:
 
     TruncatedError   the file is shorter than it must be: damage
     NotFoundError    the file is lost: it stayed absent for WINDOW_S, while its run and its folder could be listed
     UnreadableError  nothing is known about the bytes (`is_unreadable`): the caller must not treat them as lost
 
 A mount that is away for a moment, a stale NFS handle, a process without free descriptors or a proxy that returns 400 or
-404 look like loss to a single request. So each failure is retried for WINDOW_S. All reads of one store share that time,
+404 look like loss to a single request. So each failure is retried for WINDOW_S. The reads of a store share that time,
 because a store that is down would otherwise cost it once per file.
 """
 
@@ -27,7 +27,7 @@ from ckpt.store import ObjectInfo, Store
 T = TypeVar("T")
 
 WINDOW_S = 4.0  # how long failures are retried
-QUIET_S = 60.0  # after so long without a failure, the next one is a new fault with a window of its own
+QUIET_S = 60.0  # after this time without a failure, the next one gets a new window
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 
 
@@ -95,7 +95,7 @@ async def files(read: Callable[..., T], *arguments: Any) -> T:
 
 
 class _Faults:
-    """The failures of one store."""
+    """Tracks the failures of a store."""
 
     def __init__(self) -> None:
         self._last = self._until = float("-inf")
@@ -110,7 +110,7 @@ class _Faults:
 
 
 _known: WeakKeyDictionary[Any, _Faults] = WeakKeyDictionary()
-_others = _Faults()  # of `files`, and of all stores whose class allows no weak references, or no hash
+_others = _Faults()  # for `files`, and for stores that cannot be weakly referenced or hashed
 
 
 def _faults(store: Store) -> _Faults:

@@ -44,7 +44,7 @@ PARTS_IN_FLIGHT = 8  # for a store with multipart uploads, which limits parallel
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """One rank's frozen state. `data` lies in the order of `layout.arrangement`; `values` are tagged plain values.
+    """One rank's frozen state. `data`: bytes in the order of `layout.arrangement`. `values`: tagged plain values.
 
     `info`, `parents`: see `ckpt.core.format.manifest.Part`.
     """
@@ -68,7 +68,7 @@ async def write_part(
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
-    """Store the share of one rank, all of it raw. After an error, nothing of it counts.
+    """Store one rank's share as raw bytes. After an error, none of it counts.
 
     numbers: of data files; none was used before for this checkpoint and rank.
     check: raises if the snapshot has changed. It is called before anything counts.
@@ -263,7 +263,7 @@ def digest_blobs(layout: Layout, data: memoryview) -> bytes:
 
 
 def build_table(layout: Layout, pack: str, digests: bytes | None, begin: int | None = None) -> Table:
-    """Return the table of one rank's pieces in a raw data file. `digests`: None if unknown, then zeros. `begin`: where
+    """Return one rank's chunk table for a raw data file. `digests`: None if unknown, then zeros. `begin`: where
     the data begins, default: after the header."""
     arrangement = layout.arrangement
     if begin is None:

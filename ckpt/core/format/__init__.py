@@ -1,6 +1,6 @@
-"""What does every byte on disk mean? Names, layouts, tables, the rank index, codecs, digests and plain values.
+"""Defines the format of the files on disk: names, layouts, tables, the rank index, codecs, digests and plain values.
 
-In: values and buffers. Out: the same as bytes, and back, or CorruptError and FormatError. All of it is pure: it may not
-know a store, a process, a rank's peers, or torch. `saved_state` says whose values a rank takes back, `saved_nodes`
-how what several ranks say of one entry is joined. docs/format.md says the same to strangers.
+In: values and buffers. Out: the same as bytes, and back, or CorruptError and FormatError. All code here is pure. It
+does not know stores, processes, other ranks, or torch. `saved_state` decides whose values a rank restores, and
+`saved_nodes` joins the entries of several ranks. docs/format.md documents the format for users.
 """

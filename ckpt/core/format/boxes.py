@@ -107,7 +107,7 @@ def take(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 class TangledError(ValueError):
-    """Boxes overlap in so many ways that counting them takes too long."""
+    """Boxes overlap in too many ways to be counted in reasonable time."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Columns of numbers in files that anybody may have written: each is checked before anything is allocated by it.
+"""Reads and writes untrusted files of number columns. Every size is checked before memory is allocated for it.
 
-Such a file is a safetensors file whose entries are zstd frames, one a column; `counts` (JSON) says how many numbers
-each has. Columns of digests, which nothing makes smaller, stand there as they are: no file has more rows than bytes.
+Such a file is a safetensors file with a zstd frame for each column. The entry `counts` (JSON) has the number of values
+of each column. Columns of digests are not compressed, because they do not become smaller.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 I64: TypeAlias = "npt.NDArray[np.int64]"
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-FEW = 1 << 18  # entries of a column that any file may have; more only if it is as large
+FEW = 1 << 18  # entries of a column that any file may have; a larger file may have one for each byte
 
 ODD = (KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError, RecursionError)
-"""What comes of data of another shape than expected."""
+"""Errors raised by data of an unexpected structure."""
 
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """CorruptError for whatever is wrong with a file that is read here."""
+    """Raise CorruptError for any parse error while a file is read."""
     try:
         yield
     except (safetensors.SafetensorError, zstandard.ZstdError, *ODD) as error:
@@ -42,11 +42,11 @@ def reading(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ColumnFile:
-    """How columns become a file, and such a file becomes columns again.
+    """Converts columns to a file, and a file to columns.
 
-    `kinds`: numpy dtype of each column. `most`: bytes of all columns together. `rows`: columns of which each number
-    becomes an object. `spoken`: columns of JSON. `whole`: columns that are not compressed. `folds`: how many times its
-    size a file may become.
+    `kinds`: numpy dtype of each column. `most`: maximum bytes of all columns together. `rows`: columns whose values
+    become one object each. `spoken`: columns of JSON. `whole`: columns that are not compressed. `folds`: maximum ratio
+    of decompressed to stored size.
     """
 
     kinds: Mapping[str, Any]
@@ -65,7 +65,7 @@ class ColumnFile:
         return bytes(_arrays().save(files))
 
     def from_bytes(self, raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
-        """The columns, within `reading`. CorruptError unless each is what was declared, and all are plausible."""
+        """Return the columns; call it within `reading`. Raise CorruptError if a size is wrong or implausible."""
         frames = _arrays().load(bytes(raw))
         counts = json.loads(frames.pop("counts").tobytes())
         if counts.keys() != self.kinds.keys() or frames.keys() != self.kinds.keys():
@@ -91,29 +91,29 @@ class ColumnFile:
             if len(plain) != size:
                 raise CorruptError(f"{what}: column {name} does not hold what it declares")
             found[name] = np.frombuffer(plain, self.kinds[name])
-            # What is said in a few bytes may be very much once it is made into objects.
+            # A few bytes of JSON may expand to very many objects.
             if name in self.spoken and sum(plain.count(mark) for mark in b",[{") > 8 * few:
                 raise CorruptError(f"{what}: column {name} says more than a file of its size has to say")
         return found
 
 
 class Columns:
-    """The columns of a file, by name; `what` it is called. CorruptError unless they are as they are asked for."""
+    """Checked access to the columns of a file. `what`: its name in errors. Raises CorruptError for invalid columns."""
 
     def __init__(self, columns: Mapping[str, npt.NDArray[Any]], what: str) -> None:
         self._columns, self._what = columns, what
 
     def numbers(self, name: str, count: int, low: int = 0, high: int = 2**62) -> I64:
-        """So many, none of them beyond these limits."""
+        """Return a column of `count` numbers, all between `low` and `high`."""
         column = self._columns[name].astype(np.int64, casting="safe", copy=False)
         above = column - low if low else column
-        # Without a sign what is below is larger than all else: one look at each is enough.
+        # As unsigned numbers, values below `low` are larger than all others, so one comparison is enough.
         if column.shape != (count,) or (count and int(above.view(np.uint64).max()) > high - low):
             raise CorruptError(f"{self._what}: column {name} is out of range")
         return column
 
     def ends(self, name: str, count: int, total: int) -> I64:
-        """Where each of so many ends, of something of this length."""
+        """Return a column of `count` ascending end positions, of which the last is `total`."""
         column = self.numbers(name, count, 0, total)
         if (np.diff(column) < 0).any() or (int(column[-1]) if count else 0) != total:
             raise CorruptError(f"{self._what}: column {name} does not add up")
@@ -126,7 +126,7 @@ class Columns:
         return column
 
     def packs(self) -> tuple[str, ...]:
-        """The keys of packs, as JSON."""
+        """Return the keys of the data files."""
         found = json.loads(self._columns["packs"].tobytes())
         if type(found) is not list or not all(type(k) is str and is_data(k) for k in found):
             raise CorruptError(f"{self._what}: names impossible data files")
@@ -134,31 +134,31 @@ class Columns:
 
 
 def _arrays() -> Any:
-    """What makes files of arrays: it uses numpy when it is imported."""
+    """Return the module that writes arrays to files. Its import needs numpy."""
     import safetensors.numpy
 
     return safetensors.numpy
 
 
 def distinct(numbers: I64) -> I64:
-    """Each of them once, ascending. (`np.unique` imports much that nothing else here needs.)"""
+    """Return the distinct numbers, ascending. (`np.unique` would import modules that are not needed otherwise.)"""
     ordered = np.sort(numbers)
     found: I64 = ordered[np.diff(ordered, prepend=ordered[:1] - 1) != 0]
     return found
 
 
 def end_to_end(columns: Iterable[Any]) -> I64:
-    """One after the other; none is none."""
+    """Concatenate columns, of which there may be none."""
     return np.concatenate([np.zeros(0, np.int64), *columns])
 
 
 def starts_of(ends: I64) -> I64:
-    """Where each begins, and where the last ends."""
+    """Return where each item begins, and where the last one ends."""
     return end_to_end([[0], ends])
 
 
 def spans(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> I64:
-    """Where everything lies of which so many begin here, so many there: the places one after the other."""
+    """Return the positions in ranges, one range after the other. Range i has `counts[i]` positions from `starts[i]`."""
     ends = np.cumsum(counts, dtype=np.int64)
     found: I64 = np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
     return found

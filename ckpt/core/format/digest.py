@@ -3,7 +3,7 @@
 Why xxh3-128: on one core of the machines measured, xxh3-128 ran at 15-37 GB/s, crc32c at 12, blake3 at 2.6-7.6 and
 sha256 at 1.5-2.0, while an NVMe drive writes 1-8 GB/s. The writer shares its cores with training, so a digest slower
 than the disk would cost training time. It detects damage (an accident has one chance in 2**128) but not forgery:
-anybody with write access to the store can also write a valid checkpoint. Records and tables are small and use SHA-256,
+any user with write access to the store can also write a valid checkpoint. Records and tables are small and use SHA-256,
 which any tool can check.
 """
 

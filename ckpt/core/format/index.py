@@ -1,11 +1,11 @@
-"""The index of a checkpoint: which rank has which piece of which tensor. One format, for 1 rank and for 4,096.
+"""The index of a checkpoint: it lists the rank that has each piece of each tensor. One format for any number of ranks.
 
-The manifests of the ranks have everything. The index saves a reader most of them: a rank that restores reads the COMMIT
-record, the index, and then only the manifests of the ranks whose pieces it wants. So the chunk table in a manifest is
-the row group of this format, and no chunk is listed twice. The chain of digests has no gap: the record names the index
-and every manifest by SHA-256, and the table in a manifest names its chunks by XXH3-128.
+The manifests have all information. With the index, a reader needs only few of them: a restoring rank reads the COMMIT
+record, the index, and then only the manifests of the ranks whose pieces it needs. Chunks are listed only in the chunk
+tables of the manifests, never in the index. The chain of digests has no gap: the record has the SHA-256 of the index
+and of every manifest, and the table in a manifest has the XXH3-128 of its chunks.
 
-The index is a function of the bytes of the manifests, so two committers write equal files. It is a file of columns, see
+The index is derived from the bytes of the manifests, so two committers write equal files. It is a file of columns, see
 `ckpt.core.format.columns`:
 
     names, name_ends                  each name once, sorted, as UTF-8 text, and where it ends
@@ -23,15 +23,15 @@ The index is a function of the bytes of the manifests, so two committers write e
     packs                             JSON list of the keys of all data files that the tables name
     views                             JSON: `layouts`, `values` and `views`, each different one once
 
-Tensors that are divided alike share a pattern, so the thousands of tensors of thousands of ranks have a few thousand
-pieces. A view is what some ranks say of the state: [lowest rank, number of the layout, for each component the number of
-its plain values or null]. The index has the plain values of optimizers, which are joined from all ranks; all others are
-read from the manifests.
+Tensors that are divided in the same way share a pattern, so thousands of tensors on thousands of ranks have only a few
+thousand pieces. A view is the description of the state by one or more ranks: [lowest rank, number of the layout, for
+each component the number of its plain values or null]. The index has the plain values of optimizers, which are joined
+from every rank. All other plain values are read from the manifests.
 
-The committer reads the manifests, keeps of each what `compact` leaves of its table, and joins the shards of some names
-at a time: at 4,096 ranks with 1,700 tensors it stays below 1 GB. A reader trusts no number: sizes are bounded by the
-size of the file before anything is allocated, every number is checked against its range, and a piece counts only if
-the table of its rank lists it (`SavedState.attach`).
+The committer reads the manifests, keeps the compact form of each table (`Table.compact`), and joins the shards of some
+names at a time. With 4,096 ranks and 1,700 tensors it needs less than 1 GB. A reader trusts no number: sizes are
+checked before memory is allocated, every number is checked against its range, and a piece is used only if the table of
+its rank lists it (`SavedState._attach`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 MAX_INDEX = 1 << 29  # bytes, decompressed
 MAX_INDEX_HEADER = 1 << 16
-AT_ONCE = 1 << 18  # shards of all ranks that are joined at a time
+AT_ONCE = 1 << 18  # shards that are joined at a time
 
 COLUMNS = {
     "names": "uint8", "name_ends": "int64", "tensor_name": "int32", "tensor_instance": "int32",
@@ -80,9 +80,9 @@ ALL = "each rank names it, in a ckpt.state.Shards with an empty list if it has n
 
 @dataclass(frozen=True)
 class View:
-    """What some ranks say of the state, in the same words. `values` follow `components`, None if they are not kept.
+    """An identical description of the state by one or more ranks. `values`: one for each component, or None.
 
-    `instances` has `OWN` for the rank that asks. `first`: the lowest rank that says so.
+    `instances` has `OWN` for a rank's own tensor. `first`: the lowest rank with this view.
     """
 
     first: int
@@ -103,7 +103,7 @@ class View:
 
 @dataclass(frozen=True)
 class Pattern:
-    """How a tensor is divided: piece i is the box `offsets[i]`, `sizes[i]`, and belongs to `ranks[i]`."""
+    """The division of a tensor into pieces: piece i is the box `offsets[i]`, `sizes[i]`, on rank `ranks[i]`."""
 
     shape: Dims
     ranks: I64
@@ -114,7 +114,7 @@ class Pattern:
         return [(tuple(o), tuple(n)) for o, n in zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)]
 
     def covering(self, box: Box, name: str, effort: Effort) -> I64:
-        """Return the pieces that make up a box. CorruptError unless they have each element of it exactly once."""
+        """Return the pieces that overlap a box. Raise CorruptError unless they cover each element exactly once."""
         low = np.array(box[0], np.int64)
         high = low + np.array(box[1], np.int64)
         starts, ends = np.maximum(self.offsets, low), np.minimum(self.offsets + self.sizes, high)
@@ -140,7 +140,7 @@ def check_cover(shape: Dims, boxes: Sequence[Box], name: str, effort: Effort) ->
 
 @dataclass(frozen=True)
 class Index:
-    """All columns, checked. A pattern is checked when it is used."""
+    """The checked columns of an index. A pattern is checked when it is used."""
 
     columns: dict[str, npt.NDArray[Any]]
     names: tuple[str, ...]
@@ -158,7 +158,7 @@ class Index:
 
     @cached_property
     def number(self) -> dict[Key, int]:
-        """The row of each tensor."""
+        """Return the row of each tensor."""
         return {key: i for i, key in enumerate(self.keys)}
 
     def spec(self, tensor: int) -> TensorSpec:
@@ -173,7 +173,7 @@ class Index:
 
     @cached_property
     def _shapes(self) -> list[Dims]:
-        """The shape of each pattern."""
+        """Return the shape of each pattern."""
         flat = self.columns["pattern_shape"].tolist()
         return [tuple(flat[a:b]) for a, b in itertools.pairwise(self._starts[0].tolist())]
 
@@ -183,13 +183,13 @@ class Index:
         return bool(self.columns["tensor_accelerated"].any())
 
     def content(self, tensor: int) -> object:
-        """Return a value that is equal for tensors with the same bytes, if they are cut alike."""
+        """Return a value that is equal for tensors with the same bytes and the same chunks."""
         digest = self.columns["tensor_content"].reshape(-1, DIGEST_SIZE)[tensor].tobytes()
         return self._rows["dtype"][tensor], self._shapes[self._rows["pattern"][tensor]], digest
 
     @cached_property
     def first_blob(self) -> I64:
-        """The number of the first chunk of each rank, if the chunks of all ranks are counted one after the other."""
+        """Return the number of each rank's first chunk, counting the chunks of one rank after the other."""
         return starts_of(np.cumsum(self.columns["owned"]))
 
     @cached_property
@@ -198,14 +198,14 @@ class Index:
 
     @cached_property
     def _starts(self) -> tuple[I64, I64, I64]:
-        """Where each pattern begins: in the shapes, in the pieces, in their dimensions."""
+        """Return where each pattern begins: in the shapes, in the pieces, in their dimensions."""
         return _pattern_starts(self.columns)
 
     def pattern_number(self, tensor: int) -> int:
         return self._rows["pattern"][tensor]
 
     def pattern(self, tensor: int) -> Pattern:
-        """Return how a tensor is divided. CorruptError if a piece lies outside it."""
+        """Return the pattern of a tensor. Raise CorruptError if a piece is outside the tensor."""
         number = self.pattern_number(tensor)
         if number not in self._patterns:
             (a, b), (first, stop), (low, high) = (starts[number : number + 2].tolist() for starts in self._starts)
@@ -228,9 +228,9 @@ class Index:
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview, what: str, world: int, count: int | None = None) -> Index:
-        """Read an index. CorruptError unless every number is plausible.
+        """Read an index. Raise CorruptError unless every number is plausible.
 
-        count: how many ranks it lists, by default all of `world`.
+        count: the number of ranks that it lists, default: `world`.
         """
         if len(raw) > MAX_INDEX or int.from_bytes(raw[:8], "little") > MAX_INDEX_HEADER:
             raise CorruptError(f"{what} is not an index: it is implausibly large")
@@ -289,8 +289,8 @@ def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: st
 def _views(
     columns: Mapping[str, npt.NDArray[Any]], names: frozenset[str] | None, what: str, world: int
 ) -> tuple[View, ...]:
-    """Parse what ranks say. CorruptError if it names tensors that are not there. `names`: None if other ranks may have
-    them, whose manifests are in another place."""
+    """Parse the views. Raise CorruptError if they name unknown tensors. `names`: None if unknown names may belong to
+    ranks whose manifests are on other disks."""
     if len(columns["views"]) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large")
     data = json.loads(columns["views"].tobytes())
@@ -314,12 +314,12 @@ def _views(
     return tuple(found)
 
 
-# -- made of the manifests of all ranks --
+# -- building an index from the manifests --
 
 
 @dataclass(frozen=True)
 class Share:
-    """What the index takes from the manifest of one rank."""
+    """The contents of one manifest that the index needs."""
 
     rank: int
     world: int
@@ -329,11 +329,11 @@ class Share:
 
 
 def build(shares: Sequence[Share], *, partial: bool = False) -> Index:
-    """Make the index from the shares of all ranks, in the order of ranks.
+    """Build the index from every rank's share, in rank order.
 
-    CorruptError if the ranks do not agree about a tensor, or some of it was saved by no rank, or twice.
+    Raise CorruptError if the ranks disagree about a tensor, or if any element was not saved, or saved twice.
 
-    partial: the shares are those of some ranks only, so a tensor may be incomplete.
+    partial: only some ranks' shares are given, so a tensor may be incomplete.
     """
     try:
         return _build(shares, partial)
@@ -385,8 +385,8 @@ def _numbered(names_of: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], lis
 
 @dataclass(frozen=True)
 class _Block:
-    """The shards of some names, sorted by name and instance. `name`: by number. The chunks of shard i are the
-    `counts[i]` that begin at `first[i]` of `digest`."""
+    """The shards of some names, sorted by name and instance. `name`: numbers of names. Shard i has `counts[i]` chunks,
+    whose digests begin at `digest[first[i]]`."""
 
     name: I64
     shards: SavedShards
@@ -401,7 +401,7 @@ class _Block:
 
 
 def _blocks(count: int, numbers: Sequence[npt.NDArray[np.int32]], tables: Sequence[Table]) -> Iterator[_Block]:
-    """Yield the shards of the first names of all ranks, of the next names, and so on."""
+    """Yield every rank's shards of the first names, then of the next names, and so on."""
     of = {id(one): one for one in numbers}
     orders = {key: np.argsort(one, kind="stable") for key, one in of.items()}
     rows = np.zeros(count, np.int64)
@@ -440,7 +440,7 @@ class _Tensors:
         self._contents: list[Bytes] = []
 
     def add(self, block: _Block) -> None:
-        """Add the tensors of a block. CorruptError if ranks do not agree about one."""
+        """Add the tensors of a block. Raise CorruptError if ranks disagree about one."""
         starts, shards = block.groups(), block.shards
         heads = starts[:-1]
         there = shards.rank - np.maximum(0, shards.instance)
@@ -464,7 +464,7 @@ class _Tensors:
         self._contents.append(content)
 
     def _add_alone(self, block: _Block, heads: I64, alone: Any, there: I64, pattern: I64) -> None:
-        """Set the patterns of tensors that one rank has whole: there may be very many of them."""
+        """Set the patterns of tensors with a single piece. They are handled together, because there may be many."""
         known: dict[tuple[int, ...], int] = {}
         for k, some, dims in block.shards.take(heads[alone]).by_dims():
             mine = np.flatnonzero(alone)[some]
@@ -476,7 +476,7 @@ class _Tensors:
                 pattern[number] = known[form]
 
     def _boxes(self, block: _Block, rows: I64) -> tuple[I64, Dims]:
-        """Return the boxes of the pieces of a tensor, and its shape. CorruptError if they are not of one tensor."""
+        """Return the boxes and the shape of a tensor. Raise CorruptError if its pieces differ in shape or dtype."""
         shards = block.shards
         starts = shards.dim_starts[rows]
         lengths = shards.dim_starts[rows + 1] - starts
@@ -495,7 +495,7 @@ class _Tensors:
         return np.ascontiguousarray(dims[:, k:]), tuple(dims[0, :k].tolist())
 
     def _pattern(self, name: str, shape: Dims, ranks: I64, box: I64) -> int:
-        """Return the number of a pattern. CorruptError unless the pieces cover the tensor exactly once."""
+        """Return the number of a pattern. Raise CorruptError unless its pieces cover the tensor exactly once."""
         key = repr(shape).encode() + ranks.tobytes() + box.tobytes()
         if key not in self._patterns:
             if not self._partial:
@@ -530,14 +530,14 @@ class _Tensors:
 
 
 def _content(box: I64, k: int, rows: I64, block: _Block) -> bytes:
-    """Return a digest that is equal for tensors with the same bytes that are cut alike, whichever rank has a piece."""
+    """Return a digest that is equal for tensors with the same bytes and chunks, on any ranks."""
     order = np.lexsort(box[:, :k].T[::-1]) if k else np.arange(len(rows))
     counts, first = block.counts[rows[order]], block.first[rows[order]]
     return blob_digest(b"".join((box[order].tobytes(), counts.tobytes(), block.digest[spans(first, counts)].tobytes())))
 
 
 def _check_views(shares: Sequence[Share], pool: _Pool, tensors: _Tensors) -> None:
-    """Raise CorruptError unless every tensor that a rank names was saved, and every rank names what all hold."""
+    """Raise CorruptError unless all named tensors were saved, and every rank names all shared tensors."""
     forms = tensors.forms()
     known = {name for name, _ in forms}
     together = {name for name, instance in forms if instance == GLOBAL and len(shares) > 1}
@@ -562,12 +562,12 @@ def _check_views(shares: Sequence[Share], pool: _Pool, tensors: _Tensors) -> Non
 
 
 class _Pool:
-    """What ranks say of the state, each different one once."""
+    """Collects layouts, plain values and views, each distinct one once."""
 
     def __init__(self) -> None:
         self.layouts: dict[object, tuple[dict[str, Any], int]] = {}  # with the lowest rank that has it
         self.views: tuple[View, ...] = ()
-        self.alike: list[int] = []  # for each share the number of the first with the same plain values
+        self.alike: list[int] = []  # for each share, the number of the first share with the same plain values
         self._numbers: dict[object, int] = {}
         self._own: dict[object, list[tuple[str, int]]] = {}
         self._values: dict[bytes, int] = {}

@@ -1,11 +1,11 @@
-"""Bytes copied and digested in one pass over memory, by a small C library where one was compiled.
+"""Copies and digests bytes in one pass over memory, with a small C library if one was compiled.
 
-A restore reads every byte, checks it and puts it in its place. `Kernels.copy_digest` does that without reading memory
-twice and without evicting what the caches hold. It is the only C of this package: a restore from memory takes about
-half the time with it (docs/figures.md). Without it, xxhash and memmove do the same.
+A restore reads, verifies and copies every byte. `Kernels.copy_digest` does this without reading memory twice, and
+without evicting other data from the caches. It is the only C code of this package. With it, a restore from memory takes
+about half the time (docs/figures.md). Without it, xxhash and memmove do the same work.
 
-The library is compiled when everystep is installed (hatch_build.py). It is used only if it was compiled from the very
-source that lies here, and only if it gives the same results as Python when it is tried.
+The library is compiled when everystep is installed (hatch_build.py). It is used only if it was compiled from exactly
+the source next to this file, and if a test gives the same results as Python.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.events import log
 
-SMALL = 4096  # bytes; fewer are not worth a call. The library takes more than 240.
+SMALL = 4096  # bytes; fewer are not worth a call. The library needs more than 240.
 
 _TRIED = (241, 256, 1024, 1025, 2048, 4099, 12345)  # bytes
 
 
 class Kernels:
-    """The function of a library. Raises AttributeError if it lacks it."""
+    """The function of a loaded library. Raises AttributeError if the library lacks it."""
 
     def __init__(self, loaded: Any) -> None:
         self._copy_digest = loaded.everystep_copy_digest
@@ -38,7 +38,7 @@ class Kernels:
     def copy_digest(self, target: int, source: int, length: int) -> bytes:
         """Copy more than 240 bytes between two addresses that do not overlap, and return their digest.
 
-        The interpreter's lock is released meanwhile.
+        The interpreter's lock is released during the copy.
         """
         digest = ctypes.create_string_buffer(DIGEST_SIZE)
         self._copy_digest(target, source, length, digest)
@@ -61,7 +61,7 @@ def find() -> Kernels | None:
 
 
 def library_path() -> Path:
-    """Return where the library is, if it was compiled."""
+    """Return the path of the library, whether or not it was compiled."""
     source = Path(__file__).with_suffix(".c")
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     return source.with_name(f"kernels-{platform.machine()}-{digest}.so")

@@ -1,13 +1,13 @@
-"""Where every byte goes, as pure values. No torch, no I/O.
+"""Computes the location of every byte, as pure values. No torch, no I/O.
 
-A `Layout` lists what a state consists of; `arrange` says where each tensor lies. The order in memory is the order in
-the pack, so a snapshot is written to disk as one run of bytes:
+A `Layout` lists the contents of a state, and `arrange` computes the location of each tensor. The order in memory is the
+order in the data file, so a snapshot is written to disk as one run of bytes:
 
     [ header: JSON, padded with spaces to a page ][ tensors of 256-byte lines ][ of 128 ][ of 64 ] ... [ of 1 ]
 
-Sorting by the largest power of two in a tensor's size keeps every tensor aligned to that, and so to its own dtype and,
-unless it is of an odd size, to what copy engines and vector units like, without any gap, which the safetensors format
-would refuse. Blobs, the unit of digests, are 4 MiB and end where a tensor ends.
+Tensors are sorted by the largest power of two that divides their size, which aligns each tensor to that power without
+any gap, because the safetensors format forbids gaps. So tensors are aligned to their dtype, and usually to the units of
+copy engines and vector instructions. Chunks, the unit of digests, are 4 MiB; the last chunk of a tensor may be smaller.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ckpt.errors import CorruptError, StateError
 from ckpt.store import PAGE
 
 BLOB = 4 << 20
-LINE = 256  # bytes: nothing is aligned to more
-MAX_HEADER = 96 << 20  # safetensors refuses 100 MB
-METADATA, FOR_METADATA = "__metadata__", 1 << 10  # an entry that is not a tensor, and the most bytes that it takes
+LINE = 256  # bytes, the largest alignment
+MAX_HEADER = 96 << 20  # safetensors rejects 100 MB
+METADATA, FOR_METADATA = "__metadata__", 1 << 10  # an entry that is not a tensor, and its maximum bytes
 MAX_DIMS = 64
 OWN = -1  # among the instances of a shared layout: the tensor belongs to the rank itself
 
@@ -49,9 +49,9 @@ BITS = NATIVE | FOREIGN
 class TensorSpec:
     """A tensor, or the piece of it that one rank stages.
 
-    `name` is the fully qualified one, `dtype` by our names, `shape` of the piece; `whole`, `offsets`: the shape of the
-    tensor and where the piece lies in it, None and () if it is all of it. `instance` tells apart tensors of one name
-    that different ranks have for themselves (see `ckpt.core.format.partition`).
+    `name`: fully qualified. `dtype`: key of `BITS`. `shape`: of the piece. `whole`, `offsets`: shape of the tensor and
+    position of the piece in it; None and () if the piece is the whole tensor. `instance` distinguishes tensors of the
+    same name on different ranks (see `ckpt.core.format.partition`).
     """
 
     name: str
@@ -76,7 +76,7 @@ class TensorSpec:
 
     @property
     def key(self) -> str:
-        """What it is called in a pack: the name; with the rank it belongs to, and where it lies, if need be."""
+        """Return its name in a data file: the tensor name, with owning rank and offsets if they are needed."""
         instance = "" if self.instance < 0 else f"#{self.instance}"
         return self.name + instance + ("" if self.whole is None else "@" + ",".join(map(str, self.offsets)))
 
@@ -97,12 +97,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank's state consists of, and what it stages of it.
+    """The contents of one rank's state, and the pieces of it that this rank stages.
 
-    `tensors` are distinct pieces; `aliases` maps further names to the tensor that they share memory with. `components`
-    hold what does not change from step to step about each entry of the state (its path, kind and such), with the names
-    of all its tensors, those too that other ranks stage. `instances`: of tensors that not all ranks hold together.
-    `elsewhere`: dtype and shape of tensors that all ranks hold together, and of which only others stage anything.
+    `tensors` are distinct pieces. `aliases` maps further names to the tensor that they share memory with. `components`
+    have the constant facts about each entry of the state (path, kind and others), with the names of all its tensors,
+    including those that other ranks stage. `instances`: the instances of tensors that are not shared by all ranks.
+    `elsewhere`: dtype and shape of shared tensors of which only other ranks stage pieces.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -148,8 +148,8 @@ class Layout:
     def checked(
         cls, tensors: tuple[TensorSpec, ...], data: Any, rank: int, world: int, instances: Any, others: Any
     ) -> Layout:
-        """Make a layout. CorruptError unless sizes are plausible, pieces are distinct and inside their tensors, and
-        aliases are names of tensors."""
+        """Make a layout. Raise CorruptError unless sizes are plausible, pieces are distinct and inside their tensors,
+        and aliases refer to tensors."""
         try:
             aliases, components, instances = dict(data["aliases"]), list(data["components"]), dict(instances)
             elsewhere = {str(n): (dtype, tuple(shape)) for n, (dtype, shape) in others.items()}
@@ -159,7 +159,7 @@ class Layout:
             if not all(type(n) is int and 0 <= n < world for n in instances.values()):
                 raise CorruptError("a layout with impossible instances")
             names = {t.name for t in tensors}
-            if world > 1:  # what other ranks stage is named by the components only
+            if world > 1:  # only the components name tensors that other ranks stage
                 names = names.union(*(c["names"] for c in components)) - aliases.keys()
             check_components(components, names | aliases.keys())
             if len({t.key for t in tensors}) != len(tensors):
@@ -176,9 +176,9 @@ class Layout:
 
     @cached_property
     def shared(self) -> SharedLayout:
-        """What a manifest has of it, next to the chunk table: aliases, components, instances, and `forms`: dtype and
-        shape of the tensors that all of several ranks hold together. The instance of a tensor of the rank itself is
-        `OWN`. So it is the same for all ranks that hold the same tensors, whichever of them stages a tensor."""
+        """Return the part of it that a manifest has next to the chunk table: aliases, components, instances, and
+        `forms` (dtype and shape of tensors that several ranks share). A rank's own tensors have the instance `OWN`.
+        So it is equal for all ranks with the same tensors, no matter which of them stages a tensor."""
         forms = {t.name: [t.dtype, list(t.full)] for t in self.tensors if t.instance < 0 and self.world > 1}
         forms |= {name: [dtype, list(shape)] for name, (dtype, shape) in self.elsewhere.items()}
         instances = {name: OWN if instance == self.rank else instance for name, instance in self.instances.items()}
@@ -188,17 +188,17 @@ class Layout:
 
     @cached_property
     def made_of_it(self) -> dict[type, object]:
-        """What others have made of it, and want to make once: by what it is."""
+        """Return a cache of objects that other modules derive from this layout, by their class."""
         return {}
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
+        """Return the bytes of each tensor."""
         return [t.nbytes for t in self.tensors]
 
     @cached_property
     def accelerated(self) -> bool:
-        """Whether any of it is on an accelerator."""
+        """Return True if any tensor is on an accelerator."""
         return any(t.accelerator for t in self.tensors)
 
     @cached_property
@@ -216,7 +216,7 @@ def check_tensors(tensors: Iterable[TensorSpec]) -> None:
             raise CorruptError(f"{t.name}: unknown dtype {t.dtype!r}, written by a newer version?")
         if len(t.shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**62 for n in t.shape):
             raise CorruptError(f"{t.name}: impossible shape {t.shape}")
-        # Empty dimensions do not count here: torch multiplies the others all the same.
+        # Dimensions of size 0 are skipped, because torch multiplies the others regardless.
         if math.prod(n for n in t.full if n) * BITS[t.dtype] // 8 >= 2**62:
             raise CorruptError(f"{t.name}: implausible size")
         if t.whole is not None:
@@ -230,7 +230,7 @@ def check_tensors(tensors: Iterable[TensorSpec]) -> None:
 
 
 def check_components(components: list[Any], names: set[str] | frozenset[str] | None) -> None:
-    """Raise CorruptError unless each says its path, its kind, facts about it, and which of `names` are its own."""
+    """Raise CorruptError unless each component has a path, a kind, facts, and tensor names that are in `names`."""
     for one in components:
         path, own = one["path"], one["names"]
         if type(one["kind"]) is not str or type(one["facts"]) is not dict or type(path) is not list:
@@ -245,7 +245,7 @@ def check_components(components: list[Any], names: set[str] | frozenset[str] | N
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """`length` bytes at `offset` of the data, belonging to tensor number `tensor`."""
+    """A chunk: `length` bytes at `offset` of the data, in tensor number `tensor`."""
 
     tensor: int
     offset: int
@@ -254,7 +254,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`order`: tensor numbers in pack order; `offsets`: of each tensor, by its number; sizes in bytes."""
+    """The order of tensors in a data file. `order`: their numbers; `offsets`: in bytes, by tensor number."""
 
     tensors: tuple[TensorSpec, ...]
     order: tuple[int, ...]
@@ -267,7 +267,7 @@ class Arrangement:
 
     @cached_property
     def first_blob(self) -> dict[int, int]:
-        """Of each tensor that has bytes, by its number."""
+        """Return the first chunk of each tensor that is not empty, by tensor number."""
         found: dict[int, int] = {}
         for number, blob in enumerate(self.blobs):
             found.setdefault(blob.tensor, number)
@@ -275,12 +275,12 @@ class Arrangement:
 
     @cached_property
     def blob_starts(self) -> list[int]:
-        """Where the blobs of each tensor begin, in pack order, and how many there are in all."""
+        """Return the number of the first chunk of each tensor, in file order, and the number of all chunks."""
         return list(itertools.accumulate((-(-self.tensors[i].nbytes // BLOB) for i in self.order), initial=0))
 
     @cached_property
     def blob_columns(self) -> tuple[I64, I64]:
-        """Offset and length of each blob."""
+        """Return offset and length of each chunk."""
         starts = np.array(self.blob_starts, np.int64)
         counts = np.diff(starts)
         sizes = np.array([self.tensors[i].nbytes for i in self.order], np.int64)
@@ -290,7 +290,7 @@ class Arrangement:
 
     @cached_property
     def _entries(self) -> bytes:
-        """The entries of the header, as JSON without the first brace."""
+        """Return the entries of the header, as JSON without the first brace."""
         return _entries(self)
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
@@ -335,5 +335,5 @@ def _entries(arrangement: Arrangement) -> bytes:
 
 
 def pages(size: int) -> int:
-    """`size` rounded up to whole pages."""
+    """Return `size` rounded up to whole pages."""
     return -(-size // PAGE) * PAGE

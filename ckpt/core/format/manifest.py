@@ -1,21 +1,21 @@
-"""Name the files of a run, and read and write the small JSON files.
+"""Names the files of a run, and reads and writes its small JSON files.
 
-    FORMAT.json                                   this is a run of ours, version, root id
-    latest.json                                   a hint: the newest checkpoint
+    FORMAT.json                                   marks a run: format version, root id
+    latest.json                                   the newest checkpoint, as a hint
     log/<seq>.json                                records, see `ckpt.core.log.records`
     steps/<checkpoint id>/                        the files of one checkpoint:
       rank-00000.safetensors                      tensor bytes of rank 0, raw
       rank-00000-00001.safetensors                further data files of rank 0, encoded
       rank-00000.json                             the manifest of rank 0: `Part`
-      index.safetensors                           which rank has which piece, see `ckpt.core.format.index`
+      index.safetensors                           the rank of each piece, see `ckpt.core.format.index`
 
-A writer never uses the name of a data file twice, and never a number of another writer. So no manifest names what a
-failed write has left. The manifest of a rank is created once: it decides which data files count. The index is a
-function of the manifests, so two committers write the same bytes.
+A writer never uses the name of a data file twice, nor a number of another writer. So no manifest names a file from a
+failed write. The manifest of a rank is created once, and decides which data files count. The index is derived from the
+manifests, so two committers write the same bytes.
 
-Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
-`digest` field. A file whose bytes are not exactly the canonical form of what they parse to is damaged: one flipped bit
-anywhere is noticed.
+Every JSON file is written in a canonical form (sorted keys, no spaces). Its field `digest` is the SHA-256 of its other
+fields. A file is damaged if its bytes are not exactly the canonical form of their contents. This detects any
+flipped bit.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ckpt.core.format.digest import file_digest
 from ckpt.errors import CorruptError, FormatError
 
 MAJOR, MINOR = 3, 0
-MAX_JSON = 256 << 20  # bytes; refused before parsing
-FEW_BYTES, MOST_FOLDS = 16 << 20, 500  # what is pressed may say so much, and more only so many times its size
+MAX_JSON = 256 << 20  # bytes; a larger file is rejected before parsing
+FEW_BYTES, MOST_FOLDS = 16 << 20, 500  # limits of decompressed JSON, see `plain_size`
 MAX_FORMAT = 1 << 20
 MAX_EPOCH = 10**12
 MAX_WORLD = 1 << 20
-MAX_HEADER = 100 << 20  # of a pack; safetensors refuses more
-MAX_NEEDS = 64  # older checkpoints that one is built on
+MAX_HEADER = 100 << 20  # bytes of a data file's header; safetensors rejects more
+MAX_NEEDS = 64  # maximum older checkpoints that a checkpoint builds on
 STEPS = "steps/"
 _ID = re.compile(r"([0-9]{9}|[1-9][0-9]{9,17})\.([1-9][0-9]{0,11})-([0-9a-f]{8})")
 
@@ -72,12 +72,12 @@ def new_nonce() -> str:
 
 
 def nonce_of(job: str, turn: int) -> str:
-    """Return the nonce of a job's next term. turn: counts the terms that the job has asked for, from 0."""
+    """Return the nonce of a job's next term. turn: the number of terms that the job requested before."""
     return hashlib.sha256(f"{job}:{turn}".encode()).hexdigest()[:8]
 
 
 def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:
-    """Parse the ids that a checkpoint was built on. CorruptError unless all are older, sorted, and not too many."""
+    """Parse the ids that a checkpoint builds on. Raise CorruptError unless all are older, sorted, and not too many."""
     if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
         raise CorruptError(f"checkpoint {attempt} needs an impossible number of others")
     found = tuple(map(Attempt.parse, texts))
@@ -87,7 +87,7 @@ def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:
 
 
 def needs_texts(attempts: Iterable[Attempt]) -> list[str]:
-    """As `read_needs` wants them."""
+    """Return ids in the form that `read_needs` parses."""
     return [str(attempt) for attempt in sorted(set(attempts))]
 
 
@@ -96,7 +96,7 @@ def folder_of(attempt: Attempt) -> str:
 
 
 def data_key(attempt: Attempt, rank: int, number: int = 0) -> str:
-    """Name a data file. `number`: 0 for the raw data that a rank writes first, more for all others."""
+    """Return the name of a data file. `number`: 0 for the raw data that a rank writes first, more for all others."""
     return f"{folder_of(attempt)}rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 
@@ -188,12 +188,12 @@ def canonical(data: Any) -> bytes:
 
 
 def seal(data: Mapping[str, Any]) -> bytes:
-    """The file: the fields and their digest."""
+    """Return the bytes of a JSON file with these fields and their digest."""
     return canonical({**data, "digest": file_digest(canonical(dict(data)))})
 
 
 def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
-    """The fields of a sealed file. CorruptError unless every byte is as it was written."""
+    """Return the fields of a sealed file. Raise CorruptError unless every byte is as it was written."""
     if len(raw) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large: {len(raw)} bytes")
     raw = bytes(raw)
@@ -211,14 +211,14 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
     return data
 
 
-# -- large JSON that is the same in many files --
+# -- large JSON that many files share --
 
 
 class SharedLayout:
-    """What a manifest says of the state apart from its tensors' bytes, see `ckpt.core.format.layout.Layout.shared`.
+    """The layout in a manifest, see `ckpt.core.format.layout.Layout.shared`.
 
-    It is the same text for all ranks that hold the same tensors, and at each of their checkpoints. Manifests that are
-    in memory together share one object, which is parsed when it is first used. Do not change `data`.
+    Its text is equal for all ranks with the same tensors, and for all their checkpoints. Manifests in memory share one
+    object, which is parsed when it is first used. Do not change `data`.
     """
 
     __slots__ = ("__weakref__", "_data", "_text")
@@ -234,14 +234,14 @@ class SharedLayout:
 
     @property
     def text(self) -> str:
-        """A zstd frame in base64."""
+        """Return the layout as a zstd frame in base64."""
         if not self._text:
             self._text = press(canonical(self._data))
         return self._text
 
     @property
     def data(self) -> dict[str, Any]:
-        """Parse the layout. CorruptError if it is damaged, or implausibly large."""
+        """Return the parsed layout. Raise CorruptError if it is damaged or implausibly large."""
         if self._data is None:
             try:
                 data = unpress(self._text)
@@ -254,7 +254,7 @@ class SharedLayout:
 
     @property
     def key(self) -> object:
-        """Equal for layouts with the same text, if the text is known."""
+        """Return a value that is equal for layouts with the same text, if the text is known."""
         return self._text or id(self)
 
     def __eq__(self, other: object) -> bool:
@@ -272,7 +272,7 @@ def press(text: bytes) -> str:
 
 
 def unpress(text: str) -> dict[str, Any]:
-    """Return the object. ValueError if it is not one, or implausibly large."""
+    """Return the object in pressed JSON. Raise ValueError if it is not an object or implausibly large."""
     found = parsed(unpressed(text))
     if type(found) is not dict:
         raise ValueError("not an object")
@@ -280,12 +280,12 @@ def unpress(text: str) -> dict[str, Any]:
 
 
 def plain_size(stored: int) -> int:
-    """Return how many bytes so many compressed bytes may become. Readers refuse more before they decompress them."""
+    """Return the maximum decompressed size of `stored` bytes. Readers reject more before they decompress."""
     return FEW_BYTES + MOST_FOLDS * stored
 
 
 def unpressed(text: str) -> bytes:
-    """The JSON. ValueError if it is implausibly large, or was not pressed."""
+    """Return pressed JSON as bytes. Raise ValueError if it is implausibly large or invalid."""
     try:
         frame = base64.b64decode(text, validate=True)
         size = zstandard.frame_content_size(frame)
@@ -297,7 +297,7 @@ def unpressed(text: str) -> bytes:
 
 
 def parsed(text: bytes) -> Any:
-    """ValueError if it is no JSON, or nested too deeply."""
+    """Parse JSON. Raise ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -308,12 +308,12 @@ def parsed(text: bytes) -> Any:
 
 
 def new_format(root: str | None = None) -> bytes:
-    """`root`: the id of a run whose FORMAT.json was lost; by default a new one."""
+    """Return the bytes of FORMAT.json. `root`: the id of a run whose FORMAT.json was lost, default: a new id."""
     return seal({"format": "everystep", "major": MAJOR, "minor": MINOR, "root": root or secrets.token_hex(16)})
 
 
 def read_format(raw: bytes | memoryview) -> str:
-    """The root id. CorruptError if it is damaged, FormatError if it is not ours or from a newer major version."""
+    """Return the root id. Raise CorruptError if it is damaged, FormatError for other formats and major versions."""
     data = unseal(raw, "FORMAT.json")
     if data.get("format") != "everystep" or not isinstance(data.get("root"), str):
         raise FormatError("not a run of everystep: FORMAT.json says otherwise")
@@ -336,7 +336,7 @@ MAX_PARENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class PackInfo:
-    """`size` in bytes; `header` is the SHA-256 of everything before the first tensor."""
+    """A data file. `size`: bytes. `header`: SHA-256 of all bytes before the first tensor."""
 
     key: str
     size: int
@@ -346,16 +346,16 @@ class PackInfo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The manifest of one rank: its share of one checkpoint. `values` are tagged plain values.
+    """One rank's manifest: its share of a checkpoint. `values` are tagged plain values.
 
     `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64.
-    `packs`: all data files that the table names, also those of older checkpoints. `needs`: the older checkpoints that
-    it was built on, in order. `chain`: the number of increments since the last full one; 0 for a full one. `full`: the
-    last full one; empty for a full one. `replicas`: see `ckpt.core.format.replicas`.
+    `packs`: all data files that the table names, including those of older checkpoints. `needs`: the older checkpoints
+    that it builds on, in order. `chain`: the number of increments since the last full one; 0 for a full one. `full`:
+    the last full one; empty for a full one. `replicas`: see `ckpt.core.format.replicas`.
 
-    `info`: what the user wants to remember. `parents`: checkpoints of other runs that this one continues, as
-    `<root id>/<checkpoint id>`. `content`: what a checkpoint of only some tensors has: `only` and `cast`. `features`:
-    names of what a reader must know to read this correctly; a reader that does not know one refuses the manifest.
+    `info`: the user's notes. `parents`: checkpoints of other runs that this one continues, as
+    `<root id>/<checkpoint id>`. `content`: for a checkpoint of only some tensors, the options `only` and `cast`.
+    `features`: names of features that a reader needs; a reader that lacks one rejects the manifest.
     """
 
     attempt: str
@@ -386,7 +386,7 @@ class Part:
         return seal(data)
 
     def check(self, what: str) -> None:
-        """Raise CorruptError unless every field is of its type and every number plausible, FormatError if a feature is
+        """Raise CorruptError if a field has a wrong type or an implausible number, FormatError if a feature is
         unknown."""
         attempt = Attempt.parse(self.attempt)
         if (type(self.rank), type(self.world)) != (int, int) or not 0 <= self.rank < self.world <= MAX_WORLD:
@@ -415,7 +415,7 @@ class Part:
             named = isinstance(pack.key, str) and is_data(pack.key)
             if not named or any(type(n) is not int for n in sizes):
                 raise CorruptError(f"{what} names an impossible data file")
-            # It may be of an older checkpoint that `needs` does not name: one that is named there uses it too.
+            # It may belong to an older checkpoint that is not in `needs`, if one in `needs` uses it too.
             if (of := owner(pack.key)) is None or not (of == attempt or (needs and of < attempt)):
                 raise CorruptError(f"{what} names a data file that it cannot have")
             if not 0 <= pack.header_size <= min(pack.size, MAX_HEADER):

@@ -1,5 +1,5 @@
-"""Opening files by names that others chose. Only regular files are read: a pipe would hold us up for ever, a device has
-no end.
+"""Opens files whose names come from other programs. Only regular files are read, because a pipe may block forever and
+a device may have no end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ LOST = frozenset(
     (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENOTSUP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG,
      errno.EFBIG)
 )  # fmt: skip
-"""Errors of what is absent, is not a regular file, or was requested in an impossible way. All others may pass."""
+"""Errors for absent files, files that are not regular, and invalid requests. All other errors may be transient."""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """A descriptor. OSError if it cannot be opened, or is anything but a regular file."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)  # of a pipe, nobody waits for the other end
+    """Open a file and return its descriptor. Raise OSError if it cannot be opened or is not a regular file."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)  # does not wait for the other end of a pipe
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.ENOTSUP, "it is not a regular file", os.fspath(path))
@@ -30,7 +30,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 @contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to read. OSError as of `open_regular`."""
+    """Open a file for reading. Raise OSError as `open_regular` does."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
 
@@ -45,7 +45,7 @@ def read_regular(path: str | os.PathLike[str], limit: int = MAX_SMALL) -> bytes:
 
 
 def start_of(path: str | os.PathLike[str], size: int) -> bytes:
-    """Read the first bytes of a file, none of what is LOST. OSError if it cannot be read now."""
+    """Return the first bytes of a file, b"" for an error in LOST. Raise OSError if it cannot be read now."""
     try:
         with reading(path) as file:
             return file.read(size)
@@ -56,7 +56,7 @@ def start_of(path: str | os.PathLike[str], size: int) -> bytes:
 
 
 def write_regular(path: str | os.PathLike[str], data: bytes) -> None:
-    """All that a file holds from now on, durably. OSError as of `open_regular`."""
+    """Replace the content of a file durably. Raise OSError as `open_regular` does."""
     with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(data)
         file.flush()

@@ -1,4 +1,4 @@
-"""Entries of a saved state, and what several ranks say of one, as one."""
+"""Entries of a saved state. Joins the versions of an entry that several ranks saved."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from ckpt.core.format.layout import TensorSpec
 from ckpt.core.format.values import Json, Path, decode, plain_dtype, show, unpaired
 from ckpt.errors import CorruptError
 
-SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
+SHARED_KINDS = ("module", "optimizer")  # kinds of which each rank may have only a part
 PLAIN = "plain"  # among an optimizer's facts: names of plain tensors that are a rank's shards next to a DTensor
-TENSORS = (None, "parameter", "buffer")  # what a reference calls the kind of a tensor
+TENSORS = (None, "parameter", "buffer")  # kinds of a tensor in a reference
 OBJECT_TAGS = ("enum", "namedtuple", "object", "generator", "given", "parameter")
-JOINED_KIND = "optimizer"  # of which the values of all ranks are joined
-KINDS = (
-    "kinds"  # among an optimizer's facts: what its tensors are if they are not plain, as references to tensors have it
-)
+JOINED_KIND = "optimizer"  # the kind whose values are joined from every rank
+KINDS = "kinds"  # among an optimizer's facts: the kinds of its tensors that are not plain, as in references to tensors
 DICTS = "dicts"  # among an optimizer's facts: by parameter, the type of its dict if it is not a plain one
 ORDERS = "orders"  # a fact: the dimensions of tensors that are not contiguous, from the outermost to the innermost
 
 
 @dataclass(frozen=True)
 class SavedNode:
-    """One entry of a saved state. `names`: of its tensors, aliases too."""
+    """One entry of a saved state. `names`: of its tensors, including aliases."""
 
     path: Path
     kind: str
@@ -38,7 +36,7 @@ class SavedNode:
 
 
 def joined(nodes: list[SavedNode]) -> SavedNode:
-    """What ranks say of one entry, the one that asks first. CorruptError if that does not go together."""
+    """Join the nodes of one entry, the reading rank's first. Raise CorruptError if they do not fit together."""
     try:
         return _joined(nodes)
     except ODD as error:
@@ -57,8 +55,8 @@ def _joined(nodes: list[SavedNode]) -> SavedNode:
 
 
 def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
-    """Parameter groups joined one by one."""
-    own = {name for group in nodes[0].facts["params"] for name in group}  # what it says of these is the truth
+    """Join the facts of an optimizer, each parameter group separately."""
+    own = {name for group in nodes[0].facts["params"] for name in group}  # its facts about these take precedence
     groups = max(len(node.facts["params"]) for node in nodes)
     params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
     state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
@@ -69,7 +67,7 @@ def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
 
 
 def _joined_tensors(nodes: list[SavedNode]) -> dict[str, Any]:
-    """What is said of single tensors; what a rank has itself it knows best."""
+    """Join the facts about single tensors. Earlier nodes take precedence."""
     joined = _joined_wrappers(nodes)
     for fact in (ORDERS, KINDS, DICTS):
         found = {name: one for node in reversed(nodes) for name, one in node.facts.get(fact, {}).items()}
@@ -78,7 +76,7 @@ def _joined_tensors(nodes: list[SavedNode]) -> dict[str, Any]:
 
 
 def _joined_wrappers(nodes: list[SavedNode]) -> dict[str, Any]:
-    """How tensors that are made of several look."""
+    """Join the descriptions of tensors that consist of other tensors."""
     rows = [form for node in reversed(nodes) for form in node.facts.get("wrappers", ())]
     if not all(type(form) is dict and type(form.get("name")) is str for form in rows):
         raise CorruptError("what is stored of tensors that are made of others has no names")
@@ -86,7 +84,7 @@ def _joined_wrappers(nodes: list[SavedNode]) -> dict[str, Any]:
 
 
 def _joined_values(nodes: list[SavedNode]) -> Json:
-    """The settings of the groups are the first one's; plain state of single parameters is anybody's."""
+    """Take the settings of groups from the first node, and plain state of other parameters from any node."""
     own = {name for group in nodes[0].facts["params"] for name in group}
     state = {
         (name, str(key)): [name, key, value]
@@ -108,11 +106,11 @@ def _union(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return list(dict.fromkeys(one for each in lists for one in each))
 
 
-# -- whether one can be restored --
+# -- check that an entry can be restored --
 
 
 def check_node(node: SavedNode, find: Callable[[str], TensorSpec | None]) -> None:
-    """Raise CorruptError unless a restore can read this entry. `find`: the tensor of a name, None if there is none."""
+    """Raise CorruptError unless a restore can read this entry. `find`: returns the tensor of a name, or None."""
     if node.kind == "optimizer" and not is_optimizer(node):
         raise CorruptError(f"{show(node.path)}: what is stored of it is not the state of an optimizer")
     if node.kind == "custom module" and unpaired(node.values) is None:
@@ -120,7 +118,7 @@ def check_node(node: SavedNode, find: Callable[[str], TensorSpec | None]) -> Non
 
     def check(reference: Json) -> str:
         tag = str(reference["$"])
-        if tag in OBJECT_TAGS or tag.startswith("torch."):  # only torch, or the script, knows what they stand for
+        if tag in OBJECT_TAGS or tag.startswith("torch."):  # only torch or the user's code can resolve these
             return f"{tag} {reference['name'] if 'name' in reference else reference['v']!r}"
         if tag not in ("tensor", "ndarray", "wrapper"):
             raise CorruptError(f"unknown tag {tag!r}: written by a newer version?")
@@ -143,7 +141,7 @@ def check_node(node: SavedNode, find: Callable[[str], TensorSpec | None]) -> Non
 
 
 def _names_in(wrapper: Json) -> list[Any]:
-    """Return the names of all tensors that a tensor is made of."""
+    """Return the names of all tensors that a wrapper consists of."""
     parts = [part for _, part in wrapper["tensors"]]
     return [n for part in parts for n in ([part["name"]] if part["$"] == "tensor" else _names_in(part))]
 
@@ -174,7 +172,7 @@ def is_optimizer(saved: SavedNode) -> bool:
 
 
 def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[int]]:
-    """Return dtype and shape of the array in these bytes. Raises CorruptError or ValueError if they cannot be one."""
+    """Return dtype and shape of the array in a tensor. Raise CorruptError or ValueError if it cannot be an array."""
     dtype, shape = plain_dtype(reference["dtype"]), reference["shape"]
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"not a shape: {shape!r:.80}")

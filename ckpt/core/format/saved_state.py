@@ -1,12 +1,12 @@
-"""A checkpoint as one state, whichever ranks saved it: which tensor a name means for a rank, and whose values it takes.
+"""A checkpoint as one state. Resolves tensor names for each restoring rank, and selects the rank whose values it takes.
 
-A tensor is known by its name and its *instance*: the ranks that held it together, or `GLOBAL` if all did. A rank that
-restores looks a name up with `resolve`; how many ranks there are now, and how they divide tensors, does not matter, as
-long as it is clear which tensor is meant.
+A tensor is identified by its name and its *instance*: the lowest rank that shares it, or `GLOBAL` if all ranks share
+it. A restoring rank finds a tensor with `resolve`. The number of ranks and the sharding may have changed since the
+save, if the name is still unambiguous.
 
-The state always has an index (`format.index`), so it knows the names and forms of all tensors. It is made either of
-the manifests of all ranks, and has all their chunks, or of the index alone. Then `narrowed` reads the manifests of the
-ranks that have what is wanted.
+The state always has an index (`format.index`), with the names and forms of all tensors. It is built either from every
+rank's manifest, and then has all chunks, or from the index alone. In that case `narrowed` reads the manifests of the
+ranks that have the requested tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt.core.format.table import Table, empty, merge
 from ckpt.core.format.values import Json, Path, unlike
 from ckpt.errors import CorruptError
 
-KEPT = 1 << 19  # chunks of tables that are kept for what is wanted next
+KEPT = 1 << 19  # maximum chunks of the tables that are kept for later requests
 
 
 class Fetch(Protocol):
@@ -42,24 +42,24 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Several ranks saved different values under one name, and it is not clear which is meant."""
+    """Several ranks saved different values under one name, and none of them can be chosen."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """`spec` is of the whole tensor; `shards` are numbers in the table that cover what was asked for exactly once."""
+    """A saved tensor. `spec`: of the whole tensor. `shards`: rows of the table that cover the requested boxes once."""
 
     spec: TensorSpec
     shards: Sequence[int]
 
 
 class _Tensors(Mapping[Key, SavedTensor]):
-    """Made when they are asked for: a state that is as it was saved asks for none."""
+    """Creates each `SavedTensor` on access, because a restore with unchanged sharding needs none."""
 
     def __init__(self, index: Index, shards: Mapping[int, Sequence[int]]) -> None:
-        """`shards`: by the number of the tensor, as far as their tables are known."""
+        """Look up tensors in `index`. `shards`: known rows of each tensor, by its number."""
         self._index, self._shards = index, shards
 
     def __getitem__(self, key: Key) -> SavedTensor:
@@ -77,12 +77,12 @@ class _Tensors(Mapping[Key, SavedTensor]):
 
 
 class SavedState:
-    """`layouts`, `values` and `tables` of all ranks that saved, in rank order. `digested`: the tables have all digests.
+    """Joins the `layouts`, `values` and `tables` of every rank, in rank order. `digested`: the tables have digests.
 
-    CorruptError if the ranks do not agree about a tensor, or some of it was saved by no rank, or twice.
+    Raises CorruptError if the ranks disagree about a tensor, or if any element was not saved, or saved twice.
     """
 
-    layout: Layout | None = None  # of the one rank that saved, if it was one
+    layout: Layout | None = None  # set only if a single rank saved the checkpoint
     views: list[View]
 
     def __init__(
@@ -125,10 +125,10 @@ class SavedState:
 
     @property
     def accelerated(self) -> bool:
-        """True if any of it was on an accelerator."""
+        """Return True if any tensor was on an accelerator."""
         return self.index.accelerated
 
-    # -- blobs --
+    # -- chunks --
 
     @cached_property
     def shard_of_blob(self) -> I64:
@@ -136,7 +136,7 @@ class SavedState:
 
     @cached_property
     def position(self) -> I64:
-        """Of every blob: where it begins in the bytes of its shard."""
+        """Return the offset of each chunk in the bytes of its shard."""
         lengths = self.table.length[: self.table.owned]
         before = starts_of(np.cumsum(lengths))
         found: I64 = before[:-1] - before[self.table.starts[:-1]][self.shard_of_blob]
@@ -148,7 +148,7 @@ class SavedState:
 
     @cached_property
     def numbers(self) -> I64:
-        """Of every blob that belongs to a shard: its number among those of all ranks, the same for whoever asks."""
+        """Return the global number of each chunk that belongs to a shard. It is the same on every rank."""
         if self.complete:
             return np.arange(self.table.owned)
         ranks = np.repeat(self.table.columns.rank, np.diff(self.table.starts))
@@ -158,7 +158,7 @@ class SavedState:
 
     @property
     def keys(self) -> list[Key]:
-        """All tensors, in an order that is the same for all ranks."""
+        """Return all tensors, in an order that is the same for all ranks."""
         return self.index.keys
 
     def boxes(self, key: Key) -> list[Box]:
@@ -172,9 +172,9 @@ class SavedState:
     # -- the tables of some ranks --
 
     def narrowed(self, wanted: Mapping[Key, Iterable[Box]]) -> SavedState:
-        """Return the state with the blobs that have something of these boxes of these tensors.
+        """Return the state with the chunks that contain elements of these boxes.
 
-        CorruptError unless the ranks have each element of them exactly once, and their tables are as the index says.
+        Raise CorruptError unless each element was saved exactly once, and the tables of the ranks match the index.
         """
         if self.complete:
             return self
@@ -196,13 +196,13 @@ class SavedState:
         return found
 
     def _tables(self, ranks: Sequence[int]) -> dict[int, Table]:
-        """Return the tables of some ranks. Those that were read last are kept."""
+        """Return the tables of some ranks. Recently read tables are reused."""
         found = {rank: self._kept[rank] for rank in ranks if rank in self._kept}
         found |= self._read([rank for rank in ranks if rank not in found])
         return found
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Table]:
-        """Read the manifests of some ranks: their plain values, and their tables, which are returned."""
+        """Read the manifests of some ranks. Keep their plain values, and return their tables."""
         if not ranks:
             return {}
         found = self._fetch(ranks)
@@ -217,7 +217,7 @@ class SavedState:
         return tables
 
     def _attach(self, tables: Mapping[int, Table], wanted: Mapping[int, I64]) -> None:
-        """Take the tables of some ranks. CorruptError unless they have the wanted pieces of each tensor."""
+        """Use the tables of some ranks. Raise CorruptError unless they have the wanted pieces of each tensor."""
         self.table = merge([tables[rank] for rank in sorted(tables)])
         for one in ("numbers", "position", "shard_of_blob"):
             self.__dict__.pop(one, None)
@@ -229,7 +229,7 @@ class SavedState:
             there, mine = here[holders], np.asarray(rows.get(number, ()), np.int64)
             spec, k = self.index.spec(number), len(pattern.shape)
             fits = len(mine) == np.count_nonzero(there) and bool((np.diff(shards.dim_starts)[mine] == 3 * k).all())
-            if fits:  # pieces and rows are both in the order of ranks
+            if fits:  # pieces and rows are both in rank order
                 dims = shards.dims[shards.dim_starts[mine][:, None] + np.arange(3 * k)] if k else mine[:, None][:, :0]
                 boxes = np.concatenate([pattern.offsets[there], pattern.sizes[there]], 1)
                 fits = (
@@ -255,14 +255,14 @@ class SavedState:
     # -- names --
 
     def mapped(self, rank: int) -> int:
-        """Whose plain values, and values of its own, a rank takes: its own; in turn when there are more ranks now."""
+        """Return the saved rank whose own values a rank restores: the same rank, or modulo the saved world size."""
         return rank % self.world
 
     def _view(self, rank: int) -> View:
         return self.views[self._view_of[self.mapped(rank)]]
 
     def canonical(self, name: str, rank: int) -> str:
-        """The tensor that a name stands for, as `rank` sees it."""
+        """Resolve an alias to the name of its tensor, as seen by `rank`."""
         own = self._view(rank).aliases
         if name in own:
             return own[name]
@@ -276,10 +276,10 @@ class SavedState:
     def resolve(
         self, name: str, rank: int, size: int, instance: int | None, *, lenient: bool
     ) -> Key | Ambiguous | None:
-        """Which tensor `rank` of `size` means by a name; None if there is none.
+        """Return the tensor that a name means for `rank` of `size`, or None if there is none.
 
-        `instance`: of the tensor that will be filled, None if it does not exist yet. `lenient`: values of a rank's own
-        (buffers, say) may be taken over by any rank when the number of ranks has changed; weights may not.
+        `instance`: instance of the tensor to fill, None if that does not exist yet. `lenient`: if the number of ranks
+        has changed, a rank may restore values that another rank had for itself. This suits buffers, but not weights.
         """
         name = self.canonical(name, rank)
         candidates = self.instances(name)
@@ -295,16 +295,16 @@ class SavedState:
         return Ambiguous(tuple(candidates))
 
     def identical(self, name: str) -> bool:
-        """Whether all instances of a name hold the same bytes."""
+        """Return True if all instances of a name have the same bytes."""
         candidates = self.instances(name)
         return len({self.content((name, instance)) for instance in candidates}) == 1
 
     def same(self, a: Key, b: Key) -> bool:
-        """Whether two tensors hold the same bytes, as far as digests tell."""
+        """Return True if two tensors have the same bytes according to their digests."""
         return a == b or self.content(a) == self.content(b)
 
     def content(self, key: Key) -> object:
-        """Equal for tensors that hold the same bytes, if they are cut in the same way."""
+        """Return a value that is equal for tensors with the same bytes and the same chunks."""
         if not self.digested:
             return key  # unknown, so equal to itself only
         return self.index.content(self.index.number[key])
@@ -312,7 +312,7 @@ class SavedState:
     def order(self, key: Key, rank: int = 0) -> list[int] | None:
         """Return the dimensions of a tensor from the outermost to the innermost in memory; None for a contiguous one.
 
-        Ranks may differ. The rank that a tensor belongs to decides, else the one whose values `rank` takes.
+        Ranks may differ. The rank that owns the tensor takes precedence, then the one whose values `rank` restores.
         """
         views = (self._view(rank if key[1] == GLOBAL else key[1]), *self.views)
         order = next((found for view in views if (found := self._orders(view).get(key[0])) is not None), None)
@@ -332,12 +332,12 @@ class SavedState:
 
     @cached_property
     def _ordered(self) -> dict[int, dict[str, list[int]]]:
-        """By the first rank of each view."""
+        """Return a cache for `_orders`, by the first rank of each view."""
         return {}
 
     @cached_property
     def labels(self) -> dict[str, Key]:
-        """Every tensor by a name of its own, aliases too: `name#rank` where ranks have different ones of one name."""
+        """Return all tensors by unique names, including aliases: `name#rank` if ranks have different tensors."""
         found: dict[str, Key] = {}
         aliases = {alias: name for view in reversed(self.views) for alias, name in view.aliases.items()}
         for name, of in [*((name, name) for name in self._instances), *aliases.items()]:
@@ -351,7 +351,7 @@ class SavedState:
     # -- entries of the state --
 
     def nodes(self, rank: int) -> list[SavedNode]:
-        """The entries of the state as they concern one rank; of modules and optimizers, all that any rank saved."""
+        """Return the entries of the state for one rank. Modules and optimizers are joined from every rank."""
         mapped = self.mapped(rank)
         here = self._view(rank)
         found: dict[Path, list[SavedNode]] = {}
@@ -366,19 +366,19 @@ class SavedState:
         return [joined(nodes) for nodes in found.values()]
 
     def paths(self, rank: int) -> set[Path]:
-        """Return the paths of the entries that the rank itself saved whose values `rank` takes."""
+        """Return the paths of entries that were saved by the rank whose values `rank` restores."""
         return {tuple(component["path"]) for component in self._view(rank).components}
 
     def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:
-        """The plain values that each rank saved for one entry."""
+        """Yield the plain values that each rank saved for one entry."""
         yield from ((rank, value) for rank, _, value in self.said(lambda here: here == path))
 
     def said(
         self, wanted: Callable[[Path], bool] = lambda path: True, *, once: bool = False
     ) -> Iterator[tuple[int, dict[str, Any], Json]]:
-        """What each rank says of the entries of the state whose path is wanted, with its plain values.
+        """Yield each rank's version of the entries whose path is wanted: rank, component, plain values.
 
-        `once`: of each entry only what the first rank says that has it.
+        `once`: yield only the first rank's version of each entry.
         """
         mine, seen = list[list[int]](), set[Path]()
         for view in self.views:
@@ -394,7 +394,7 @@ class SavedState:
                 yield rank, view.components[i], self._fetched[self._alike[rank]][i]
 
     def _value(self, rank: int, component: int) -> Json:
-        """Return the plain values of a component, as the manifest of a rank has them."""
+        """Return the plain values of a component from the manifest of a rank."""
         self._read_values([rank])
         return self._fetched[self._alike[rank]][component]
 
@@ -403,7 +403,7 @@ class SavedState:
         self._read([rank for rank in wanted if rank not in self._fetched])
 
     def told(self, values: Mapping[int, list[Json]]) -> None:
-        """The plain values of some ranks, which need not be read for them any more."""
+        """Keep the plain values of some ranks, so that they need not be read again."""
         for rank, mine in values.items():
             if len(mine) != len(self._view(rank).components):
                 raise CorruptError(f"the plain values of rank {rank} are not of its layout")
@@ -426,7 +426,7 @@ class SavedState:
                 check_node(node, find)
 
     def shared_names(self) -> set[str]:
-        """The names, none of them an alias, of everything in modules and optimizers: somebody must want each."""
+        """Return all tensor names in modules and optimizers, without aliases. A restore must use each of them."""
         return {
             view.aliases.get(name, name)
             for view in self.views
@@ -437,7 +437,7 @@ class SavedState:
 
 
 def _nothing(ranks: Sequence[int]) -> dict[int, tuple[list[Json], Table]]:
-    """Read nothing: everything is known."""
+    """Read nothing, because everything is known."""
     return {}
 
 

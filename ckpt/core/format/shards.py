@@ -52,7 +52,7 @@ class SavedShard:
 class SavedShards(Sequence[SavedShard]):
     """Many shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` are global shape, offsets and sizes of shard i.
 
-    `dtype` counts in `DTYPES`; `accelerated` is 1 if the rank had it on an accelerator. Equal to any sequence of the
+    `dtype`: index in `DTYPES`. `accelerated` is 1 if the rank had it on an accelerator. Equal to any sequence of the
     same shards.
     """
 
@@ -223,7 +223,7 @@ class SavedShards(Sequence[SavedShard]):
 
 
 def volume(sizes: I64, item: I64) -> I64:
-    """Return the bytes of boxes, one a row of sizes, with items of `item` bytes; -1 if a result is too large."""
+    """Return the bytes of each box, given its sizes and item size. -1 if a result is too large."""
     with np.errstate(over="ignore", invalid="ignore"):
         rough = sizes.prod(1, dtype=np.float64) * item
         if len(rough) and rough.max() < EXACT:

@@ -1,23 +1,23 @@
-"""The chunk table of one rank, or of several: which shards there are, and where the chunks of each are stored.
+"""The chunk table of one or more ranks: its shards, and where the chunks of each shard are stored.
 
-A manifest has the table of its rank as a file of columns (`format.columns`). In memory it stays columns, too.
+A manifest has the table of its rank as a file of columns (`format.columns`). In memory it is kept as columns too.
 
     names, name_ends          UTF-8 text of all names joined, and where each ends
-    dtypes                    one byte a shard: its place in `ckpt.core.format.shards.DTYPES`
+    dtypes                    one byte for each shard: its index in `ckpt.core.format.shards.DTYPES`
     ranks                     the rank that wrote the shard
     accelerated               1 if the rank had it on an accelerator
-    instances                 whose tensor of that name it belongs to, -1: one that all ranks hold together
-    dims, dim_ends            global shape, offsets and sizes of a shard, one after the other, and where each shard ends
-    blob_ends                 shard i owns blobs blob_ends[i-1] .. blob_ends[i]
-    pack, offset, stored      which file, where in it (bytes from its start), bytes stored
-    length, codec, base       plain bytes, codec (0: raw, see `ckpt.core.format.codec`), base blob (-1: none)
-    digest                    16 bytes a blob, of the plain bytes
-    stored_digest             16 bytes of each blob that is not raw, of the bytes stored
-    packs                     JSON list of pack keys, those of older attempts too
+    instances                 the rank that owns the tensor of that name, -1: shared by all ranks
+    dims, dim_ends            global shape, offsets and sizes of each shard in turn, and where each shard ends
+    blob_ends                 shard i owns chunks blob_ends[i-1] .. blob_ends[i]
+    pack, offset, stored      number of the data file, offset in it in bytes, bytes stored
+    length, codec, base       plain bytes, codec (0: raw, see `ckpt.core.format.codec`), base chunk (-1: none)
+    digest                    16 bytes for each chunk, of its plain bytes
+    stored_digest             16 bytes for each chunk that is not raw, of its stored bytes
+    packs                     JSON list of the keys of data files, including those of older checkpoints
 
-Behind the blobs of the shards come *bases*: whole blobs of older checkpoints, against which deltas were taken. So a
-table says all that is needed to read what it lists, a delta is never taken against a delta, and nothing can go round in
-circles: what a delta is based on belongs to no shard.
+The chunks of the shards are followed by *bases*: chunks of older checkpoints that deltas depend on, stored whole. So a
+table is enough to read everything that it lists. The base of a delta is never a delta itself, and there are no cycles,
+because a base belongs to no shard.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_TABLE = 1 << 30
-MAX_TABLE_HEADER = 1 << 16  # of eighteen entries
+MAX_TABLE_HEADER = 1 << 16  # for eighteen entries
 COLUMNS = {
     "names": "uint8", "name_ends": "int64", "dtypes": "uint8", "accelerated": "uint8", "ranks": "int32",
     "instances": "int32", "dims": "int64", "dim_ends": "int64", "blob_ends": "int64", "pack": "int32",
@@ -49,17 +49,17 @@ COLUMNS = {
     "stored_digest": "uint8", "packs": "uint8",
 }  # fmt: skip
 FILE = ColumnFile(COLUMNS, MAX_TABLE, ("name_ends", "dtypes", "length"), ("packs",), ("digest", "stored_digest"))
-MAX_BLOB = 64 << 20  # bytes read at once; we cut at 4 MiB
+MAX_BLOB = 64 << 20  # maximum bytes of a chunk; the writer's are 4 MiB
 Content = tuple[bytes, int]
 """The digest of plain bytes, and their length."""
-FEW_NAMES = 1 << 20  # bytes of names that are worth remembering: ranks of one stage have the same
+FEW_NAMES = 1 << 20  # bytes of names that are cached, because ranks of one pipeline stage have the same names
 
 
 @dataclass(frozen=True)
 class Table:
-    """`shards[i]` owns blobs `starts[i]` to `starts[i + 1]` of the columns; from `starts[-1]` on they are bases.
+    """Shard i owns the chunks `starts[i]` to `starts[i + 1]` of the columns. Chunks from `starts[-1]` on are bases.
 
-    `stored_digest` is given for every blob, that of a raw one is its `digest`.
+    `stored_digest` has an entry for every chunk. For a raw chunk it equals `digest`.
     """
 
     shards: Sequence[SavedShard]
@@ -80,37 +80,37 @@ class Table:
 
     @property
     def columns(self) -> SavedShards:
-        """The shards, as what they are kept as."""
+        """Return the shards as columns."""
         assert isinstance(self.shards, SavedShards)
         return self.shards
 
     @property
     def owned(self) -> int:
-        """How many blobs belong to shards: the others are bases."""
+        """Return the number of chunks that belong to shards. The others are bases."""
         return int(self.starts[-1])
 
     def blobs(self, shard: int) -> range:
         return range(int(self.starts[shard]), int(self.starts[shard + 1]))
 
     def place(self, blob: int) -> tuple[str, int]:
-        """The pack in which it lies, and where in it."""
+        """Return the data file of a chunk, and its offset there."""
         return self.packs[int(self.pack[blob])], int(self.offset[blob])
 
     def content(self, blob: int) -> Content:
         return self.digest[blob].tobytes(), int(self.length[blob])
 
     def users(self, blob: int) -> list[int]:
-        """The numbers of shards: of the one that a blob belongs to, or of one that is based on it."""
+        """Return the number of the shard that a chunk belongs to, or of one with a delta against it, as a list."""
         rows = [blob] if blob < self.owned else np.flatnonzero(self.base[: self.owned] == blob)[:1].tolist()
         return [int(np.searchsorted(self.starts, row, "right")) - 1 for row in rows]
 
     def name_of(self, blob: int) -> str:
-        """The tensor that a blob belongs to."""
+        """Return the name of the tensor that a chunk belongs to."""
         names = [self.columns.names[shard] for shard in self.users(blob)] or ["nothing"]
         return names[0] if blob < self.owned else f"what {names[0]} is based on"
 
     def compact(self) -> Table:
-        """Return what the index needs of it, in the narrowest numbers. Where chunks are stored is left out."""
+        """Return a copy with only what the index needs, in the narrowest dtypes, without locations of chunks."""
         none = np.broadcast_to(np.int64(0), (self.owned,))
         starts: Any = self.starts.astype(np.int32)
         digest = self.digest[: self.owned]
@@ -142,7 +142,7 @@ class Table:
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview, what: str) -> Table:
-        """Checked: every number is plausible and consistent before anything is allocated by it."""
+        """Read a table. Every number is checked before memory is allocated for it."""
         if len(raw) > MAX_TABLE:
             raise CorruptError(f"{what} is implausibly large: {len(raw)} bytes")
         if int.from_bytes(raw[:8], "little") > MAX_TABLE_HEADER:
@@ -152,13 +152,13 @@ class Table:
 
 
 def columns_of(raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
-    """As they are kept, before anything is made of them; digests row by row."""
+    """Return the columns as they are stored. Digests have one row each."""
     found = FILE.from_bytes(raw, what)
     return found | {name: found[name].reshape(-1, DIGEST_SIZE) for name in FILE.whole}
 
 
 def merge(tables: Sequence[Table]) -> Table:
-    """One table of all ranks' tables: all their shards' blobs, then all their bases."""
+    """Join tables of several ranks: the chunks of every shard, then all bases."""
     if len(tables) < 2:
         return tables[0] if tables else empty()
     packs = tuple(dict.fromkeys(key for t in tables for key in t.packs))
@@ -188,7 +188,7 @@ _COLUMNS = ("pack", "offset", "stored", "length", "codec", "base", "digest", "st
 
 
 def texts(text: bytes, ends: I64) -> tuple[str, ...]:
-    """Names out of one text. ValueError if it is not UTF-8."""
+    """Split a text into names at these ends. Raise ValueError if it is not UTF-8."""
     return (_remembered if len(text) <= FEW_NAMES else _texts)(text, ends.tobytes())
 
 
@@ -204,7 +204,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
     columns = Columns(raw, what)
     shards, blobs, packs = raw["dtypes"].size, raw["length"].size, columns.packs()
     text, dims = raw["names"].tobytes(), raw["dims"].astype(np.int64, casting="safe")
-    owned = int(columns.numbers("blob_ends", shards, 0, blobs)[-1]) if shards else 0  # what follows are bases
+    owned = int(columns.numbers("blob_ends", shards, 0, blobs)[-1]) if shards else 0  # the rest are bases
     rows = SavedShards(
         texts(text, columns.ends("name_ends", shards, len(text))),
         columns.numbers("dtypes", shards, 0, len(DTYPES) - 1),
@@ -241,7 +241,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
 
 
 def _check_sums(table: Table, sizes: I64, what: str) -> None:
-    """The blobs of a shard hold exactly its bytes (`sizes`), and each a whole number of elements."""
+    """Raise CorruptError unless the chunks of each shard have exactly its bytes (`sizes`), in whole elements."""
     sums = starts_of(np.cumsum(table.length))
     held = sums[table.starts[1:]] - sums[table.starts[:-1]]
     wrong = np.flatnonzero(held != sizes)
@@ -253,7 +253,7 @@ def _check_sums(table: Table, sizes: I64, what: str) -> None:
 
 
 def _check_forms(table: Table, what: str) -> None:
-    """Every blob is based on what its codec can use, at a bounded depth, and stored in no more than its size."""
+    """Raise CorruptError if a chunk has an impossible base or stored size."""
     raw, delta = table.codec == RAW, table.codec == DELTA
     if (table.stored != table.length)[raw].any():
         raise CorruptError(f"{what}: a raw blob is stored at another length")
@@ -270,6 +270,6 @@ def _check_forms(table: Table, what: str) -> None:
 
 @cache
 def empty() -> Table:
-    """Of nothing."""
+    """Return a table without shards."""
     none, digests = end_to_end(()), np.zeros((0, DIGEST_SIZE), np.uint8)
     return Table(SavedShards.of(()), starts_of(none), none, none, none, none, none, none, digests, digests, ())

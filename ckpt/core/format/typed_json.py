@@ -1,4 +1,4 @@
-"""Values of known types out of JSON that anybody may have written."""
+"""Parses untrusted JSON into values of known types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def decoded(raw: bytes | memoryview) -> Any:
-    """ValueError if it is no JSON, or has a number that JSON does not know."""
+    """Parse JSON. Raise ValueError if it is invalid, or has a number that JSON does not allow."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -18,9 +18,9 @@ def decoded(raw: bytes | memoryview) -> Any:
 
 
 def typed(kind: type[T], data: object) -> T:
-    """A dataclass of plain values: what it does not know is left out, what is missing has its default. ValueError where
-    a field is of another type, or a number that is not finite."""
+    """Convert data to a dataclass. Unknown fields are ignored, and missing ones get their default. Raise ValueError if
+    a field has another type or a number is not finite."""
     try:
-        return msgspec.json.decode(msgspec.json.encode(data), type=kind)  # NaN comes out as null
+        return msgspec.json.decode(msgspec.json.encode(data), type=kind)  # NaN becomes null
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from None

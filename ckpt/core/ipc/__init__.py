@@ -1,4 +1,4 @@
-"""How do a trainer and its writer reach each other, and share memory that outlives either?
+"""Connects a trainer and its writer: channels, messages, and shared memory that outlives either process.
 
 In: keys of runs, messages, sizes. Out: channels, arenas, mutexes, the heartbeat, and the identity of processes. Each
 message is a class in `requests`, `watch_requests` or `notes`. This package knows neither the handlers of messages nor

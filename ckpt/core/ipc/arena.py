@@ -1,21 +1,21 @@
-"""The arena: one piece of shared memory that holds the snapshots, and outlives the trainer.
+"""The arena: shared memory with the snapshots, which outlives the trainer.
 
-A memfd, passed by descriptor: no /dev/shm quota, and no leak when every process that has it is gone. The pages of a
-slot are taken and touched before it is used, since the first touch of a fresh page can be thirty times slower than the
-next, and the size is sealed, so that no reader can ever be hit by SIGBUS. The first slot is `ready` when the arena is
-handed out; its maker makes the others ready while that one is filled.
+It is a memfd that is passed as a descriptor. So no /dev/shm quota applies, and it is freed when all processes that map
+it have ended. The pages of a slot are allocated before it is used, because the first access to a new page can take
+thirty times as long as later ones. The size is sealed, so that no reader can get SIGBUS. The first slot is `ready` when
+the arena is passed on. Its creator makes the other slots ready while the first one is filled.
 
-    page 0       magic, geometry, how many slots there are; the robust mutexes of the trainer's staging thread, and of
-                 who keeps the arena
-    page 1       the slot table: one `Label` a slot, guarded by a sequence number that is odd while it changes
+    page 0       magic, geometry, number of slots; the robust mutexes of the trainer's staging thread and of the process
+                 that keeps the arena
+    page 1       the slot table: a `Label` for each slot, with a sequence number that is odd while the label changes
     2 MiB        slot 0, slot 1, ...
 
 A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives.
 
-Geometry, counts and labels have checksums, and the kinds of the mutexes are compared, so that damage is detected.
+Damage is detected by checksums of geometry, counts and labels, and by the kinds of the mutexes.
 
-Numbers that another process reads while they change are stored as aligned words of 8 bytes, in one store.
-`struct.pack_into` is not used for them: it writes zeros first, which a reader on another core may see.
+Numbers that another process may read during a change are aligned words of 8 bytes, written in one store.
+`struct.pack_into` is not used for them, because it writes zeros first, which a reader on another core may see.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ EMPTY, FILLING, SEALED = 0, 1, 2
 MAX_SLOTS = 16
 
 _MAGIC = b"EVSTEP02"
-_HEADER = struct.Struct("<8sIIQ16s")  # magic, checksum of the rest, slots at most, slot size, id
-_COUNTS = 40  # one word: how many slots it has, how many of them are ready (16 bits each), checksum
+_HEADER = struct.Struct("<8sIIQ16s")  # magic, checksum of the rest, maximum slots, slot size, id
+_COUNTS = 40  # offset of one word: number of slots, number of ready slots (16 bits each), checksum
 _CHECKSUM = struct.Struct("<I")
 _WORD = 8  # bytes
 _LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
 _STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # both are in one field
 _MUTEX = 256  # glibc's needs 40 bytes on x86-64 and 48 on arm64
 _KEEPER = 512
-LOCK = 64 << 20  # bytes of a slot that are page-locked for a device in one call; no copy may reach over the end of one
+LOCK = 64 << 20  # bytes of a slot that are page-locked for a device in one call; no copy may cross such a boundary
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
-_LOOKS, _LOOK_S = 20, 0.001  # until a label that is being changed counts as left so
+_LOOKS, _LOOK_S = 20, 0.001  # retries and pause while a label changes, after which the change counts as abandoned
 _DATA = 2 << 20
 _HUGE = 2 << 20
-_MBIND = {"x86_64": 237, "aarch64": 235}  # of system calls
+_MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call
 _PREFERRED = 1  # MPOL_PREFERRED
 _POPULATE_WRITE = 23
 _SEALS = 0x0001 | 0x0002 | 0x0004  # no further seals, no shrinking, no growing
 _ADD_SEALS = 1033
 _CHUNK = 64 << 20
 _TOUCHING_THREADS = 2
-_PIECE = 8 << 20  # in one call: threads that map memory wait for its end
+_PIECE = 8 << 20  # bytes of one call; other threads that map memory wait until it ends
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,8 +73,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The content of a slot. `order` grows with every snapshot; `layout` is the digest; sizes are bytes, time seconds;
-    `finite`: whether the user called the training finite at that step, None if unknown."""
+    """The content of a slot. `order`: increases with every snapshot. `layout`: digest of its layout. Sizes are bytes,
+    times seconds. `finite`: True or False if the user reported that the loss was finite or not, None if unknown."""
 
     state: int
     order: int = 0
@@ -87,7 +87,7 @@ class Label:
 
 
 class Arena:
-    """A mapped arena. `create` makes one, `attach` maps another process's."""
+    """A mapped arena. `create` makes a new one, `attach` maps one of another process."""
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         """Raises CorruptError if the header is damaged."""
@@ -96,7 +96,7 @@ class Arena:
         magic, checksum, most, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
         if magic != _MAGIC or checksum != zlib.crc32(memory[12 : _HEADER.size]):
             raise CorruptError("the header of the shared memory is damaged, or of another version")
-        self._known = (0, 0)  # slots and ready, as they were last read
+        self._known = (0, 0)  # slots and ready slots when they were last read
         self._known_word = -1
         if not 0 < self.ready <= self.slots <= most <= MAX_SLOTS or _DATA + most * self.slot_size > len(memory):
             raise CorruptError("the header of the shared memory is damaged: it counts impossible slots")
@@ -106,8 +106,8 @@ class Arena:
 
     @classmethod
     def create(cls, slots: int, slot_size: int, *, ready: int | None = None, node: int | None = None) -> Arena:
-        """Make and seal an arena; the memory of its first `ready` slots, or of all, is there. MemoryError if it is not:
-        nothing dies of it later. `node`: of the machine, the one to take memory from as far as it has some."""
+        """Make and seal an arena, and allocate the memory of its first `ready` slots, default: all. Raise MemoryError
+        now if there is too little, so that no process is killed later. `node`: the preferred NUMA node."""
         slot_size = -(-slot_size // _HUGE) * _HUGE if slot_size > _HUGE else pages(slot_size)
         size, ready = _DATA + slots * slot_size, slots if ready is None else ready
         fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -115,7 +115,7 @@ class Arena:
             os.ftruncate(fd, size)
             memory = mmap.mmap(fd, size)
             with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)  # refused where the kernel has them off for shared memory
+                memory.madvise(mmap.MADV_HUGEPAGE)  # fails if the kernel has disabled them for shared memory
             if node is not None:
                 _prefer(memory, node)
             _populate(fd, memory, _DATA + ready * slot_size)
@@ -127,7 +127,7 @@ class Arena:
             arena.mutex.initialise()
             arena._keeper.initialise()
             for slot in range(slots):
-                arena.set_label(slot, Label(EMPTY))  # so that zeros are no label
+                arena.set_label(slot, Label(EMPTY))  # because zeros are not a valid label
             return arena
         except BaseException:
             os.close(fd)
@@ -140,27 +140,27 @@ class Arena:
         memory = mmap.mmap(fd, os.fstat(fd).st_size)
         memory.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # what was made of huge pages is mapped by them too
+            memory.madvise(mmap.MADV_HUGEPAGE)  # map huge pages as huge pages
         arena = cls(fd, memory)
         if not (arena.mutex.is_sound() and arena._keeper.is_sound()):
             raise CorruptError("the header of the shared memory is damaged: its locks are no longer valid")
         return arena
 
     def close(self) -> None:
-        """Give the descriptor up; the mapping goes with the last view of it."""
+        """Close the descriptor. The memory is unmapped with its last view."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
-    # -- who keeps it --
+    # -- the process that keeps it --
 
     def keep(self) -> ArenaKeeper:
-        """Show other processes that this one holds the arena, until the keeper is released or this process ends."""
+        """Show other processes that this one keeps the arena, until the keeper is released or this process ends."""
         return ArenaKeeper(self._keeper)
 
     def is_kept(self) -> bool:
-        """Return True if another process holds this arena now. The kernel releases the mutex when that process dies."""
-        with self._asking:  # two threads of ours would take each other for a keeper
+        """Return True if another process keeps this arena now. The kernel releases the mutex when that process dies."""
+        with self._asking:  # two threads of this process would mistake each other for a keeper
             if self._keeper.try_lock() is Got.BUSY:
                 return True
             self._keeper.unlock()
@@ -170,12 +170,12 @@ class Arena:
 
     @property
     def slots(self) -> int:
-        """How many it has, or is about to have."""
+        """Return the number of slots, including those that are not ready yet."""
         return self._counts()[0]
 
     @property
     def ready(self) -> int:
-        """How many of them may be used: their memory is there."""
+        """Return the number of usable slots, whose memory is allocated."""
         return self._counts()[1]
 
     def _counts(self) -> tuple[int, int]:
@@ -186,8 +186,8 @@ class Arena:
         return self._known
 
     def make_ready(self) -> None:
-        """Take the memory of the other slots, one after the other; for the process that keeps the arena. If there is
-        none for a slot, drop it and those after it, and raise MemoryError."""
+        """Allocate the memory of the other slots, one after the other, in the process that keeps the arena. If there is
+        too little for a slot, drop it and those after it, and raise MemoryError."""
         while self.ready < self.slots and self.fd >= 0:
             slot = self.ready
             try:
@@ -204,9 +204,9 @@ class Arena:
     def touch(self, slot: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Enter the pages of a slot into this process's page table, in large pieces and without the GIL.
 
-        They are there already, but the first store to each would still be a fault: a copy of 1.5 GiB took 0.3 s of CPU
-        time more by faults, and this takes 0.1 s. Where the kernel does not know it (before 5.14), nothing happens.
-        `wanted` is asked before each piece.
+        They are allocated already, but the first store to each would still cause a page fault. For 1.5 GiB the faults
+        cost 0.3 s of CPU time, and this call 0.1 s. On kernels before 5.14, nothing happens. `wanted` is called before
+        each piece; if it returns False, the rest is skipped.
         """
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + _DATA + slot * self.slot_size
         for at in range(0, self.slot_size, _PIECE):
@@ -215,12 +215,12 @@ class Arena:
                 return
 
     def data(self, slot: int, size: int | None = None) -> memoryview:
-        """The bytes of a slot, page-aligned."""
+        """Return the bytes of a slot, which are page-aligned."""
         start = _DATA + slot * self.slot_size
         return self.view[start : start + (self.slot_size if size is None else size)]
 
     def values(self, slot: int, label: Label) -> memoryview:
-        """The plain values, behind the data."""
+        """Return the plain values, which follow the data."""
         start = pages(label.data_size)
         return self.data(slot)[start : start + label.values_size]
 
@@ -248,7 +248,7 @@ class Arena:
         return self._parsed(slot, bytes(self.memory[at + 8 : at + 8 + _LABEL.size]))
 
     def damage(self) -> list[str]:
-        """Say what is wrong with the labels of this arena, a text for each slot that cannot be used."""
+        """Return a description of the damage for each slot whose label is damaged."""
         found = []
         for slot in range(self.slots):
             try:
@@ -267,7 +267,7 @@ class Arena:
         return Label(state & _STATE, order, attempt, layout.hex(), data, values, at, finite)
 
     def set_label(self, slot: int, label: Label) -> None:
-        """Only the thread that holds `mutex` may call this."""
+        """Set the label of a slot. Only the thread that owns `mutex` may call this."""
         at = _TABLE + slot * _ENTRY
         number = self._words[at // _WORD] | 1
         self._words[at // _WORD] = number
@@ -285,10 +285,10 @@ class Arena:
         state = label.state | next(code for code, finite in _FINITE.items() if finite is label.finite)
         rest = _LABEL.pack(state, 0, *fields)[8:]
         _LABEL.pack_into(self.memory, at + 8, state, zlib.crc32(rest, state), *fields)
-        self._words[at // _WORD] = (number + 1) % (1 << 64)  # a damaged one may be the largest
+        self._words[at // _WORD] = (number + 1) % (1 << 64)  # a damaged number may be the largest possible
 
     def give_up(self, slot: int) -> int:
-        """Empty a slot and return its pages to the system; how many bytes. Only for the thread that holds `mutex`."""
+        """Empty a slot and free its pages. Return the freed bytes. Only for the thread that owns `mutex`."""
         self.set_label(slot, Label(EMPTY))
         start = _DATA + slot * self.slot_size
         flags = _KEEP_SIZE | _PUNCH_HOLE
@@ -296,11 +296,11 @@ class Arena:
         return 0 if failed else self.slot_size
 
     def sealed(self) -> list[tuple[int, Label]]:
-        """Slots that hold a whole snapshot, newest first. One with a damaged label is passed over."""
+        """Return the slots with a complete snapshot, newest first. Slots with damaged labels are skipped."""
         return self.labels(SEALED)
 
     def labels(self, state: int) -> list[tuple[int, Label]]:
-        """Slots in this state, newest first."""
+        """Return the slots in this state, newest first."""
         found: list[tuple[int, Label]] = []
         for slot in range(self.slots):
             with contextlib.suppress(CorruptError):
@@ -315,8 +315,8 @@ def _set_counts(words: memoryview, slots: int, ready: int) -> None:
 
 
 class ArenaKeeper:
-    """A thread that holds a mutex as long as this process keeps an arena. `begun`: set once it does; another may
-    hold it before."""
+    """A thread that owns a mutex while this process keeps an arena. `begun`: set once it owns the mutex. Until
+    then, another process may own it."""
 
     def __init__(self, mutex: RobustMutex) -> None:
         self.begun, self._over = threading.Event(), threading.Event()
@@ -330,15 +330,15 @@ class ArenaKeeper:
         mutex.unlock()
 
     def let_go(self, timeout_s: float = 0.0) -> None:
-        """Release the mutex, and wait until it is free, unless another process holds it."""
+        """Release the mutex, and wait until it is free, unless another process owns it."""
         self._over.set()
         if self.begun.is_set():
             self._thread.join(timeout_s)
 
 
 def _prefer(memory: mmap.mmap, node: int) -> None:
-    """Have what is touched from now on, by whomever, come from this node of the machine. Refused in some containers:
-    then it comes from wherever it is touched."""
+    """Prefer this NUMA node for pages that any process touches from now on. Some containers forbid this. Then pages
+    come from the node of the thread that touches them."""
     number = _MBIND.get(platform.machine())
     if number is not None and 0 <= node < 64:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -349,7 +349,7 @@ def _prefer(memory: mmap.mmap, node: int) -> None:
 
 
 def _populate(fd: int, memory: mmap.mmap, size: int) -> None:
-    """Touch every page up to there now, in two threads, where there are two cores: 9.5 GB/s instead of 5.4."""
+    """Touch the first `size` bytes now, in two threads if there are two cores: 9.5 GB/s instead of 5.4."""
 
     def take(start: int) -> None:
         _take(fd, memory, start, min(_CHUNK, size - start))
@@ -359,8 +359,8 @@ def _populate(fd: int, memory: mmap.mmap, size: int) -> None:
 
 
 def _take(fd: int, memory: mmap.mmap, start: int, length: int) -> None:
-    """Touch these bytes, which nobody uses yet. Huge pages, where allowed, need the mapping to be touched and not only
-    reserved. MemoryError."""
+    """Touch bytes that no process uses yet. Raise MemoryError if there is too little memory. To get huge pages, it is
+    not enough to reserve them."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start
     if not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_WRITE):
         return

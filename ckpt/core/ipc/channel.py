@@ -1,10 +1,10 @@
-"""The wire between trainer and writer: length-prefixed JSON and descriptors over a unix socket.
+"""The connection between trainer and writer: length-prefixed JSON and descriptors over a Unix socket, without pickle.
 
-No pickle crosses it. The messages are in `ckpt.core.ipc.protocol`.
+The messages are in `ckpt.core.ipc.protocol`.
 
-A trainer finds a writer by a name in the kernel's list of sockets (an abstract socket), not by a file: no folder has to
-be configured, none can be deleted, and the kernel gives a name to one process at a time, for as long as it lives. If
-another user of the machine has taken it, there are a few more names.
+A trainer finds a writer by the name of an abstract socket, not by a file. So no folder must be configured, and none can
+be deleted. The kernel gives a name to only one process at a time, until that process ends. If another user of the
+machine has taken a name, a few other names are tried.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from ckpt.errors import UsageError
 
 R = TypeVar("R")
 _MAX_FDS = 16
-_BEGIN = 128  # bytes of a message that is too long, which say what it is
+_BEGIN = 128  # bytes of a message that is too long, which contain its name
 SEND_S = 10
 CONNECT_S = 2.0
-BIND_S = 1.0  # for a name that is in use to answer, or to become free
+BIND_S = 1.0  # how long to wait until the owner of a name replies or the name is free
 NAMES = 4
-PLACE = 16  # characters of a key that stand for the path or URL; as many follow for the identity of the run
-QUEUE = 4096  # all ranks of a node may ask all writers at once
+PLACE = 16  # characters of a key for the path or URL; the same number follow for the identity of the run
+QUEUE = 4096  # all ranks of a node may connect to all writers at the same time
 RUNTIME = "CKPT_RUNTIME_DIR"
-AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # what a writer calls its process
+AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # process names of a writer
 _LISTENING = "00010000"  # the flags of such a socket in /proc/net/unix
 
 
@@ -58,7 +58,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        # A stopped reader must not block the sender for ever. A message that is cut off ends the connection.
+        # A stopped reader must not block the sender forever. A truncated message ends the connection.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self._sending = threading.Lock()
         self._buffer = bytearray()
@@ -66,11 +66,11 @@ class Channel:
         self._over = False  # True if no more is read
 
     def send(self, message: Message, number: int | None = None, fds: tuple[int, ...] = ()) -> None:
-        """OSError when the other end is gone, ProtocolError for what it would not take."""
+        """Send a message. Raise OSError if the other end is closed, ProtocolError if the message is too long."""
         self.transmit(encode(message, number, len(fds)), fds)
 
     def reply(self, number: int, value: object, fds: tuple[int, ...] = ()) -> None:
-        """To the request of this number."""
+        """Reply to the request with this number."""
         self.transmit(encode_reply(value, number, len(fds)), fds)
 
     def transmit(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
@@ -82,7 +82,7 @@ class Channel:
             self.sock.sendall(data[sent:])
 
     def receive(self) -> Incoming | None:
-        """The next message, None at the end, or where something comes that is not a message."""
+        """Return the next message, None at the end of the connection or after invalid data."""
         while not self._over:
             if len(self._buffer) >= 4:
                 size = struct.unpack_from(">I", self._buffer)[0]
@@ -101,7 +101,7 @@ class Channel:
             if not data:
                 return None
             self._buffer += data
-        self._drop()  # it was closed while these were on their way out of the socket
+        self._drop()  # the channel was closed during the read
         return None
 
     def _take(self, size: int) -> Incoming | None:
@@ -109,14 +109,14 @@ class Channel:
         del self._buffer[: 4 + size]
         count = found.fields.get("fds", 0) if found is not None else -1
         if type(count) is not int or not 0 <= count <= len(self._fds):
-            return None  # nor can it be known what the descriptors of the next ones are
+            return None  # the descriptors can no longer be assigned to messages
         if found is not None:
             found.fds += [self._fds.popleft() for _ in range(count)]
         return found
 
     def ask(self, request: Request[R], timeout_s: float) -> R | None:
-        """Send one request and return the reply, if no other thread receives; None after the timeout. Raises an error
-        that is the reply."""
+        """Send one request and return the reply, None after the timeout. Raise the error that a reply contains. No
+        other thread may receive."""
         try:
             self.sock.settimeout(timeout_s)
             self.send(request, 0)
@@ -126,7 +126,7 @@ class Channel:
         return None if received is None else reply_of(received, request)
 
     def hang_up(self) -> None:
-        """End the connection in both directions; whoever is in `receive` gets the end."""
+        """Shut the connection down in both directions. A thread in `receive` gets None."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -138,19 +138,19 @@ class Channel:
 
     def _drop(self) -> None:
         """Close the descriptors of messages that are not received."""
-        with contextlib.suppress(IndexError):  # two threads may be at it
+        with contextlib.suppress(IndexError):  # two threads may do this concurrently
             while True:
                 os.close(self._fds.popleft())
 
     def forget(self) -> None:
-        """In a forked child: close our copy without a word to the other end."""
+        """Close the socket in a forked child, without ending the connection of the parent."""
         self.sock.close()
 
 
 def run_key(place: str, local_rank: int, identity: str = "") -> str:
     """Return the key of a run's writer on this host, by which a restarted trainer finds it.
 
-    identity: `ckpt.core.checkpoint.identity.Identity.text`. The path or URL alone may be that of several runs.
+    identity: `ckpt.core.checkpoint.identity.Identity.text`. A path or URL alone does not identify a run.
     """
     return f"{_digest(place, str(os.getuid()))}{_digest(identity)}-{local_rank}"
 
@@ -160,12 +160,12 @@ def _digest(*texts: str) -> str:
 
 
 def at_place(key: str) -> list[str]:
-    """Return the keys of all writers on this host whose run has the same path or URL, whatever is there for them."""
+    """Return the keys of all writers here whose run has the same path or URL, whether or not it is the same run."""
     return [one for one in all_keys() if one[:PLACE] == key[:PLACE]]
 
 
 def siblings(key: str) -> dict[int, str]:
-    """The keys of all writers of the same run on this host, by local rank; one may be gone by now."""
+    """Return the keys of every writer of this run on this host, by local rank. Some may have ended since."""
     run = key.rpartition("-")[0]
     found: dict[int, str] = {}
     for name, _, listening in _bound():
@@ -177,14 +177,14 @@ def siblings(key: str) -> dict[int, str]:
 
 
 def all_keys() -> list[str]:
-    """The keys of all writers of this user on this host; one may be gone by now."""
+    """Return the keys of every writer of this user on this host. Some may have ended since."""
     named = re.compile(rf"@everystep/{re.escape(_scope())}/([0-9a-f]{{{2 * PLACE}}}-\d+)(/\d+)?")
     found = {match[1] for name, _, listening in _bound() if listening and (match := named.fullmatch(name))}
     return sorted(found)
 
 
 def _bound() -> Iterator[tuple[str, str, bool]]:
-    """Names that sockets of this network have, the numbers of these sockets, and whether they listen."""
+    """Yield name, number, and True if it listens, for each named socket of this network namespace."""
     with contextlib.suppress(FileNotFoundError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
         for line in file:
             fields = line.split(maxsplit=7)
@@ -193,12 +193,12 @@ def _bound() -> Iterator[tuple[str, str, bool]]:
 
 
 def node_id() -> str:
-    """Equal for processes that can hand each other memory: those that find the same names."""
+    """Return a text that is equal for processes that can share memory, because they see the same socket names."""
     return f"{boot_id()}:{namespace('net')}:{_scope()}"
 
 
 def _scope() -> str:
-    """Whose names these are: this user's; and of a RUNTIME folder that is set, so that tests keep to themselves."""
+    """Return the scope of socket names: the user, and the RUNTIME folder if set, which isolates tests."""
     folder = os.environ.get(RUNTIME)
     return str(os.getuid()) if not folder else f"{os.getuid()}-{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
 
@@ -208,9 +208,9 @@ def _address(key: str, number: int) -> str:
 
 
 def log_path(key: str) -> str:
-    """Where a writer's own words go, which nobody reads unless something is wrong; "" if there is no place for them.
+    """Return the path of a writer's log file, for troubleshooting; "" if there is no suitable folder.
 
-    In $CKPT_RUNTIME_DIR, else a folder of this user's own in /tmp, else in /dev/shm.
+    It is in $CKPT_RUNTIME_DIR if set, otherwise in a private folder of this user in /tmp or /dev/shm.
     """
     chosen = os.environ.get(RUNTIME)
     for base in [chosen] if chosen else ["/tmp", "/dev/shm"]:
@@ -230,17 +230,17 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 
 def same_user(sock: socket.socket) -> bool:
-    """Whether the other end belongs to the user of this process."""
+    """Return True if the other end belongs to the user of this process."""
     return _peer(sock)[1] == os.getuid()
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The process that made the other end."""
+    """Return the process that created the other end."""
     return _peer(sock)[0]
 
 
 def connect(key: str) -> Channel | None:
-    """To the writer that has this name, None if there is none."""
+    """Connect to the writer with this key. Return None if there is none."""
     for number in range(NAMES):
         with contextlib.suppress(OSError):
             return _reach(_address(key, number))
@@ -274,7 +274,7 @@ def _reach(address: str) -> Channel:
 
 
 def _connect(sock: socket.socket, address: str) -> None:
-    """Where many ask at once the queue may be full for a moment, which does not mean that nobody is there."""
+    """Connect, and retry while the queue is full because many processes connect at the same time."""
     end = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -286,7 +286,7 @@ def _connect(sock: socket.socket, address: str) -> None:
 
 
 def ask_once(key: str, request: Request[R], timeout_s: float) -> R | None:
-    """One question to the writer of a key, over a connection of its own; None if it does not answer in time."""
+    """Send one request to a writer over a new connection. Return the reply, None if it does not come in time."""
     channel = connect(key)
     if channel is None:
         return None
@@ -297,7 +297,7 @@ def ask_once(key: str, request: Request[R], timeout_s: float) -> R | None:
 
 
 def listen(key: str) -> socket.socket | None:
-    """Take a name: nobody else has it until this socket is closed or its process has ended. None if it is taken.
+    """Take a name exclusively, until this socket is closed or its process ends. Return None if it is taken.
 
     Raises UsageError if other users of the machine have all names.
     """
@@ -321,13 +321,13 @@ def listen(key: str) -> socket.socket | None:
             except _OtherUserError as error:
                 other = f" (uid {error.uid})"
                 break
-            late = time.monotonic() > end  # it may have been stopped before it came to listen
+            late = time.monotonic() > end  # its owner may have been stopped before it listened
             if holder is not None or (late and _bound_by(_address(key, number)) is not None):
                 sock.close()
                 return None
             if late:
-                break  # another user's, who does not listen
-            time.sleep(0.01)  # it may be about to listen, or to be gone
+                break  # a process of another user has it, and does not listen
+            time.sleep(0.01)  # its owner may be about to listen, or to end
         sock.close()
     raise UsageError(
         f"another user of this machine{other} has the socket names of this run (@{_address(key, 0)[1:]}). End that "
@@ -337,7 +337,7 @@ def listen(key: str) -> socket.socket | None:
 
 
 def holder(key: str) -> int | None:
-    """The process of this user that has this name, 0 if it cannot be seen from here; None if none has it."""
+    """Return the process of this user that has a name, 0 if it is not visible from here, None if there is none."""
     for number in range(NAMES):
         with contextlib.suppress(_OtherUserError):
             if (pid := _holder(_address(key, number))) is not None:
@@ -346,7 +346,7 @@ def holder(key: str) -> int | None:
 
 
 def _taken(key: str, number: int) -> bool:
-    """Whether a process of this user has this name."""
+    """Return True if a process of this user has this name."""
     with contextlib.suppress(_OtherUserError):
         return _holder(_address(key, number)) is not None
     return False
@@ -357,7 +357,7 @@ def _holder(address: str) -> int | None:
         channel = _reach(address)
     except _OtherUserError:
         raise
-    except BlockingIOError:  # it stands still, and its queue is full
+    except BlockingIOError:  # the process is stopped, and its queue is full
         return _bound_by(address)
     except OSError:
         return None
@@ -367,7 +367,7 @@ def _holder(address: str) -> int | None:
 
 
 def _bound_by(address: str) -> int | None:
-    """The process of this user that has a name, whether or not it listens, if it can be seen from here."""
+    """Return the visible process of this user that has a name, whether or not it listens."""
     sockets = {f"socket:[{number}]" for name, number, _ in _bound() if name == f"@{address[1:]}"}
     for folder in Path("/proc").iterdir() if sockets else ():
         with contextlib.suppress(OSError):
@@ -378,14 +378,14 @@ def _bound_by(address: str) -> int | None:
 
 
 def _open_in(folder: Path) -> Iterator[str]:
-    """What a process has open, by its folder in /proc."""
+    """Yield the open files of a process, given its folder in /proc."""
     for descriptor in (folder / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # closed since the listing
             yield os.readlink(descriptor)
 
 
 def writers_of(key: str) -> list[int]:
-    """Writers of this run and user that live on this machine, whether or not a name of ours reaches them."""
+    """Return this user's running writers of a run on this machine, even if no socket name leads to them."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -396,7 +396,7 @@ def writers_of(key: str) -> list[int]:
 
 
 def is_writer(pid: int, key: str, *states: str) -> bool:
-    """Whether a process is a writer of this run, in any state or in one of these. OSError if it cannot be seen."""
+    """Return True if a process is a writer of this run, in one of these states. OSError if it is not visible."""
     return _is_writer(Path(f"/proc/{number_in_proc(pid)}"), key, *(states or (AT_WORK, LEAVING)))
 
 

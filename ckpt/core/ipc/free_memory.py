@@ -1,8 +1,8 @@
-"""How much memory this process can still take, and whom the kernel kills first when there is none left.
+"""Measures the memory that a process can still allocate, and protects a process from the out-of-memory killer.
 
-Memory is that of the machine, or of the tightest cgroup around the process: limits may sit on any ancestor (Slurm puts
-them on the job and the step, Kubernetes on the container), in v1 or v2. Files of the kernel that are missing or odd
-mean that nothing is known from there. All figures are bytes; nothing here raises.
+Memory is that of the machine, or of the tightest cgroup around the process. Any ancestor may have a limit, in v1 or v2
+(Slurm limits the job and the step, Kubernetes the container). Kernel files that are missing or cannot be parsed are
+ignored. All figures are bytes. No function here raises.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC, SYS = Path("/proc"), Path("/sys/fs/cgroup")
-NO_LIMIT = 1 << 60  # v1 says 2**63 less a page where there is none
-SPARED = -500  # of -1000, never killed, to 1000
+NO_LIMIT = 1 << 60  # without a limit, v1 shows 2**63 less a page
+SPARED = -500  # oom_score_adj, from -1000 (never killed) to 1000 (killed first)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """What there is, in bytes; of this machine or of the tightest cgroup. `where`: "machine" or the cgroup's folder."""
+    """Memory in bytes, of the machine or of the tightest cgroup. `where`: "machine" or the cgroup's folder."""
 
     available: int
     total: int
@@ -31,7 +31,7 @@ class MemoryRoom:
 
 
 def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryRoom:
-    """The memory that a process can take without pushing anything out."""
+    """Return the memory that a process can allocate without swapping."""
     rooms = [_of_machine(proc)]
     for chain in cgroup_chains(proc, sys, pid):
         rooms += [found for folder in chain if (found := _of_cgroup(folder))]
@@ -39,9 +39,9 @@ def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryR
 
 
 def spare_from_oom(pid: int | str = "self", *, proc: Path = PROC, score: int = SPARED) -> bool:
-    """Ask the kernel to kill others first; whether it will. Ordinary users may not, and get False.
+    """Make the kernel kill other processes first. Return True if it will, False without the necessary privilege.
 
-    To kill the writer frees little, since its snapshots are shared with the trainer, and it is what saves them.
+    Killing the writer frees little memory, because its snapshots are shared with the trainer, and it must save them.
     """
     file = proc / str(pid) / "oom_score_adj"
     with contextlib.suppress(OSError, ValueError):
@@ -54,14 +54,14 @@ def spare_from_oom(pid: int | str = "self", *, proc: Path = PROC, score: int = S
 def _of_machine(proc: Path) -> MemoryRoom:
     found = read_table(proc / "meminfo")
     total, available = found.get("MemTotal:", 0) << 10, found.get("MemAvailable:")
-    if total <= 0 or available is None:  # by system call, and without the caches that could be given back
+    if total <= 0 or available is None:  # from system calls, which do not count reclaimable caches
         page = os.sysconf("SC_PAGE_SIZE")
         return MemoryRoom(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page, "machine")
     return MemoryRoom(min(available << 10, total), total, "machine")
 
 
 def _of_cgroup(folder: Path) -> MemoryRoom | None:
-    """What one cgroup leaves, if it has a limit. Above memory.high the kernel brakes hard: it counts as one."""
+    """Return the memory left in a cgroup with a limit. memory.high is a limit too: above it, the kernel throttles."""
     files = [folder / name for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     limit = min((found for file in files if (found := read_number(file)) is not None), default=NO_LIMIT)
     if limit >= NO_LIMIT:
@@ -69,13 +69,13 @@ def _of_cgroup(folder: Path) -> MemoryRoom | None:
     used = read_number(folder / "memory.current")
     if used is None and (used := read_number(folder / "memory.usage_in_bytes")) is None:
         return None
-    stat = read_table(folder / "memory.stat")  # in v1 without those below, unless it says total
+    stat = read_table(folder / "memory.stat")  # in v1, only the `total_` values include child cgroups
     cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
     return MemoryRoom(max(0, min(limit - used + cache, limit)), limit, str(folder))
 
 
 def cgroup_chains(proc: Path, sys: Path, pid: int | str, controller: str = "memory") -> list[list[Path]]:
-    """The folders of the cgroups around a process, its own first and the mount's root last: of v1, and of v2."""
+    """Return the cgroup folders of a process for v1 and for v2, its own first and the mount's root last."""
     paths = {}
     for line in read(proc / str(pid) / "cgroup").splitlines():
         number, _, rest = line.partition(b":")
@@ -90,10 +90,10 @@ def cgroup_chains(proc: Path, sys: Path, pid: int | str, controller: str = "memo
 
 
 def _chain(root: Path, path: str) -> list[Path]:
-    """A container may see its own cgroup as the mount's root, under a path that counts from the machine's: the longest
-    end of the path that exists is ours."""
+    """Return the existing folders from a cgroup to the root. In a container, the root may be the container's cgroup,
+    while the path begins at the machine's root. So the longest suffix of the path that exists is used."""
     parts = [part for part in path.split("/") if part]
-    if ".." in parts:  # outside of what this container may see
+    if ".." in parts:  # not visible in this container
         parts = []
     while parts and not os.path.isdir(root.joinpath(*parts)):
         parts.pop(0)
@@ -107,13 +107,13 @@ def read(file: Path) -> bytes:
 
 
 def read_number(file: Path) -> int | None:
-    """None for a word such as "max", and where there is no such file."""
+    """Return the number in a file, None for a word like "max" or a missing file."""
     text = read(file).strip()
     return int(text) if text.isdigit() and len(text) < 20 else None
 
 
 def read_table(file: Path) -> dict[str, int]:
-    """Lines of a name and a number, perhaps with a unit; others are left out."""
+    """Parse lines with a name, a number and possibly a unit. Other lines are ignored."""
     found = {}
     for line in read(file).splitlines():
         words = line.split()

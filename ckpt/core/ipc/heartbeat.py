@@ -1,11 +1,11 @@
-"""What the training loop is doing, in a few pages of memory that its writer sees too.
+"""The progress of the training loop, in a few pages of memory that trainer and writer share.
 
-The trainer's main thread writes where it is; nobody sends a message for it. The writer compares that with the usual
-pace, also when the trainer is frozen. In the other direction there is the pace that the writer has learnt.
+The trainer's main thread records its progress there, without a message. The writer compares it with the usual pace,
+even if the trainer is frozen. In the other direction, the writer records the pace that it has measured.
 
-Every field is eight bytes, aligned, and has one writer, so that nobody reads half of it. Behind the fields is a ring of
-the last steps, when each was done and what saving had cost by then: from it the writer keeps the ledger, also of a
-trainer that was killed a moment ago. A step pays a microsecond for it.
+Every field is an aligned word of eight bytes with a single writer, so it is never read half written. The fields are
+followed by a ring of the last steps, with the time of each and the cost of saving so far. From it the writer computes
+the run metrics, even if the trainer has just been killed. It costs about a microsecond for each step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ STATES = ("opening", "training", "paused", "restoring", "leaving")
 _MAGIC = 0x3230_4553_4C55_5031
 _SEALS = 0x0001 | 0x0002 | 0x0004
 _ADD_SEALS = 1033
-# Fields: magic, calls, step, when (ns), state, updates, paused (ns); of the writer: usual (ns)
+# Fields: magic, calls, step, when (ns), state, updates, paused (ns); written by the writer: usual (ns)
 _RING, _ENTRIES, _WIDTH = PAGE // 8, 512, 8  # each entry: step, when (ns), stalled (ns), saves, skipped, paused (ns)
 _SIZE = PAGE + 8 * _ENTRIES * _WIDTH
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step that was done at `when`, in seconds of the monotonic clock. What saving had cost the loop up to then, in
-    all: seconds it was `stalled`, snapshots taken and `skipped`; and how long it was `paused`."""
+    """A step that ended at `when`, by the monotonic clock. The totals up to then: seconds that saving `stalled` the
+    loop, snapshots taken (`saves`), snapshots `skipped`, and seconds `paused`."""
 
     step: int
     when: float
@@ -45,8 +45,8 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One look at it. `calls`: of step() so far; `step`: the last one, -1 for none; `when`: of the last sign of life,
-    in seconds of the monotonic clock, which all processes of a machine share; `updates`: optimizer steps begun."""
+    """One reading of the heartbeat. `calls`: number of calls of step(). `step`: the last one, -1 for none. `when`: last
+    sign of life, by the monotonic clock, which all processes of a machine share. `updates`: optimizer steps begun."""
 
     calls: int
     step: int
@@ -60,7 +60,7 @@ class Beat:
 
 
 class Heartbeat:
-    """The pages. `fd` can be sent to another process, which attaches to it."""
+    """The shared pages. `fd` can be sent to another process, which attaches to it."""
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         self.fd = fd
@@ -84,7 +84,7 @@ class Heartbeat:
 
     @classmethod
     def attach(cls, fd: int) -> Heartbeat:
-        """Another process's."""
+        """Map the pages of another process."""
         if os.fstat(fd).st_size < _SIZE:
             raise CorruptError("these are not the pages of a trainer of this version")
         return cls(fd, mmap.mmap(fd, _SIZE))
@@ -92,7 +92,7 @@ class Heartbeat:
     # -- the trainer's main thread --
 
     def beat(self, step: int, stalled_s: float = 0.0, saves: int = 0, skipped: int = 0) -> None:
-        """step() was called: training goes on. The rest is what saving has cost so far, see `StepDone`."""
+        """Record a call of step(), and the cost of saving so far, see `StepDone`."""
         at, now = self._at, time.monotonic_ns()
         entry = _RING + at[1] % _ENTRIES * _WIDTH
         at[entry], at[entry + 1], at[entry + 2], at[entry + 3] = step, now, int(stalled_s * 1e9), saves
@@ -101,41 +101,41 @@ class Heartbeat:
         at[1] += 1
 
     def went_back(self, step: int) -> None:
-        """The state is that of this step now."""
+        """Set the step after a rollback."""
         self._at[2] = step
 
     def paused(self, seconds: float) -> None:
-        """So long nothing was trained, on purpose."""
+        """Add seconds of an intended pause in training."""
         self._at[6] += int(seconds * 1e9)
 
     def touch(self, state: int) -> None:
-        """Another thing is being done from now on."""
+        """Record a sign of life and the present state, for example PAUSED."""
         self._at[3], self._at[4] = time.monotonic_ns(), state
 
     def update(self) -> None:
-        """An optimizer begins to change something."""
+        """Record that an optimizer step begins."""
         self._at[5] += 1
 
     # -- the writer --
 
     @property
     def usual_s(self) -> float:
-        """How long a step usually takes, in seconds; 0 while that is not known."""
+        """Return the usual seconds of a step, 0 while unknown."""
         return self._at[7] / 1e9
 
     @usual_s.setter
     def usual_s(self, seconds: float) -> None:
         self._at[7] = int(seconds * 1e9)
 
-    # -- anybody --
+    # -- any process --
 
     def since(self, calls: int) -> tuple[int, list[StepDone]]:
-        """How many calls of step() there were, and the steps of those after the first `calls`; the oldest of them are
-        missing if they were more than the ring holds."""
+        """Return the number of calls of step(), and the steps after the first `calls`. If there are more than the ring
+        can store, the oldest are missing."""
         at, now = self._at, self._at[1]
         numbers = range(max(calls, now - _ENTRIES), now)
         raw = [list(at[(entry := _RING + n % _ENTRIES * _WIDTH) : entry + 6]) for n in numbers]
-        spoilt = max(0, at[1] + 1 - _ENTRIES - numbers.start)  # overwritten while we read, or just now
+        spoilt = max(0, at[1] + 1 - _ENTRIES - numbers.start)  # overwritten before or during this read
         return now, [StepDone(e[0], e[1] / 1e9, e[2] / 1e9, e[3], e[4], e[5] / 1e9) for e in raw[spoilt:]]
 
     @property
@@ -148,7 +148,7 @@ class Heartbeat:
 
     @property
     def paused_s(self) -> float:
-        """How long nothing was trained on purpose, so far."""
+        """Return the total seconds of intended pauses."""
         return self._at[6] / 1e9
 
     def read(self) -> Beat:
@@ -156,7 +156,7 @@ class Heartbeat:
         return Beat(at[1], at[2], at[3] / 1e9, at[4], at[5])
 
     def close(self) -> None:
-        """Give the descriptor up; the page goes with the last view of it."""
+        """Close the descriptor. The pages are unmapped with their last view."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,10 +1,10 @@
-"""A robust, process-shared mutex: how a death is noticed at once.
+"""A robust, process-shared mutex, which detects the death of a process within milliseconds.
 
-When a thread that holds it dies, however it dies, the kernel hands the mutex to a waiter together with the news
-(EOWNERDEAD), before it takes the process's memory apart. Measured: 0.1-5 ms after SIGKILL at any size, where a pidfd or
-the end of a pipe came 1.8 s late at 3 GB of resident memory.
+When a thread dies while it owns the mutex, for any reason, the kernel gives the mutex to a waiter and reports the death
+(EOWNERDEAD), before it frees the memory of the process. Measured delay after SIGKILL: 0.1-5 ms at any size. With 3 GB
+of resident memory, a pidfd or the end of a pipe reported the death 1.8 s later.
 
-Through glibc by ctypes: Python has no such lock. The mutex lives in shared memory that both processes map.
+It uses glibc through ctypes, because Python has no such lock. The mutex is in shared memory that both processes map.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ckpt.core.ipc.process import number_in_proc
 
 _SHARED = 1
 _ROBUST = 1
-_KIND = 16  # where glibc keeps the kind of a mutex, on 64-bit machines
-_OWNER = 0x3FFFFFFF  # of its first word: the number of the thread that holds it
+_KIND = 16  # offset of the kind in a glibc mutex, on 64-bit machines
+_OWNER = 0x3FFFFFFF  # mask of its first word: the number of the owning thread
 
 _libc = ctypes.CDLL(None)  # releases the GIL while it waits
 
 
 class Got(Enum):
-    """How a lock was obtained: from nobody, or from an owner that died holding it."""
+    """The result of a lock: it was free, its owner died, or it is busy."""
 
     FREE = "free"
     OWNER_DIED = "owner died"
@@ -35,14 +35,14 @@ class Got(Enum):
 
 
 class RobustMutex:
-    """At `offset` of a shared mapping. Must be unlocked by the thread that locked it, before the mapping goes."""
+    """A mutex at `offset` of a shared mapping. The thread that locked it must unlock it, before the mapping ends."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._anchor = ctypes.c_char.from_buffer(memory, offset)  # keeps the mapping alive
         self._address = ctypes.c_void_p(ctypes.addressof(self._anchor))
 
     def initialise(self) -> None:
-        """Once, by whoever creates the memory."""
+        """Initialize the mutex, once, in the process that creates the memory."""
         attributes = ctypes.create_string_buffer(64)
         _check(_libc.pthread_mutexattr_init(attributes))
         _check(_libc.pthread_mutexattr_setpshared(attributes, _SHARED))
@@ -50,13 +50,13 @@ class RobustMutex:
         _check(_libc.pthread_mutex_init(self._address, attributes))
 
     def is_sound(self) -> bool:
-        """Return False if the memory was damaged so that it is not a mutex of this kind any more. glibc must not see
-        such a one: it would end the process."""
+        """Return False if damage to the memory has changed the kind of the mutex. glibc must not use such a mutex,
+        because it would end the process."""
         return self._word(_KIND) == _sound_kind()
 
     def is_orphaned(self) -> bool:
-        """Return True if a thread holds it, by its number, that does not exist: nobody will ever unlock it. The kernel
-        hands over what a thread leaves locked before it takes the thread away, so the memory was damaged."""
+        """Return True if the owning thread does not exist, so that it will never be unlocked. Then the memory was
+        damaged, because the kernel releases the mutexes of a dying thread before it removes the thread."""
         if number_in_proc(os.getpid()) != os.getpid():
             return False  # /proc belongs to another PID namespace: it lists threads under other numbers
         owner = self._word(0) & _OWNER
@@ -79,7 +79,7 @@ class RobustMutex:
         if code == errno.EBUSY:
             return Got.BUSY
         if code == errno.EOWNERDEAD:
-            _check(_libc.pthread_mutex_consistent(self._address))  # ours now, and usable again
+            _check(_libc.pthread_mutex_consistent(self._address))  # this thread owns it now, and it is usable again
             return Got.OWNER_DIED
         _check(code)
         return Got.FREE

@@ -1,4 +1,4 @@
-"""Notes: messages from a writer to its trainer without a request. Parts of the trainer subscribe to them with
+"""Notes: messages from a writer to its trainer without a request. Modules of the trainer subscribe to them with
 `WriterSupervisor.hear`."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from ckpt.core.ipc.protocol import Note
 
 
 class SlotReadNote(Note, frozen=True):
-    """A slot may be used again: all bytes of this attempt are in this tier, or will come there from a nearer one.
-    Without an attempt: it was being written when the trainer came."""
+    """A slot may be reused: all bytes of this checkpoint are in this tier, or will be copied there from a nearer one.
+    `attempt` is "" if the slot was being written when the trainer connected."""
 
     arena: str
     slot: int
@@ -19,14 +19,14 @@ class SlotReadNote(Note, frozen=True):
 
 
 class HeldNote(Note, frozen=True):
-    """All parts that belong on this node's disk are there, which are not all parts."""
+    """This node's disk has all its parts of a checkpoint. The other parts belong on the disks of other nodes."""
 
     tier: int
     attempt: str
 
 
 class DamagedNote(Note, frozen=True):
-    """A checkpoint was read back, and is not what was written."""
+    """A checkpoint was read back and found damaged."""
 
     tier: str
     step: int
@@ -34,7 +34,7 @@ class DamagedNote(Note, frozen=True):
 
 
 class CadenceNote(Note, frozen=True):
-    """Propose other save intervals, which would cost less: a `Decision`."""
+    """Proposes cheaper save intervals: a `Decision`."""
 
     decision: dict[str, Any]
 
@@ -46,7 +46,7 @@ class SaidNote(Note, frozen=True):
 
 
 class FencedNote(Note, frozen=True):
-    """The run was lost to another trainer."""
+    """Another trainer has taken ownership of the run."""
 
     text: str
 
@@ -60,7 +60,7 @@ class PeerDiedNote(Note, frozen=True):
 
 class SignalNote(Note, frozen=True):
     """Signals that the writer has read from the trainer's wakeup socket; other handlers there may wait for them.
-    `numbers`: those that are triggers, and that the trainer has not handled. It replies with `Heard`."""
+    `numbers`: triggers among them that the trainer has not handled. The trainer replies with `Heard`."""
 
     raw: list[int]
     numbers: list[int]
@@ -73,7 +73,7 @@ class TriggerNote(Note, frozen=True):
 
 
 class HangNote(Note, frozen=True):
-    """The trainer makes no more steps; `evidence` is an `Evidence` of it. It replies with `Heard`."""
+    """The trainer makes no progress. `evidence`: an `Evidence` of that. The trainer replies with `Heard`."""
 
     idle_s: float
     limit_s: float
@@ -83,7 +83,7 @@ class HangNote(Note, frozen=True):
 
 
 class PressureNote(Note, frozen=True):
-    """Memory runs short. Sizes in bytes."""
+    """Little memory is available. Sizes are in bytes."""
 
     available: int
     total: int

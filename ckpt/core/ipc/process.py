@@ -1,4 +1,4 @@
-"""The identity of a process and of its machine; process numbers alone are used again."""
+"""Identifies processes and their machine. A process number alone is not enough, because it may be reused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 
-_EXITING = 0x4  # PF_EXITING: the kernel is ending it, and it runs no more code
+_EXITING = 0x4  # PF_EXITING: the kernel is ending the process, which runs no more code
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -25,7 +25,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Return True if it runs: it has not ended, is not about to end, and is not another one with its number."""
+        """Return True if it runs. False if it has ended, is ending, or another process has its number now."""
         started, ending = _stat(self.pid) or (-1, True)
         return started >= 0 and started == self.started and not ending
 
@@ -38,20 +38,20 @@ class Process:
 
     @property
     def shared_bytes(self) -> int:
-        """How much shared memory the process has mapped and touched; 0 if that cannot be seen."""
+        """Return the bytes of shared memory that the process has mapped and touched, 0 if unknown."""
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{number_in_proc(self.pid)}/status") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith("RssShmem:")), 0)
         return 0
 
     @property
     def born(self) -> float:
-        """Return when it was started, in seconds of the monotonic clock; now, if it had ended before."""
+        """Return its start time by the monotonic clock, or the present time if it had ended before."""
         now = time.monotonic()
         return now if self.started < 0 else now - (time.clock_gettime(time.CLOCK_BOOTTIME) - self.started / _TICKS)
 
 
 def _stat(pid: int) -> tuple[int, bool] | None:
-    """Return when a process was started, in ticks since boot, and whether it is ending; None if there is none."""
+    """Return the start time of a process in ticks since boot, and True if it is ending. None if it does not exist."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{number_in_proc(pid)}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         return int(fields[19]), fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)

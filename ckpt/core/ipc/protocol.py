@@ -1,12 +1,12 @@
-"""What trainer and writer say to each other: typed messages, and how they become bytes and are checked on arrival.
+"""Typed messages between trainer and writer: encoding, decoding, and validation on arrival.
 
     Request   from a trainer, a tool or another writer to a writer, which replies   `requests`, `watch_requests`
-    Note      from a writer to its trainer, which does not                          `notes`
+    Note      from a writer to its trainer, which sends no reply                    `notes`
 
-On the wire a message is an object of JSON: `op` is its name, `id` numbers a request and the reply to it, `fds` counts
-the descriptors that travel with it, and everything else is fields. What is unknown, has a wrong or no field, or is too
-long, is refused by name. Another number of `PROTOCOL` means that nothing but a refusal will be understood: a trainer
-and a writer of different numbers leave each other alone.
+On the wire, a message is a JSON object: `op` is its name, `id` is the number of a request and its reply, `fds` is the
+number of descriptors sent with it, and all other keys are fields. A message that is unknown, malformed or too long is
+rejected with an error that names it. A trainer and a writer with different values of `PROTOCOL` do not use each other,
+because they can exchange only errors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import msgspec
 from ckpt.errors import ProtocolError, from_wire, to_wire
 from ckpt.version import VERSION
 
-PROTOCOL = 10  # raise it whenever a message changes
+PROTOCOL = 10  # increase it whenever a message changes
 MIB = 1 << 20
 MOST_BYTES = 256 * MIB  # of any message
-MOST_NAME = 60  # characters of a name that is not known
-REPLY = "reply"  # its value, or its error, is what its request is answered by
+MOST_NAME = 60  # maximum characters of an unknown name in an error
+REPLY = "reply"  # the name of replies; a reply has a value or an error
 
 R = TypeVar("R")
 N = TypeVar("N", bound="Message")
@@ -38,29 +38,29 @@ T = TypeVar("T")
 
 @functools.cache
 def _op(name: str) -> str:
-    """`WriteSlot` is called `write_slot` on the wire."""
+    """Return the name of a message on the wire: `write_slot` for `WriteSlot`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="op", tag=_op):
-    """What goes over the wire by a name of its own."""
+    """A message with a name on the wire."""
 
-    most_bytes: ClassVar[int] = 8 * MIB  # more where it grows with the model, or with the job
-    descriptors: ClassVar[int] = 0  # how many come with it
+    most_bytes: ClassVar[int] = 8 * MIB  # more for messages that grow with the model or the job
+    descriptors: ClassVar[int] = 0  # number of descriptors sent with it
 
 
 class Request(Message, Generic[R], frozen=True):
-    """What a writer is asked, and answers by an `R`."""
+    """A request to a writer, which replies with an `R`."""
 
 
 class Note(Message, frozen=True):
-    """What a writer tells its trainer."""
+    """A message from a writer to its trainer."""
 
     most_bytes = MOST_BYTES
 
 
 class Body(msgspec.Struct, frozen=True):
-    """What is part of a message, or of a reply."""
+    """A part of a message or reply."""
 
 
 class Failure(Body, frozen=True):
@@ -73,7 +73,7 @@ class Failure(Body, frozen=True):
 
 @dataclass(slots=True)
 class Incoming:
-    """A message as it came: its name, its number or None, what else is in it, and how many bytes it had."""
+    """A received message: its name, its number or None, its fields, and its size in bytes."""
 
     op: str
     id: int | None
@@ -82,19 +82,19 @@ class Incoming:
     fds: list[int] = field(default_factory=list)
 
     def drop(self) -> None:
-        """Close what came with it."""
+        """Close the descriptors that came with it."""
         while self.fds:
             with contextlib.suppress(OSError):
                 os.close(self.fds.pop())
 
 
 def table(kinds: Iterable[type[N]]) -> dict[str, type[N]]:
-    """Types of messages, by their name on the wire."""
+    """Return message types by their name on the wire."""
     return {_op(kind.__name__): kind for kind in kinds}
 
 
 def encode(message: Message, number: int | None = None, fds: int = 0) -> bytes:
-    """ProtocolError if it is too long for what it is."""
+    """Encode a message. Raise ProtocolError if it is too long for its type."""
     name = _op(type(message).__name__)
     text = _text(name, number, fds, msgspec.structs.asdict(message))
     _check_size(name, len(text), message.most_bytes)
@@ -102,25 +102,25 @@ def encode(message: Message, number: int | None = None, fds: int = 0) -> bytes:
 
 
 def encode_reply(value: object, number: int, fds: int = 0) -> bytes:
-    """Of what a request was answered by, or of a `Failure`."""
+    """Encode the reply to a request, or a `Failure`."""
     text = _text(REPLY, number, fds, msgspec.structs.asdict(value) if isinstance(value, Failure) else {"value": value})
     _check_size(REPLY, len(text), MOST_BYTES)
     return text
 
 
 def failure(error: BaseException) -> Failure:
-    """An error as a reply."""
+    """Return an error as a reply."""
     return Failure(**to_wire(error))
 
 
 def _text(name: str, number: int | None, fds: int, fields: dict[str, Any]) -> bytes:
-    """By the json of Python: that of msgspec has no infinite seconds, and refuses names of files that are no UTF-8."""
+    """Encode with Python's json, because msgspec rejects infinite numbers and file names that are not UTF-8."""
     head = {"op": name} | ({} if number is None else {"id": number}) | ({"fds": fds} if fds else {})
     return json.dumps({**head, **fields}, separators=(",", ":"), default=msgspec.structs.asdict).encode()
 
 
 def decode(text: bytes | bytearray) -> Incoming | None:
-    """What every message begins with is checked here, all else by its type; None for what is no message."""
+    """Parse a message, None if it is not one. Only its name and number are checked here, its fields by its type."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -132,13 +132,13 @@ def decode(text: bytes | bytearray) -> Incoming | None:
 
 
 def too_long(size: int, begin: bytes) -> Incoming:
-    """Of a message that is not even read: its name and number, as far as its first bytes say them."""
+    """Return a message that is too long to be read, with the name and number found in its first bytes."""
     op, number = re.search(rb'"op": ?"(\w+)"', begin), re.search(rb'"id": ?(\d{1,18})\b', begin)
     return Incoming(op[1].decode() if op else "", int(number[1]) if number else None, {}, size)
 
 
 def message_of(incoming: Incoming, known: Mapping[str, type[N]]) -> N:
-    """ProtocolError for what is none of these, by its name."""
+    """Convert to a typed message. Raise ProtocolError if it is unknown or invalid."""
     kind = known.get(incoming.op)
     _check_size(incoming.op, incoming.size, MOST_BYTES if kind is None else kind.most_bytes)
     if kind is None:
@@ -150,7 +150,7 @@ def message_of(incoming: Incoming, known: Mapping[str, type[N]]) -> N:
 
 
 def reply_of(incoming: Incoming, request: Request[R]) -> R:
-    """The reply to a request. Raises the error that it is, or ProtocolError if it is not what answers this."""
+    """Return the reply to a request. Raise the error in it, or ProtocolError if its type is wrong."""
     kind: type[R] = type(request).__orig_bases__[0].__args__[0]  # type: ignore[attr-defined]
     name = f"the reply to {_op(type(request).__name__)}"
     if "error" in incoming.fields:
@@ -171,6 +171,6 @@ def _check_size(name: str, size: int, most: int) -> None:
 
 
 def refusal(name: str, problem: str) -> ProtocolError:
-    """Of a message, by its name. It says who we are, for another version."""
+    """Return the error for a rejected message. It has our version, for a peer of another version."""
     named = repr(name[:MOST_NAME]) if name else "a message without a name"
     return ProtocolError(f"{named} {problem} (everystep {VERSION}, protocol {PROTOCOL})")

@@ -1,7 +1,7 @@
-"""Requests to a writer, and its replies. Methods below `handles` in `ckpt.core.writer` deal with them.
+"""Requests to a writer, and its replies. Methods with the decorator `handles` in `ckpt.core.writer` process them.
 
-Arenas go by the hex digits of their id, attempts by their text, tiers by their number. What has a form of its own
-elsewhere (a layout, a fault, a tier) is that form in JSON, and is checked where it is parsed.
+Arenas are identified by their id in hex, checkpoints by the text of their id, tiers by their number. Objects that other
+modules define (a layout, a fault, a tier) are sent as their JSON form, and validated when they are parsed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ckpt.core.ipc.protocol import MOST_BYTES, PROTOCOL, Body, Request
 from ckpt.version import VERSION
 
 Json = dict[str, Any]
-Owner = tuple[int, str, str | None]  # epoch, nonce, and the attempt that it went back to
-Digest = tuple[str, int, str, bool]  # attempt, rank, the digests of its blobs in hex, and whether they came late
+Owner = tuple[int, str, str | None]  # term, nonce, and the checkpoint that it was restored from
+Digest = tuple[str, int, str, bool]  # checkpoint, rank, digests of its chunks in hex, True if computed late
 
-# -- whose run it is --
+# -- ownership of the run --
 
 
 class LendReply(Body, frozen=True):
-    """The memory that a writer holds. `trainer`: its process, `since`: when it came (seconds since 1970), `alive`: it
-    lives, so nobody else may continue its run. The descriptors of all `arenas` come with the reply; nobody writes to
-    the `foreign` ones. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the
-    opened runs, by URL. `sees`: whether the writer sees the file `Lend.proof`."""
+    """The memory of a writer. `trainer`: its process. `since`: when that connected, in seconds since 1970. `alive`: it
+    runs, so no other process may continue its run. The descriptors of all `arenas` come with the reply; the `foreign`
+    ones are read-only. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the
+    opened runs, by URL. `sees`: True if the writer sees the file `Lend.proof`."""
 
     pid: int
     alive: bool
@@ -45,7 +45,7 @@ class Lend(Request[LendReply], frozen=True):
     """Lend memory to another rank of this job, or of a new one, which only reads it. `look`: send no arenas. `digest`:
     compute missing digests first. `fenced`: send no arenas, and read the log first, because the caller has fenced our
     job there; WriterError if this writer leaves. `proof`: the name of a temporary file in the folder of the nearest
-    tier, which tells whether the writer sees the same folder."""
+    tier, which shows whether the writer sees the same folder."""
 
     proof: str = ""
     look: bool = False
@@ -74,7 +74,7 @@ class Greeting(Request[GreetingReply], frozen=True):
 
 
 class TierFound(Body, frozen=True):
-    """A tier that was opened. `checkpoints`, `damaged`: how many, and records that cannot be read."""
+    """A tier that was opened. `checkpoints`: their number. `damaged`: records that cannot be read."""
 
     root: str
     epoch: int
@@ -90,7 +90,7 @@ class OpenRunReply(Body, frozen=True):
 
 
 class OpenRun(Request[OpenRunReply], frozen=True):
-    """Open the tiers (see `Tier.spec`), without changing anything in them. `check`: refuse if another job trains the
+    """Open the tiers (see `Tier.spec`) without changing them. `check`: raise if another job trains the
     run; `auto`: tiers whose save interval is to be measured; `first_number`: of the data files of this writer;
     `acquires`: the history of the memory; `next_nonces`: an ACQUIRE with one of these is by the writer's own job;
     `roots`: the ids that the runs in these tiers must have, "" for any."""
@@ -107,7 +107,7 @@ class OpenRun(Request[OpenRunReply], frozen=True):
 
 
 class AcquireRun(Request[list[int]], frozen=True):
-    """Take these tiers over, for all ranks, with `restored` as a rollback to there: the epochs that they gave."""
+    """Take ownership of these tiers for all ranks. Return their new terms. `restored`: the checkpoint to continue."""
 
     nonce: str
     floor: int
@@ -125,8 +125,8 @@ class PartsHere(Body, frozen=True):
 
 
 class OwnRun(Request[list[PartsHere]], frozen=True):
-    """All ranks have agreed who the owner is: what the disks of single nodes hold a part of, in the tiers to `recover`.
-    `roles`: of each tier ranks, place and world, see `Role`."""
+    """All ranks have agreed on the owner. Return the parts on node-local disks, in the tiers to `recover`.
+    `roles`: ranks, place and world of each tier, see `Role`."""
 
     most_bytes = MOST_BYTES
     owner: Owner
@@ -140,7 +140,7 @@ class Resume(Request[None], frozen=True):
 
 
 class Complete(Request[None], frozen=True):
-    """The other nodes hold their parts of these attempts too."""
+    """The other nodes have their parts of these checkpoints too."""
 
     tier: int
     attempts: list[str]
@@ -153,8 +153,8 @@ class Distrust(Request[None], frozen=True):
 
 
 class Leave(Request[None], frozen=True):
-    """The trainer is done: finish what was begun, and leave. `keep`: keep the memory and persist it, as after the
-    trainer's death, although its process may live on. `failed`: an error has ended the training."""
+    """The trainer is done: finish the saves in progress, and exit. `keep`: keep the memory and persist it, as after the
+    trainer's death, although its process may still run. `failed`: an error has ended the training."""
 
     keep: bool = False
     failed: bool = False
@@ -165,7 +165,7 @@ class Leave(Request[None], frozen=True):
 
 class MakeArena(Request[str], frozen=True):
     """Make an arena with this number of slots, or fewer but at least `least`. The reply is its id, with its descriptor.
-    `ranks`: how many share this machine; `node`: the NUMA node near the device."""
+    `ranks`: number of ranks on this machine; `node`: the NUMA node near the device."""
 
     slots: int
     slot_size: int
@@ -175,7 +175,7 @@ class MakeArena(Request[str], frozen=True):
 
 
 class AttachArena(Request[None], frozen=True):
-    """Hold this arena, which comes as a descriptor. The reply is sent once the arena is held. `foreign`: other ranks
+    """Keep this arena, which is sent as a descriptor. The reply is sent once the arena is kept. `foreign`: other ranks
     staged into it."""
 
     descriptors = 1
@@ -183,34 +183,34 @@ class AttachArena(Request[None], frozen=True):
 
 
 class WatchArena(Request[None], frozen=True):
-    """The staging thread holds the mutex of this arena from now on."""
+    """Watch the mutex of this arena, which the staging thread owns from now on."""
 
     arena: str
 
 
 class ReleaseArena(Request[None], frozen=True):
-    """Release this arena."""
+    """Release the arena with this id."""
 
     arena: str
 
 
 class KnowLayout(Request[None], frozen=True):
-    """A `Layout`, which describes the bytes of a slot."""
+    """Remember a `Layout`, which describes the bytes of a slot."""
 
     most_bytes = MOST_BYTES
     layout: Json
 
 
 class Partner(Request[Json], frozen=True):
-    """Be ready to keep a copy of another rank's memory. The reply says how other nodes reach this writer. `contact`:
-    the same of the writer that keeps a copy of our memory, which is that of `rank`."""
+    """Prepare to keep a copy of another rank's memory. The reply has the contact data of this writer for other nodes.
+    `contact`: contact data of the writer that keeps a copy of our memory, the writer of `rank`."""
 
     contact: Json | None = None
     rank: int = 0
 
 
 class Push(Request[None], frozen=True):
-    """A snapshot was sealed: have it copied to the partner."""
+    """Copy a sealed snapshot to the partner."""
 
     arena: str
     slot: int
@@ -221,16 +221,16 @@ class Push(Request[None], frozen=True):
 
 
 class WriteSlotReply(Body, frozen=True):
-    """Bytes of the snapshot, and of what was stored for it."""
+    """Bytes of the snapshot, and bytes that were stored for it."""
 
     nbytes: int
     stored: int
 
 
 class WriteSlot(Request[WriteSlotReply], frozen=True):
-    """Make a checkpoint of a sealed slot in one tier; answered when it is durable. `stored`: the trainer or an earlier
-    writer has stored its bytes already; `arena` is "" if no slot has them. `replicas`: what its part says of replicated
-    tensors, see `format.replicas`."""
+    """Make a checkpoint of a sealed slot in one tier. The reply is sent when it is durable. `stored`: the trainer or an
+    earlier writer has already stored its bytes. `arena`: "" if no slot has them. `replicas`: digests of replicated
+    tensors for its manifest, see `format.replicas`."""
 
     most_bytes = MOST_BYTES
     tier: int
@@ -242,7 +242,7 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
 
 
 class Retract(Request[None], frozen=True):
-    """Give a snapshot up: it must not become a checkpoint, or not stay one."""
+    """Abort the checkpoint of a snapshot, or retire it if it is committed already."""
 
     attempt: str
     reason: str
@@ -258,17 +258,17 @@ class SavedInTier(Body, frozen=True):
 
 
 class KeptReply(Body, frozen=True):
-    """`notes`: step, note, and whether it is there, of what a training has asked to be kept; `saved`: whether the step
-    in question is a checkpoint of this history somewhere, or is about to be one."""
+    """The steps that a training keeps. `notes`: step, note, and whether it exists. `saved`: True if the requested step
+    is a checkpoint of this history in some tier, or is being saved."""
 
     notes: list[tuple[int, str, bool]]
     saved: bool
 
 
 class KeepSteps(Request[KeptReply], frozen=True):
-    """Keep these steps in every tier, however old they get, each with a note that says why, and no others that such a
-    request named before; None changes nothing. The reply is sent when the run logs contain the notes. It lists what is
-    kept in the tiers that this rank speaks for, and whether they have `step`."""
+    """Keep these steps in every tier, regardless of their age, each with a note of the reason. Release all others that
+    such a request named before. None changes nothing. The reply is sent when the run logs contain the notes. It lists
+    the kept steps in the tiers that this rank is responsible for, and whether they have `step`."""
 
     most_bytes = MOST_BYTES
     notes: list[tuple[int, str]] | None = None
@@ -276,8 +276,8 @@ class KeepSteps(Request[KeptReply], frozen=True):
 
 
 class Persist(Request[list[SavedInTier]], frozen=True):
-    """Make these attempts in memory durable now, and return the results. `far`: save the newest to further tiers
-    too."""
+    """Make these snapshots durable now, and return the results. `far`: also save the newest one to the other tiers,
+    which are farther away."""
 
     deadline_s: float
     far: bool

@@ -9,7 +9,7 @@ from ckpt.core.ipc.requests import Json
 
 
 class RestoreDone(Request[None], frozen=True):
-    """The trainer has called restore(). The fields of `cadence.ledger.Restore`, and the costs of saving until then."""
+    """The trainer has called restore(). Fields of `cadence.ledger.Restore`, and the costs of saving until then."""
 
     at: float
     seconds: float
@@ -36,9 +36,9 @@ class CadenceOf(Body, frozen=True):
 
 
 class KeepBooks(Request[None], frozen=True):
-    """Record the run metrics of the trainer from now on; see `cadence.ledger.Account`. With its heartbeat. `decides`:
-    propose save intervals to it; `again`: a writer before this one has begun; `term`: of the job since its last
-    restore, "" for `epoch`."""
+    """Record the run metrics of the trainer from now on, see `cadence.ledger.Account`. Its heartbeat is sent along.
+    `decides`: propose save intervals to it. `again`: an earlier writer began the record. `term`: term of the job since
+    its last restore, "" for `epoch`."""
 
     descriptors = 1
     epoch: str
@@ -56,13 +56,13 @@ class KeepBooks(Request[None], frozen=True):
 
 
 class SetCadence(Request[None], frozen=True):
-    """The ranks have agreed on other save intervals: a `Decision`."""
+    """Use the other save intervals that the ranks have agreed on: a `Decision`."""
 
     decision: Json
 
 
 class Show(Request[None], frozen=True):
-    """Report the status of this trainer from now on, and serve these metrics. With its heartbeat."""
+    """Report the status of this trainer from now on, and serve these metrics. Its heartbeat is sent along."""
 
     descriptors = 1
     place: str
@@ -83,8 +83,8 @@ class Look(Request[Json], frozen=True):
 
 
 class Arm(Request[None], frozen=True):
-    """Watch the trainer from now on: with its heartbeat, the socket of its signals, the pipe of faulthandler, and
-    stderr. `hang`: the fields of an `OnHang`; `share`: of memory that is to be available; `echo`: to stderr."""
+    """Watch the trainer from now on. Descriptors: its heartbeat, the socket of its signals, the pipe of faulthandler,
+    and stderr. `hang`: fields of an `OnHang`. `share`: minimum share of free memory. `echo`: also write to stderr."""
 
     descriptors = 4
     rank: int
@@ -96,7 +96,7 @@ class Arm(Request[None], frozen=True):
 
 
 class Heard(Request[None], frozen=True):
-    """The fault handler handles the last note that it got."""
+    """The fault handler has received the last note, and handles it."""
 
 
 class Report(Request[str], frozen=True):
@@ -109,8 +109,8 @@ class Report(Request[str], frozen=True):
 
 
 class AskEvidence(Request[list[Json]], frozen=True):
-    """Report what the trainer does, as an `Evidence`; none if it is not watched. `node`: of all trainers of this node,
-    for the fault handler, which the writer collects from the other writers."""
+    """Return what the trainer is doing, as an `Evidence`, or [] if it is not watched. `node`: also collect the evidence
+    of the other trainers of this node from their writers, for the fault handler."""
 
     node: bool = False
 

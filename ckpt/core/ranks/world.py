@@ -176,7 +176,7 @@ class World:
         return Mailbox(self.connect(), f"{self.prefix}mail/")
 
     def farewell(self, timeout_s: float = 10.0) -> None:
-        """End this rank's last turn. Rank 0, which often hosts the store, waits for the others here. Never raises."""
+        """Make the last call of this rank. Rank 0, which often hosts the store, waits for the others. Never raises."""
         self._board.answer_s = min(ANSWER_S, timeout_s)
         with contextlib.suppress(Exception):
             keys = [f"{self.prefix}farewell/{rank}" for rank in range(1, self.size)]

@@ -28,13 +28,13 @@ class KeptSteps:
             self._best.scores = []  # the object may have been used for another run
 
     def pin(self, step: int, note: str) -> None:
-        """See `Checkpointer.pin`."""
+        """Pin a step; see `Checkpointer.pin`."""
         if not isinstance(note, str) or not note:
             raise InvalidArgumentError(f"pin(note={note!r}): note must be a string that is not empty")
         self._change_pins(step, note)
 
     def unpin(self, step: int) -> None:
-        """See `Checkpointer.unpin`."""
+        """Unpin a step; see `Checkpointer.unpin`."""
         self._change_pins(step, None)
 
     def _change_pins(self, step: int, note: str | None) -> None:
@@ -47,7 +47,7 @@ class KeptSteps:
         self._tell()
 
     def score(self, step: int, value: object) -> bool:
-        """See `Checkpointer.score`."""
+        """Score a step; see `Checkpointer.score`."""
         best, run = self._best, self._run
         if best is None:
             raise UsageError('nothing says which score is best: Checkpointer(..., best=ckpt.Best("val_loss"))')
@@ -67,7 +67,7 @@ class KeptSteps:
         return among
 
     def wait(self, timeout_s: float | None, step: int | None) -> None:
-        """See `Checkpointer.wait`."""
+        """Wait for saves and for notes in the run logs; see `Checkpointer.wait`."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._saver.wait(timeout_s, step)
         self._run.supervisor.writes.note_down(end - time.monotonic())

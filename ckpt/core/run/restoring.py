@@ -31,7 +31,7 @@ class Restoring:
         self.last: Restored | None = None
 
     def restore(self, default: Any, step: int | None, strict: bool) -> Any:
-        """See `Checkpointer.restore`."""
+        """Restore the state; see `Checkpointer.restore`."""
         heartbeat = self._run.heartbeat
         heartbeat.touch(RESTORING)
         began = time.monotonic()

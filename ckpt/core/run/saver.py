@@ -121,7 +121,7 @@ class Saver:
     # -- the training thread, which has the turn --
 
     def step(self, step: int, finite: bool | None) -> Save | None:
-        """See `Checkpointer.step`."""
+        """Save a step if it is scheduled or ordered; see `Checkpointer.step`."""
         run = self._run
         run.check_usable()
         run.check_next(step)

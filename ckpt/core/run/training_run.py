@@ -387,7 +387,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def pause(self, changes_state: bool) -> Iterator[None]:
-        """See `Checkpointer.not_training`."""
+        """Mark a pause of the training; see `Checkpointer.not_training`."""
         heartbeat, outer = self.heartbeat, self.exchanged
         if changes_state:
             self.exchanged = True

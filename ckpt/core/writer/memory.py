@@ -117,7 +117,7 @@ class HeldMemory:
 
     @handles(requests.ReleaseArena)
     def release(self, request: requests.ReleaseArena) -> None:
-        """Release this arena."""
+        """Release an arena that this writer holds."""
         key = request.arena
         arena = self.arenas.pop(key, None)
         if arena is not None:

@@ -92,7 +92,7 @@ class Writes(WriterUser):
                     self._release(write)
 
     def _release(self, write: WriteInFlight) -> None:
-        """Unpin its slot."""
+        """Unpin the slot of a write, once."""
         if not write.stored:
             write.stored = True
             if write.arena is not None:

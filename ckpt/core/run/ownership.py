@@ -30,7 +30,7 @@ from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
 
 JOIN_S = 1.0
-NEWER_S = 24 * 3600.0  # making memory may take a rank long
+NEWER_S = 24 * 3600.0  # long, because it may take a rank a while to get memory
 
 
 class Ownership:

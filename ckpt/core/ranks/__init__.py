@@ -1,5 +1,5 @@
-"""How do ranks agree, and how do they send bytes to each other?
+"""Agreement between ranks, and transfer of bytes between them.
 
-In: a `World` and what this rank posts. Out: what all ranks have posted, with deadlines, and bytes that one rank has
-read for others. It never uses a collective, and it may not know what is agreed on.
+In: a `World` and the values that this rank posts. Out: the values that all ranks post, with deadlines, and bytes that
+one rank has read for others. This package never uses a collective, and does not depend on the subject of an agreement.
 """

@@ -1,8 +1,8 @@
-"""The key-value store of a job, as the board on which its ranks post JSON for each other.
+"""The key-value store of a job, through which its ranks exchange JSON.
 
-Keys are polled with `check`, with a growing pause. A TCPStore's `wait` is not used: it blocks all other requests of its
-connection, cannot be interrupted, logs two warnings at each timeout, and exceeds its own timeout if the host of the
-store stands still.
+Keys are polled with `check`, with a growing pause. The `wait` of a TCPStore is not used: it blocks all other requests
+of its connection, cannot be interrupted, logs two warnings at each timeout, and exceeds its own timeout if the host of
+the store hangs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ckpt.errors import PeerError, UsageError
 Json = Any
 T = TypeVar("T")
 
-ANSWER_S = 60.0  # for the store to answer one request; its host may look up a name first, and wait for that
-PAUSE_S = 0.25  # between two looks at the store, at most
+ANSWER_S = 60.0  # timeout of one request to the store, whose host may wait for a name lookup first
+PAUSE_S = 0.25  # longest pause between two polls of the store
 SQUEEZE = 4 << 10  # bytes from which a value is compressed
 MAX_VALUE = 1 << 30  # bytes, compressed
 PIECE = 7 << 20  # bytes in one key of the store; a TCPStore drops the connection at 8 MiB
 
 
 class Board:
-    """A connection to the store, for any thread. Every request is answered in `answer_s`, or PeerError."""
+    """A connection to the store, for any thread. A request without a reply within `answer_s` raises PeerError."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.answer_s = store, ANSWER_S
@@ -50,15 +50,15 @@ class Board:
         self._ask(partial(self._store.set, key, body))
 
     def create(self, key: str, body: bytes) -> bytes:
-        """Put a value of at most `PIECE` bytes unless the key is there. Return the value that is there then."""
+        """Put a value of at most `PIECE` bytes unless the key exists. Return the value in the store."""
         return bytes(self._ask(lambda: self._store.compare_set(key, "", body)))
 
     def read(self, key: str) -> bytes:
-        """Return what `create` has put."""
+        """Return the value that `create` has put."""
         return bytes(self._ask(lambda: self._store.get(key)))
 
     def get(self, keys: list[str]) -> list[Json]:
-        """Return the values of keys that are there."""
+        """Return the values of existing keys."""
         bodies = self._ask(lambda: [bytes(self._store.get(key)) for key in keys])
         return [unpack(self._joined(key, body)) for key, body in zip(keys, bodies, strict=True)]
 
@@ -81,7 +81,7 @@ class Board:
             if left <= 0 or in_vain(self):
                 return {key for key in keys if not self.has([key])}
             time.sleep(min(pause, left))
-            pause = min(pause * 1.2, PAUSE_S)  # so that little is lost after the last one came
+            pause = min(pause * 1.2, PAUSE_S)  # a growing pause detects keys that arrive early with little delay
         return set()
 
     def drop(self, keys: list[str]) -> None:
@@ -104,19 +104,19 @@ class Board:
             if not self._silent:
                 try:
                     threading.Thread(target=run, daemon=True).start()
-                except RuntimeError:  # no threads any more: the interpreter is shutting down
+                except RuntimeError:  # the interpreter is shutting down and starts no threads
                     run()
                 self._silent = not futures.wait([answer], self.answer_s).done
             if self._silent:
                 raise PeerError(f"the store of the job cannot be reached: no answer within {self.answer_s:g} s")
         try:
             return answer.result()
-        except (RuntimeError, OSError) as error:  # torch's own are RuntimeErrors
+        except (RuntimeError, OSError) as error:  # torch raises RuntimeError
             raise PeerError(f"the store of the job cannot be reached: {str(error).partition(chr(10))[0]}") from error
 
 
 class Alone:
-    """The store of a job of one rank, for its mailbox and its orders."""
+    """The store of a single-rank job, for its mailbox and its orders."""
 
     def __init__(self) -> None:
         values: dict[str, bytes] = {}
@@ -126,7 +126,7 @@ class Alone:
 
 
 def pack(value: Json) -> bytes:
-    """Return JSON after a byte that names its form: `j` plain, `z` compressed. UsageError for what is not JSON."""
+    """Return JSON after a byte for its form: `j` plain, `z` compressed. Raises UsageError if it cannot be JSON."""
     try:
         text = json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:

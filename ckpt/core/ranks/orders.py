@@ -1,56 +1,56 @@
-"""One channel of orders, by which ranks agree on what to save without a collective.
+"""A channel of orders, with which ranks agree on the steps to save without a collective.
 
-Intervals of a fixed number of steps need no order, because every rank derives from its step what is due. Orders carry
-the rest. Any rank posts one, and every rank executes it, the one that posted it included:
+Fixed intervals need no order, because every rank computes from its step number whether a save is scheduled. All other
+saves use orders. Any rank can post one, and every rank executes it, including the one that posted it:
 
     save       save the first step that is not below `step`, to every tier     `ckpt.core.run.emergency`
-    persist    some training loop stands still: make durable what memory has   `ckpt.core.run.emergency`
+    persist    a training loop hangs: make the steps in memory durable         `ckpt.core.run.emergency`
     interval   from `step` on, save at other intervals                         `ckpt.core.run.save_plan`
 
-**Types.** `Order` is one order. `Orders` is this rank's end of the channel. `ckpt.core.run.save_plan.SavePlan` holds
-what save and interval orders change, and is all that the training loop reads.
+**Types.** `Order` is one order. `Orders` is this rank's end of the channel. Save and interval orders change
+`ckpt.core.run.save_plan.SavePlan`, which is all that the training loop reads.
 
 **Calls.** `hear(kind, handler)` for each kind, then `start`. After that:
 
-    post (any thread)      create the next number in the job's key-value store, unless it is there
-                           -> execute that number -> repeat until the order there is ours
-    reader (a thread)      is the next number there? -> execute it -> repeat; else pause
+    post (any thread)      create the next number in the job's key-value store, unless it exists
+                           -> execute that number -> repeat until the order with that number is ours
+    reader (a thread)      if the next number exists, execute it and repeat; otherwise pause
     execute (under a lock) skip a number that was executed already -> call the handler
     restore (main thread)  suspend -> the ranks agree -> begin(generation) -> resume when the state is restored
 
 The training loop calls none of these, and never waits for a thread that does.
 
-**Invariants.** `test_negative_control_the_model_finds_if` in `tests/model/test_orders_at_random.py` takes each rule
-away. The names of its cases are in parentheses.
+**Invariants.** `test_negative_control_the_model_finds_if` in `tests/model/test_orders_at_random.py` removes each rule
+in turn. The names of its cases are in parentheses.
 
 1. One number has one order, and every rank executes the numbers in order, each once (a number is executed twice).
 2. One save order saves one step: each rank saves the first step that is not below the ordered one. If it has passed
-   that step and memory has lost it, it fails the save of exactly that step by name (a rank saves the next step instead;
+   that step and memory has lost it, it fails the save of exactly that step (a rank saves the next step instead;
    the loop decides without the lock; one order displaces another).
-3. After an interval order each step has the same tiers on all ranks, or fails by name (a late rank keeps the steps of
-   the old interval).
+3. After an interval order, each step goes to the same tiers on all ranks, or its save fails (a late rank keeps the
+   steps of the old interval).
 4. An order from before a restore is never executed after it. Keys carry a generation, which the restore's first
    agreement raises. From then until the state is restored a rank neither posts nor executes (a restore keeps the
    generation; orders are read during a restore).
-5. An order whose post failed is either in the store, and all ranks execute it, or none does (a rank executes what it
+5. If a post fails, either the order is in the store and all ranks execute it, or no rank does (a rank executes what it
    could not post).
 
 **Faults.**
 
 - *The poster dies*: the order is in the store, or it is not. `compare_set` creates number and body together.
 - *Two post at the same time*: one gets the number. The other executes that order, then joins it or posts the next.
-- *A rank is far ahead*: it uses the slot if memory still holds the step. Otherwise it fails that save by name and
-  orders a later step. *Far behind*: the order waits in the plan until the loop comes to the step.
+- *A rank is far ahead*: it uses the slot if memory still holds the step. Otherwise it fails that save and orders a
+  later step. *Far behind*: the order waits in the plan until the loop reaches the step.
 - *A rank hangs*: its reader still executes orders, and any other rank can post. The requester notices that no save
   comes, and orders `persist`.
-- *The store is slow*: ranks read less often. *It does not answer*: `post` raises `PeerError` after `POST_S`, and the
-  caller saves what its own memory has. The reader connects again for as long as the run is open.
-- *One rank only*: the channel is the same, over a dict, without a reader.
+- *The store is slow*: ranks read less often. *It does not respond*: `post` raises `PeerError` after `POST_S`, and the
+  caller saves the steps in its own memory. The reader reconnects while the run is open.
+- *A single rank*: the channel works the same way, with a dict as the store and without a reader.
 - *A restart with another number of ranks*: keys begin with the name of the meeting (`ckpt.core.ranks.world`), which is
   new.
 
-Orders stay in the store. There are few. Scores (`ckpt.core.run.kept_steps`) are not orders, because all ranks wait for
-them. Nor are the posts of ranks that leave (`ckpt.core.run.closing`): N ranks that close would make N x N requests.
+Orders stay in the store, because there are few. Scores (`ckpt.core.run.kept_steps`) are not orders, because all ranks
+wait for them. Posts of departing ranks (`ckpt.core.run.closing`) are not: N closing ranks would cause N x N requests.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ from ckpt.core.ranks.world import World
 from ckpt.errors import PeerError
 from ckpt.events import log
 
-LOOK_S = 0.25  # between two requests of the reader
-LOOKS_PER_S = 2000  # of all ranks together, which the host of the store answers
-SLOW = 20  # if the store is slow, the reader pauses this many times as long as an answer takes
+LOOK_S = 0.25  # pause between two requests of the reader
+LOOKS_PER_S = 2000  # limit of requests per second by the whole job to the host of the store
+SLOW = 20  # if the store is slow, the reader pauses this many times the duration of a request
 AGAIN_S = 30.0  # the longest pause
-POST_S = 1.0  # for the store to answer while an order is posted
-STOP_S = 2.0  # for the reader to end; it may hang in the store
+POST_S = 1.0  # timeout of a request to the store while an order is posted
+STOP_S = 2.0  # timeout for the reader to end, because it may hang in the store
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One order. `number`: counted from 0 in each generation; `rank`: that posted it; `body`: what its kind needs."""
+    """One order. `number`: counts from 0 in each generation; `rank`: the poster; `body`: data that its kind needs."""
 
     generation: int
     number: int
@@ -86,7 +86,7 @@ class Order:
 
 
 class Orders:
-    """Post and execute orders on one rank. `pause_s`: how long the reader pauses at present; 0 for one rank."""
+    """Posts and executes orders on this rank. `pause_s`: the present pause of the reader, 0 with a single rank."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -101,7 +101,7 @@ class Orders:
         self._boards: tuple[Board, Board] | None = self._connect()  # to read and to post; None if they have failed
 
     def hear(self, kind: str, handler: Callable[[Order], None]) -> None:
-        """Have orders of this kind executed by `handler`, which must return soon. Call before `start`."""
+        """Register the handler of this kind of order. It must return soon. Call this before `start`."""
         self._handlers[kind] = handler
 
     def start(self) -> None:
@@ -111,7 +111,7 @@ class Orders:
             self._thread.start()
 
     def stop(self) -> None:
-        """Read no more. Posting still works."""
+        """Stop reading orders. Posting still works."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
@@ -119,13 +119,13 @@ class Orders:
     def post(self, kind: str, step: int, body: Json, *, join: int | None = None) -> Order:
         """Post an order, and return it when this rank has executed it.
 
-        step: at least two ahead of what this rank has seen, if the kind is about a later step
-        join: an order of this kind for that step or a later one, which another rank posts at the same time, will do;
-            it is returned instead
+        step: at least two ahead of this rank's last step, if the kind applies to a later step
+        join: accept an order of this kind for that step or a later one, if another rank posts one at the same time,
+            and return it instead
 
-        Raises PeerError if the store does not answer, or during a restore. The order may be in the store all the same.
+        Raises PeerError if the store does not respond, or during a restore. The order may still be in the store.
         """
-        generation = -1 if self._suspended else self._generation  # in which the caller has chosen the step
+        generation = -1 if self._suspended else self._generation  # the one in which the caller has chosen the step
         while True:
             with self._lock:
                 if self._suspended or self._generation != generation:
@@ -146,17 +146,17 @@ class Orders:
         try:
             return boards[1].create(key, body)
         except PeerError:
-            self._boards = None  # the reader connects again
+            self._boards = None  # the reader reconnects
             raise
 
     def _connect(self) -> tuple[Board, Board]:
-        """Connect to the store twice, so that no post waits for an answer to the reader. This may take seconds."""
+        """Connect to the store twice, so that no post waits for a request of the reader. This may take seconds."""
         reads, posts = self._world.connect(), self._world.connect()
         posts.answer_s = POST_S
         return reads, posts
 
     def catch_up(self) -> None:
-        """Execute all orders that are in the store. PeerError if it does not answer."""
+        """Execute all orders that are in the store. Raises PeerError if it does not respond."""
         self._boards = boards = self._boards or self._connect()
         board = boards[0]
         while not self._suspended:
@@ -169,7 +169,7 @@ class Orders:
         return f"{self._world.prefix}orders/{generation}/{number}"
 
     def _execute(self, generation: int, number: int, raw: bytes) -> Order | None:
-        """Execute an order unless another thread has, or a restore came between. Return it if it can be read."""
+        """Execute an order, unless another thread has or a restore has begun. Return the order if it can be read."""
         try:
             rank, kind, step, body = unpack(raw)
             order = Order(generation, number, int(rank), str(kind), int(step), body)
@@ -198,16 +198,16 @@ class Orders:
                     log.info("orders of other ranks cannot be read for now: %s", error)
                 self._boards, self.pause_s = None, min(AGAIN_S, 2 * self.pause_s)
 
-    # -- a restore, to which all ranks come --
+    # -- a restore, in which all ranks take part --
 
     def suspend(self) -> int:
-        """Neither post nor execute orders until `resume`. Return the generation, which all ranks have in common."""
+        """Neither post nor execute orders until `resume`. Return the generation, which is the same on all ranks."""
         with self._lock:
             self._suspended = True
             return self._generation
 
     def begin(self, generation: int) -> None:
-        """Leave all orders of before behind. Call on all ranks with the number that they agreed on."""
+        """Ignore all earlier orders. Call this on all ranks with the number that they agreed on."""
         with self._lock:
             self._generation, self._next = generation, 0
 

@@ -1,13 +1,13 @@
-"""Bytes that one rank reads and other ranks want, sent over plain TCP while a restore fills tensors.
+"""Transfers bytes from a rank that has read them to ranks that need them, over plain TCP during a restore.
 
     all ranks             Transfer() listens; ranks exchange its `contact`
-    a rank that receives  `receive` connects to each rank that reads something for it, and takes the blobs as they come
+    a rank that receives  `receive` connects to each rank that reads blobs for it, and takes them as they arrive
     a rank that sends     `wait_for` its recipients, then `send` each blob as it is read
-    all ranks             `wait` until all blobs came, `close` when all ranks are done
+    all ranks             `wait` until all blobs have arrived, `close` when all ranks are done
 
-A rank that fails closes its connections, so that nobody waits for it. The ranks learn the reason from their next
-agreement. Bytes come as they were on the wire: `take` has to compare digests. Addresses and tokens come from the job's
-own key-value store. A token keeps strangers and other jobs out; it hides nothing from anyone who can read the network.
+A rank that fails closes its connections, so that no rank waits for it. The ranks get the reason in their next
+agreement. The transfer does not verify bytes: `take` has to compare digests. Addresses and tokens come from the job's
+key-value store. A token keeps other jobs out, but nothing is encrypted: whoever can read the network sees all bytes.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from ckpt.errors import ClosedError, DeadlineError, PeerError
 HELLO = struct.Struct("!8s32sI")  # magic, token, rank
 MAGIC = b"ckpt-xc2"
 BYTE, WELCOME = struct.Struct("B"), 6
-HEADER = struct.Struct("!QI")  # blob, length of what follows
-ADDRESS_S = 5.0  # for one address to answer, and for a stranger to introduce itself
-JOIN_S = 5.0  # for threads to end
+HEADER = struct.Struct("!QI")  # blob, length of its bytes, which follow
+ADDRESS_S = 5.0  # timeout to connect to one address, and for a client to send its token
+JOIN_S = 5.0  # timeout for threads to end
 Take = Callable[[int, memoryview], None]
 
 
 class Transfer:
-    """Sends blobs to other ranks and receives theirs. It uses one buffer for each rank that sends to this one, of the
-    size of its largest blob."""
+    """Sends blobs to other ranks and receives theirs. It uses one buffer per sending rank, of the size of the largest
+    blob."""
 
     def __init__(self, rank: int, *, silence_s: float = 60.0) -> None:
-        """`silence_s`: a rank that neither takes nor gives a byte for that long, inside a blob, counts as gone."""
+        """`silence_s`: a rank that transfers no byte for that long inside a blob counts as gone."""
         self.rank, self._silence_s = rank, silence_s
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()
         self._recipients: dict[int, tuple[socket.socket, threading.Lock]] = {}  # connected, by rank
-        self._left = 0  # blobs that have not come
+        self._left = 0  # number of blobs that have not arrived
         self._error: BaseException | None = None
         self._closed = False
         self._sockets: list[socket.socket] = []
@@ -57,7 +57,7 @@ class Transfer:
 
     @property
     def contact(self) -> dict[str, Any]:
-        """What others need to connect, as JSON. The token is a secret of the job."""
+        """Return the data that others need to connect, as JSON. The token is a secret of the job."""
         return {"port": self._listener.getsockname()[1], "token": self._token, "addresses": addresses()}
 
     # -- receive --
@@ -108,7 +108,7 @@ class Transfer:
             _hang_up(sock)
 
     def _connect(self, places: list[str], contact: Any, connected_by: float) -> socket.socket:
-        """Connect to the first address at which the rank answers."""
+        """Connect to the first address at which the rank responds."""
         problems = []
         for address in places:
             limit_s = max(0.001, min(ADDRESS_S, connected_by - time.monotonic()))
@@ -126,7 +126,7 @@ class Transfer:
     # -- send --
 
     def wait_for(self, ranks: Iterable[int], timeout_s: float) -> None:
-        """Wait until these ranks have connected to receive. PeerError names one that has not in time."""
+        """Wait until these ranks have connected to receive. Raises PeerError naming one that has not in time."""
         wanted = set(ranks)
         with self._changed:
             self._changed.wait_for(lambda: self._error or wanted <= self._recipients.keys(), timeout_s)
@@ -136,9 +136,9 @@ class Transfer:
                 raise PeerError(f"rank {absent[0]} did not connect within {timeout_s:g} s")
 
     def send(self, rank: int, blob: int, data: memoryview) -> None:
-        """Send a blob to a rank that has connected; from any thread. The bytes may still be on their way on return.
+        """Send a blob to a connected rank, from any thread. It may return before the bytes have arrived.
 
-        PeerError if the rank is gone, or takes nothing for `silence_s`.
+        Raises PeerError if the rank is gone, or accepts no bytes for `silence_s`.
         """
         sock, lock = self._recipients[rank]
         try:
@@ -146,18 +146,18 @@ class Transfer:
                 sock.sendall(HEADER.pack(blob, data.nbytes), socket.MSG_MORE)
                 sock.sendall(data)
         except OSError as error:
-            _hang_up(sock)  # what follows a cut blob could not be understood
+            _hang_up(sock)  # after an incomplete blob, the receiver cannot parse the rest
             raise PeerError(f"rank {rank} takes nothing more: {error.strerror}") from None
 
     def _accept(self) -> None:
         while not self._closed:
             try:
                 self._start(self._welcome, self._track(self._listener.accept()[0], ADDRESS_S))
-            except (OSError, RuntimeError):  # the caller is gone already, or no descriptor or thread is left
+            except (OSError, RuntimeError):  # the client is gone already, or no descriptor or thread is left
                 time.sleep(0.01)
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Let a rank that shows the token receive."""
+        """Accept a connection as a recipient if it sends the token."""
         with contextlib.suppress(OSError, PeerError):
             magic, token, rank = _unpack(sock, HELLO)
             if magic == MAGIC and hmac.compare_digest(token, self._token.encode()):
@@ -172,9 +172,9 @@ class Transfer:
     # -- the end --
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until every blob was taken.
+        """Wait until `take` has returned for every blob.
 
-        Raises what `take` raised; PeerError if a rank sent what it should not, or hung up before it had sent all;
+        Raises the error of `take`; PeerError if a rank sent unexpected data or disconnected before it had sent all;
         DeadlineError after `timeout_s` seconds.
         """
         with self._changed:
@@ -185,7 +185,7 @@ class Transfer:
                 raise DeadlineError(f"{self._left} blobs of other ranks did not come within {timeout_s:g} s")
 
     def close(self) -> None:
-        """End all connections and threads. A thread that is still in `take` after seconds is left to itself."""
+        """End all connections and threads. A thread that is still in `take` after `JOIN_S` is left running."""
         self._fail(ClosedError("the transfer was closed"))
         with self._changed:
             self._closed = True
@@ -214,7 +214,7 @@ class Transfer:
         _limit(sock, limit_s)
         # The kernel sizes the buffers: it lets them grow, and a size set by hand is cut to rmem_max, often 208 KiB.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A machine that lost its power sends nothing. After ten idle seconds the kernel probes, and waits for twenty.
+        # A machine without power sends nothing. After ten idle seconds the kernel sends probes for twenty seconds.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -227,7 +227,7 @@ class Transfer:
 
 
 def _read(sock: socket.socket, view: memoryview, *, idle: bool = False) -> memoryview:
-    """Fill the view. `idle`: its first byte may take any time to come."""
+    """Fill the view from a socket. `idle`: its first byte may take any time to arrive."""
     got = 0
     while got < len(view):
         try:
@@ -247,7 +247,7 @@ def _unpack(sock: socket.socket, form: struct.Struct, *, idle: bool = False) -> 
 
 
 def _limit(sock: socket.socket, seconds: float) -> None:
-    """Limit how long a call may stand still, either way."""
+    """Set the timeout of blocking sends and receives."""
     value = struct.pack("ll", *divmod(max(1, int(seconds * 1e6)), 10**6))
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, value)
@@ -267,7 +267,7 @@ def listen() -> socket.socket:
 
 
 def addresses() -> list[str]:
-    """List where other machines may reach this one, without loopback and link-local ones, fastest interfaces first."""
+    """Return the addresses of this machine without loopback and link-local ones, fastest interfaces first."""
     stats, found = psutil.net_if_stats(), list[tuple[int, str]]()
     for name, known in psutil.net_if_addrs().items():
         for one in known:

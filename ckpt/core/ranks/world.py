@@ -1,11 +1,11 @@
-"""The ranks of a training job, and how they agree without collectives.
+"""The ranks of a training job, and their agreements without collectives.
 
-They use the key-value store of torch's launchers (TCPStore, HashStore, FileStore), when a run is opened, restored and
-closed, never while a step is saved. First they meet. After that, each agreement is a turn: every rank posts what it
-has, rank 0 collects, decides and posts the verdict. Keys:
+They use the key-value store of torch's launchers (TCPStore, HashStore, FileStore) when a run is opened, restored and
+closed, never while a step is saved. First they meet. After that, each agreement is a turn: every rank posts a value,
+and rank 0 collects them, decides and posts the verdict. Keys:
 
-    everystep/worlds/<rank>     a token of the process that wants to meet the others as this rank
-    everystep/answers/<token>   the name <n> of the meeting, from rank 0
+    everystep/worlds/<rank>     a token of the process that wants to join as this rank
+    everystep/answers/<token>   the name <n> of the meeting, posted by rank 0
     everystep/<n>/here/<rank>, everystep/<n>/nodes    each rank's node, and the nodes of all
     everystep/<n>/<turn>/<rank>, everystep/<n>/<turn>/verdict, everystep/<n>/mail/<key>, everystep/<n>/farewell/<rank>
     everystep/<n>/orders/<generation>/<number>      see `ckpt.core.ranks.orders`
@@ -31,43 +31,43 @@ from ckpt.events import log as logger
 Decide = Callable[[list[Json]], Json]
 T = TypeVar("T")
 
-GRACE_S = 15.0  # the others wait longer than rank 0 by this, because it may come later than they do
-LEFT = "left"  # topic of a rank that comes to no further turn
-KEPT_MAIL = 64  # messages of a rank that stay in the store
-SHOWN = 8  # names in a message; of the rest, the count
+GRACE_S = 15.0  # extra timeout of the other ranks, because rank 0 may begin a turn later than they do
+LEFT = "left"  # topic posted by a rank that takes part in no further turn
+KEPT_MAIL = 64  # number of messages of a rank that stay in the store
+SHOWN = 8  # number of names listed in a message; the rest are counted
 
 
 class World:
     """The ranks of a job. Calls may come from one thread at a time; a background thread takes a `mailbox`.
 
-    `rank` of `size`; `job`: identifies this start of the job; `nodes`: the node index of every rank; `node`: this
-    rank's; `local_rank`: its place among the `local_size` ranks of its node, in rank order. Nodes are numbered in the
-    order of their lowest ranks.
+    `rank` of `size`; `job`: the id of this job attempt; `nodes`: the node index of every rank; `node`: the node index
+    of this rank; `local_rank`: its index among the `local_size` ranks of its node, in rank order. Nodes are numbered
+    in the order of their lowest ranks.
     """
 
     def __init__(
         self, rank: int = 0, size: int = 1, store: Any = None, *, node: str = "", timeout_s: float = 300.0
     ) -> None:
-        """`node`: any string, equal for the ranks that share memory. With more than one rank, all of them meet here."""
+        """`node`: any string that is equal for ranks that share memory. With several ranks, this waits for all."""
         if not 0 <= rank < size or (size > 1 and store is None):
             raise UsageError(f"rank {rank} of {size} with store {store!r}: a rank is below the size, and several meet")
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._store = Alone() if size == 1 else store  # kept: a TCPStore lives as long as its object
+        self._store = Alone() if size == 1 else store  # keep a reference, because a TCPStore ends with its object
         self._board = Board(self._store).another()
         self._turn = 0
-        self._done: list[str] = []  # keys that nobody needs any more
-        self._stale: list[str] = []  # keys that nobody needs once all have come to the next turn
-        self.job, nodes = self._meet(node)  # `job` is new for each start of the job
-        self.prefix = f"everystep/{self.job}/"  # of all keys
+        self._done: list[str] = []  # keys that are no longer needed
+        self._stale: list[str] = []  # keys that are not needed once all ranks have posted in the next turn
+        self.job, nodes = self._meet(node)  # `job` is new for each job attempt
+        self.prefix = f"everystep/{self.job}/"  # prefix of all keys
         self.nodes: tuple[int, ...] = tuple(nodes)
         self.node = self.nodes[rank]
         self.local_rank, self.local_size = self.nodes[:rank].count(self.node), self.nodes.count(self.node)
 
     def _meet(self, node: str) -> tuple[str, list[int]]:
-        """Return the name of this meeting, which rank 0 gives to the processes that are there now, and their nodes.
+        """Return the name of this meeting, which rank 0 gives to the live processes, and their nodes.
 
-        A launcher may keep its store over restarts (torchrun does), with the posts of dead processes. So a rank
-        believes only an answer to its own token, and rank 0 answers until every rank has acknowledged.
+        A launcher may keep its store across restarts, as torchrun does, with the posts of dead processes. So a rank
+        accepts only a reply to its own token, and rank 0 replies until every rank has acknowledged.
         """
         board, token = self._board, secrets.token_hex(8)
         if self.rank:
@@ -98,16 +98,16 @@ class World:
         return token, nodes
 
     def _answer(self, key: str) -> Json:
-        """Wait for what rank 0 posts while the ranks meet."""
+        """Wait for a value that rank 0 posts while the ranks meet."""
         if self._board.missing([key], self.timeout_s + GRACE_S):
             raise DeadlineError(f"meet: rank 0 did not answer within {self.timeout_s + GRACE_S:g} s")
         return self._board.get([key])[0]
 
     @classmethod
     def detect(cls, node: str, *, timeout_s: float = 300.0) -> World:
-        """The ranks of torch's default process group, else this process alone.
+        """Return the ranks of torch's default process group, or this process alone if there is none.
 
-        UsageError in a process of several, as WORLD_SIZE says, that has made no process group.
+        Raises UsageError if WORLD_SIZE is above 1 but the process group is not initialized.
         """
         import torch.distributed as dist
 
@@ -133,17 +133,17 @@ class World:
         timeout_s: float | None = None,
         dead: Callable[[], Mapping[int, str]] = dict,
     ) -> Json:
-        """Post `mine` and return what `decide` makes of the values of all ranks, in rank order.
+        """Post `mine` and return the result of `decide` for the values of all ranks, in rank order.
 
-        All ranks make the same calls in the same order. `decide` runs on rank 0, once all have posted; the others wait
-        for it, so that rank 0 can also act for all. Without it, all get the list. An error of `decide` is raised on all
-        ranks: with its class if it is one of ours, else as PeerError. For work that may fail, see `together`.
-        `timeout_s`: for all ranks to come, from when rank 0 comes. `dead`: returns the ranks that will not come, and
-        why.
+        All ranks must make the same calls in the same order. `decide` runs on rank 0 once all have posted. The others
+        wait for it, so rank 0 can also act for all. Without `decide`, all get the list. An error of `decide` is raised
+        on all ranks, with its class if it is a CheckpointError, otherwise as PeerError. If work may fail, see
+        `together`. `timeout_s`: for all ranks to post, from the call on rank 0. `dead`: returns the ranks that have
+        died, and why.
 
-        Raises DeadlineError naming the ranks that did not come, or because rank 0 did not answer; PeerError if the
-        ranks make different calls, a rank has left or died, or the store cannot be reached; UsageError if a value is
-        not JSON or is too large.
+        Raises DeadlineError naming the ranks that did not post, or if rank 0 did not reply; PeerError if the ranks make
+        different calls, a rank has left or died, or the store cannot be reached; UsageError if a value is not JSON or
+        is too large.
         """
         decide, timeout_s = decide or list, self.timeout_s if timeout_s is None else timeout_s
         if self.size == 1:
@@ -158,7 +158,7 @@ class World:
         return self._take_turn(turn, topic, post, decide, timeout_s, dead)
 
     def leave(self, why: str, timeout_s: float = 5.0) -> None:
-        """Have the next turn fail at once on all ranks, because this one will not come. Never raises."""
+        """Make the next turn fail immediately on all ranks, because this rank takes no part. Never raises."""
         if self.size == 1:
             return
         self._board.answer_s = min(self._board.answer_s, timeout_s)
@@ -168,21 +168,21 @@ class World:
                 self._board.put(f"{self.prefix}{self._turn}/{key}", post)
 
     def connect(self) -> Board:
-        """Return a new connection for a background thread. PeerError if the store does not answer."""
+        """Return a new connection for a background thread. Raises PeerError if the store does not respond."""
         return Board(self._store).another()
 
     def mailbox(self) -> Mailbox:
-        """For a background thread: messages to other ranks, over a connection of its own."""
+        """Return a mailbox with a separate connection, for messages of a background thread to other ranks."""
         return Mailbox(self.connect(), f"{self.prefix}mail/")
 
     def farewell(self, timeout_s: float = 10.0) -> None:
-        """Every rank's last call. Rank 0, which often hosts the store, waits here for the others. Never raises."""
+        """Make the last call of this rank. Rank 0, which often hosts the store, waits for the others. Never raises."""
         self._board.answer_s = min(ANSWER_S, timeout_s)
         with contextlib.suppress(Exception):
             keys = [f"{self.prefix}farewell/{rank}" for rank in range(1, self.size)]
             if self.rank:
                 self._board.put(keys[self.rank - 1], pack(None))
-                self._board.has(keys[:1])  # its answer says that the word has arrived
+                self._board.has(keys[:1])  # a reply to this request confirms that the put has arrived
             elif not self._board.missing(keys, timeout_s):
                 self._board.drop([*self._done, *self._stale, *keys])
 
@@ -227,7 +227,7 @@ class World:
         self._board.put(f"{turn}verdict", verdict)
         self._board.drop(self._done)
         self._done = []
-        return unpack(verdict)["value"]  # as the others get it: JSON makes lists of tuples
+        return unpack(verdict)["value"]  # as the others get it: JSON turns tuples into lists
 
     def _collect(
         self, turn: str, topic: str, post: bytes, timeout_s: float, dead: Callable[[], Mapping[int, str]]
@@ -249,8 +249,8 @@ class World:
         came = [rank for rank, key in keys.items() if key not in missing]
         posts = {0: unpack(post)} | dict(zip(came, self._board.get([keys[rank] for rank in came]), strict=True))
         self._stale += [*keys.values(), f"{turn}verdict"]
-        if not missing:  # everybody has come this far, and so is done with all that was posted before
-            self._done += self._stale[:-1]  # dropped after the others have their answer
+        if not missing:  # all ranks are in this turn, so they no longer need earlier posts
+            self._done += self._stale[:-1]  # dropped once the verdict is posted
             del self._stale[:-1]
         return _values(topic, posts, [r for r, key in keys.items() if key in missing], timeout_s)
 
@@ -269,10 +269,10 @@ def hint_at_restarts() -> None:
 
 
 class Mailbox:
-    """Messages between background threads of the ranks. Calls may come from any thread; a wait holds up nobody.
+    """Messages between background threads of the ranks. Calls may come from any thread; a wait blocks no other call.
 
-    A key is put once, by one rank, and stays until that rank has put `KEPT_MAIL` more: who waits for it has read it by
-    then, and the store does not grow. PeerError when the store cannot be reached.
+    A key is put once, by one rank, and stays until that rank has put `KEPT_MAIL` more. By then its readers have read
+    it, and the store does not grow. Methods raise PeerError if the store cannot be reached.
     """
 
     def __init__(self, board: Board, prefix: str) -> None:
@@ -280,14 +280,14 @@ class Mailbox:
         self._sent: deque[str] = deque()
 
     def put(self, key: str, value: Json) -> None:
-        """UsageError when the value is not JSON or is too large."""
+        """Post a value. Raises UsageError if it is not JSON or is too large."""
         self._board.put(self._prefix + key, pack(value))
         self._sent.append(self._prefix + key)
         if len(self._sent) > KEPT_MAIL:
             self._board.drop([self._sent.popleft()])
 
     def wait(self, keys: Sequence[str], timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> list[Json]:
-        """The values, once all are there. DeadlineError names those that are not in time, or when it is `stopped`."""
+        """Return the values once all keys exist. Raises DeadlineError naming the missing ones, or if `stopped()`."""
         missing = self._board.missing([self._prefix + key for key in keys], timeout_s, lambda _: stopped())
         if missing:
             names = [key for key in keys if self._prefix + key in missing]
@@ -295,12 +295,12 @@ class Mailbox:
         return self._board.get([self._prefix + key for key in keys])
 
     def poll(self, keys: Sequence[str]) -> bool:
-        """Whether all are there."""
+        """Return True if all keys exist."""
         return self._board.has([self._prefix + key for key in keys])
 
 
 def _message(value: Json, who: str) -> dict[str, Any]:
-    """A post or a verdict, checked: it has a value or an error."""
+    """Check that a post or a verdict has a value or an error, and return it."""
     if type(value) is dict and "error" not in value and "value" in value:
         return value
     wire = value.get("error") if type(value) is dict else None
@@ -310,14 +310,14 @@ def _message(value: Json, who: str) -> dict[str, Any]:
 
 
 def _wire(error: BaseException, told: str = "") -> dict[str, str]:
-    """An error as the other ranks shall raise it, with `told` in front."""
+    """Return an error in the form in which the other ranks raise it, with the prefix `told`."""
     wire = to_wire(error)
     name = wire["error"] if isinstance(error, CheckpointError) else PeerError.__name__
     return {"error": name, "message": told + wire["message"]}
 
 
 def _values(topic: str, posts: dict[int, Json], missing: list[int], timeout_s: float) -> list[Json]:
-    """What the ranks brought, in rank order, or the error that all of them shall raise."""
+    """Return the posted values in rank order, or raise the error that all ranks are to raise."""
     messages = {rank: _message(post, f"rank {rank}") for rank, post in posts.items()}
     for message in messages.values():
         if message.get("topic") == LEFT:
@@ -331,7 +331,7 @@ def _values(topic: str, posts: dict[int, Json], missing: list[int], timeout_s: f
     if missing:
         raise DeadlineError(f"{topic}: rank {_some(missing)} did not come within {timeout_s:g} s")
     for rank, message in messages.items():
-        if "error" in message:  # it could not say what it has
+        if "error" in message:  # the rank could not post its value
             raise from_wire({**message["error"], "message": f"rank {rank}: {message['error']['message']}"})
     return [message["value"] for message in messages.values()]
 
@@ -342,7 +342,7 @@ def _some(names: Sequence[object]) -> str:
 
 
 def _numbered(names: list[str]) -> list[int]:
-    """Equal names get equal numbers, counted in the order in which they first come."""
+    """Number names in the order of their first occurrence. Equal names get equal numbers."""
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return [number[name] for name in names]
 
@@ -350,9 +350,9 @@ def _numbered(names: list[str]) -> list[int]:
 def together(
     world: World, topic: str, work: Callable[[], Json], decide: Callable[[list[Json]], Json] | None = None
 ) -> Any:
-    """Do some work on every rank, and agree on the results (see `World.agree`).
+    """Call `work` on every rank, and agree on the results (see `World.agree`).
 
-    If it failed on any rank, raise the same error on all ranks, so that all go on in the same way.
+    If it fails on any rank, all ranks raise the same error, so that all continue in the same way.
     """
     post: dict[str, Json] = {}
     failure: Exception | None = None
@@ -365,14 +365,14 @@ def together(
         return verdict["value"]
     foreign = failure is not None and not isinstance(failure, CheckpointError)
     if failure is not None and (world.size == 1 or (foreign and verdict["rank"] == world.rank)):
-        raise failure  # of ours, all raise the same, word for word
+        raise failure  # a CheckpointError is raised in the same words on all ranks instead
     if failure is not None and verdict["rank"] != world.rank:
         logger.warning("%s failed on this rank as well: %r", topic, failure)
     raise from_wire(verdict["error"]) from failure
 
 
 def made_together(topic: str, make: Callable[[], T]) -> T:
-    """What each rank makes of its own. If that failed anywhere, all raise the same error: none waits for that rank."""
+    """Call `make` on every rank and return the result. If it fails on any rank, all ranks raise the same error."""
     world = World.detect(channel.node_id())
     made: list[T] = []
     try:
@@ -383,11 +383,11 @@ def made_together(topic: str, make: Callable[[], T]) -> T:
 
 
 def _verdict(posts: list[Any], decide: Callable[[list[Json]], Json] | None) -> dict[str, Json]:
-    """What failed first counts, not what failed since a rank failed."""
+    """Return the decision, or the first failure. A TransferError is only chosen if no rank had another error."""
     failed = [(rank, post["error"]) for rank, post in enumerate(posts) if "error" in post]
     failed.sort(key=lambda one: (one[1]["error"] == TransferError.__name__, one[0]))
     for rank, error in failed[:1]:
-        known = error["error"] in vars(errors)  # somebody else's exception is raised by the rank that met it
+        known = error["error"] in vars(errors)  # otherwise only the failed rank raises its own exception
         message = f"rank {rank}: {error['message']}" if len(posts) > 1 else error["message"]
         return {"rank": rank, "error": {**error, "message": message, **({} if known else {"error": "PeerError"})}}
     values = [post["value"] for post in posts]

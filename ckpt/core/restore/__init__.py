@@ -1,6 +1,6 @@
-"""Which checkpoint do all ranks restore, and how do its bytes get into the tensors?
+"""Chooses the checkpoint that all ranks restore, and fills the tensors with its bytes.
 
-`restore` tells the story from the first look to the last tensor, `sources` reads one checkpoint in one location, and
-`division` decides which rank reads which bytes. In: what a rank can see, and the state to fill. Out: `Restored`, with
-the state whole and equal to what was saved. It may not save anything, start processes, or know the trainer.
+`restore` performs a restore from the search to the last tensor, `sources` reads one checkpoint in one location, and
+`division` decides which rank reads which bytes. In: the snapshots and tiers that a rank can see, and the state to fill.
+Out: `Restored`, with a state equal to the saved one. It may not save, start processes, or depend on the trainer.
 """

@@ -1,10 +1,10 @@
-"""Which rank reads which bytes: what each rank posts that it wants, and what each of them then does.
+"""Divides the reads of a restore among ranks: each rank posts the blobs that it needs, then computes what it reads.
 
-A rank reads what it wants itself if it can: from the memory and the folders of its node. What it cannot read, another
-rank sends. What several ranks of a node want of a bucket is downloaded once and sent to the others. `assign` decides
-this, and is pure: every rank computes the same.
+If possible, a rank reads the blobs that it needs itself, from the memory and the folders of its node. Otherwise another
+rank sends them. If several ranks of a node need the same blob from a bucket, one downloads it and sends it to the
+others. `assign` decides this. It is pure, so every rank computes the same result.
 
-Ranks post blobs by their numbers among those of all ranks, because a rank may have the table of only a few.
+Ranks post global blob numbers, because a rank may have the chunk tables of only a few ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
-    """Return the posts. Raise MismatchError if the state of a rank does not fit, or if no rank wants a saved tensor
+    """Return the posts. Raises MismatchError if the state of a rank does not fit, or if no rank needs a saved tensor
     (unless `saved` is None)."""
     problems: dict[str, list[int]] = {}
     for rank, post in enumerate(posts):
@@ -50,7 +50,7 @@ def fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
 
 
 def _unclaimed(saved: SavedState, wanted: Mask) -> list[str]:
-    """List tensors of modules and optimizers that no rank wants: without them the training would not be the same."""
+    """List tensors of modules and optimizers that no rank needs. Without them, training would continue differently."""
     claimed = {saved.keys[i][0] for i in np.flatnonzero(wanted).tolist()}
     return [
         name
@@ -60,7 +60,7 @@ def _unclaimed(saved: SavedState, wanted: Mask) -> list[str]:
 
 
 def wanted_tensors(saved: SavedState, filler: Filler) -> str:
-    """Return which tensors this rank wants something of, for `fitting`."""
+    """Return the tensors of which this rank needs any part, for `fitting`."""
     shards = np.unique(saved.shard_of_blob[filler.blobs])
     place = {key: i for i, key in enumerate(saved.keys)}
     names, instances = saved.table.columns.names, saved.table.columns.instance
@@ -70,7 +70,7 @@ def wanted_tensors(saved: SavedState, filler: Filler) -> str:
 
 
 def wishes(source: RestoreSource, filler: Filler) -> dict[str, Json]:
-    """Return what a rank posts: the tensors and blobs that it wants, their sizes, and what it can read (None: all)."""
+    """Return the post of a rank: the tensors and blobs that it needs, their sizes, and readable blobs (None: all)."""
     saved, readable = source.saved, source.readable()
     can = None if readable.all() else _pack_numbers(saved.numbers[readable[: saved.table.owned]])
     return {
@@ -87,14 +87,14 @@ def _who(saved: SavedState, name: str) -> str:
 
 
 def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], None]:
-    """Return a function that fills in what another rank sent, once its digest was checked again."""
+    """Return a function that checks the digest of a blob from another rank again, and fills it in."""
     local = dict(zip(saved.numbers[filler.blobs].tolist(), filler.blobs, strict=True))
 
     def take(number: int, data: memoryview) -> None:
         blob = local[number]
         expected = int(saved.table.length[blob])
         if len(data) != expected or (saved.digested and blob_digest(data) != saved.table.digest[blob].tobytes()):
-            # The checkpoint may be intact: each rank reads for itself then.
+            # The checkpoint may be intact, so the retry lets each rank read for itself.
             raise TransferError(
                 f"a piece of a tensor ({number}) was damaged on its way from another rank", retryable=True
             )
@@ -105,9 +105,9 @@ def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], N
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does, by the numbers of blobs among those of all ranks.
+    """The work of a rank, with global blob numbers.
 
-    `recipients`: of each blob that it reads, the other ranks that get it. `expects`: what it gets, by sender.
+    `recipients`: for each blob that it reads, the other ranks that get it. `expects`: the blobs it gets, by sender.
     """
 
     reads: list[int]
@@ -116,7 +116,7 @@ class Work:
 
 
 def divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
-    """Return the work of a rank. If all can read everything, only the ranks of its own node matter to it."""
+    """Return the work of a rank. If all ranks can read everything, it depends only on the ranks of its own node."""
     ranks = list(range(len(posts)))
     if all(post["can"] is None for post in posts):
         ranks = [other for other in ranks if nodes[other] == nodes[rank]]
@@ -141,7 +141,7 @@ def divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
 
 @dataclass(frozen=True, eq=False)
 class RankReads:
-    """What one rank does.
+    """The reads and transfers of a rank.
 
     - `reads`: the blobs that it reads, ascending. `recipients`: for each of them, the other ranks that get it.
     - `expects`: the blobs that it gets from others, ascending. `senders`: for each of them, the rank that reads it.
@@ -154,12 +154,12 @@ class RankReads:
 
 
 def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence[int]) -> RankReads:
-    """Return what `rank` does. Given the same arguments, the results for all ranks fit together.
+    """Return the work of `rank`. With the same arguments, the results for the ranks are consistent.
 
-    `sizes`: bytes of each blob. `wants` and `can_read`: ranks x blobs. `nodes`: the node of each rank. A node that can
-    read a blob it wants does so once, by a rank that wants it if one of these can. If no rank of a node can read it,
-    one rank elsewhere sends it, preferably one that reads it for its own node. Ranks get about the same number of
-    bytes, in runs that are as long as possible. StoreError if no rank can read some blob that is wanted.
+    `sizes`: bytes of each blob. `wants` and `can_read`: ranks x blobs. `nodes`: the node of each rank. If a node needs
+    a blob and can read it, one rank reads it, preferably one that needs it. If no rank of the node can read it, a rank
+    of another node sends it, preferably one that reads it for its own node. Ranks read about the same number of bytes,
+    in runs that are as long as possible. Raises StoreError if no rank can read a blob that is needed.
     """
     lost = int(np.count_nonzero(wants.any(0) & ~can_read.any(0)))
     if lost:
@@ -180,14 +180,14 @@ def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence
 
 
 def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.intp], own: int) -> npt.NDArray[np.int32]:
-    """Return, nodes x blobs, the rank that reads a blob for the ranks of a node; -1 if none of them wants it.
+    """Return (nodes x blobs) the rank that reads a blob for the ranks of a node, or -1 if none of them needs it.
 
-    If no node needs another one, only the row of node `own` is filled, so that the time does not grow with the job.
+    If no node depends on another one, fill only the row of node `own`, so that the time does not grow with the job.
     """
     members = [np.flatnonzero(node == n) for n in range(int(node.max()) + 1)]
     wanted = np.array([wants[ranks].any(0) for ranks in members])
     needed = wanted & ~np.array([can_read[ranks].any(0) for ranks in members])
-    far = np.flatnonzero(needed.any(0))  # what some node cannot read itself
+    far = np.flatnonzero(needed.any(0))  # blobs that some node needs but cannot read itself
     source, load = np.full(wanted.shape, -1, np.int32), np.zeros(node.size, np.int64)
     for n in range(len(members)) if far.size else [own]:
         able, both = can_read[members[n]], wants[members[n]] & can_read[members[n]]
@@ -205,10 +205,10 @@ def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.int
 
 
 def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, reader: npt.NDArray[np.int32]) -> None:
-    """Give each blob that has eligible ranks to one of them, in `reader`, and count its bytes in `load`.
+    """Assign each blob to one of its eligible ranks, in `reader`, and count its bytes in `load`.
 
-    Blobs with the same eligible ranks are dealt in runs, the first to the rank with the least load, each of the length
-    that brings all of them to one level. All numbers are integers, so that every machine gets the same result.
+    Blobs with the same eligible ranks are assigned in runs, the first to the rank with the least load. Each run has the
+    length that equalizes the load. All numbers are integers, so that every machine computes the same result.
     """
     for rows, blobs in _groups(eligible):
         able = ranks[rows]
@@ -216,7 +216,7 @@ def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, r
         ends = np.cumsum(sizes[blobs])
         total = int(ends[-1])
         before = load[able]
-        levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # if the first 1, 2, 3 … took all
+        levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # if the first 1, 2, 3 … ranks read all
         shares = np.minimum(np.cumsum(np.maximum(levels.min() - before, 0)), total)
         cuts = np.searchsorted(2 * ends - sizes[blobs], 2 * shares, side="right")  # by the middle of each blob
         reader[blobs] = np.repeat(able, np.diff(cuts, prepend=0))
@@ -234,7 +234,7 @@ def _groups(table: Bools) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.int
 
 
 def known(saved: SavedState, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
-    """Return the blobs of this rank's table that have these numbers among those of all ranks."""
+    """Return the blobs of this rank's table that have these global numbers."""
     found = np.minimum(np.searchsorted(saved.numbers, numbers), max(0, len(saved.numbers) - 1))
     if (saved.numbers[found] != np.asarray(numbers, np.int64)).any():
         raise CorruptError("the ranks do not mean the same by the numbers of blobs")
@@ -254,7 +254,7 @@ def _unpack_mask(text: str, count: int) -> Mask:
 
 
 def _pack_numbers(ascending: npt.NDArray[np.int64]) -> str:
-    """Pack the differences, which compress well because they are alike."""
+    """Pack the differences between numbers, which compress well because they are similar."""
     return _pack(np.diff(ascending, prepend=0).astype("<i8"))
 
 

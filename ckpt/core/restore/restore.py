@@ -1,19 +1,19 @@
-"""A restore from the first look at memory and tiers to the last plain value.
+"""Performs a restore, from the search in memory and tiers to the last plain value.
 
-Every rank restores the same checkpoint, or none does. The ranks agree four times, each time with a deadline:
+Either all ranks restore the same checkpoint, or none does. The ranks agree four times, each time with a deadline:
 
-    candidates   every rank posts what the memory of its node has; for each storage one rank also posts what the log has
-                 -> rank 0 picks from the union: all ranks get the same list of checkpoints, newest first
-    place        every rank opens the first checkpoint and compares it with its state, which is unchanged until then
-                 -> mismatches of all ranks are raised together; else each rank knows what it reads, and for whom
+    candidates   every rank posts the snapshots on its node; for each storage, one rank also posts the log's checkpoints
+                 -> rank 0 chooses from the union: all ranks get the same list of checkpoints, newest first
+    place        every rank opens the first checkpoint and compares it with its state, which is still unchanged
+                 -> the mismatches on all ranks are raised together; otherwise each rank computes what it reads for whom
     fill         every rank reads, verifies and fills its tensors
     finish       plain values, generators and schedulers follow. Their `load_state_dict` may use collectives, so no rank
                  begins before all are filled
                  -> rank 0 begins a new term (`NewTerm`)
 
-If a checkpoint turns out to be damaged on any rank, all ranks try the next one. Parts that only one node can see
-(memory, a disk of its own) are described to the other ranks: those of the newest step in memory with the candidates,
-all others in a round before "place".
+If a checkpoint turns out to be damaged on any rank, all ranks try the next one. If only one node can see parts (in
+memory, or on a node-local disk), its ranks describe them to the others: those of the newest step in memory with the
+candidates, all others in an agreement before "place".
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import folder_of
 
-MOST_LOST = 64  # damaged logs that a rank posts
-COMMITS = 8  # the first candidates, whose log records all ranks get; for a later one, each rank reads the log
+MOST_LOST = 64  # number of losses that a rank posts
+COMMITS = 8  # number of candidates whose log records all ranks get; for later ones, each rank reads the log
 DESCRIBED = 256 << 20  # characters that all ranks together may post with the candidates
 RETRY_AFTER_S = (0.2, 1.0)
-CONNECT_S, TRANSFER_S = 30.0, 600.0  # between ranks: to connect, and for all that one rank receives
+CONNECT_S, TRANSFER_S = 30.0, 600.0  # timeouts to connect to a rank, and to receive all blobs
 OVERRIDDEN = (
     "the checkpoint's settings were taken for %s. To have the script's, set them again after the restore: "
     "docs/guide/state.md"
@@ -76,9 +76,9 @@ OVERRIDDEN = (
 
 @dataclass
 class Restored:
-    """What a restore did on this rank.
+    """The result of a restore on this rank.
 
-    - `step`, `id`, `tier`: the checkpoint, and where it was read from. None if there was none.
+    - `step`, `id`, `tier`: the checkpoint, and the tier it was read from. None if there was none.
     - `verified`: every byte matched a digest that was computed when the step was written to a tier while its trainer
       lived. False for a snapshot in memory that no tier had, and for a step that a writer stored only after a fault.
       Damage before the digest is computed cannot be detected.
@@ -87,7 +87,7 @@ class Restored:
     - `skipped`: newer checkpoints that could not be used, or were lost with a damaged log record.
     - `repaired`: damaged parts that were read from another tier.
     - `left_out`: entries that did not fit, with strict=False.
-    - `overridden`: settings of optimizers that the script has changed, and that the checkpoint's replaced.
+    - `overridden`: settings of optimizers that the script has changed and that the checkpoint replaced.
     """
 
     step: int | None
@@ -103,14 +103,14 @@ class Restored:
     overridden: list[str] = field(default_factory=list)
 
 
-# -- which checkpoints there are --
+# -- the available checkpoints --
 
 
 class Candidates:
-    """The checkpoints that all ranks together can restore, as one rank sees them.
+    """The checkpoints that the ranks can restore together, as seen by one rank.
 
-    `gather` agrees on them. A caller that agrees on more at the same time calls its three steps: `post` on every rank,
-    `choose` on rank 0 with the posts of all, and `sources` on every rank.
+    `gather` agrees on them. To agree on more at the same time, call its three steps instead: `post` on every rank,
+    `choose` on rank 0 with all posts, and `sources` on every rank.
     """
 
     def __init__(
@@ -124,22 +124,22 @@ class Candidates:
         held_damage: Sequence[Loss] = (),
     ) -> None:
         """
-        - `snapshots`: those on this node. They are looked up when `post` iterates over them.
-        - `acquires`: the history as far as memory knows it.
+        - `snapshots`: those on this node. They are collected when `post` iterates over them.
+        - `acquires`: the part of the history that is known from memory.
         - `roots`: for each of the tiers `urls`, the lowest rank that sees the same storage, for every rank.
-        - `step`: if given, only checkpoints of that step; otherwise none that was undone or is not finite.
+        - `step`: if given, only checkpoints of that step; otherwise all except undone and non-finite ones.
         - `held_damage`: damage in the memory of this node, complete once all `snapshots` were read.
         """
         self._world, self._snapshots, self._acquires = world, snapshots, acquires
         self._urls, self._roots, self._step, self._held_damage = urls, roots, step, held_damage
         self._here: dict[Attempt, list[HeldSnapshot]] = {}
-        self.lost: list[Loss] = []  # by damage, as any rank found it
+        self.lost: list[Loss] = []  # losses by damage that any rank has found
 
     def gather(self) -> list[RestoreSource]:
         return self.sources(together(self._world, "candidates", self.post, self.choose))
 
     def post(self) -> Json:
-        """Look up snapshots, and read the log of each tier for all ranks that share it. Return what was found."""
+        """Collect snapshots, and read the logs of tiers for the ranks that share them. Return the post of this rank."""
         for snapshot in self._snapshots:
             self._here.setdefault(snapshot.attempt, []).append(snapshot)
         mine = [i for i in range(len(self._urls)) if self._reads(i)]
@@ -160,7 +160,7 @@ class Candidates:
         }
 
     def _reads(self, tier: int) -> bool:
-        """Return True if this rank reads a tier's log for all that share it."""
+        """Return True if this rank reads a tier's log for all ranks that share it."""
         return self._roots[tier][self._world.rank] == self._world.rank
 
     def _describe_newest(self) -> Json:
@@ -177,18 +177,18 @@ class Candidates:
         return [str(newest), described] if len(json.dumps(described)) <= DESCRIBED // world.size else None
 
     def _in_memory(self, attempt: Attempt, *, undone: bool = False) -> MemorySource:
-        """The first rank of a node describes all that it has seen. Each other rank describes its own snapshot, which
-        may have been sealed after that."""
+        """Return the source of an attempt in memory. The first rank of a node describes all snapshots that it sees.
+        Each other rank describes its own snapshot, which may have been sealed later."""
         world = self._world
         describes = None if world.local_rank == 0 else [world.rank]
         alone = world.size == 1
         return MemorySource(attempt, self._here.get(attempt, ()), alone=alone, undone=undone, describes=describes)
 
     def choose(self, posts: list[Any]) -> Json:
-        """List what is whole in one location, newest first, memory before tiers, undone checkpoints last; and what is
-        lost. Pure.
+        """List the checkpoints that are complete in one location, newest first, memory before tiers, undone ones last;
+        and the losses. Pure.
 
-        A checkpoint is undone if any location knows that: another may have been away when a job rolled back.
+        A checkpoint is undone if the history in any location shows it. Others may have been away during the rollback.
         """
         step = posts[0]["step"]
         for rank, post in enumerate(posts):
@@ -197,8 +197,8 @@ class Candidates:
         acquires = {(e, n): Acquire(e, n, r and Attempt.parse(r)) for post in posts for e, n, r in post["acquires"]}
         owners = sorted(acquires.values(), key=lambda a: a.epoch)
         found: list[tuple[Attempt, int]] = []  # location 0 is memory, then come the tiers
-        broken: set[Attempt] = set()  # not finite on some rank: restored only if its step is requested
-        commits: dict[tuple[Attempt, int], dict[int, Json]] = {}  # by the ranks that read the logs
+        broken: set[Attempt] = set()  # not finite on some rank, so restored only if the step is requested
+        commits: dict[tuple[Attempt, int], dict[int, Json]] = {}  # by the rank that read the log
         for place in range(1 + len(self._urls)):
             parts: dict[Attempt, tuple[int, set[int]]] = {}
             for reader, post in enumerate(posts):
@@ -230,7 +230,7 @@ class Candidates:
         return len(set(self._roots[tier])) > 1
 
     def sources(self, chosen: Json) -> list[RestoreSource]:
-        """Return what was chosen, as this rank reads it."""
+        """Return the chosen checkpoints as sources that this rank can read."""
         self.lost = [Loss(tier, reason, tuple(map(Attempt.parse, ids))) for tier, reason, ids in chosen["lost"]]
         places: dict[str, list[int]] = {}
         for attempt, place, *_ in chosen["candidates"]:
@@ -261,7 +261,7 @@ class Candidates:
 
 
 async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
-    """Read the log of a run that this job has opened, so that a failure may pass; and what damaged records lost."""
+    """Read the log of a run, and the losses by damaged records. Retry failures, because this job has opened the run."""
     until = time.monotonic() + steady.WINDOW_S
     while True:
         try:
@@ -277,13 +277,13 @@ async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
 
 
 def _held(attempt: Attempt, parts: list[HeldSnapshot]) -> Json:
-    """What the memory of this node has of a checkpoint: id, number of ranks that saved, ranks here, if it is finite."""
+    """Return a checkpoint in the memory of this node: id, number of saving ranks, ranks here, False if not finite."""
     finite = False if any(s.label.finite is False for s in parts) else None
     return [str(attempt), parts[0].layout.world, [s.layout.rank for s in parts], finite]
 
 
 def _rows(post: Any, place: int) -> Iterator[tuple[Attempt, int, list[int], bool | None, Json]]:
-    """What a rank posted of a location, in one form for memory and tiers."""
+    """Yield the checkpoints that a rank posted for a location, in the same form for memory and tiers."""
     if place == 0:
         for text, size, ranks, finite in post["memory"]:
             yield Attempt.parse(text), size, ranks, finite, None
@@ -293,7 +293,7 @@ def _rows(post: Any, place: int) -> Iterator[tuple[Attempt, int, list[int], bool
 
 
 def _described(posts: list[Any], candidates: list[Json]) -> Json:
-    """What the ranks have described of the first candidate; None if that is not all of it."""
+    """Return the descriptions of the first candidate, or None if they are not complete."""
     if not candidates or candidates[0][1] > 0:
         return None
     attempt = candidates[0][0]
@@ -307,14 +307,14 @@ def _asked(step: int | None) -> str:
     return "the newest checkpoint" if step is None else f"step {step}"
 
 
-# -- the first one that fills the state of all ranks --
+# -- restore the first checkpoint that is usable on all ranks --
 
 
 class NewTerm(Protocol):
-    """Begins a term, so that the history continues from what was restored."""
+    """Begins a term, so that the history continues from the restored checkpoint."""
 
     def lead(self, restored: Attempt) -> Json:
-        """Called on rank 0 once all ranks are restored. Return what the other ranks need; raises nothing of ours."""
+        """Return the term for the other ranks. Called on rank 0 once all are restored. Raises no CheckpointError."""
 
 
 def restore_first(
@@ -329,13 +329,13 @@ def restore_first(
     step: int | None = None,
     term: NewTerm | None = None,
 ) -> RestoreSource | None:
-    """Restore the first source that is intact for all ranks. Log why others were not, and list them in `result`.
+    """Restore the first source that is intact for all ranks. Log why others were skipped, and list them in `result`.
 
-    `lost`: by damage. It counts as skipped if it is newer than what was restored, or of the requested `step`.
+    `lost`: losses by damage, which count as skipped if they are newer than the restored step or of the requested `step`
 
-    Raises MismatchError, after which nothing has been changed; and UnreadableError if a checkpoint cannot be read now
-    from any tier that has it. An older one is not used instead: the history would continue from there, and the intact
-    newer one would never be restored again.
+    Raises MismatchError, before anything is changed, and UnreadableError if a checkpoint cannot be read now from any
+    tier that has it. An older one is not used instead, because the history would continue from there. Then the intact
+    newer one would never be restored.
     """
     job = _Job(world, capture, result, strict, on_touch, term)
     unreadable: tuple[Attempt, str, CheckpointError] | None = None
@@ -378,7 +378,7 @@ class _Job:
 
 
 def _problem(job: _Job, source: RestoreSource) -> CheckpointError | None:
-    """Restore from this source. Return why it cannot be used, the same on all ranks, or None."""
+    """Restore from this source. Return None, or the error, which is the same on all ranks."""
     direct, pauses = False, iter(RETRY_AFTER_S)
     while True:
         try:
@@ -388,11 +388,11 @@ def _problem(job: _Job, source: RestoreSource) -> CheckpointError | None:
         except (CorruptError, StoreError) as error:
             pause = next(pauses, None) if error.retryable else None
             if pause is None:
-                return error.with_traceback(None)  # its frames hold what was begun
+                return error.with_traceback(None)  # the frames hold references to the unfinished restore
             direct = direct or isinstance(error, TransferError)
         finally:
             source.close()
-        time.sleep(pause)  # falling back because of a transient fault would lose steps
+        time.sleep(pause)  # an older checkpoint because of a transient fault would lose steps
 
 
 def _report_lost(
@@ -409,7 +409,7 @@ def _report_lost(
 
 @contextlib.contextmanager
 def _no_collecting() -> Iterator[None]:
-    """Suspend the garbage collector: searching all objects of torch takes as long as the rest of a restore."""
+    """Suspend the garbage collector, because scanning all objects of torch takes as long as the rest of a restore."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -425,7 +425,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
     if source.partial and described is None:
         try:
             described = together(world, "describe", source.describe)
-        except UsageError as error:  # more than one message can hold; another location may need no description
+        except UsageError as error:  # too large for one message; another location may need no description
             raise CorruptError(f"the ranks cannot tell each other what they have of it: {error}") from error
     rank = _RankRestore(job, source)
     try:
@@ -456,7 +456,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
 
 
 class _RankRestore:
-    """This rank's part in restoring one source: `place`, `fill`, `finish`, `close`."""
+    """Restores one source on this rank, in the order `place`, `fill`, `finish`, `close`."""
 
     placement: Placement
     _filler: Filler
@@ -466,7 +466,7 @@ class _RankRestore:
         self._transfer: Transfer | None = None
 
     def place(self, described: list[Json]) -> Json:
-        """Open the source and find where its tensors go, without changing anything. Return what other ranks need."""
+        """Open the source and match its tensors to the state, without changing it. Return the post of this rank."""
         source, capture, world, strict = self._source, self._job.capture, self._job.world, self._job.strict
         source.open(described, capture.layout)
         self.placement = placement = _place(capture, source.saved, strict)
@@ -485,14 +485,14 @@ class _RankRestore:
         return post
 
     def fill(self, posts: list[Any], direct: bool) -> None:
-        """Read this rank's share, keep what it wants, send what others want, and wait for what they send."""
+        """Read this rank's share, keep the blobs it needs, send those that others need, and receive the rest."""
         source, world, result = self._source, self._job.world, self._job.result
         lengths = source.saved.table.length
         if self._transfer is None:
             source.read(self._filler.blobs, self._filler.add, self._filler.places)
             result.nbytes, result.nbytes_received = int(lengths[self._filler.blobs].sum()), 0
             return
-        # What the page cache or shared memory holds, each rank reads faster than it receives. `direct`: the network
+        # Each rank reads from the page cache or shared memory faster than from another rank. `direct`: the network
         # between the ranks has failed.
         alone = direct or not source.remote
         work = divided(world.rank, posts, range(world.size) if alone else world.nodes)
@@ -530,7 +530,7 @@ class _RankRestore:
         transfer.wait(TRANSFER_S)
 
     def finish(self) -> bool:
-        """Restore what is not a tensor. Return True if this rank read anything elsewhere because it is damaged here."""
+        """Restore everything except tensors. Return True if this rank read damaged data from another tier instead."""
         self._filler.finish()
         for finish in (*self.placement.finishers, *self.placement.last):
             finish()
@@ -542,7 +542,7 @@ class _RankRestore:
 
 
 def _report_left_out(placement: Placement, result: Restored) -> None:
-    """Log what strict=False has left out or cast."""
+    """Log the entries that strict=False has skipped or cast."""
     if placement.cast:
         counts = Counter(placement.cast.values()).items()
         logger.warning("strict=False cast tensors: %s", ", ".join(f"{n} to {dtype}" for dtype, n in counts))

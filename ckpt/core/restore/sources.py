@@ -1,7 +1,7 @@
-"""One checkpoint in one location: snapshots in the memory of this node, or a store.
+"""Reads one checkpoint in one location: snapshots in the memory of this node, or a store.
 
-`open` makes a `SavedState` of it, and `read` reads its blobs, each verified before it is used. If no rank can see all
-of a checkpoint by itself (memory, and disks of single nodes), each `describe`s what it has first.
+`open` creates its `SavedState`, and `read` reads its blobs and verifies each before use. If no rank can see all of a
+checkpoint (in memory, or on node-local disks), each rank first describes its parts with `describe`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Sink = Callable[[int, memoryview], None]
 
 
 class RestoreSource(ABC):
-    """One checkpoint in one location, as this rank sees it.
+    """One checkpoint in one location, as seen by this rank.
 
-    - `undone`: it is not in the present history, because a later restore went back behind it.
-    - `partial`: ranks see different parts of it. `described`: what all of them have described, if it is known already.
-    - `repaired`: what was damaged here and was read elsewhere. `damaged`: any rank found such.
+    - `undone`: it is not in the present history, because a later restore rolled back to an earlier step.
+    - `partial`: ranks see different parts of it. `described`: the descriptions from all of them, if already known.
+    - `repaired`: parts that were damaged here and read from another tier. `damaged`: any rank has found damage.
     - `term`: what rank 0 returned when it began a term with this checkpoint.
     """
 
@@ -62,14 +62,14 @@ class RestoreSource(ABC):
 
     @abstractmethod
     def describe(self) -> Json:
-        """Return what this rank sees, for those that do not."""
+        """Return a description of the parts that this rank sees, for the other ranks."""
 
     @abstractmethod
     def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
-        """Read what the checkpoint consists of. CorruptError or StoreError if this source cannot be used.
+        """Read the metadata of the checkpoint. Raises CorruptError or StoreError if this source cannot be used.
 
-        described: by all ranks, if it is `partial`
-        known: the layout of the live state, which is not read again if it was saved with the same
+        described: the descriptions from all ranks, if it is `partial`
+        known: the layout of the live state, which is reused if the checkpoint has the same layout
         """
 
     @property
@@ -79,12 +79,12 @@ class RestoreSource(ABC):
 
     @property
     def verified(self) -> bool:
-        """Return True if all bytes are compared with digests that were computed while the trainer lived."""
+        """Return True if all bytes are compared with digests that were computed while the trainer was alive."""
         return self.saved.digested
 
     @abstractmethod
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
-        """Extend `saved` by the blobs in which these boxes of these tensors lie."""
+        """Extend `saved` by the blobs that contain these boxes of these tensors."""
 
     @abstractmethod
     def readable(self) -> Mask:
@@ -92,12 +92,12 @@ class RestoreSource(ABC):
 
     @abstractmethod
     def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
-        """Read and verify blobs, and give them to `sink`, or put them where `room` has an address for them. If this
-        fails, what is there must not be used."""
+        """Read and verify blobs, and pass them to `sink`, or write them to the addresses that `room` returns. If this
+        fails, the written data must not be used."""
 
     @property
     def remote(self) -> bool:
-        """Return True if a read costs a request over a network: ranks of one node then share what they read."""
+        """Return True if a read needs a network request. Then the ranks of a node share the blobs that they read."""
         return False
 
     def close(self) -> None:
@@ -106,8 +106,8 @@ class RestoreSource(ABC):
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None: not known.
-    `late`: they were computed so late that what was damaged before matches them all the same."""
+    """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None if unknown.
+    `late`: they were computed so late that they do not reveal earlier damage."""
 
     arena: Arena
     slot: int
@@ -129,7 +129,7 @@ class HeldSnapshot:
         return bytes(self.arena.values(self.slot, self.label))
 
     def check(self) -> None:
-        """Raise CorruptError if it was overwritten, or does not have the size of its layout."""
+        """Raise CorruptError if the snapshot was overwritten, or does not have the size of its layout."""
         if self.arena.settled(self.slot) != self.label:
             raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten while it was read")
         if self.label.data_size != self.layout.arrangement.data_size:
@@ -137,7 +137,7 @@ class HeldSnapshot:
 
 
 class MemorySource(RestoreSource):
-    """The snapshots of one attempt that are in the memory of this node, of any of the ranks that saved it."""
+    """The snapshots of one attempt in the memory of this node, by any of the ranks that saved it."""
 
     def __init__(
         self,
@@ -148,12 +148,12 @@ class MemorySource(RestoreSource):
         undone: bool = False,
         describes: Iterable[int] | None = None,
     ) -> None:
-        """`describes`: the ranks whose snapshots this rank describes, all by default."""
+        """`describes`: the ranks whose snapshots this rank describes, by default all."""
         super().__init__(attempt, "memory", partial=not alone, undone=undone)
         self._here = {s.layout.rank: s for s in snapshots}
         self._describes = set(self._here if describes is None else describes)
         self._digested: set[int] = set()  # ranks whose digests are known
-        self._late = False  # some of them were computed late
+        self._late = False  # True if some digests were computed late
 
     def describe(self) -> Json:
         return [
@@ -194,7 +194,7 @@ class MemorySource(RestoreSource):
         return self.saved.digested and not self._late
 
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
-        """All of it is known."""
+        """Do nothing, because all blobs are already known."""
 
     def readable(self) -> Mask:
         table = self.saved.table
@@ -228,7 +228,7 @@ class MemorySource(RestoreSource):
         for blob, offset, length in rows:
             data = memory[offset : offset + length]
             if snapshot.layout.accelerated and offset // LOCK != (offset + length - 1) // LOCK:
-                # A device would refuse to copy what is page-locked in two parts.
+                # A device cannot copy memory that crosses the end of a page-locked piece.
                 data = memoryview(bytearray(data))
             if digested and blob_digest(data) != table.digest[blob].tobytes():
                 raise self._damaged(blob)
@@ -240,7 +240,7 @@ class MemorySource(RestoreSource):
 
     @property
     def world(self) -> int:
-        """The number of ranks that took this snapshot."""
+        """Return the number of ranks that took this snapshot."""
         return next((s.layout.world for s in self._here.values()), 0)
 
     def place_of(self, rank: int) -> tuple[Arena, int] | None:
@@ -250,14 +250,14 @@ class MemorySource(RestoreSource):
 
 
 def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | None, bool]]:
-    """Yield what ranks have described: layout, plain values and digests of each snapshot, and if these were late."""
+    """Yield the layout, plain values and digests of each described snapshot, and whether the digests were late."""
     for one in (one for each in described for one in each or ()):
         digests = None if one["digests"] is None else base64.b64decode(one["digests"])
         yield Layout.from_json(one["layout"]), one["values"].encode(), digests, bool(one["late"])
 
 
 def _shares(blobs: I64, length: I64) -> list[I64]:
-    """Divide blobs into one group for each thread, of about the same number of bytes."""
+    """Divide blobs into one group per thread, with about the same number of bytes each."""
     ends = np.cumsum(length[blobs])
     cuts = np.searchsorted(ends, np.linspace(0, ends[-1], MEMORY_THREADS + 1)[1:-1])
     return [part for part in np.split(blobs, cuts) if len(part)]
@@ -279,8 +279,8 @@ def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
 
 
 class StoreSource(RestoreSource):
-    """A committed checkpoint in a store. `commit` is its log record here; if the disk of this node has nothing of a
-    `partial` one, it is None."""
+    """A committed checkpoint in a store. `commit`: its log record here, or None if the checkpoint is `partial` and the
+    disk of this node has no part of it."""
 
     def __init__(
         self,
@@ -294,14 +294,14 @@ class StoreSource(RestoreSource):
         others: Sequence[str] = (),
     ) -> None:
         """
-        - `others`: tiers that have the same checkpoint, for what is damaged here.
-        - `describing`: this rank describes a `partial` one for all ranks of its node.
+        - `others`: tiers with the same checkpoint, from which damaged data is read instead.
+        - `describing`: this rank describes a `partial` checkpoint for all ranks of its node.
         """
         super().__init__(attempt, url, partial=partial, undone=undone)
         self._commit, self._others, self._describing = commit, others, describing
 
     def describe(self) -> Json:
-        """Return the parts and the table that a disk of this node has."""
+        """Return the parts and chunk tables that are on a disk of this node."""
         if not self.partial or self._commit is None or not self._describing:
             return None
         manifest = read.run(self._load(self._commit))
@@ -375,10 +375,10 @@ class StoreSource(RestoreSource):
 async def fill_from_store(
     url: str, attempt: Attempt, saved: SavedState, fills: Mapping[Key, list[Target]], others: Sequence[str] = ()
 ) -> None:
-    """Read what these targets want of a checkpoint in a store, verified, where no ranks have to agree.
+    """Read and verify the data of these targets from a checkpoint in a store, without agreement between ranks.
 
-    `others`: see `StoreSource`. CorruptError names a tensor that no tier has intact; others may be filled by then.
-    """
+    `others`: see `StoreSource`. Raises CorruptError naming a tensor that no tier has intact, perhaps after others were
+    filled."""
     boxes = {key: [target.box for target in targets] for key, targets in fills.items()}
     saved = await asyncio.to_thread(saved.narrowed, boxes)
     filler = Filler(saved, fills)

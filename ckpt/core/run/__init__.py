@@ -1,5 +1,5 @@
-"""What happens in the training process between `step()` and a writer that holds the snapshot?
+"""The training process's side of a save, from `step()` until a writer holds the snapshot.
 
-In: the state, tiers, triggers. Out: staged slots, messages to the writer, acknowledgements to `Save`. It knows torch
-and owns the run; it talks to the writer through `ckpt.core.ipc` alone and may not import it.
+In: the state, tiers, triggers. Out: staged slots, messages to the writer, acknowledgements to `Save`. This package
+imports torch and owns the run. It may not import the writer, and communicates with it only through `ckpt.core.ipc`.
 """

@@ -1,8 +1,8 @@
-"""The end of a run: the last step goes to every tier, then memory and the writer are released.
+"""Closes a run: saves the last step to every tier, then releases memory and the writer.
 
-`Closing` ends the run in order (`close`), or leaves it to the writer as if this process had died (`abandon`).
-`Departures` posts that this rank leaves, and fails what other ranks left without. `ProcessEnd` closes the run when the
-interpreter ends.
+`Closing.close` ends the run in order. `Closing.abandon` leaves it to the writer, as if this process had died.
+`Departures` announces that this rank leaves, and fails saves to which a departed rank did not contribute. `ProcessEnd`
+closes the run when the interpreter ends.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ckpt.subscribers import flush, publish
 
 STOP_S = 30.0  # for a fault that is being handled
 MOST_NAMED = 8  # ranks in a message
-INSIST_S = 10.0  # for the last step to get into memory; then one more Ctrl-C interrupts that, too
-CHECK_S, CHECKS_PER_S = 1.0, 500  # between two checks of the store; of all ranks together
-AGAIN_S = 30.0  # if the store does not answer
-POST_S = 5.0  # for the store to take a post, or to return those of other ranks
+INSIST_S = 10.0  # to copy the last step into memory; after that, another Ctrl-C interrupts the copy
+CHECK_S, CHECKS_PER_S = 1.0, 500  # shortest pause between two checks of the store; checks by the whole job
+AGAIN_S = 30.0  # longest pause between checks if the store does not respond
+POST_S = 5.0  # timeout to write a post to the store, or to read those of other ranks
 
 
 class Guard(Protocol):
-    """The part of the guard that closing uses. `saw_exception`: an exception has ended the training."""
+    """The part of the guard that closing uses. `saw_exception`: True if an exception has ended the training."""
 
     @property
     def saw_exception(self) -> bool: ...
@@ -47,19 +47,19 @@ class Guard(Protocol):
 
 
 class Departures:
-    """Posts that this rank leaves, and fails saves that other ranks left without.
+    """Announces that this rank leaves, and fails saves to which a departed rank did not contribute.
 
-    A rank that leaves posts which checkpoints it has a part of. While a save of this rank is under way, a background
-    thread reads such posts, and fails each save that a rank which has left has no part of, with an error that names it.
-    A rank that is merely slow is not failed: the writer reports it, see `ckpt.core.checkpoint.settle`.
+    A departing rank posts the list of checkpoints for which it has saved its part. While a save of this rank is under
+    way, a background thread reads such posts. If a departed rank has no part of that save, the thread fails the save
+    with an error that names the rank. Slow ranks fail nothing: the writer reports them (`ckpt.core.checkpoint.settle`).
     """
 
     def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._others = [rank for rank in range(run.world.size) if rank != run.world.rank]
-        self._posts: dict[int, dict[str, Any]] = {}  # by rank that has left
-        self._seen: set[str] = set()  # attempts that were found to miss a rank
-        self._checking = threading.RLock()  # a signal handler may close us meanwhile
+        self._posts: dict[int, dict[str, Any]] = {}  # by departed rank
+        self._seen: set[str] = set()  # attempts for which a departed rank has no part
+        self._checking = threading.RLock()  # a signal handler may close the run while this thread holds the lock
         self._stopped = threading.Event()
         self._mail: Mailbox | None = None
         if self._others and run.tiers:
@@ -93,8 +93,8 @@ class Departures:
             posted.set()
 
     def check(self, *, all_left: bool = False) -> None:
-        """Read the posts of ranks that have left, and fail what they have no part of. `all_left`: every rank has
-        posted. PeerError if the store cannot be reached."""
+        """Read the posts of departed ranks, and fail the saves that lack their parts. `all_left`: every rank has
+        posted. Raises PeerError if the store cannot be reached."""
         with self._checking:
             if self._mail is None:
                 self._mail = self._run.world.mailbox()
@@ -107,7 +107,7 @@ class Departures:
                 self._fail_if_missing(save.id, at_once=all_left)
 
     def _fail_if_missing(self, attempt: str, *, at_once: bool) -> None:
-        """The rank that commits fails it first. If that one has left itself, another does at its next look."""
+        """Fail a save that lacks a departed rank's part. Ranks that do not commit wait for a second check."""
         missing = [rank for rank, post in sorted(self._posts.items()) if attempt not in post["has"]]
         if not missing:
             return
@@ -119,7 +119,7 @@ class Departures:
         self._seen.add(attempt)
 
     def describe(self, rank: int) -> str:
-        """Describe how far a rank came that has left."""
+        """Describe how far a departed rank had trained."""
         post = self._posts[rank]
         came = f"after step {post['step']}" if post["step"] is not None else "without any step()"
         return f"rank {rank} {post['how']} {came}"
@@ -153,7 +153,7 @@ class Closing:
         self.failed = False
 
     def close_as_asked(self, timeout_s: float | None) -> None:
-        """See `Checkpointer.close`, which may be called while an exception is on its way."""
+        """See `Checkpointer.close`, which may be called while an exception propagates."""
         under_way = sys.exc_info()[1]
         try:
             self.close(timeout_s, clean=under_way is None)
@@ -161,14 +161,14 @@ class Closing:
             if not (isinstance(under_way, KeyboardInterrupt) or (isinstance(under_way, SystemExit) and under_way.code)):
                 raise
             _add(under_way, failure)
-            raise under_way from None  # it ends the script, also when `finally` calls this
+            raise under_way from None  # so that it ends the script even if `finally` calls this method
 
     def close_after(self, error: BaseException) -> None:
         """Close after an exception has left the `with` block."""
         self.failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
         clean = isinstance(error, SystemExit) and not error.code
-        # The other ranks may be in a collective, and never come to close. sys.exit(0) ends a script like the end of the
-        # block; a subclass is raised elsewhere, for example by Lightning at SIGTERM.
+        # Other ranks may be blocked in a collective and never call close(). A plain sys.exit(0) is a normal end of the
+        # script. A subclass of SystemExit is not: Lightning, for example, raises one on SIGTERM.
         if self._run.world.size > 1 and not (clean and type(error) is SystemExit):
             self.abandon()
             return
@@ -181,19 +181,19 @@ class Closing:
 
     def close_at_exit(self) -> None:
         """Close when the interpreter ends and the user has not closed the run."""
-        if self._run.world.size > 1 and self._guard.saw_exception:  # the others may never come to close
+        if self._run.world.size > 1 and self._guard.saw_exception:  # other ranks may never call close()
             self.abandon()
             return
         try:
             self.close(clean=False)
         except CheckpointError as failure:  # too late to change the exit code
             log.error("closing the Checkpointer at the end of the script failed: %s", failure)
-        except BaseException:  # Ctrl-C: close() is not called again, so the last step goes to memory at least
+        except BaseException:  # Ctrl-C: close() is not called again, so at least stage the last step
             self.abandon()
             raise
 
     def close(self, timeout_s: float | None = None, *, clean: bool) -> None:
-        """Save the last step everywhere, and end. `clean`: no exception ends the training."""
+        """Save the last step to every tier and close the run. `clean`: no exception ends the training."""
         run = self._run
         if run.closed or run.forked:
             return
@@ -214,7 +214,7 @@ class Closing:
             self._save_last(end, clean)
         except CheckpointError as error:
             failure = error
-        if self._run.closed:  # by a signal handler, which came into this
+        if self._run.closed:  # a signal handler has interrupted this method and closed the run
             return
         try:
             leave = self._keeps_memory(clean)
@@ -223,12 +223,12 @@ class Closing:
         except CheckpointError as error:
             if not run.errors.is_known(error):
                 failure = failure or error
-        except BaseException:  # Ctrl-C: the writer does the rest, and another Checkpointer may open the run
+        except BaseException:  # Ctrl-C: the writer finishes alone, and another Checkpointer may open the run
             run.supervisor.leave(TURN_S)
             run.stager.stop(TURN_S)
             raise
         run.stager.stop(max(1.0, end - time.monotonic()))
-        if self._agreed or run.world.rank > 0:  # rank 0 would wait for those that did not come
+        if self._agreed or run.world.rank > 0:  # rank 0 would wait for ranks that never call close()
             run.world.farewell()
         self._saver.forget()
         self._publish_closed()
@@ -246,10 +246,10 @@ class Closing:
             with _ctrl_c_later(INSIST_S):
                 try:
                     in_turn = run.turn.acquire(timeout=timeout_s)
-                    with contextlib.suppress(CheckpointError):  # a copy under way is finished
+                    with contextlib.suppress(CheckpointError):  # let a copy that is under way finish
                         run.stager.do(lambda: None, run.settings.busy_timeout_s)
                     why = self._saver.stage_last(time.monotonic() + timeout_s, live=False)
-                finally:  # also after another Ctrl-C
+                finally:  # even after another Ctrl-C
                     if why:
                         self._warn_if_lost(self._saver.newest, why)
             run.world.leave(f"left without close() after step {run.step}")
@@ -264,7 +264,7 @@ class Closing:
                 run.turn.release()
 
     def _release(self, leave: bool, end: float) -> None:
-        """Release memory and the writer. `leave`: the writer keeps the memory, as if this process had died."""
+        """Release memory and the writer. With `leave`, the writer keeps the memory, as if this process had died."""
         run = self._run
         if leave:
             run.supervisor.leave(max(1.0, end - time.monotonic()))
@@ -286,9 +286,9 @@ class Closing:
         flush()
 
     def _save_last(self, end: float, clean: bool) -> None:
-        """Have the newest step that all ranks can have in every tier by `end`. `clean`: see `close`.
+        """Save the newest step that all ranks have to every tier by `end`. `clean`: see `close`.
 
-        Raise DeadlineError or PeerError if other ranks do not close: they have died, or go on training.
+        Raises DeadlineError or PeerError if other ranks do not close, because they have died or continue to train.
         """
         self._agreed = False
         why = self._saver.stage_last(end, live=clean) if self._run.tiers or not clean else ""
@@ -310,13 +310,13 @@ class Closing:
             self._check_any_saved(why)
 
     def _keeps_memory(self, clean: bool) -> bool:
-        """Return True if the writer must keep the memory and go on writing, as after a death.
+        """Return True if the writer must keep the memory and continue to write, as if this process had died.
 
-        That is the case if memory of an earlier start was neither restored nor replaced, if no tier took the last step,
-        if other ranks did not close, or if the launcher restarts this process.
+        That is the case if memory of an earlier job attempt was neither restored nor replaced, if no tier has the last
+        step, if other ranks did not close, or if the launcher restarts this process.
         """
         run, saver = self._run, self._saver
-        # A state that was saved by another number of ranks is not a snapshot of these ranks.
+        # After a restore from another number of ranks, `pinned` is set and `newest` is not.
         untouched = saver.newest is None and (not run.restored or saver.pinned is not None)
         only_copy = self._is_only_in_memory() if self._run.tiers else not clean
         if (untouched and self._run.supervisor.inherits) or only_copy or not self._agreed:
@@ -324,7 +324,7 @@ class Closing:
         return self._has_failed and self._run.errors.fenced is None and _starts_again()
 
     def _agree_last(self, end: float) -> None:
-        """Agree on the newest step that all ranks have in memory, None if they have none in common."""
+        """Agree with the other ranks on the newest step that all of them have in memory, and set it as `newest`."""
         saver, world = self._saver, self._run.world
         if saver.last is not None:
             saver.last.copied.wait(max(0.0, end - time.monotonic()))
@@ -339,12 +339,12 @@ class Closing:
         saver.last, saver.newest = None, common_step
 
     def _write_last(self, end: float, why: str) -> None:
-        """Write the newest step in memory to all tiers that miss it, nearest first. `why`: the last step is lost."""
+        """Write the newest step in memory to all tiers that lack it, nearest first. `why`: the last step is lost."""
         saver, stepped = self._saver, self._run.stepped
         newest = saver.newest
         if (last := saver.last) is not None:
             last.copied.wait(max(0.0, end - time.monotonic()))
-            # Otherwise the one before it is the newest, or one that was copied on request.
+            # If the last snapshot failed, an earlier one in memory is the newest.
             there = last.place is not None or last.stored
             if there and (newest is None or newest.attempt < last.attempt):
                 newest = last
@@ -353,7 +353,7 @@ class Closing:
         self._warn_if_lost(newest, why)
         if newest is None or not (stepped or not newest.writes):
             return
-        # A restored step is in its tiers already. Only the nearest may miss it, if it was restored from memory.
+        # The tiers already have a restored step. Only the nearest may lack it, if the step was restored from memory.
         tiers = self._run.settings.everywhere
         for some in (tiers[:1], tiers[1:] if stepped else []):
             for one in (newest, saver.finite if stepped else None):
@@ -362,7 +362,7 @@ class Closing:
             self._saver.wait(max(0.0, end - time.monotonic()))
 
     def _warn_if_lost(self, newest: Snapshot | None, why: str) -> None:
-        """Log one warning if the step that is kept is not the last one."""
+        """Log one warning if the newest saved step is not the last step."""
         restored, last = self._run.supervisor.owner.restored, self._run.step
         kept = newest.attempt.step if newest else restored.step if restored is not None else None
         if self._saver.committed is not None:
@@ -378,9 +378,9 @@ class Closing:
         return "; ".join(self._departures.behind(step)[:MOST_NAMED]) or "not all ranks have a newer one"
 
     def _check_any_saved(self, why: str) -> None:
-        """Have close() raise SaveError if training has made steps and none was ever saved, in this start or before.
+        """Make close() raise SaveError if training has done steps, but no job attempt has saved any.
 
-        If the newest step is in memory, or with on_error="warn", only log that no tier has one.
+        If the newest step is in memory, or with on_error="warn", only log that no tier has a step.
         """
         saver, last = self._saver, self._saver.last
         if not self._run.stepped or self._saver.committed is not None:
@@ -394,7 +394,7 @@ class Closing:
             self._run.errors.note(SaveError(f"{what}: {why or self._why_not_common(self._run.step or 0)}"))
 
     def _is_only_in_memory(self) -> bool:
-        """Return True if no tier has the newest step, although it was to be written."""
+        """Return True if no write of the newest step to a tier has succeeded or is under way."""
         newest = self._saver.newest
         if newest is None or self._run.errors.fenced is not None or self._run.supervisor.failure is not None:
             return False
@@ -404,12 +404,12 @@ class Closing:
 def _add(error: BaseException, failure: CheckpointError) -> None:
     """Report that closing failed while the user's own exception ends the script."""
     error.add_note(f"closing the Checkpointer failed too: {failure}")
-    if not isinstance(error, Exception):  # notes of these are not always printed
+    if not isinstance(error, Exception):  # Python does not always print notes of KeyboardInterrupt and SystemExit
         log.error("closing the Checkpointer failed: %s", failure)
 
 
 def _worth_keeping(posts: list[Any]) -> list[str]:
-    """Return the newest attempt that all ranks hold, and the newest finite one if that is not finite. Pure."""
+    """Return the newest attempt that all ranks hold; if it is not finite, also the newest finite one. Pure."""
     common = set.intersection(*({attempt for attempt, _ in post} for post in posts))
     sound = common - {attempt for post in posts for attempt, fine in post if not fine}
     newest = [max(some, key=Attempt.parse) for some in (common, sound) if some]
@@ -424,7 +424,7 @@ def _starts_again() -> bool:
 
 @contextlib.contextmanager
 def _ctrl_c_later(patience_s: float) -> Iterator[None]:
-    """Delay Ctrl-C in the main thread until the block has ended. A second one after `patience_s` interrupts it."""
+    """Delay Ctrl-C in the main thread until the block has ended. Any Ctrl-C after `patience_s` interrupts the block."""
     before, heard = signal.getsignal(signal.SIGINT), list[Any]()
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -447,7 +447,7 @@ def _ctrl_c_later(patience_s: float) -> Iterator[None]:
 
 
 class ProcessEnd:
-    """Calls `at_end` when the interpreter ends, and `after_fork` in a child, without keeping their object alive."""
+    """Calls `at_end` when the interpreter ends, and `after_fork` in a forked child. Keeps only weak references."""
 
     def __init__(self, at_end: Callable[[], None], after_fork: Callable[[], None]) -> None:
         self._at_end = _weakly(at_end)
@@ -456,14 +456,14 @@ class ProcessEnd:
         self._at_child_end = _at_child_end(self._at_end)
 
     def cancel(self) -> None:
-        """Forget `at_end`."""
+        """Unregister the call of `at_end`."""
         atexit.unregister(self._at_end)
         if self._at_child_end is not None:
             self._at_child_end.cancel()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls the method if its object still lives."""
+    """Return a function that calls the method if its object is still alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -474,13 +474,13 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _at_child_end(call: Callable[[], None]) -> Any:
-    """Have `call` called at the end of a child of `multiprocessing`, which may end by `os._exit`. None in others."""
+    """Register `call` for the end of a `multiprocessing` child, which skips atexit. Return None in other processes."""
     util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
     if util is None or process is None or process.parent_process() is None:
         return None
 
     def end() -> None:
-        threading._shutdown()  # type: ignore[attr-defined]  # other processes wait for their threads first, a child would not
+        threading._shutdown()  # type: ignore[attr-defined]  # wait for threads, which a child does not do by itself
         call()
 
     return util.Finalize(None, end, exitpriority=100)

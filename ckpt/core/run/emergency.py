@@ -1,11 +1,11 @@
-"""Emergency saves: the newest step that all ranks can have, within the time that is left.
+"""Emergency saves: save the newest step that all ranks can provide within the remaining time.
 
-    request_save -> order a step that all training loops save; or stage the last step, and use what is in memory
-                 -> have the writer make it durable -> Outcome
+    request_save -> order a step that all training loops save; or stage the last step and use the steps in memory
+                 -> the writer makes it durable -> Outcome
 
 The guard calls `request_save` on a fault, and when a user requests a save. Other ranks receive orders
-through `ckpt.core.ranks.orders`, and every rank executes them here. The saver publishes each save that was ordered
-(`Saver.answers`). No call here waits for the training loop, another rank or the writer without a deadline.
+through `ckpt.core.ranks.orders`, and every rank executes them here. The saver publishes each ordered save in
+`Saver.answers`. Every wait for the training loop, another rank or the writer has a deadline.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from ckpt.errors import CheckpointError, FencedError, PeerError, WriterError
 from ckpt.events import log
 from ckpt.saving import Save
 
-PATIENT_S = 600.0  # for a save without a deadline
-LIVE_S = 10.0  # for a copy of the step that an exception came into
-PERSIST_S = 60.0  # for the steps in memory to become durable, if the other ranks have them too
-COPYING_S = 2.0  # for a copy that is under way
+PATIENT_S = 600.0  # timeout of a save without a deadline
+LIVE_S = 10.0  # timeout to copy the step that an exception has interrupted
+PERSIST_S = 60.0  # timeout for the steps in memory to become durable, if the other ranks have them too
+COPYING_S = 2.0  # timeout for a copy that is under way
 GUESS_S = 0.1
-PATIENCE_S = 0.5  # for the training loop to come, beyond what its steps take
-AHEAD = 2  # steps by which an order lies ahead of the rank that posts it, plus two pauses of the readers
+PATIENCE_S = 0.5  # extra time for the training loop to reach an ordered step
+AHEAD = 2  # an order names a step this far ahead of the posting rank, plus the steps in two polls of the readers
 TRIES = 3  # orders for one request; another is posted if some rank had passed the ordered step
 MOST_WHY = 200  # characters of a reason that other ranks log
 
 
 @dataclass
 class Outcome:
-    """What a request has saved. All seconds count from the request.
+    """The result of a request. All times are in seconds since the request.
 
-    saved: steps and where they are ("memory" or a URL), by how they were saved. "agreed": by the training loops;
-        "live": staged after an exception in step(); "ring": memory had them already
-    staged_s: when the last step was staged, if that was possible; None if the training loops saved a step
-    durable_s: when the steps were durable, or had failed; None if the writer was not asked, or did not answer
+    saved: steps and their location ("memory" or a URL), grouped by how they were saved. "agreed": by the training
+        loops; "live": staged after an exception in step(); "ring": already in memory
+    staged_s: when staging of the last step ended; None if the training loops saved a step
+    durable_s: when the steps were durable or had failed; None if the writer got no request or did not reply
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -64,20 +64,20 @@ class Outcome:
 
 
 class EmergencySaver:
-    """Saves the state of one run on request."""
+    """Saves the state of a run on request."""
 
     def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._world, self._supervisor, self._heartbeat = run.world, run.supervisor, run.heartbeat
         self._orders = run.orders
-        self._turn = threading.Lock()  # of the thread that deals with a request, or with an order of another rank
+        self._turn = threading.Lock()  # held by the thread that handles a request or an order of another rank
         self._stopped = False
         self._orders.hear("save", self._on_save)
         self._orders.hear("persist", self._on_persist)
         self._orders.hear("interval", self._on_interval)
 
     def stop(self, timeout_s: float) -> None:
-        """Handle no more requests. One that is being handled may finish within `timeout_s`."""
+        """Stop handling requests. Wait up to `timeout_s` for one that is being handled."""
         self._stopped = True
         with self._saver.answered:
             self._saver.answered.notify_all()
@@ -96,26 +96,26 @@ class EmergencySaver:
         hung: bool = False,
         loop_ended: bool = False,
     ) -> Outcome:
-        """Save the newest step that all ranks can have. Return what was saved, by the deadline or soon after.
+        """Save the newest step that all ranks can provide. Return the result by the deadline or soon after.
 
-        why: for the logs of the other ranks
-        deadline: by time.monotonic(); None for no hurry
+        why: the reason, for the logs of the other ranks
+        deadline: a time of time.monotonic(), or None
         far: also write to the tiers beyond the nearest one
-        leaving: this process ends after that
+        leaving: this process ends after the save
         hung: the training loop of some rank does not proceed
         loop_ended: the caller is the training thread, and will not call step() again
 
-        Nothing is saved before the first step: memory and tiers then hold steps of an earlier start, which stay.
+        Before the first step this saves nothing: memory and tiers keep the steps of earlier job attempts.
         """
         outcome, alone = Outcome(), self._world.size == 1
         end = outcome.began + PATIENT_S if deadline is None else deadline
-        with contextlib.nullcontext() if loop_ended else self._turn:  # the loop waits for no other request
+        with contextlib.nullcontext() if loop_ended else self._turn:  # the training thread must not wait here
             if not self._can_save:
                 return outcome
             blocked = hung or bool(self._run.dead_ranks)  # the training loop of some rank cannot save
             held = self._saver.newest_step(min(COPYING_S, _left(end)))
             ready = held is not None and held == self._heartbeat.step
-            # A step in memory is good enough, unless there is time for all ranks to save the same step.
+            # A step in memory is enough, unless there is time for all ranks to save the same step.
             ask = not (blocked or loop_ended) and (not ready or not (alone or leaving))
             if ask and self._save_ordered(outcome, why, end, hurried=deadline is not None):
                 return outcome
@@ -131,13 +131,13 @@ class EmergencySaver:
         return outcome
 
     def await_copy(self) -> None:
-        """Wait until a copy that is under way is in memory."""
+        """Wait until a copy that is under way has ended."""
         if self._can_save:
             self._saver.newest_step(COPYING_S)
 
     def give_memory_back(self) -> int:
-        """Release one slot. Return its size in bytes. With several ranks this one may be a step behind, and the other
-        slots must still hold a step that all ranks have."""
+        """Release one slot and return its size in bytes. With several ranks, the remaining slots must still hold a
+        step that all ranks have."""
         if not self._can_save:
             return 0
         stager = self._run.stager
@@ -148,19 +148,19 @@ class EmergencySaver:
         return self._heartbeat.step >= 0 and self._heartbeat.state not in (OPENING, RESTORING)
 
     def _stage_last(self) -> int | None:
-        """Stage the last step if an exception came into its step(). Return the step if memory has it.
+        """Stage the last step if an exception interrupted its step(). Return the step if memory has it.
 
-        Only the thread that trains can do this.
+        Only the training thread can do this. Other threads get None.
         """
         if threading.get_ident() != self._run.thread:
             return None
         self._saver.stage_last(time.monotonic() + LIVE_S, live=False)
         return self._run.step if self._saver.newest_step(0.0) == self._run.step else None
 
-    # -- one step of all training loops --
+    # -- one step, saved by all training loops --
 
     def _save_ordered(self, outcome: Outcome, why: str, end: float, *, hurried: bool) -> bool:
-        """Have the training loops of all ranks save one step. Return False if they do not."""
+        """Make the training loops of all ranks save one step. Return False if they do not."""
         before, usual_s = self._heartbeat.step, self._usual_s()
         if (order := self._order_save(usual_s, why, end, TRIES)) is None:
             return False
@@ -168,7 +168,7 @@ class EmergencySaver:
         patience_s = min(_left(end) / 2, 3 * needed_s + PATIENCE_S) if hurried else _left(end)
         patient, tried = time.monotonic() + patience_s, list[Save]()
         while time.monotonic() < patient and not self._stopped:
-            with self._saver.answered:  # this step, or one that was ordered later
+            with self._saver.answered:  # look for this step, or one that was ordered later
                 found = [save for save in self._saver.answers if save.step >= order.step and save not in tried]
                 if not found:
                     self._saver.answered.wait(min(1.0, _left(patient)))
@@ -186,7 +186,7 @@ class EmergencySaver:
         return self._order("save", step + ahead, why, end, tries, join=step + 1)
 
     def _usual_s(self) -> float:
-        """Return how long a step takes, in seconds. At the beginning of a run, measure it."""
+        """Return the duration of a step in seconds. If none is known yet, measure it."""
         if usual_s := self._heartbeat.usual_s:
             return usual_s
         before = self._heartbeat.step
@@ -194,7 +194,7 @@ class EmergencySaver:
         return GUESS_S / max(1, self._heartbeat.step - before)
 
     def _order(self, kind: str, step: int, why: str, end: float, tries: int, *, join: int) -> Order | None:
-        """Post an order, or join one of another rank. Return None if the store does not answer."""
+        """Post an order, or join one of another rank. Return None if the store does not respond."""
         try:
             body = {"why": why[:MOST_WHY], "grace_s": _left(end), "tries": tries}
             return self._orders.post(kind, step, body, join=join)
@@ -203,7 +203,7 @@ class EmergencySaver:
             return None
 
     def _follow_save(self, outcome: Outcome, save: Save, end: float) -> bool:
-        """Wait until a save is in all its tiers. Return False if it failed, for example after a rank had passed it."""
+        """Wait until a save is in all its tiers. Return False if it failed, for example because a rank was past it."""
         passed = dict[str, float]()
         try:
             passed[save.wait_staged(_left(end)).tier] = outcome.passed_s
@@ -218,7 +218,7 @@ class EmergencySaver:
         outcome.durable_s = outcome.passed_s
         return True
 
-    # -- orders of all ranks, in the thread that reads or posts them --
+    # -- orders to the whole job, handled in the thread that reads or posts them --
 
     def _on_save(self, order: Order) -> None:
         if order.rank != self._world.rank:
@@ -229,10 +229,10 @@ class EmergencySaver:
             start_thread(work, "ckpt-late-save")
 
     def _save_late(self, order: Order, late: Late, owner: Acquire, began: float) -> None:
-        """Save from memory a step that this rank had passed. If memory has lost it, order a later step."""
+        """Save from memory a step that this rank had already passed. If memory has lost it, order a later step."""
         self._saver.newest_step(COPYING_S)
         if owner != self._supervisor.owner:
-            return  # after a restore, the same number is another step
+            return  # the state was restored since, so the same number means another step
         save = self._saver.save_late(late, owner, f"had passed step {late.step} when it was ordered")
         if save is not None:
             self._saver.answer(save)
@@ -258,7 +258,7 @@ class EmergencySaver:
     # -- what is in memory --
 
     def _persist(self, outcome: Outcome, end: float, *, far: bool) -> None:
-        """Have the writer make durable what is in memory."""
+        """Make the writer write the steps in memory to durable tiers."""
         before_s = outcome.passed_s
         self._note_memory(outcome)
         deadline_s = min(_left(end), PERSIST_S)
@@ -267,7 +267,7 @@ class EmergencySaver:
                 request = Persist(deadline_s, far, [str(attempt) for attempt in attempts])
                 saved = self._supervisor.client.ask(request, deadline_s + 1.0)
         except CheckpointError as error:
-            if not isinstance(error, FencedError):  # that was raised or logged before
+            if not isinstance(error, FencedError):  # it is raised or logged elsewhere
                 log.warning("the steps in memory were not made durable: %s", error)
             return
         for one in saved:
@@ -276,7 +276,7 @@ class EmergencySaver:
 
     def _note_memory(self, outcome: Outcome) -> None:
         if isinstance(self._supervisor.writer.failure, WriterError):
-            return  # the writer has died, so memory ends with this process
+            return  # no writer survives this process, so its memory is lost with it
         known = {saved.step for saved in outcome.saved.get("live", ())}
         steps = sorted((attempt.step for attempt in self._supervisor.held.sealed()), reverse=True)
         wanted = steps[:1] if self._world.size == 1 else steps  # with several ranks, the newest may not be common

@@ -1,4 +1,4 @@
-"""Which steps are kept regardless of their age: those that the user pins, and the best of those that were scored."""
+"""Keeps steps regardless of their age: the steps that the user pins, and the steps with the best scores."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from ckpt.events import log
 
 
 class KeptSteps:
-    """Keeps steps for one Checkpointer. Rank 0 decides which are the best and waits for no other rank. The others wait
-    for its verdict in `score`. The run logs, which the writer has read, contain the scores of earlier starts."""
+    """Keeps steps for one Checkpointer. Rank 0 decides which steps are the best without waiting for other ranks, which
+    wait for its decision in `score`. The writer reads the scores of earlier job attempts from the run logs."""
 
     def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._best = run.settings.best
         self._pinned: dict[int, str] | None = None  # pins of this and earlier job attempts; None until they are read
-        self._scored = 0  # calls since the last restore
+        self._scored = 0  # calls of `score` since the last restore
         if self._best is not None:
-            self._best.scores = []  # it may have been another run's
+            self._best.scores = []  # the object may have been used for another run
 
     def pin(self, step: int, note: str) -> None:
-        """See `Checkpointer.pin`."""
+        """Pin a step; see `Checkpointer.pin`."""
         if not isinstance(note, str) or not note:
             raise InvalidArgumentError(f"pin(note={note!r}): note must be a string that is not empty")
         self._change_pins(step, note)
 
     def unpin(self, step: int) -> None:
-        """See `Checkpointer.unpin`."""
+        """Unpin a step; see `Checkpointer.unpin`."""
         self._change_pins(step, None)
 
     def _change_pins(self, step: int, note: str | None) -> None:
         if type(step) is not int or step < 0:
             raise InvalidArgumentError(f"step={step!r}: it must be a whole number from 0")
-        if self._pinned is None:  # the writer declares all pins together, so those of earlier job attempts are needed
+        if self._pinned is None:  # the writer replaces the set of pins, so it must contain those of earlier attempts
             self._pinned = {at: text for at, text, _ in self._ask(step).notes}
         others = {at: text for at, text in self._pinned.items() if at != step}
         self._pinned = others if note is None else {**others, step: note}
         self._tell()
 
     def score(self, step: int, value: object) -> bool:
-        """See `Checkpointer.score`."""
+        """Score a step; see `Checkpointer.score`."""
         best, run = self._best, self._run
         if best is None:
             raise UsageError('nothing says which score is best: Checkpointer(..., best=ckpt.Best("val_loss"))')
         before = list(best.scores)
         among, saved = self._agree(step, value)
         if best.scores != before:
-            self._tell()  # before it is saved: then no later step pushes it out
+            self._tell()  # before the save, so that retention cannot delete the checkpoint
         if among and step == run.step and (run.stepped or not saved):
             try:
                 self._saver.save_last()
@@ -67,20 +67,20 @@ class KeptSteps:
         return among
 
     def wait(self, timeout_s: float | None, step: int | None) -> None:
-        """See `Checkpointer.wait`."""
+        """Wait for saves and for notes in the run logs; see `Checkpointer.wait`."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._saver.wait(timeout_s, step)
         self._run.supervisor.writes.note_down(end - time.monotonic())
 
-    # -- the first rank --
+    # -- rank 0 decides --
 
     def _agree(self, step: int, value: object) -> tuple[bool, bool]:
-        """Whether it is among the best, and whether it is saved, as the first rank says."""
+        """Return whether the step is among the best and whether it is saved, as decided by rank 0."""
         world, best = self._run.world, self._best
         assert best is not None
         if world.size == 1:
             return self._decide(step, value)
-        epoch = self._run.supervisor.owner.epoch  # so that ranks agree again after a restore
+        epoch = self._run.supervisor.owner.epoch  # a restore begins a new term, so keys are not used twice
         key, self._scored = f"score/{epoch}/{self._scored}", self._scored + 1
         mailbox = self._run.ownership.mailbox()
         if world.rank > 0:
@@ -130,10 +130,10 @@ class KeptSteps:
             )
         return among, saved
 
-    # -- what there is --
+    # -- after a restore --
 
     def went_back(self) -> None:
-        """After a restore, on all ranks: what was scored in the history that it leads to, and is there."""
+        """Reload scores after a restore, on all ranks: those of steps in the restored history that are still saved."""
         best, step = self._best, self._run.step
         self._scored = 0
         if best is None:
@@ -150,7 +150,7 @@ class KeptSteps:
 
         scores, saved = together(self._run.world, "best", look, lambda posts: posts[0])
         best.scores = [(score, at) for score, at in scores]
-        if not saved and any(at == step for _, at in best.scores):  # it came from memory, and was on its way to a tier
+        if not saved and any(at == step for _, at in best.scores):  # restored from memory before a tier had it
             self._tell()
             self._saver.save_last()
 
@@ -165,7 +165,7 @@ class KeptSteps:
             )
 
     def _tell(self) -> None:
-        """Have the writer note down what stays. There is one best."""
+        """Send the kept steps and their notes to the writer. Only one score can be the best."""
         notes: dict[int, Any] = dict(self._pinned or {})
         if self._best is not None and self._best.scores:
             notes = {step: note.removeprefix(THE_BEST) for step, note in notes.items()}
@@ -175,8 +175,8 @@ class KeptSteps:
 
 
 def _number(value: Any) -> float:
-    """UsageError if it is none."""
+    """Return a score as a float. Raises InvalidArgumentError if it is not one number."""
     try:
         return float("" if isinstance(value, str) else value)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor with several elements
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for a tensor with several elements
         raise InvalidArgumentError(f"a score is one number, not {value!r}") from None

@@ -1,11 +1,10 @@
-"""Who owns the run: the ranks open it together, and begin a term at the start and after each restore.
+"""Ownership of the run: the ranks open it together, and begin a new term at the start and after each restore.
 
-If all ranks see the same tiers, rank 0 acquires them while the others wait for an agreement that there is anyway, so
-that a term costs no agreement of its own. A tier on the disks of single nodes has a log on each of them. Then all ranks
-agree on the term, and on what is complete.
+If all ranks see the same tiers, rank 0 acquires them while the others wait in an agreement that takes place regardless,
+so a new term needs no further agreement. If a tier consists of node-local disks, each disk has its own log. Then all
+ranks agree on the term and on the complete checkpoints.
 
-In the background, ranks tell each other which nodes hold their parts of a checkpoint, and whether every rank has newer
-memory than that of before.
+In the background, ranks post which nodes hold their parts of a checkpoint, and when older memory can be released.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
 
 JOIN_S = 1.0
-NEWER_S = 24 * 3600.0  # a rank whose memory is being made takes its time
+NEWER_S = 24 * 3600.0  # long, because it may take a rank a while to get memory
 
 
 class Ownership:
@@ -51,7 +50,7 @@ class Ownership:
         self.supervisor: WriterSupervisor
 
     def open(self, make: Callable[[], WriterSupervisor]) -> WriterSupervisor:
-        """Have a writer that has opened the tiers, agree with the other ranks, and begin the first term."""
+        """Get a writer that has opened the tiers, agree with the other ranks, and begin the first term."""
         world = self._world
         made: list[WriterSupervisor] = []
 
@@ -87,14 +86,14 @@ class Ownership:
         return self.supervisor
 
     def _assign_roles(self, roots: list[list[int]]) -> None:
-        """Note which ranks see the same storage: they commit together, the lowest first."""
+        """Set the roles in each tier: ranks that see the same storage commit together, and the lowest goes first."""
         self.roots, rank = roots, self._world.rank
         for i, owners in enumerate(roots):
             group = [other for other, owner in enumerate(owners) if owner == owners[rank]]
             self.supervisor.run.roles[i] = Role(tuple(group), group.index(rank), self._world.size)
 
     def _find_partner(self) -> None:
-        """With `Memory(replicas=2)` a writer on another node keeps a copy of this rank's memory."""
+        """Arrange that a writer on another node keeps a copy of this rank's memory, with `Memory(replicas=2)`."""
         world = self._world
         if self._memory is None or self._memory.replicas < 2 or world.size == 1:
             return
@@ -106,11 +105,11 @@ class Ownership:
         self.supervisor.memory.push_copies()
         self.supervisor.standing.tell(Partner(contacts[other], world.rank))
 
-    # -- a new term, the same in all tiers; if a checkpoint was restored, it continues from there --
+    # -- a new term, the same in all tiers; after a restore it continues from the restored checkpoint --
 
     def lead(self, restored: Attempt | None, floor: int = 0) -> Any:
-        """On rank 0, inside an agreement: acquire the tiers that all ranks share. Return the term, or the error, for
-        `begin_term` on all ranks; None if all ranks have to take part."""
+        """Acquire the tiers that all ranks share. Rank 0 calls this inside an agreement. Return the term or the error
+        for `begin_term` on all ranks; None if all ranks have to take part."""
         run = self.supervisor.run
         if self._world.size == 1 or any(owner for owners in self.roots for owner in owners):
             return None
@@ -141,7 +140,7 @@ class Ownership:
             run.resume()
 
     def _begin_term_together(self, restored: Attempt | None, floor: int) -> None:
-        """The same with agreements of its own, for a single rank and for tiers that are several storages."""
+        """Begin a term with separate agreements, for a single rank and for tiers on node-local disks."""
         run, owner = self.supervisor.run, self._acquire(restored, floor, all_ranks=True)
 
         def own() -> list[dict[str, Any]]:
@@ -154,19 +153,19 @@ class Ownership:
                 run.complete(i, attempts)
 
     def _acquire(self, restored: Attempt | None, floor: int, *, all_ranks: bool = False) -> Acquire:
-        """Acquire the tiers whose lowest rank this is, or all ranks theirs, in one term that is above `floor`."""
+        """Acquire the tiers in which this rank is the lowest, in one term above `floor`. `all_ranks`: all do so."""
         run = self.supervisor.run
         terms = [max(floor, self.supervisor.owner.epoch)]
         while True:
             nonce = run.nonce(run.turns)
             acquire = partial(run.acquire, nonce, max(terms), restored)
             terms = together(self._world, "acquire", acquire, _union) if all_ranks else acquire()
-            if len(terms) == 1:  # else another job acquired some of the tiers in between
+            if len(terms) == 1:  # otherwise another job acquired some of the tiers in between
                 point("run.taken")
                 return Acquire(terms[0], nonce, restored)
 
     def _on_held(self, note: HeldNote) -> None:
-        """Complete a checkpoint of node-local disks once every node has its parts, as this one has now."""
+        """Complete a checkpoint on node-local disks once every node has its parts. This node has them now."""
         tier, attempt = note.tier, Attempt.parse(note.attempt)
         if self.supervisor.run.roles[tier].place > 0:
             return
@@ -175,7 +174,7 @@ class Ownership:
         self._when_all(f"held/{tier}/{attempt}", roots, self._timeout_s, complete, otherwise)
 
     def tell_newer(self, epoch: int) -> None:
-        """Release older memory when every rank has newer snapshots. Until then it may be the newest that all have."""
+        """Allow the release of older memory once every rank has newer snapshots, so that all share a newer step."""
 
         def note() -> None:
             if self.supervisor.owner.epoch == epoch:
@@ -187,7 +186,8 @@ class Ownership:
     def _when_all(
         self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], None], otherwise: str
     ) -> None:
-        """Post a key in the background, and call `then` when all of these ranks have. `otherwise`: a warning if not."""
+        """Post a key in the background, and call `then` when all `ranks` have posted it. If that fails, log the warning
+        `otherwise`."""
 
         def tell() -> None:
             try:
@@ -204,7 +204,7 @@ class Ownership:
         self._threads[-1].start()
 
     def close(self) -> None:
-        """Stop waiting for other ranks."""
+        """Stop the background waits for other ranks."""
         self._closed.set()
         for thread in self._threads:
             thread.join(JOIN_S)
@@ -217,7 +217,7 @@ class Ownership:
 
 
 def _open_together(posts: list[Any]) -> dict[str, Any]:
-    """Join what the ranks found. Raise UsageError if they save to different tiers. Pure."""
+    """Combine what each rank found. Raises UsageError if they save to different tiers. Pure."""
     for rank, post in enumerate(posts):
         for theirs, ours in zip(post["settings"], posts[0]["settings"], strict=False):
             if theirs != ours:
@@ -242,7 +242,7 @@ def _union(lists: list[Any]) -> list[Any]:
 
 
 def _complete(posts: list[Any]) -> list[tuple[int, str]]:
-    """Return (tier, attempt) of what the disks of all nodes together have all parts of. Pure."""
+    """Return (tier, attempt) of each checkpoint whose parts are all on the disks of the nodes. Pure."""
     found: dict[tuple[int, str], tuple[int, set[int]]] = {}
     for part in (part for post in posts for part in post):
         found.setdefault((part["tier"], part["attempt"]), (part["world"], set()))[1].update(part["ranks"])

@@ -1,12 +1,12 @@
-"""Compares the replicas that are sliced among ranks.
+"""Checks that replicated tensors have the same values on all ranks.
 
-Slices of different ranks make one checkpoint, which is only right while the ranks hold the same values. So each part
-carries digests of the whole tensors, and the writer that commits compares them (`format.replicas`). Some elements
-of each tensor are taken in `step()`. At steps that are due in a tier, all elements of the tensors that only optimizers
-change are taken in the background. If ranks differ, that checkpoint fails by name.
+Each rank saves only a slice of a replicated tensor, so a checkpoint is correct only if all ranks hold the same values.
+Therefore each part contains digests of the whole tensors, and the writer that commits compares them (see
+`format.replicas`). `step()` samples some elements of each tensor. For steps that go to a tier, all elements of the
+tensors that only optimizers change are digested in the background. If ranks differ, the checkpoint fails.
 
-When a run starts, now and then, and after such a failure, the ranks also compare digests among themselves. From then on
-each rank saves its own tensor where they differ, and an error is logged. Training waits for none of this.
+At the start of a run, every `EVERY` steps and after such a failure, the ranks also compare digests directly. If tensors
+differ, an error is logged and each rank saves its own copy from then on. Training never waits for these comparisons.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from ckpt.errors import CheckpointError
 from ckpt.events import log
 
 EVERY = 1000  # steps between two comparisons
-PIECE = 4 << 20  # numbers that are looked at in one go: what a device needs for it is little, however large a tensor is
-COMPARE_S = 120.0  # until the digests of other ranks are there
-KEPT = 16  # snapshots, of which what was sampled is kept: more than memory has slots
+PIECE = 4 << 20  # elements per digest operation, so that large tensors need little extra device memory
+COMPARE_S = 120.0  # timeout for the digests of other ranks
+KEPT = 16  # number of snapshots whose samples are kept, more than memory has slots
 
 Label = tuple[str, int, tuple[int, ...], str]
-"""What the ranks compare: name, instance and offsets of a piece, and which of its elements."""
+"""The key of a comparison: name, instance and offsets of a piece, and the sampled elements."""
 Found = dict[tuple[int, ...], dict[Label, str]]
 """Digests, by the ranks that hold the piece."""
 
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What was sampled of one snapshot."""
+    """The samples of one snapshot."""
 
     step: int
     some: list[tuple[list[Holding], Fingerprint]]
     whole: Comparison | None
 
     def found(self) -> Found:
-        """Return the digests. Call it when all has been copied."""
+        """Return the digests. Call this after the snapshot was copied."""
         found = self.whole.digests() if self.whole is not None else {}
         for holdings, sampled in self.some:
             elements = f"some of {len(holdings)} at {self.step}"
@@ -64,19 +64,19 @@ class _Sampled:
 
 
 class ReplicaCheck:
-    """Compares the replicas of one run. `differing`: names of replicated tensors that differ between ranks; the set is
-    replaced, never changed."""
+    """Compares the replicas of a run. `differing`: names of replicated tensors that differ between ranks. The set is
+    replaced, never modified."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        self._epoch: int | None = None  # in which they were compared last
-        self._sampled: dict[Attempt, _Sampled] = {}  # the newest last
+        self._epoch: int | None = None  # term of the last comparison
+        self._sampled: dict[Attempt, _Sampled] = {}  # oldest first
         self._compared = set[Attempt]()
         self._lock = threading.RLock()  # a signal handler may write
         self.differing: set[str] = set()
 
     def begin(self, snapshot: NewSnapshot, *, durable: bool, closing: bool) -> None:
-        """Sample a snapshot. `durable`: it goes to a tier; `closing`: nobody waits for other ranks any more."""
+        """Sample a snapshot. `durable`: it goes to a tier; `closing`: the run is closing, so ranks do not compare."""
         epoch = snapshot.attempt.epoch
         due = not closing and (self._epoch != epoch or snapshot.attempt.step % EVERY == 0)
         if self._run.world.size == 1:
@@ -99,7 +99,7 @@ class ReplicaCheck:
             self._compare_soon(snapshot.attempt, text, snapshot)
 
     def said_of(self, attempt: Attempt) -> Replicas:
-        """Return what this rank's part says of replicated tensors."""
+        """Return the digests of replicated tensors for this rank's part."""
         with self._lock:
             sampled = self._sampled.get(attempt)
         if sampled is None:
@@ -110,14 +110,14 @@ class ReplicaCheck:
         return replicas(rows)
 
     def find_differing(self, attempt: Attempt) -> None:
-        """Find out together with the other ranks what differs in a checkpoint that failed for it."""
+        """Find the differing tensors together with the other ranks, after a checkpoint has failed for that reason."""
         with self._lock:
             again = attempt in self._compared or attempt not in self._sampled
         if not again and not self._run.closed:
             self._compare_soon(attempt, "From now on each rank's own are saved; sharded tensors (HSDP) cannot be saved")
 
     def _compare_soon(self, attempt: Attempt, text: str, snapshot: NewSnapshot | None = None) -> None:
-        """Compare in the background. `snapshot`: it is still being copied."""
+        """Compare in the background. `snapshot`: wait first until this snapshot is copied."""
         with self._lock:
             sampled = self._sampled.get(attempt)
             self._compared = {*self._compared & self._sampled.keys(), attempt}
@@ -151,19 +151,19 @@ class ReplicaCheck:
 
 
 class Comparison:
-    """Digests of what this rank holds like others, at one step. `look` while nothing changes, `digests` when it has."""
+    """Digests of this rank's replicated pieces at one step. Call `look` before the tensors change, `digests` later."""
 
     def __init__(self, pieces: Iterable[LocalPiece]) -> None:
         self._pieces = [p for p in pieces if len(p.holding.replicas) > 1]
         self._found: list[bytes | Tensor] = []
 
     def look(self) -> None:
-        """On an accelerator the work is only put on the current stream; the result is there when that is."""
+        """Compute the digests. On an accelerator, only enqueue the work on the current stream."""
         self._found = [_digest(piece.tensor.detach()) for piece in self._pieces]
-        self._pieces = [LocalPiece(p.holding, torch.empty(0)) for p in self._pieces]  # let go of the tensors
+        self._pieces = [LocalPiece(p.holding, torch.empty(0)) for p in self._pieces]  # drop references to the tensors
 
     def digests(self) -> Found:
-        """By the ranks that hold it, of each piece. Nothing before `look`."""
+        """Return the digest of each piece, grouped by the ranks that hold it. Empty before `look`."""
         found: Found = {}
         for piece, digest in zip(self._pieces, self._found, strict=False):
             raw = digest if isinstance(digest, bytes) else digest.cpu().numpy().tobytes()
@@ -186,14 +186,14 @@ def _digest(tensor: Tensor) -> bytes | Tensor:
 
 
 def _sums(part: Tensor, place: Tensor) -> Tensor:
-    """Of the numbers in it, and of these mixed with their places."""
+    """Return the sum of the numbers, and the sum of the numbers mixed with their positions."""
     return torch.stack([part.sum(dtype=torch.int64), (part ^ place).sum(dtype=torch.int64)])
 
 
 def differing(
     mailbox: Mailbox, step: str, rank: int, size: int, mine: dict[str, dict[Label, str]], timeout_s: float
 ) -> list[str]:
-    """The names of all tensors that ranks hold differently, the same on every rank. DeadlineError, PeerError."""
+    """Return the names of all tensors that differ between ranks, on every rank. Raises DeadlineError, PeerError."""
     sums = {ranks: _sum(found) for ranks, found in mine.items()}
     mailbox.put(f"replicas/{step}/{rank}", sums)
     if rank == 0:

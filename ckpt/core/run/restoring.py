@@ -1,4 +1,4 @@
-"""A restore in a run: the state is filled, and a new term continues from what was restored."""
+"""Restores the state of a run, and begins a new term that continues from the restored checkpoint."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MISSING: Any = object()
 
 
 class Restoring:
-    """Restores the state of one `Checkpointer`. `last`: the result of the last restore. `reached`: the last step that
-    earlier job attempts are known to have done, 0 if none is known."""
+    """Restores the state of one `Checkpointer`. `last`: the result of the last restore. `reached`: the last known step
+    of earlier job attempts, 0 if unknown."""
 
     def __init__(self, run: TrainingRun, saver: Saver, reached: int) -> None:
         self._run, self._saver, self._reached = run, saver, reached
         self.last: Restored | None = None
 
     def restore(self, default: Any, step: int | None, strict: bool) -> Any:
-        """See `Checkpointer.restore`."""
+        """Restore the state; see `Checkpointer.restore`."""
         heartbeat = self._run.heartbeat
         heartbeat.touch(RESTORING)
         began = time.monotonic()
@@ -47,7 +47,7 @@ class Restoring:
             heartbeat.touch(OPENING)
 
     def _fill(self, step: int | None, strict: bool) -> tuple[Restored, RestoreSource | None]:
-        """Restore from the first usable source. Return what was done, and the source if there is one."""
+        """Restore from the first usable source. Return the result, and the source if there was one."""
         run, result = self._run, Restored(step=None)
         urls, supervisor = [tier.url for tier in run.tiers], run.supervisor
         with supervisor.held.snapshots() as snapshots:
@@ -77,11 +77,11 @@ class Restoring:
         return result, source
 
     def _settle(self, step: int | None) -> list[Any]:
-        """Wait until no copy is under way, because the state is overwritten, and until the requested step has arrived.
-        Return the intervals that this rank saves by: all ranks go on with the same."""
+        """Wait until no copy is under way, because the restore overwrites the state, and until the saves that it may
+        need have ended. Return this rank's save intervals, on which all ranks then agree."""
         timeout_s = self._run.settings.busy_timeout_s
         self._run.stager.do(lambda: None, timeout_s)
-        if self._run.world.size > 1:  # the owner changes for all at once: nothing under way may be fenced off
+        if self._run.world.size > 1:  # the new term applies to all ranks, and must not fence saves under way
             self._saver.wait(timeout_s)
         elif step is not None:
             self._saver.wait(timeout_s, step)
@@ -91,7 +91,7 @@ class Restoring:
         self._run.torn = True
 
     def _without(self, default: Any, step: int | None, result: Restored) -> Any:
-        """Return the default if there is no checkpoint at all. Otherwise raise why none could be restored."""
+        """Return the default if no checkpoint exists. Otherwise raise the reason why none could be restored."""
         if result.skipped:
             self._run.restored = False
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
@@ -120,19 +120,19 @@ class Restoring:
         newest: Snapshot | None = None
         kept = memory is not None and place is not None and supervisor.memory.holds(place[0])
         if memory is not None and place is not None and kept:
-            if memory.world == run.world.size:  # else it is not a share of what this rank has now
+            if memory.world == run.world.size:  # otherwise it is not a snapshot of this rank's present share
                 newest = Snapshot(source.attempt, place=place)
                 newest.save._set_staged()
             if supervisor.memory.rings:
-                # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
+                # After a rollback it may be the oldest snapshot in memory, but it must not be lost.
                 run.stager.slots.pin(*place)
-        # In one go, so that Ctrl-C leaves either the state before or the state after.
+        # Set these together, so that Ctrl-C leaves either all old values or all new ones.
         before, saver.pinned = saver.pinned, place if kept and supervisor.memory.rings else None
         saver.last, saver.newest, saver.owed = None, newest, {}
         self._run.went_back(source.attempt.step)
         if before is not None:
             run.stager.slots.unpin(before[0].id, before[1])
-        if newest is not None and not supervisor.memory.rings:  # its slot is needed again
+        if newest is not None and not supervisor.memory.rings:  # the next snapshot needs its slot
             self._saver.write_missing(newest, run.settings.everywhere[:1])
         result.seconds = time.monotonic() - began
         say = tell if run.world.rank == 0 else log.info
@@ -141,7 +141,7 @@ class Restoring:
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _tell(self, began: float) -> None:
-        """Notify the writer, for the run metrics, and subscribers."""
+        """Report the restore to the writer, for the run metrics, and to subscribers."""
         run, result, stats = self._run, self.last, self._run.stats
         assert result is not None
         owner = run.supervisor.owner
@@ -169,7 +169,7 @@ class Restoring:
 
 
 def _line(result: Restored, reached: int) -> str:
-    """What was restored from where, and what is lost with it, as far as that is known."""
+    """Return the log line for a restore: the step, its source, and how many steps are lost if known."""
     how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
     step = result.step or 0
     lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
@@ -178,6 +178,6 @@ def _line(result: Restored, reached: int) -> str:
 
 
 def _first_reason(result: Restored) -> str:
-    """Why a restore passed something over; "" if it did not."""
+    """Return why a restore skipped the first checkpoint it skipped; "" if it skipped none."""
     first = result.skipped[0] if result.skipped else None
     return f"step {first.step} in {first.tier}: {first.reason}"[:500] if first else ""

@@ -1,14 +1,14 @@
-"""What is saved at each step: by the intervals of memory and tiers, and by orders (`ckpt.core.ranks.orders`).
+"""Decides where each step is saved, by the intervals of memory and tiers, and by orders (`ckpt.core.ranks.orders`).
 
-The training loop calls `SavePlan.decide` once for each step. Other threads change the plan by `order` and `change`,
-which return the steps that were decided too early for that. One lock makes a decision and a change exclude each other:
-a step is either decided by the change, or returned by it.
+The training loop calls `SavePlan.decide` once for each step. Other threads change the plan with `order` and `change`.
+Both return the steps that were decided before the change but should have followed it. A lock makes decisions and
+changes mutually exclusive, so every step either follows the change or is returned by it.
 
-    rank 0's writer measures what saving costs (`ckpt.core.writer.bookkeeper`) and proposes other intervals
-        -> `Intervals.propose` posts an interval order for a step well ahead -> every rank executes it by `change`
+    rank 0's writer measures the cost of saves (`ckpt.core.writer.bookkeeper`) and proposes other intervals
+        -> `Intervals.propose` posts an interval order for a step well ahead -> every rank executes it in `change`
 
-A rank that reads the order too late saves from memory what the new intervals want of the steps since, and fails by name
-what only the old ones wanted. At a restore all ranks agree on the change that was ordered last.
+If a rank reads the order too late, it saves the steps that the new intervals add from memory. It fails the checkpoints
+that only the old intervals scheduled. At a restore, all ranks agree on the change that was ordered last.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ckpt.store import folder_of
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier
 
-REMEMBERED = 1024  # decided steps, many more than one rank is ahead of another
-AHEAD, AHEAD_S = 10, 10.0  # steps and seconds by which a change lies ahead of rank 0; of a single rank, one step
+REMEMBERED = 1024  # number of decided steps kept, many more than one rank is ahead of another
+AHEAD, AHEAD_S = 10, 10.0  # steps and seconds by which a change lies ahead of rank 0; with a single rank, one step
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Intervals from a step on, in steps; 0 for never. `memory`: of snapshots; `tiers`: of checkpoints in each tier."""
+    """Save intervals that apply from `step` on. `memory`, `tiers`: the interval in steps of each; 0 means never."""
 
     step: int
     memory: int
@@ -54,8 +54,8 @@ class Change:
 
 @dataclass(slots=True)
 class StepDecision:
-    """What is saved at a step. `tiers`: their numbers; `ordered`: an order wants the step, in all of them; `memory`: a
-    snapshot is due."""
+    """Where a step is saved. `tiers`: numbers of the tiers; `memory`: a snapshot is scheduled; `ordered`: an order
+    requests the step in all tiers."""
 
     step: int
     tiers: set[int]
@@ -65,8 +65,8 @@ class StepDecision:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A step that was decided too early for a change or an order. `has`: tiers that it went to; `wants`: to which it
-    should have gone."""
+    """A step that was decided before a change or an order that applies to it. `has`: tiers it was saved to; `wants`:
+    tiers it should be in."""
 
     step: int
     has: set[int]
@@ -74,30 +74,30 @@ class Late:
 
 
 class SavePlan:
-    """Plan the saves of one rank. `newest`: the intervals that were set last."""
+    """Plans the saves of this rank. `newest`: the intervals that were set last."""
 
     def __init__(self, memory: int, tiers: Sequence[int]) -> None:
-        self._lock = threading.RLock()  # a signal handler may close us within step()
+        self._lock = threading.RLock()  # a signal handler may close the run inside step()
         self._everywhere = set(range(len(tiers)))
         self.reset(Change(-1, memory, tuple(tiers)))
 
     def reset(self, change: Change) -> None:
-        """Begin again with these intervals, because step numbers come again: no step is decided, none is ordered."""
+        """Forget all decisions and orders, and use these intervals. A restore calls this, as step numbers repeat."""
         with self._lock:
             self.newest = Change(-1, change.memory, change.tiers)
             self._changes = [self.newest]
-            self._ordered: list[int] = []  # each is served by the first step that is not below it
+            self._ordered: list[int] = []  # each is fulfilled by the first step that is not below it
             self._decided: deque[StepDecision] = deque(maxlen=REMEMBERED)
-            self._on_purpose: deque[int] = deque(maxlen=REMEMBERED)  # steps that went to all tiers whatever the plan
+            self._on_purpose: deque[int] = deque(maxlen=REMEMBERED)  # steps saved to all tiers regardless of intervals
 
     def at(self, step: int) -> Change:
-        """Return the intervals that hold at a step."""
+        """Return the intervals that apply at a step."""
         return next((one for one in reversed(self._changes) if one.step <= step), self._changes[0])
 
     # -- the training loop --
 
     def decide(self, step: int) -> StepDecision:
-        """Decide what is saved at this step, once: the next call for the same step returns the same."""
+        """Decide where this step is saved. A repeated call for the same step returns the same decision."""
         with self._lock:
             if self._decided and self._decided[-1].step == step:
                 return self._decided[-1]
@@ -111,7 +111,7 @@ class SavePlan:
             return found
 
     def saved_everywhere(self, step: int) -> None:
-        """Note that a step went to all tiers on purpose, on all ranks."""
+        """Record that all ranks save a step to all tiers, regardless of the intervals."""
         with self._lock:
             self._on_purpose.append(step)
 
@@ -123,22 +123,22 @@ class SavePlan:
         return bool(self._ordered)
 
     def order(self, step: int) -> Late | None:
-        """Have the first step saved that is not below this one. Return it if it was decided already."""
+        """Order the save of the first step that is not below this one. Return that step if it was already decided."""
         with self._lock:
             passed = [one for one in self._decided if one.step >= step]
             if not passed:
                 self._ordered.append(step)
                 return None
             if passed[0] is self._decided[0] and len(self._decided) == REMEMBERED:
-                return Late(step, set(), set(self._everywhere))  # so long ago that memory cannot have it
+                return Late(step, set(), set(self._everywhere))  # too old to be still in memory
             first = passed[0]
             has = self._everywhere if first.step in self._on_purpose else first.tiers
-            self._on_purpose.append(first.step)  # if it cannot be, it fails
+            self._on_purpose.append(first.step)  # from now on it is saved to all tiers, or fails
             return Late(first.step, set(has), set(self._everywhere))
 
     def change(self, change: Change) -> list[Late]:
-        """Change the intervals from a step on; later changes are forgotten. Return the steps that were decided by the
-        old ones, and that the new ones save elsewhere."""
+        """Change the intervals from a step on, and drop changes for later steps. Return the steps that were decided by
+        the old intervals and that the new ones save elsewhere."""
         with self._lock:
             past = [one for one in self._decided if one.step >= change.step and one.step not in self._on_purpose]
             late = [Late(one.step, one.tiers, change.tiers_due(one.step)) for one in past]
@@ -151,8 +151,8 @@ class SavePlan:
 
 
 class Intervals:
-    """Hold the intervals of one Checkpointer. `plan`: what the training loop asks. `began`: the intervals that an
-    earlier start of this run used, if this one takes them over."""
+    """Holds the save intervals of a Checkpointer. `plan`: decides for the training loop. `began`: the intervals adopted
+    from an earlier job attempt, if any."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Intervals:
         tiers: list[Tier],
         known: dict[str, Any],
     ) -> None:
-        """known: the last decision of an earlier start, see `ckpt.core.run.ownership`"""
+        """known: the last interval decision of an earlier job attempt, see `ckpt.core.run.ownership`"""
         self._world, self._orders, self._supervisor, self._heartbeat = world, orders, supervisor, heartbeat
         self._memory, self._tiers = memory, tiers
         auto = any(isinstance(one.every, cadence.Auto) for one in (memory, *tiers) if one is not None)
@@ -173,10 +173,10 @@ class Intervals:
         steps = _first(memory.every, every.get(MEMORY), cadence.FIRST_MEMORY) if memory is not None else 0
         self.plan = SavePlan(steps, first)
         self.began = known if auto and known else None
-        self._number = -1  # of the order that changed the plan last
+        self._number = -1  # number of the order that changed the plan last
 
     def places(self) -> list[CadenceOf]:
-        """Return what the writer decides about, see `ckpt.core.writer.bookkeeper`."""
+        """Return the intervals for the writer to adjust, see `ckpt.core.writer.bookkeeper`."""
         now = self.plan.newest
         found: list[CadenceOf] = []
         if self._memory is not None:
@@ -186,7 +186,7 @@ class Intervals:
         return found
 
     def propose(self, note: CadenceNote) -> None:
-        """Order what the writer proposes. Returns immediately, because the thread that listens to the writer calls."""
+        """Order the intervals that the writer proposes. Returns immediately, because the receiving thread calls it."""
         start_thread(lambda: self._propose(note.decision), "ckpt-intervals")
 
     def _propose(self, data: dict[str, Any]) -> None:
@@ -211,16 +211,16 @@ class Intervals:
         publish("decided", order.step, every=dict(decision.every), why=dict(decision.why))
         return late
 
-    # -- a restore, to which all ranks come --
+    # -- a restore, in which all ranks take part --
 
     def suspend(self) -> list[Any]:
-        """Execute no more orders until the state is restored. Return a list; the greatest of all ranks has the change
-        that was ordered last, and goes to `begin`."""
+        """Execute no more orders until the state is restored. Return a list. The greatest list among the ranks has the
+        change that was ordered last, and is passed to `begin`."""
         generation = self._orders.suspend()
         return [generation, self._number, self.plan.newest.memory, list(self.plan.newest.tiers)]
 
     def begin(self, agreed: list[Any]) -> None:
-        """Use these intervals from any step on, and read the orders that are posted after the restore."""
+        """Use these intervals from now on, and read the orders that are posted after the restore."""
         generation, _, memory, tiers = agreed
         self.plan.reset(Change(-1, memory, tuple(tiers)))
         self._number = -1

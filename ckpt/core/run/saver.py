@@ -1,38 +1,38 @@
-"""One save, from step() until every tier that gets it has committed it.
+"""Performs saves, from step() until every requested tier has committed the checkpoint.
 
-A snapshot is one object (`ckpt.core.snapshot.snapshot`), with one `WriteState` for each tier that gets it:
+A snapshot is one object (`ckpt.core.snapshot.snapshot`) with one `WriteState` for each requested tier:
 
     state      entered when                      by                                on an error
     read       the state is read                 training thread, has the turn     the call raises
-    submitted  step() gives it to the stager     training thread, has the turn     Ctrl-C: failed, unless it gets sealed
+    submitted  step() gives it to the stager     training thread, has the turn     Ctrl-C: failed, unless sealed later
     copying    a slot is claimed                 staging thread                    failed; the slot is empty again
     sealed     the slot is labelled (`place`)    staging thread, owns the slots    a later step takes the slot
     failed     `error` is set                    staging thread                    see below
     staged     a writer holds the arena          thread of the writer's replies    waiting raises; writes go on
 
     QUEUED     the snapshot begins               training thread, has the turn     FAILED with the snapshot
-    WRITING    the writer is asked to write      staging thread, or has the turn   Ctrl-C: removed; close() tries again
+    WRITING    the writer gets the request       staging thread, or has the turn   Ctrl-C: removed; close() retries
     COMMITTED  the writer has committed it       thread of the writer's replies    -
-    FAILED     the snapshot or the write failed  the same                          raised once; save() tries again
+    FAILED     the snapshot or the write failed  the same                          raised once; save() retries
 
-Nothing leaves COMMITTED. A slot is pinned from WRITING until its bytes are stored (`supervise.writes`). Two tiers do
-not affect each other: one may be COMMITTED while the other is FAILED. No lock is held over a state: each has one
-thread that moves it on, and `_lock` only guards the list of saves that `wait` waits for.
+COMMITTED is final. A slot is pinned from WRITING until its bytes are stored (`supervise.writes`). Tiers are
+independent: one may be COMMITTED while another is FAILED. States need no lock, because a single thread performs each
+transition. `_lock` only guards the list of saves that `wait` waits for.
 
-A failed snapshot is **dropped** if others than optimizers wrote to it during the copy, and **skipped** if no slot was
-free. A single rank saves the next step to the tiers that it was for (`owed`). With several ranks, that step would not
-be saved by the others, so the checkpoint fails by name on all ranks: this rank retracts its part.
+A failed snapshot is **dropped** if code other than an optimizer modified the state during the copy, and **skipped** if
+no slot was free. A single rank then saves the next step to the same tiers (`owed`). With several ranks, the other ranks
+would not save that step. So this rank retracts its part, and the checkpoint fails on all ranks with an error.
 
-What may come in between:
+Interruptions and faults:
 
-- A signal handler calls save() or close() inside step(). `turn` is reentrant, so it runs in the same thread. The save
-  that it interrupted may not have been submitted: `forgo_begun` fails it, and `stage_last` reads the state again.
-- An optimizer steps during a copy. Its hook waits (`UpdateGate`). An optimizer that started before is counted by
-  `TrainingRun.moved_on`.
+- A signal handler calls save() or close() inside step(). `turn` is reentrant, so the call runs in the same thread. The
+  interrupted save may not have been submitted. Then `forgo_begun` fails it, and `stage_last` reads the state again.
+- An optimizer steps during a copy. Its hook waits (`UpdateGate`). `TrainingRun.moved_on` detects an optimizer that
+  started before the copy.
 - The writer dies. The snapshot stays sealed, or fails; its writes fail or go to the next writer (`supervise.writes`).
 - Memory has no room for one snapshot. A step for memory alone is skipped. A step for a tier is written from the live
-  state while training waits (`ckpt.core.snapshot.direct`). It is never sealed, and `staged` comes with COMMITTED.
-- Another rank is a step ahead or behind. Each rank seals its own steps; a checkpoint needs the same step of all ranks.
+  state while training waits (`ckpt.core.snapshot.direct`). It is never sealed, and counts as staged once COMMITTED.
+- Another rank is a step ahead or behind. Each rank seals its own steps; a checkpoint needs the same step on all ranks.
 """
 
 from __future__ import annotations
@@ -75,27 +75,27 @@ from ckpt.saving import Save
 from ckpt.subscribers import publish
 from ckpt.units import decimal, duration
 
-REMEMBERED = 64  # attempts that were sent, more than can be under way
-ANSWERS = 8  # ordered saves that are remembered
-SURELY_NEWER = 2  # snapshots of a rank, because another rank may be one step behind
-QUEUED_S = 30.0  # for the staging thread to begin what is queued
+REMEMBERED = 64  # number of sent attempts that are kept, more than can be under way
+ANSWERS = 8  # number of ordered saves that are kept
+SURELY_NEWER = 2  # snapshots that supersede older memory, because another rank may be one step behind
+QUEUED_S = 30.0  # timeout for the staging thread to begin a queued job
 MEASURED = 256 << 20  # bytes of a direct write, after which its duration is estimated
-ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # between two checks whether memory is made; until a warning
-LEAST_S = 1.0  # for a copy, however little time is left
+ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # polls for new memory; delay of the warning
+LEAST_S = 1.0  # minimum timeout of a copy
 TOO_LATE = "received new save intervals too late"
 NO_TIME = "there was no time to copy it"
 
 
 class Saver:
-    """Saves the steps of one run.
+    """Saves the steps of a run.
 
     - `last`: the snapshot that was begun last, in memory or on its way there.
-    - `newest`: the newest in memory, staged or restored from there.
-    - `finite`: the newest finite one at the end of the run, if `newest` is not finite.
+    - `newest`: the newest snapshot in memory, staged by this process or restored from memory.
+    - `finite`: at the end of the run, the newest finite snapshot if `newest` is not finite.
     - `pinned`: the slot that was restored from, until it is superseded.
-    - `sent`: attempts that the writer was asked to write. `committed`: the newest step that a tier has from this start.
-    - `owed`: by tier, the scheduled save that was not staged, and its error unless that need not be raised any more.
-    - `answers`: the last saves that were ordered. `answered` notifies of each.
+    - `sent`: attempts sent to the writer. `committed`: the newest step that this job attempt has committed in a tier.
+    - `owed`: by tier, the scheduled save that was not staged, and its error, or None if it need not be raised.
+    - `answers`: the last ordered saves. The condition `answered` is notified for each.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -111,9 +111,9 @@ class Saver:
         self.answered = threading.Condition()
         self.replicas = ReplicaCheck(run)
         self._active: list[Save] = []
-        self._lock = threading.RLock()  # a signal handler may close the run meanwhile
-        self._dropped = False  # the last snapshot was, so the next step is saved instead, scheduled or not
-        self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
+        self._lock = threading.RLock()  # a signal handler may close the run while this thread holds the lock
+        self._dropped = False  # the last snapshot was dropped, so the next step is saved, scheduled or not
+        self._exposed: set[str] = set()  # tensors that code other than optimizers modifies; replaced, never changed
         self._noted_no_memory = False
         self._first_direct = True  # no step was written directly yet
         run.stager.on_ended = self._on_ended
@@ -121,7 +121,7 @@ class Saver:
     # -- the training thread, which has the turn --
 
     def step(self, step: int, finite: bool | None) -> Save | None:
-        """See `Checkpointer.step`."""
+        """Save a step if it is scheduled or ordered; see `Checkpointer.step`."""
         run = self._run
         run.check_usable()
         run.check_next(step)
@@ -146,7 +146,7 @@ class Saver:
         return save
 
     def save_as(self, step: int) -> Save:
-        """Save the state to every tier under a step number that step() has not named."""
+        """Save the state to every tier under a step number for which step() was not called."""
         run = self._run
         run.check_next(step)
         with run.saving(step):
@@ -169,7 +169,7 @@ class Saver:
             return last.save
 
     def stage(self) -> Save:
-        """Copy the last step into memory if it is not there. Return when it is copied, or has failed."""
+        """Copy the last step into memory if it is not there. Return when the copy has ended or failed."""
         with self._run.stager.held():
             step, last = self._last_step("call step() first: there is no step to stage")
             if last is not None and last.place is not None:
@@ -181,7 +181,7 @@ class Saver:
             return save
 
     def _last_step(self, if_none: str) -> tuple[int, NewSnapshot | None]:
-        """Return the last step and its snapshot, whose copy has ended. UsageError if an optimizer has moved on."""
+        """Return the last step and its snapshot, after its copy. Raises UsageError if an optimizer has stepped."""
         step, timeout_s = self._run.step, self._run.settings.busy_timeout_s
         if step is None:
             raise UsageError(if_none)
@@ -192,7 +192,7 @@ class Saver:
         return step, last
 
     def _check_same(self) -> None:
-        """Raise UsageError if the state is known to be no longer that of the last step."""
+        """Raise UsageError if the state is known to have changed since the last step."""
         exchanged = "weights are exchanged for others at the moment, see not_training()" if self._run.exchanged else ""
         if why := exchanged or self._why_torn():
             step = self._run.step
@@ -203,8 +203,8 @@ class Saver:
     ) -> Save:
         """Save the state as it is now.
 
-        explicit: somebody requested it, so it may wait for a slot; ordered: by an order, see `ckpt.core.ranks.orders`
-        timeout_s: for a slot, when the run is closed
+        explicit: a caller requested it, so it may wait for a slot; ordered: by an order, see `ckpt.core.ranks.orders`
+        timeout_s: the timeout for a slot when the run is closing
         """
         run, started, required = self._run, time.perf_counter(), explicit or bool(tiers)
         owner, patience_s = run.supervisor.owner, run.settings.busy_timeout_s if timeout_s is None else timeout_s
@@ -213,7 +213,7 @@ class Saver:
         deadline = time.monotonic() + patience_s
         if explicit and tiers:
             self._plan.saved_everywhere(step)
-        save._raised = ordered and not self._is_scheduled(step)  # a best effort, whose failure need not be raised
+        save._raised = ordered and not self._is_scheduled(step)  # best effort: its failure need not be raised
         try:
             reading, values = self._read()
             sizes = reading.layout.arrangement.data_size, len(values)
@@ -255,7 +255,7 @@ class Saver:
         return save
 
     def _read(self) -> tuple[Reading, bytes]:
-        """Return the state, and its plain values as JSON. The writer gets a new layout."""
+        """Return the state, and its plain values as JSON. Send the layout to the writer if it is new."""
         run = self._run
         run.capture.copy_eagerly(self._exposed)
         run.capture.keep_apart(self.replicas.differing)
@@ -265,10 +265,10 @@ class Saver:
         return reading, values
 
     def _await_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool, tiers: bool) -> bool:
-        """Return True when memory has slots of this size, and False if the step must be written directly, because
-        memory has no room for a single snapshot and the step goes to `tiers`.
+        """Return True when memory has slots of this size. Return False if the step must be written directly: it goes
+        to `tiers`, and memory has no room for a single snapshot.
 
-        Raises SkippedError if memory is short otherwise, ClosedError and DeadlineError as `_make_memory`.
+        Raises SkippedError if memory is short otherwise. Raises ClosedError and DeadlineError like `_make_memory`.
         """
         try:
             self._make_memory(step, sizes, deadline, required=required)
@@ -280,9 +280,9 @@ class Saver:
         return True
 
     def _make_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool) -> None:
-        """Return when memory has slots of this size: at once, but for the first save and after the state has grown.
+        """Wait until memory has slots of this size. Only the first save and saves of a larger state have to wait.
 
-        Raise SkippedError if memory is short and the step is not required, ClosedError if a signal handler has closed
+        Raises SkippedError if memory is short and the step is not required, ClosedError if a signal handler has closed
         the run, or DeadlineError.
         """
         run, memory, warn_at = self._run, self._run.supervisor.memory, time.monotonic() + WARN_S
@@ -312,16 +312,16 @@ class Saver:
                 run.stager.warn_of_wait("step()")
                 warn_at = float("inf")
             else:
-                time.sleep(PAUSE_S)  # the next writer may not be there yet
+                time.sleep(PAUSE_S)  # the next writer may not have started yet
         if not (required or memory.rings):
             raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
 
     def _write_directly(self, snapshot: NewSnapshot) -> None:
-        """Write a step to its nearest tier while training waits, and have the writer commit it.
+        """Write a step to its nearest tier while training waits. The writer then commits it.
 
-        The staging thread writes, so that a signal handler may wait for this save like for any other. The writer copies
-        the step to further tiers. Errors are noted, and raised by the present call. Memory does not have the step. It
-        counts as staged once a tier has committed it.
+        The staging thread writes, so that a signal handler can wait for this save as for any other. The writer copies
+        the step to further tiers. The present call raises errors. Memory never holds the step, so it counts as staged
+        once a tier has committed it.
         """
         snapshot.direct = snapshot.submitted = snapshot.begun = True
         near, given_up, do = min(snapshot.writes), threading.Event(), self._run.stager.do
@@ -337,23 +337,23 @@ class Saver:
             if snapshot.beside is not None:
                 snapshot.beside()
             do(partial(self._store_directly, snapshot, near, given_up), threading.TIMEOUT_MAX)
-        except Exception as error:  # of a device, or the staging thread has ended
+        except Exception as error:  # a device error, or the staging thread has ended
             fail(error)
-        except BaseException as error:  # Ctrl-C: otherwise the thread would store what training changes from now on
+        except BaseException as error:  # Ctrl-C: stop the thread, as training is about to change the state
             given_up.set()
             with contextlib.suppress(CheckpointError):
-                do(partial(fail, error), 0.0)  # if the write was never begun
+                do(partial(fail, error), 0.0)  # in case the write never began
             raise
 
     def _store_directly(self, snapshot: NewSnapshot, near: int, given_up: threading.Event) -> None:
-        """Store a snapshot in a tier, in the staging thread, and have the writer commit it. Settle it if that fails."""
+        """Store a snapshot in a tier from the staging thread. Then the writer commits it, or the snapshot fails."""
         run, attempt, nbytes = self._run, snapshot.attempt, snapshot.reading.layout.arrangement.data_size
         url, estimate, warned = run.tiers[near].url, WriteEstimate(nbytes), not self._first_direct
         self._first_direct = False
 
         def on_bytes(count: int) -> None:
             nonlocal warned
-            run.heartbeat.touch(run.heartbeat.state)  # training does not hang
+            run.heartbeat.touch(run.heartbeat.state)  # so that this is not detected as a hang
             estimate.add(count)
             if not warned and estimate.done >= min(nbytes, MEASURED):
                 warned = True
@@ -387,7 +387,7 @@ class Saver:
         except BaseException as error:
             self._on_direct_failed(snapshot, near, error)
             return
-        for tier in sorted(snapshot.writes):  # the nearest first: the writer copies it from there
+        for tier in sorted(snapshot.writes):  # nearest first, because the writer copies the step from there
             self._write(snapshot, tier)
         snapshot.copied.set()
 
@@ -409,7 +409,7 @@ class Saver:
         return bool(self._plan.at(step).tiers_due(step))
 
     def _on_refused(self, step: int, error: SkippedError) -> None:
-        """Count a step that got no memory. If it was scheduled, the next call raises why."""
+        """Count a step for which memory was short. If it was scheduled, the next call raises the error."""
         self._run.stats.skipped += 1
         if self._is_scheduled(step) or self.owed or self._is_first_without_memory():
             self._run.errors.note(_naming(step, error))
@@ -417,11 +417,11 @@ class Saver:
             log.info("%s", error)
 
     def _is_first_without_memory(self) -> bool:
-        """Return True for the first step in a row that memory cannot take, in a run that has no other tier."""
+        """Return True for the first of consecutive steps without memory, in a run that has no durable tier."""
         first, self._noted_no_memory = not self._noted_no_memory, True
         return first and not self._run.tiers
 
-    # -- what memory holds --
+    # -- the contents of memory --
 
     def last_of(self, step: int | None) -> NewSnapshot | None:
         """Return the last snapshot if it is of that step."""
@@ -442,9 +442,9 @@ class Saver:
         return None if newest is None else newest.attempt.step
 
     def sealed(self) -> list[tuple[str, bool]]:
-        """Return the attempts of this history that can be written now, and whether each is finite as far as is known.
+        """Return the attempts of this history that can be written now, with False for those known not to be finite.
 
-        They are in memory, or the last one was written directly.
+        They are in memory, except that the last one may have been written directly.
         """
         arena = self._run.stager.arena
         broken = {label.attempt for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False}
@@ -454,8 +454,8 @@ class Saver:
         return found
 
     def in_memory(self, attempt: Attempt) -> Snapshot | None:
-        """Return the snapshot of an attempt that memory holds, with a handle of its own; or the last one, if it was
-        written directly."""
+        """Return the snapshot of an attempt in memory, with a new handle, or the last snapshot if it is of that attempt
+        and was written directly. Return None if there is neither."""
         if (last := self.last) is not None and last.stored and last.attempt == attempt:
             return last
         arena, slot = self._run.stager.arena, self._run.supervisor.held.sealed().get(attempt)
@@ -473,33 +473,33 @@ class Saver:
             self._run.stager.slots.unpin(arena.id, slot)
 
     def _has_begun(self, snapshot: NewSnapshot, timeout_s: float) -> bool:
-        """Return False for a snapshot that step() was about to submit when a signal handler came, which calls this."""
+        """Return False for a snapshot that step() had not submitted when the calling signal handler interrupted it."""
         if not snapshot.begun:
             with contextlib.suppress(CheckpointError):
-                self._run.stager.do(lambda: None, timeout_s)  # what was queued has begun after that
+                self._run.stager.do(lambda: None, timeout_s)  # wait until the queue was processed
         return snapshot.begun
 
     def _why_torn(self) -> str:
-        """Return why the last step is lost, if others than optimizers wrote to it while it was copied; otherwise ""."""
+        """Return why the last step is lost if code other than optimizers modified it during its copy; otherwise ""."""
         last = self.last_of(self._run.step)
         return str(last.error) if last is not None and last.written_by_others else ""
 
     # -- the end --
 
     def forgo_begun(self) -> None:
-        """Fail a snapshot that was not submitted because a signal handler, which closes the run, came into step()."""
+        """Fail a snapshot that was not submitted because a signal handler interrupted step() and closes the run."""
         if self.last is not None and not self._has_begun(self.last, QUEUED_S):
             self.last.save._set_failed(ClosedError(f"closed before step {self._run.step} was staged"))
             self.last = None
 
     def stage_last(self, end: float, *, live: bool) -> str:
-        """Have the last step in memory by `end`. Return "" if it is there, otherwise why it is not.
+        """Copy the last step into memory by `end`. Return "" if it is there, otherwise why it is not.
 
-        The state is read as it is now. That is the last step only while no optimizer has begun the next one. An
-        exception, the end of a script or another thread may also come in the middle of a step, when buffers and random
-        numbers have moved on. Then the newest snapshot in memory counts, unless the exception came into `step()`.
+        This reads the present state, which is the last step only until an optimizer begins the next one. After an
+        exception, at the end of the script or in another thread, buffers and random numbers may already have changed.
+        Then this stages nothing, unless `step()` itself was interrupted.
 
-        live: no exception ends the training, so the thread that trains may read the state
+        live: no exception ends the training, so the training thread may read the state
         """
         run = self._run
         with run.stager.held():  # another thread may be training
@@ -525,7 +525,7 @@ class Saver:
                 return str((None if self.last is None else self.last.error) or NO_TIME)
             except DeadlineError:
                 return NO_TIME
-            except Exception as error:  # for example of a device that has failed: earlier snapshots remain
+            except Exception as error:  # for example a device error: earlier snapshots remain
                 return f"it could not be copied: {error}"
 
     def _why_gone(self) -> str:
@@ -550,20 +550,20 @@ class Saver:
     # -- orders, in other threads --
 
     def answer(self, save: Save) -> None:
-        """Publish a save that was ordered."""
+        """Publish an ordered save to waiting threads."""
         with self.answered:
             self.answers.append(save)
             self.answered.notify_all()
 
     def forget_answers(self) -> None:
-        """Forget which saves were ordered, because step numbers come again."""
+        """Forget the ordered saves, because step numbers repeat after a restore."""
         with self.answered:
             self.answers.clear()
 
     def save_late(self, late: Late, owner: Acquire, why: str) -> Save | None:
-        """Save a step that has passed, from memory. Return its save.
+        """Save an earlier step from memory, and return its save.
 
-        If memory has lost the step, fail it by name on all ranks, unless it is in some tier already. Return None.
+        If memory has lost the step, return None, and fail its checkpoint on all ranks unless some tier has it already.
         owner: the owner of the run when the step was done
         """
         attempt = Attempt(owner.epoch, late.step, owner.nonce)
@@ -577,7 +577,7 @@ class Saver:
     # -- the end of a copy, in the staging thread --
 
     def _on_ended(self, snapshot: NewSnapshot) -> None:
-        """Have the writer hold and write a sealed snapshot, or settle one that failed."""
+        """Send a sealed snapshot to the writer, which holds and writes it, or handle a failed one."""
         self._exposed = self._exposed.union(snapshot.written_by_others)  # before the user is notified
         if snapshot.place is None:
             assert snapshot.error is not None
@@ -626,7 +626,7 @@ class Saver:
             self._run.supervisor.writes.retract(attempt, f"rank {self._run.world.rank}: {why}")
 
     def _on_kept(self, save: Save, nbytes: int, error: CheckpointError | None) -> None:
-        """Settle `staged`: a process that survives this one holds the snapshot, or none ever will."""
+        """Resolve `staged`: either a process that survives this one holds the snapshot, or none ever will."""
         if error is not None:
             publish("failed", save.step, tier="memory", error=str(error))
             save._set_unstaged(error)
@@ -637,7 +637,7 @@ class Saver:
     # -- writes to tiers, in any thread --
 
     def _write(self, snapshot: Snapshot, tier: int) -> None:
-        """Have the writer write a sealed snapshot, or commit what was written directly."""
+        """Request the writer to write a sealed snapshot, or to commit one that was written directly."""
         step = snapshot.attempt.step
         self.sent.append(str(snapshot.attempt))
         if tier in self.owed and self.owed[tier][0].step <= step:
@@ -651,7 +651,7 @@ class Saver:
         )
 
     def _write_also(self, snapshot: Snapshot, tier: int) -> None:
-        """Write to one more tier, or again. After Ctrl-C in here nobody waits for it, and close() tries again."""
+        """Write to one more tier, or retry. If Ctrl-C interrupts this, waits ignore the write and close() retries."""
         url = self._run.tiers[tier].url
         try:
             snapshot.save._add_tier(url)
@@ -664,7 +664,7 @@ class Saver:
             raise
 
     def write_missing(self, snapshot: Snapshot, tiers: Sequence[int]) -> None:
-        """Write to those of these tiers that neither have it nor are about to get it."""
+        """Write a snapshot to those of `tiers` that neither have it nor are about to get it."""
         for tier in tiers:
             if tier not in snapshot.writes:
                 self._follow(snapshot.save)
@@ -673,7 +673,7 @@ class Saver:
     def _on_written(
         self, snapshot: Snapshot, tier: int, began: float, error: CheckpointError | None, write: WriteInFlight
     ) -> None:
-        """Record how a write has ended."""
+        """Record the result of a write."""
         run, save, url, step = self._run, snapshot.save, self._run.tiers[tier].url, snapshot.attempt.step
         if error is None:
             snapshot.writes[tier] = WriteState.COMMITTED
@@ -691,7 +691,7 @@ class Saver:
         snapshot.writes[tier] = WriteState.FAILED
         if snapshot.direct and tier == min(snapshot.writes):
             save._set_unstaged(error)
-        if HUNG_UP in str(error):  # not known, and not a failure
+        if HUNG_UP in str(error):  # the result is unknown, which is not a failure
             save._set_failed(SaveError(f"step {step} is not known to be in {url}: {error}"), url)
             return
         publish("failed", step, tier=url, error=str(error))
@@ -707,25 +707,25 @@ class Saver:
                 if not others and isinstance(run.supervisor.writer.failure, WriterError):
                     where = "No writer holds it: memory ends with this process"
                 error = SaveError(f"step {step} was not written to {url}: {error}. {where}")
-            run.errors.note(error, save)  # before anyone who waits for the save goes on
+            run.errors.note(error, save)  # before threads that wait for the save continue
         save._set_failed(error, url)
         if DIFFER in str(error):
             self.replicas.find_differing(snapshot.attempt)
 
     def note_owed(self) -> None:
-        """Have the next call raise why scheduled saves are missing, unless a later step was saved in their place."""
+        """Make the next call raise the errors of missing scheduled saves, unless a later step was saved instead."""
         missed = {error: save for save, error in self.owed.values() if error is not None}
         self.owed = {tier: (save, None) for tier, (save, _) in self.owed.items()}
         for error, save in missed.items():
             self._run.errors.note(error, save)
 
     def _follow(self, save: Save) -> None:
-        """Have `wait` wait for a save."""
+        """Make `wait` include this save."""
         with self._lock:
             self._active = [*(s for s in self._active if s is not save and s._unfinished()), save]
 
     def wait(self, timeout_s: float | None = None, step: int | None = None) -> None:
-        """Wait until all saves, or that of one step, have ended in whichever way. DeadlineError."""
+        """Wait until all saves, or the save of one step, have succeeded or failed. Raises DeadlineError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             active = [save for save in self._active if step in (None, save.step)]
@@ -737,7 +737,7 @@ class Saver:
                     raise DeadlineError(f"saves are not finished after {timeout_s:g} s; they go on") from None
 
     def under_way(self) -> list[Save]:
-        """Return the saves that are not committed in all their tiers yet, and have not failed."""
+        """Return the saves to tiers that have not ended."""
         with self._lock:
             return [save for save in self._active if save.tiers and save._unfinished()]
 
@@ -747,5 +747,5 @@ def _left(end: float) -> float:
 
 
 def _naming(step: int, error: CheckpointError) -> CheckpointError:
-    """Return the error with the step that it is about."""
+    """Return the error with the step number in its message."""
     return error if str(error).startswith(f"step {step} ") else SkippedError(f"step {step} was not saved: {error}")

@@ -1,8 +1,7 @@
-"""A run while it is open in this process: what it was configured with, what it owns, and where the training is.
+"""An open run in this process: its settings, its resources, and the progress of the training.
 
-`TrainingRun` opens everything in one go, and undoes everything if one part fails. The saver, the restore and the
-closing work on it; it imports none of them. The training thread changes where the training is, and every thread may
-read it.
+`TrainingRun` opens all resources, and releases all of them if one fails to open. The saver, the restore and the closing
+use it, and it imports none of them. Only the training thread changes the progress, but every thread may read it.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ from ckpt.saving import Save
 from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.version import VERSION
 
-TURN_S = 0.2  # between two checks whether the run was closed
+TURN_S = 0.2  # pause between two checks whether the run was closed
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of a Checkpointer, checked. `url`: of the nearest tier, or "memory:NAME" without a tier."""
+    """The checked arguments of a Checkpointer. `url`: the URL of the nearest tier, or "memory:NAME" without a tier."""
 
     world: World
     memory: Memory | None
@@ -118,7 +117,7 @@ class Settings:
 
     @property
     def everywhere(self) -> list[int]:
-        """Return the numbers of all tiers."""
+        """Return the numbers of the tiers, from the nearest to the furthest."""
         return list(range(len(self.tiers)))
 
     @property
@@ -128,28 +127,28 @@ class Settings:
 
 
 class BackgroundErrors:
-    """Errors of background work, each raised once, by the next call. With `on_error="warn"` they are only logged.
-    `fenced`: the run was taken over, which every call raises."""
+    """Errors of background work. The next call raises each once; with `on_error="warn"` they are only logged.
+    `fenced`: the error if another job owns the run, which every call raises."""
 
     def __init__(self, on_error: str) -> None:
         self.fenced: FencedError | None = None
         self._on_error = on_error
-        self._heard = False  # a call has raised that we are fenced
+        self._heard = False  # a call has raised `fenced`
         self._noted: list[tuple[CheckpointError, Save | None]] = []
-        self._lock = threading.RLock()  # a signal handler may interrupt and close the run
+        self._lock = threading.RLock()  # a signal handler may close the run while this thread holds the lock
 
     def note(self, error: CheckpointError, save: Save | None = None) -> None:
-        """Log an error, and have the next call raise it. `save`: its waits raise the error instead."""
+        """Log an error, and make the next call raise it, unless a wait for `save` raises it first."""
         with self._lock:
             if isinstance(error, FencedError):
                 before, self.fenced = self.fenced, error
                 if before is not None:
-                    return  # every call raises it by now
+                    return  # every call raises it already
             self._noted.append((error, save))
         log.warning("%s", error)
 
     def forget(self, save: Save) -> None:
-        """Forget the errors of a save that is tried again."""
+        """Forget the errors of a save that is retried."""
         with self._lock:
             self._noted = [(error, of) for error, of in self._noted if of is not save]
         save._raised = False
@@ -179,7 +178,7 @@ class BackgroundErrors:
 
 @dataclass
 class Stats:
-    """Seconds that training has waited for saves. `stalls`: for each of the last saves, with waits before updates."""
+    """Counts saves, and the seconds that training waited for them. `stalls`: the wait for each of the last saves."""
 
     saves: int = 0
     skipped: int = 0
@@ -188,29 +187,29 @@ class Stats:
 
 
 class TrainingRun:
-    """The run of one Checkpointer.
+    """The run that a Checkpointer has open.
 
-    - `step`: the step that the training named last. `stepped`: it was done since the last restore, by `thread`.
-    - `finite`: the argument of step().
-    - `within`: the step that step() or save() handles now, or in which it was interrupted.
+    - `step`: the last step passed to step(). `stepped`: it was done since the last restore, by `thread`.
+    - `finite`: the argument of the last step().
+    - `within`: the step that step() or save() handles now, or during which it was interrupted.
     - `exchanged`: the weights are swapped for others, see `not_training`.
-    - `restored`, `torn`: the state was restored; a restore failed halfway.
+    - `restored`: the state was restored. `torn`: a restore failed halfway.
     - `turn`: held by the thread that is in step(), save(), restore() or close().
-    - `ends`: what is stopped when the run is closed.
+    - `ends`: the resources to stop when the run is closed.
     """
 
     def __init__(self, settings: Settings, state: dict[str, Any], takeover: bool, undo: contextlib.ExitStack) -> None:
-        """`undo`: ends everything again if the rest of opening the run fails."""
+        """`undo`: releases all resources if opening the run fails later."""
         self.step: int | None = None
         self.stepped = self.exchanged = self.restored = self.torn = self.closed = self.forked = False
         self.thread = 0
         self.finite: bool | None = None
         self.within: int | None = None
         self.turn = threading.RLock()
-        self._inside = False  # a call has the turn
-        self._updates = 0  # optimizer steps before the last call of step()
+        self._inside = False  # True while a call has the turn
+        self._updates = 0  # number of optimizer steps before the last call of step()
         self.stats = Stats()
-        self._waiting_since: float | None = None  # an optimizer waits for a copy
+        self._waiting_since: float | None = None  # since when an optimizer waits for a copy
         self.settings, self.world = settings, settings.world
         self.memory, self.tiers = settings.memory, settings.tiers
         self.began = time.monotonic()
@@ -224,11 +223,11 @@ class TrainingRun:
         undo.callback(self.supervisor.give_up)
         self.stager.on_writer(self.supervisor.writer.client.pid)
         self.ends.callback(self.ownership.close)
-        self.dead_ranks: dict[int, str] = {}  # ranks that were killed or crashed on this machine, and how
+        self.dead_ranks: dict[int, str] = {}  # how ranks on this machine were killed or crashed
         self.supervisor.hear(PeerDiedNote, self._on_peer_died)
         self.supervisor.hear(DamagedNote, self._on_damaged)
         self.supervisor.on_failure = self.errors.note
-        self.errors.fenced = self.supervisor.writer.lost  # while it was opened
+        self.errors.fenced = self.supervisor.writer.lost  # if another job took ownership during opening
         self.orders = Orders(self.world)
         self.ends.callback(self.orders.stop)
         known = self.ownership.cadence
@@ -251,7 +250,7 @@ class TrainingRun:
         )
 
     def _identify(self, read: Callable[[], object]) -> Identity:
-        """Identify the run of the nearest tier. It is created only after `read` found that the state can be saved."""
+        """Identify the run in the nearest tier. Create it only after `read` has shown that the state can be saved."""
         if not self.tiers:
             return Identity()
         spec = self.tiers[0].spec()
@@ -263,9 +262,9 @@ class TrainingRun:
         return seen
 
     def _read(self, state: dict[str, Any]) -> int | None:
-        """Read the state, which raises what cannot be saved. Return the NUMA node of its device.
+        """Read the state and return the NUMA node of its device. Raises an error if something cannot be saved.
 
-        Called when no other process of this machine trains the run.
+        Called when no other process on this machine trains the run.
         """
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
         return memory_node(self.capture.read().tensors)
@@ -276,14 +275,14 @@ class TrainingRun:
         return arena is not None and arena.fits(data_size, values_size)
 
     def introduce(self) -> None:
-        """Have the writer record events, report this rank's state to others, and make memory."""
+        """Make the writer record run metrics, publish this rank's state, and prepare memory."""
         self._keep_books()
         self._show()
-        if not self.ownership.has_checkpoints:  # otherwise after restore(), which needs the cores
+        if not self.ownership.has_checkpoints:  # otherwise prepare memory after restore(), which needs the cores
             self.supervisor.memory.next.prepare(_predicted_size(self.capture), 1 << 14)
 
     def _show(self) -> None:
-        """Have the writer report the state of this rank, for `ckpt top` and metrics."""
+        """Make the writer publish the state of this rank, for `ckpt top` and metrics."""
         seat, metrics = (self.world.rank, self.world.size, self.world.local_rank), self.settings.metrics
         request = Show(
             self.settings.url,
@@ -295,7 +294,7 @@ class TrainingRun:
         self.supervisor.standing.tell(request, (self.heartbeat.fd,))
 
     def _keep_books(self) -> None:
-        """Have the writer record events if this rank's writer represents the nearest tier."""
+        """Make the writer record run metrics, if this rank is the first one in the nearest tier."""
         if self.supervisor.run.roles[0].place > 0 if self.tiers else self.world.rank > 0:
             return
         owner = self.supervisor.owner
@@ -327,10 +326,10 @@ class TrainingRun:
             )
         )
 
-    # -- where the training is --
+    # -- the progress of the training --
 
     def begin_step(self, step: int, finite: bool | None) -> None:
-        """Note that the training has done this step."""
+        """Record that the training has done this step."""
         self.finite = finite
         self.step, self._updates = step, self.hook.count
         self.heartbeat.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
@@ -340,25 +339,25 @@ class TrainingRun:
         self.unsaved.check(optimizers)
 
     def went_back(self, step: int) -> None:
-        """Note that the state is that of a checkpoint."""
+        """Record that the state was restored from a checkpoint of this step."""
         self.step, self._updates = step, self.hook.count
         self.restored, self.torn = True, False
         self.stepped, self.exchanged, self.finite, self.within = False, False, None, None
 
     def starts(self, default: object) -> None:
-        """Note that training starts without a checkpoint."""
+        """Record that training starts without a checkpoint."""
         self.restored, self.finite = True, None
         if isinstance(default, int):
             self.step = default
 
     @property
     def moved_on(self) -> bool:
-        """Return True if an optimizer has begun a further step."""
+        """Return True if an optimizer has begun another step."""
         return self.hook.count != self._updates
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Surround the save of a step. After Ctrl-C in it nothing has moved on, so close() may still stage the step."""
+        """Mark the save of a step. If Ctrl-C interrupts it, the state is unchanged, and close() can stage the step."""
         outer, self.within = self.within, step
         try:
             yield
@@ -369,9 +368,9 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def in_turn(self, *, alone: bool = False) -> Iterator[None]:
-        """Let one thread in at a time. A thread that waits here is woken by close(), which may wait for that thread.
+        """Let one thread in at a time. close() wakes a thread that waits here, because it may wait for that thread.
 
-        `alone`: raise UsageError if a signal handler comes into another call, which would continue with another state.
+        `alone`: raise UsageError in a signal handler that has interrupted another call, which needs the present state.
         """
         while not self.turn.acquire(timeout=TURN_S):
             if self.closed or self.forked:
@@ -388,7 +387,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def pause(self, changes_state: bool) -> Iterator[None]:
-        """See `Checkpointer.not_training`."""
+        """Mark a pause of the training; see `Checkpointer.not_training`."""
         heartbeat, outer = self.heartbeat, self.exchanged
         if changes_state:
             self.exchanged = True
@@ -396,9 +395,9 @@ class TrainingRun:
         heartbeat.touch(PAUSED)
         try:
             yield
-            self.exchanged = outer  # after an exception they may still be swapped
+            self.exchanged = outer  # not after an exception: the weights may still be swapped
         finally:
-            if not self.forked:  # a child has no heartbeat
+            if not self.forked:  # a forked child has no heartbeat
                 heartbeat.paused(time.monotonic() - began if before != PAUSED else 0.0)
                 heartbeat.touch(before)
 
@@ -430,7 +429,7 @@ class TrainingRun:
             )
         if self.step is not None and step <= self.step:
             raise UsageError(f"step {step} cannot follow step {self.step}: steps only go up (restore() goes back)")
-        silent = self.capture.has_scaler or self.capture.has_unguarded  # steps may be skipped, or run no hooks
+        silent = self.capture.has_scaler or self.capture.has_unguarded  # updates may be skipped, or run no hooks
         accumulating = self.hook.count > 0 and not self.moved_on and not silent
         if accumulating and self.capture.holds_gradients():
             raise UsageError(
@@ -442,17 +441,17 @@ class TrainingRun:
         if self.moved_on:
             raise UsageError(f"training went on after step {self.step}: call save() right after step()")
 
-    # -- how long training has waited --
+    # -- the time that training has waited --
 
     def count_stall(self, seconds: float) -> None:
-        """Count the wait of one save in step()."""
+        """Count one save and the time that step() waited for it."""
         self.stats.stalled_s += seconds
         self.stats.saves += 1
         self.stats.stalls.append(seconds)
 
     @traced("ckpt.wait")
     def _before_update(self) -> None:
-        """Make an optimizer wait until it may change what is being copied."""
+        """Make an optimizer wait until it may change the tensors that are being copied."""
         self.heartbeat.update()
         self._waiting_since = time.perf_counter()
         waited = self.stager.before_update(self.settings.busy_timeout_s)
@@ -462,15 +461,15 @@ class TrainingRun:
             self.stats.stalls[-1] += waited
 
     def stalled_by(self, save: Save) -> float:
-        """Return the seconds that training has waited for a save, in step() and perhaps just now before an update."""
+        """Return the seconds that training has waited for a save, including a present wait before an update."""
         now, since = time.perf_counter(), self._waiting_since
         if save._stalled_s is not None:
             return save._stalled_s + (0.0 if since is None else now - since)
-        return now - save._began if save._began else 0.0  # step() still waits
+        return now - save._began if save._began else 0.0  # step() is still waiting
 
 
 def _predicted_size(capture: Capture) -> int:
-    """Return the size of a snapshot once the optimizers have their state, which they get in the first step."""
+    """Return the expected size of a snapshot after the first step, in which optimizers create their state."""
     layout = capture.read().layout
     staged: dict[str, int] = {}
     for tensor in layout.tensors:

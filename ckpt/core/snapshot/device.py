@@ -1,18 +1,18 @@
-"""What is asked of an accelerator: streams, events, packs, page-locked memory, and marks in a profiler's timeline.
+"""Access to accelerators: streams, events, packs, page-locked memory, and ranges in a profiler's timeline.
 
-The only file of the trainer that knows an accelerator's API. Copies run on a stream of their own, which first waits for
-the compute stream; before an update the compute stream waits for the copy, and the host does not. Nothing here uses a
-device that nobody else uses. CUDA functions that torch does not offer are called by ctypes, in the library that torch
-itself has loaded. Other accelerators (ROCm) do without them.
+Only this file of the trainer uses an accelerator's API. Copies run on a separate stream, which first waits for the
+compute stream. Before an update, the compute stream waits for the copy, but the host does not. Devices that the process
+does not use are never initialized. CUDA functions that torch does not offer are called with ctypes, in the library that
+torch itself has loaded. Other accelerators (ROCm) do without them.
 
-**Packs.** A copy costs the host about 6 us however small it is, and a model has thousands of norms, biases and step
+**Packs.** A copy costs the host about 6 us even if it is small, and a model has thousands of norms, biases and step
 counts. A few kernels gather them on the device, one copy brings them to the host, and the host distributes them.
 
-**Page locks.** Locking memory for the driver takes about 0.1 s per GB, behind one lock of the driver for all processes
-of a machine, and no kernel of the process is launched meanwhile. So a thread locks the arena in pieces, with pauses as
-long as each took: training waits for one piece at most. Some kernels (Linux 6.11 to 6.13) refuse more than 2 GiB in one
-call, which no piece has. Memory that is not locked yet is used as it is, with slower copies. To the driver, pieces are
-different memories, so a copy may not cross the end of one.
+**Page locks.** Locking memory takes about 0.1 s per GB under a driver lock that all processes of a machine share.
+During that time, the process launches no kernels. So a thread locks the arena in pieces and pauses after each for as
+long as it took: training waits for one piece at most. Some kernels (Linux 6.11 to 6.13) refuse more than 2 GiB in one
+call, but pieces are smaller. Memory that is not locked yet is used with slower copies. The driver treats pieces as
+separate memory, so a copy may not cross the end of a piece.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from ckpt.core.state.tensors import TORCH_DTYPE, device_in_use
 from ckpt.events import log
 
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
-NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that one
-LOWEST = 0  # of priorities: other streams come first
+NON_BLOCKING = 1  # cudaStreamNonBlocking: this stream and the default stream do not wait for each other
+LOWEST = 0  # lowest priority: work on other streams is scheduled first
 NEEDED = ("cudaThreadExchangeStreamCaptureMode", "cudaStreamCreateWithPriority")
 
 
 @cache
 def _library() -> Any:
-    """Return CUDA's runtime library among those that the process has loaded; None if there is none."""
+    """Return the CUDA runtime library that the process has loaded, or None."""
     major = (torch.version.cuda or "").partition(".")[0]
     for name in (None, f"libcudart.so.{major}") if torch.version.hip is None else ():
         with contextlib.suppress(OSError):
@@ -65,8 +65,8 @@ def relax_capture() -> None:
 
 
 def new_stream(device: torch.device) -> Any:
-    """Return a stream that torch does not hand out. Torch's come from a pool of 32, and a hanging collective may block
-    any of these. If that is not possible, return one of torch's."""
+    """Return a stream that is not in torch's pool of 32, because a hanging collective may block any of those. If that
+    is not possible, return a stream of torch."""
     library = _library() if device.type == "cuda" else None
     handle = ctypes.c_void_p()
     if library is not None:
@@ -76,7 +76,7 @@ def new_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).Stream(device)
 
 
-PORTABLE = 1  # page-locked for every device, not only for the one that is current
+PORTABLE = 1  # page-lock for every device, not only for the current one
 
 PerDevice = dict[torch.device, Any]
 """A stream or an event for each device."""
@@ -102,7 +102,7 @@ def compute_streams(tensors: Sequence[Tensor]) -> PerDevice:
 
 
 def events_behind(streams: PerDevice) -> PerDevice:
-    """Record an event behind the work on each stream. Waiting for them sleeps, where CUDA would spin by default."""
+    """Record an event after the work on each stream. Waiting for such an event sleeps; CUDA would spin by default."""
     events: PerDevice = {}
     for device, stream in streams.items():
         module = torch.get_device_module(device)
@@ -112,25 +112,25 @@ def events_behind(streams: PerDevice) -> PerDevice:
 
 
 def wait_for(events: PerDevice) -> None:
-    """Block the host. Raise the error of a kernel that failed before an event."""
+    """Block the host until the events are reached. Raises the error of a kernel that failed before an event."""
     for event in events.values():
         event.synchronize()
 
 
 def queue_behind(streams: PerDevice, events: PerDevice) -> None:
-    """Have later work on these streams come after the events."""
+    """Make later work on these streams wait for the events."""
     for device, event in events.items():
         streams[device].wait_event(event)
 
 
 def queue_caller_behind(events: PerDevice) -> None:
-    """Have later work on the calling thread's current streams come after the events."""
+    """Make later work on the calling thread's current streams wait for the events."""
     for device, event in events.items():
         torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 def begin_thread(devices: Iterable[torch.device]) -> None:
-    """Prepare a thread of ours for these devices. A new thread would otherwise allocate memory on the first device."""
+    """Prepare one of our threads for these devices. Otherwise it would allocate memory on the first device."""
     for device in devices:
         torch.get_device_module(device).set_device(device)
         if device.type == "cuda":
@@ -155,7 +155,7 @@ def end_range() -> None:
 
 
 class CopyStreams:
-    """A stream of our own on each device, for copies during training."""
+    """One separate stream on each device, for copies during training."""
 
     def __init__(self) -> None:
         self._streams: PerDevice = {}
@@ -167,7 +167,7 @@ class CopyStreams:
         return {device: self._streams[device] for device in devices}
 
     def settle(self, devices: Iterable[torch.device]) -> None:
-        """Wait until all copies have ended. A device that has failed copies nothing."""
+        """Wait until all copies have ended. Ignore devices that have failed, because they copy nothing."""
         for device in devices:
             with contextlib.suppress(Exception):
                 self.of([device])[device].synchronize()
@@ -183,7 +183,7 @@ def on(streams: PerDevice) -> Iterator[None]:
 
 
 def copy_batch(targets: list[Tensor], sources: list[Tensor], streams: PerDevice) -> None:
-    """Copy sources of one device in one call, on its stream if it has one here."""
+    """Copy sources from one device in one call, on its stream in `streams` if there is one."""
     device = sources[0].device
     if device in streams:
         with on({device: streams[device]}):
@@ -193,11 +193,11 @@ def copy_batch(targets: list[Tensor], sources: list[Tensor], streams: PerDevice)
 
 
 def lock_pages(address: int, size: int, where: torch.device) -> int:
-    """Page-lock memory for all devices. Return 0, or the driver's error."""
+    """Page-lock memory for all devices. Return 0, or the error code of the driver."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(address, size, PORTABLE))
     if error:
-        with contextlib.suppress(RuntimeError):  # CUDA keeps a thread's last error, for the next kernel's check
+        with contextlib.suppress(RuntimeError):  # clear the thread's last CUDA error, which the next kernel would raise
             torch.ones(1, device=where)
     return error
 
@@ -208,8 +208,8 @@ def unlock_pages(address: int) -> None:
 
 
 class Waiter:
-    """A thread that waits for devices, so that the staging thread need not poll them. Polling an event holds the
-    interpreter, and may wait for the lock of a device that hangs. Waiting for it does neither."""
+    """A thread that waits for devices, so that the staging thread need not poll them. Polling an event holds the GIL
+    and may block on the lock of a hanging device. Waiting for an event does neither."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[PerDevice, threading.Event, Callable[[], None]] | None] = (
@@ -231,7 +231,7 @@ class Waiter:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             events, there, call = item
-            with contextlib.suppress(Exception):  # of a kernel that failed, which the staging thread raises
+            with contextlib.suppress(Exception):  # the error of a failed kernel, which the staging thread raises
                 begin_thread(events)
                 wait_for(events)
             there.set()
@@ -240,16 +240,16 @@ class Waiter:
 
 # -- packs --
 
-SMALL = 256 << 10  # bytes below which a tensor is gathered
-LEAST = 8  # of them, else they are copied as they are
+SMALL = 256 << 10  # bytes below which a tensor is packed
+LEAST = 8  # smallest number of small tensors that is worth a pack
 ALIGN = 16  # bytes
 
 Kind = tuple[torch.device, bool]
-"""Where tensors are, and whether only optimizers change them."""
+"""The device of tensors, and whether only optimizers change them."""
 
 
 class Pack:
-    """Room for some tensors of a layout (`numbers`), on a device and on the host. It is reused."""
+    """A reusable buffer for some tensors of a layout (`numbers`), on a device and on the host."""
 
     def __init__(self, layout: Layout, numbers: Sequence[int], where: torch.device) -> None:
         self.numbers, self.where = numbers, where
@@ -266,7 +266,7 @@ class Pack:
         kinds: dict[str, list[int]] = {}
         for i, spec in enumerate(specs):
             kinds.setdefault(spec.dtype, []).append(i)
-        self._kinds = list(kinds.values())  # one kernel does many tensors of one dtype
+        self._kinds = list(kinds.values())  # one kernel copies many tensors of one dtype
 
     def gather(self, sources: Sequence[Tensor]) -> None:
         """Gather the tensors on the current stream. `sources`: all tensors of the layout."""
@@ -294,7 +294,7 @@ class Packs:
         self._free: dict[Kind, list[Pack]] = {}
 
     def take(self, reading: Reading, *, late: bool) -> list[Pack]:
-        """Lend packs for the small tensors: for guarded ones if `late`, otherwise for the others."""
+        """Lend packs for the small tensors: for those that only optimizers change if `late`, otherwise for the rest."""
         layout, guarded = reading.layout, reading.guarded
         with self._lock:
             if layout is not self._layout or guarded is not self._guarded:
@@ -308,7 +308,7 @@ class Packs:
             return found
 
     def give_back(self, packs: Iterable[Pack]) -> None:
-        """Return packs that no device uses."""
+        """Take back packs that no device uses."""
         with self._lock:
             for pack in packs:
                 for key, numbers in self._numbers.items():
@@ -327,13 +327,13 @@ def _small(layout: Layout, guarded: list[bool], sources: Sequence[Tensor]) -> di
 
 # -- page locks --
 
-LEAST_PAUSE_S = 0.001  # between two: whoever waits for its turn gets it
-STOP_S = 10.0  # for the piece that is being locked
-READY_S = 0.01  # between two checks whether the writer has made another slot
+LEAST_PAUSE_S = 0.001  # shortest pause between two pieces, so that waiting threads get the lock
+STOP_S = 10.0  # timeout for the piece that is being locked
+READY_S = 0.01  # pause between two checks whether the writer has made another slot
 
 
 def ready_slots(arena: Arena, stopped: threading.Event) -> Iterator[int]:
-    """All of them in turn, each when it is ready; ends early when `stopped` is set."""
+    """Yield all slots in turn, each when it is ready. End early when `stopped` is set."""
     slot = 0
     while slot < arena.slots and not stopped.is_set():
         if slot < arena.ready:
@@ -359,12 +359,12 @@ class PageLocks:
             return
         self._stopped = stopped = threading.Event()
         thread = threading.Thread(target=self._lock, args=(arena, where, stopped), name="ckpt-lock", daemon=True)
-        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while the interpreter exits
             thread.start()
             self._thread = thread
 
     def release(self, slot: int) -> None:
-        """Unlock a slot for good, so that its memory can be released."""
+        """Unlock a slot permanently, so that its memory can be released."""
         with self.steady:
             self._given_up.add(slot)
             for address in self.held.pop(slot, ()):
@@ -380,7 +380,7 @@ class PageLocks:
         self._given_up.clear()
         self._thread = None
 
-    # -- in a thread of its own --
+    # -- in a separate thread --
 
     def _lock(self, arena: Arena, where: torch.device, stopped: threading.Event) -> None:
         begin_thread([where])
@@ -394,7 +394,7 @@ class PageLocks:
         log.info("memory for snapshots was page-locked within %.1f s: copies are quick now", time.monotonic() - began)
 
     def _lock_piece(self, arena: Arena, slot: int, start: int, where: torch.device, stopped: threading.Event) -> bool:
-        """Return False if locking must end."""
+        """Lock one piece of a slot. Return False if locking must end."""
         with self.steady:
             if stopped.is_set():
                 return False
@@ -417,10 +417,10 @@ T = TypeVar("T")
 
 
 class span:
-    """A name for our work in the timelines of profilers: torch.profiler, and Nsight Systems by NVTX. Costs well under a
-    microsecond if nobody profiles.
+    """A named range in the timelines of profilers: torch.profiler, and Nsight Systems by NVTX. Costs well under a
+    microsecond if no profiler is active.
 
-        ckpt.step      step() and save(), in the thread that trains
+        ckpt.step      step() and save(), in the training thread
         ckpt.wait      an optimizer waits for a copy to end
         ckpt.restore   restore()
         ckpt.stage     a snapshot is copied, in the staging thread
@@ -438,7 +438,7 @@ class span:
     _recorded: Any
 
     def __enter__(self) -> None:
-        # Torch checks the same before it records a range. Entering one costs 10 us even without a profiler.
+        # Check first, as torch does: entering a range costs 10 us even without a profiler.
         if profiler._is_profiler_enabled:
             self._recorded = torch.profiler.record_function(self._name)
             self._recorded.__enter__()
@@ -452,7 +452,7 @@ class span:
 
 
 def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Give the calls of a function this name in timelines."""
+    """Mark the calls of a function as ranges with this name."""
 
     def wrap(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)

@@ -1,11 +1,11 @@
-"""Write a state to the nearest tier while training waits, because memory has no room for a snapshot of it.
+"""Writes a state directly to the nearest tier while training waits, because memory has no room for a snapshot.
 
-The trainer stores the data file and the manifest of its rank itself, range by range, from the live tensors. The state
-needs no copy in memory: only the ranges that are on their way to the store, 128 MiB at most. The writer then commits
-what was stored, as if it had stored it itself, and copies it to further tiers.
+The trainer itself stores the data file and the manifest of its rank, range by range, from the live tensors. This needs
+no copy of the state in memory, only buffers for the ranges being uploaded, 128 MiB at most. The writer then commits the
+stored part as if it had stored it itself, and copies it to further tiers.
 
-The training thread waits meanwhile. If other threads change the state all the same, the save fails. The data is raw: it
-cannot be compared with an earlier checkpoint before it is written.
+The training thread waits for the whole write. If another thread changes the state anyway, the save fails. The data is
+stored raw, because it cannot be compared with an earlier checkpoint before it is written.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ async def write_directly(
     check: Callable[[], None],
     check_whole: Callable[[], None],
 ) -> None:
-    """Store data and manifest of this rank in a tier. Nothing counts until the writer has committed it.
+    """Store the data and manifest of this rank in a tier. They are not a checkpoint until the writer commits them.
 
     spec: see `ckpt.tiers.Tier.spec`. root: the id of the run that the tier must hold.
-    on_bytes: called with the size of each range that is stored.
-    check: raises if the save was given up. Called before each range is read.
-    check_whole: raises if the state has changed meanwhile. Called before the manifest is stored.
-    Raises StoreError, FullError, RunGoneError or SaveError. No data file is left then.
+    on_bytes: called with the size of each stored range.
+    check: called before each range is read; raises if the save was interrupted.
+    check_whole: called before the manifest is stored; raises if the state has changed during the write.
+    Raises StoreError, FullError, RunGoneError or SaveError. Then no data file is left.
     """
     tier = await open_place(dict(spec), root=root)
     try:
@@ -81,7 +81,7 @@ async def write_directly(
 
 
 async def _next_number(store: Any, attempt: Attempt, rank: int) -> int:
-    """Return a number that no data file of this checkpoint and rank has: an earlier try may have left some."""
+    """Return an unused data file number for this checkpoint and rank. An earlier try may have left files."""
     names = [_NUMBER.fullmatch(info.key.rpartition("/")[2]) async for info in store.list(folder_of(attempt))]
     return max((int(name[2] or 0) + 1 for name in names if name is not None and int(name[1]) == rank), default=0)
 
@@ -94,7 +94,7 @@ class LiveBytes:
 
     def __init__(self, reading: Reading) -> None:
         self._reading, self._arrangement = reading, reading.layout.arrangement
-        self._position = self._tensor = self._within = 0  # in the data; number in the order; in that tensor
+        self._position = self._tensor = self._within = 0  # offset in the data; index in the order; offset in the tensor
         self._digests: list[bytes] = []
         self._hasher = blob_hasher()
 
@@ -120,7 +120,7 @@ class LiveBytes:
         return b"".join(self._digests)
 
     def _digest(self, view: memoryview, size: int) -> None:
-        """Take in the next bytes of a tensor of `size` bytes. A blob ends every 4 MiB and where the tensor ends."""
+        """Digest the next bytes of a tensor of `size` bytes. A blob ends every 4 MiB and at the end of the tensor."""
         while view:
             left = min(BLOB - self._within % BLOB, size - self._within)
             self._hasher.update(view[:left])
@@ -132,8 +132,8 @@ class LiveBytes:
 
 
 def _copy(source: Tensor, start: int, target: Tensor) -> None:
-    """Copy bytes from `start` on of a tensor, in row-major order, to a row of bytes. Both bounds are whole elements, or
-    the tensor is contiguous."""
+    """Copy the bytes of a tensor from `start` on, in row-major order, to a flat byte tensor. Also works if the range
+    begins or ends inside an element."""
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
         target.copy_(as_bytes(source)[start : start + len(target)])
         return
@@ -153,7 +153,7 @@ def _copy(source: Tensor, start: int, target: Tensor) -> None:
 
 
 class WriteEstimate:
-    """How long a direct write will take, as seen after its first bytes."""
+    """Estimates the duration of a direct write from its progress so far."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.done, self._began = nbytes, 0, time.monotonic()
@@ -163,5 +163,5 @@ class WriteEstimate:
 
     @property
     def seconds(self) -> float:
-        """The estimate for the whole write, in seconds."""
+        """Return the estimated duration of the whole write, in seconds."""
         return (time.monotonic() - self._began) * self.nbytes / max(1, self.done)

@@ -22,14 +22,14 @@ from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes
 
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
 
-Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
+Pair = tuple[Tensor, Tensor, int]  # target, source, and number of the tensor in the layout
 
 
 class SlotFiller:
-    """Fills one slot after the other, in the staging thread: `begin`, both parts, `end`."""
+    """Fills slots in the staging thread. For each, call `begin`, `fill_eager`, `fill_guarded`, `end`."""
 
     def __init__(self, steady: contextlib.AbstractContextManager[Any]) -> None:
-        """`steady`: a lock that keeps memory from being page-locked."""
+        """`steady`: a lock that prevents page-locking of memory while it is held."""
         self._steady = steady
         self.frozen = Frozen()
         self._streams = CopyStreams()
@@ -44,11 +44,11 @@ class SlotFiller:
         self.frozen.open(slot, snapshot.reading.layout)
 
     def end(self, slot: int) -> None:
-        """Remember what the slot holds, for the next snapshot in it."""
+        """Remember the contents of the slot, for the next snapshot in it."""
         self.frozen.close(slot)
 
     def fill_eager(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
-        """Copy what may change before the next optimizer step."""
+        """Copy the tensors that may change before the next optimizer step."""
         streams = self._streams.of(snapshot.streams)
         device.queue_behind(streams, snapshot.ready)
         self._copy_part(arena, slot, snapshot, guarded=False)
@@ -58,11 +58,11 @@ class SlotFiller:
             pack.fetch(streams)
         snapshot.eager = device.events_behind(streams)
         if not snapshot.taken_early:
-            device.queue_behind(snapshot.streams, snapshot.eager)  # later kernels may change what we still read
+            device.queue_behind(snapshot.streams, snapshot.eager)  # later kernels may change tensors being copied
 
     def fill_guarded(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
-        """Copy what only optimizers change, and call `beside`. On a device this only queues the work: `snapshot.done`
-        has the events behind it."""
+        """Copy the tensors that only optimizers change, and call `snapshot.beside`. On a device this only queues the
+        work, and `snapshot.done` has the events after it."""
         streams = self._streams.of(snapshot.streams)
         for pack in snapshot.late:
             with device.on(streams):
@@ -79,12 +79,12 @@ class SlotFiller:
         snapshot.done = device.events_behind(streams)
 
     def deal_out(self, arena: Arena, slot: int, snapshot: NewSnapshot, packs: Iterable[Pack]) -> None:
-        """Distribute the tensors that came from a device in packs."""
+        """Distribute tensors that were copied from a device in packs."""
         for pack in packs:
             pack.deal_out(self._slot_views(arena, slot, snapshot.reading.layout))
 
     def settle(self, snapshot: NewSnapshot) -> None:
-        """Wait until no device copies for this snapshot, before its slot is used or its sources are freed."""
+        """Wait until no device copies for this snapshot, before its slot is reused or its sources are freed."""
         self._streams.settle(snapshot.streams)
 
     def whole(self, arena: Arena, slot: int) -> Tensor:
@@ -92,7 +92,7 @@ class SlotFiller:
         return torch.frombuffer(arena.data(slot), dtype=torch.uint8)
 
     def _copy_part(self, arena: Arena, slot: int, snapshot: NewSnapshot, *, guarded: bool) -> None:
-        """Copy the tensors that only optimizers change, or all others."""
+        """Copy the tensors that only optimizers change (`guarded`), or all others."""
         views, sources = self._slot_views(arena, slot, snapshot.reading.layout), snapshot.sources
         numbers = list(compress(range(len(views)), snapshot.reading.guarded) if guarded else snapshot.reading.early)
         snapshot.check_memory(numbers)
@@ -100,7 +100,7 @@ class SlotFiller:
             self.copy(self._pairs(views, numbers, snapshot), self._streams.of(snapshot.streams))
             return
         little, large = list[int](), list[Pair]()
-        for n in numbers:  # most are little, and take the shortest path
+        for n in numbers:  # most tensors are small, so keep their path short
             if snapshot.reading.layout.sizes[n] < LARGE:
                 little.append(n)
             else:
@@ -110,7 +110,7 @@ class SlotFiller:
         self.copy(large, {}, guarded)  # the caller waits for the first part
 
     def _pairs(self, views: list[Tensor], numbers: Iterable[int], snapshot: NewSnapshot) -> list[Pair]:
-        """Return target, source and number of each tensor that is not packed, cut at page-locked pieces."""
+        """Return target, source and number of each unpacked tensor, cut at the ends of page-locked pieces."""
         packed = snapshot.packed
         pairs = [(views[n], snapshot.sources[n], n) for n in numbers if n not in packed]
         if snapshot.reading.layout.arrangement.data_size <= LOCK:
@@ -139,9 +139,9 @@ class SlotFiller:
         streams: PerDevice,
         beside_training: bool = True,
     ) -> None:
-        """Queue the copies of devices, one batched call each, then copy large host tensors one by one.
+        """Queue the copies from devices, one batched call each, then copy large host tensors one by one.
 
-        `beside_training`: training goes on during these copies.
+        `beside_training`: training continues during these copies.
         """
         batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
         large: list[Pair] = []
@@ -168,7 +168,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -> Iterator[Pair]:
-    """Cut a copy from a device where page-locked pieces of the slot end. `offset`: of the target in its slot, bytes."""
+    """Cut a copy from a device at the ends of page-locked pieces. `offset`: of the target in its slot, in bytes."""
     first = piece - offset % piece
     if source.device.type == "cpu" or target.nbytes <= first:
         yield target, source, number

@@ -1,12 +1,12 @@
-"""One snapshot: what is copied into a slot, how far the copy has come, and whether it shows one moment.
+"""One snapshot: its contents, the progress of its copy, and the check that it is consistent.
 
-`Snapshot` is what a slot holds, with the handle of its save and the state of its write to each tier. `NewSnapshot` is
+`Snapshot` is a step in a slot, with the handle of its save and the state of its write to each tier. `NewSnapshot` is
 one that is being copied. The training thread makes it, and the staging thread copies it (`ckpt.core.snapshot.stage`).
-On an accelerator "how far" means events on streams. Nothing here waits for one.
+On an accelerator, progress is tracked with events on streams. Nothing here waits for an event.
 
-A snapshot shows one moment if nobody but optimizers wrote to its tensors during the copy. This is checked when all
-copies have ended, before the slot is sealed, in three ways: torch's version counters, which count a write when it has
-ended, sampled elements of the tensors, and the same elements of the copies (`ckpt.core.state.fingerprint`).
+A snapshot is consistent if only optimizers wrote to its tensors during the copy. This is checked after all copies,
+before the slot is sealed, in three ways: by torch's version counters, which count a write when it has ended, by sampled
+elements of the tensors, and by the same elements of the copies (`ckpt.core.state.fingerprint`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ckpt.errors import CheckpointError, SaveError
 from ckpt.events import log
 from ckpt.saving import Save
 
-LITTLE = 1 << 20  # bytes of host memory that step() clones itself: quicker than waking another thread
-MOST = 64 << 20  # bytes that are cloned on devices
+LITTLE = 1 << 20  # bytes of host memory that step() clones itself, which is faster than waking another thread
+MOST = 64 << 20  # maximum bytes that are cloned on devices
 
 _VERSION = attrgetter("_version")
 Slot = tuple[Arena, int]
 
 
 class WriteState(Enum):
-    """The write of a snapshot to one tier. `ckpt.core.run.saver` says who moves it."""
+    """The state of the write of a snapshot to one tier. `ckpt.core.run.saver` describes the transitions."""
 
     QUEUED = "queued"  # scheduled, and not yet requested from the writer
     WRITING = "writing"
@@ -49,10 +49,10 @@ class WriteState(Enum):
 class Snapshot:
     """A step in memory, or on its way there.
 
-    - `save`: the handle that the user has.
+    - `save`: the handle returned to the user.
     - `place`: the arena and the slot in which it is sealed; None until then.
-    - `direct`: it was written to its nearest tier without a place in memory.
-    - `writes`: by tier number; a tier that is missing neither has the step nor is about to get it.
+    - `direct`: it is written to its nearest tier without using a slot.
+    - `writes`: by tier number; a missing tier neither has the step nor is about to get it.
     """
 
     def __init__(self, attempt: Attempt, save: Save | None = None, place: Slot | None = None) -> None:
@@ -63,7 +63,7 @@ class Snapshot:
 
 
 class NewSnapshot(Snapshot):
-    """A snapshot of this process. Its fields are in the order of its life."""
+    """A snapshot of this process. Its fields are in the order in which they are set."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class NewSnapshot(Snapshot):
         - `tiers`: numbers of the tiers that get it.
         - `required`: the user requested it, or a tier has scheduled it.
         - `busy`: "wait" for a free slot until `deadline` (by time.monotonic()), or "skip".
-        - `finite`: what the user said of the step.
+        - `finite`: the argument of step().
         """
         super().__init__(attempt, save)
         self.writes = dict.fromkeys(tiers, WriteState.QUEUED)
@@ -93,22 +93,22 @@ class NewSnapshot(Snapshot):
         self.replicas: Sequence[Fingerprint] = [one.places.look(attempt.step) for one in reading.replicas]
         self.overlapped = list(compress(reading.counters, reading.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
-        self.fingerprints: list[Fingerprint] = [spots.look() for spots in reading.spots]  # of what is copied later
+        self.fingerprints: list[Fingerprint] = [spots.look() for spots in reading.spots]  # of tensors copied later
         self.streams: PerDevice = compute_streams(reading.tensors) if reading.layout.accelerated else {}  # the caller's
         self.ready: PerDevice = {}  # events on these streams
         self.early: list[Pack] = []  # small tensors, gathered before step() returned
-        self.taken_early = False  # what may change before the next optimizer step was cloned on its device
-        self.submitted = False  # or about to be
-        self.begun = False  # by the staging thread
-        self.slot: Slot | None = None  # where it is being staged
-        self.order = 0  # as in its label
-        self.eager: PerDevice = {}  # events after the copies of what may change before the next optimizer step
-        self.eager_done = threading.Event()  # step() may return
+        self.taken_early = False  # tensors that may change before the next optimizer step were cloned on their device
+        self.submitted = False  # True once it is submitted, or about to be
+        self.begun = False  # True once the staging thread has begun it
+        self.slot: Slot | None = None  # the slot in which it is being staged
+        self.order = 0  # the order in its label
+        self.eager: PerDevice = {}  # events after copies of tensors that may change before the next optimizer step
+        self.eager_done = threading.Event()  # set when step() may return
         self.late: list[Pack] = []  # small tensors, gathered during training
         self.done: PerDevice = {}  # events after all copies
-        self.enqueued = threading.Event()  # all copies are on their streams
-        self.all_there = threading.Event()  # devices have reached `done`
-        self.copied = threading.Event()  # it is sealed, or has failed
+        self.enqueued = threading.Event()  # set when all copies are on their streams
+        self.all_there = threading.Event()  # set when devices have reached `done`
+        self.copied = threading.Event()  # set when it is sealed, or has failed
         self.error: CheckpointError | None = None
         self.written_by_others: list[str] = []
         self._checking = threading.Lock()
@@ -116,7 +116,7 @@ class NewSnapshot(Snapshot):
 
     @property
     def stored(self) -> bool:
-        """Return True if it was written to its nearest tier without a place in memory."""
+        """Return True if it was written to its nearest tier without using a slot."""
         return self.direct and self.copied.is_set() and self.error is None
 
     def label(self, state: int) -> Label:
@@ -126,7 +126,7 @@ class NewSnapshot(Snapshot):
         return Label(state, self.order, self.attempt, layout.digest, size, len(self.values), time.time(), self.finite)
 
     def take(self, packs: Packs) -> bool:
-        """Clone what may change before the next optimizer step, where it lies. Return False if it is too large."""
+        """Clone tensors that may change before the next update, on their devices. Return False if too large."""
         sizes = self.reading.layout.sizes
         if not self.streams and sum(sizes[n] for n in self.reading.early) > LITTLE:
             return False
@@ -164,7 +164,7 @@ class NewSnapshot(Snapshot):
         return arena.fits(self.reading.layout.arrangement.data_size, len(self.values))
 
     def mark_ready(self) -> None:
-        """Have the copies come after what is on the caller's streams by now."""
+        """Make the copies wait for the work that is on the caller's streams now."""
         self.ready = events_behind(self.streams)
 
     @property
@@ -186,8 +186,8 @@ class NewSnapshot(Snapshot):
             )
 
     def check_versions(self) -> None:
-        """Note what others than optimizers have written to since this snapshot began. Only the first call counts: after
-        the last copy, or before an optimizer changes anything."""
+        """Note tensors that code other than optimizers has written to since this snapshot began. Only the first call
+        counts: after the last copy, or before an optimizer changes anything."""
         with self._checking:
             if self._checked:
                 return
@@ -199,26 +199,26 @@ class NewSnapshot(Snapshot):
             self.overlapped = []
 
     def check_sources(self) -> None:
-        """Note what was written to on the host since this snapshot began. Call it before any optimizer steps."""
+        """Note host tensors that were written to since this snapshot began. Call it before any optimizer steps."""
         for one in self.fingerprints:
             self._note(one.changed())
 
     def check_copies(self, slot: Tensor) -> None:
-        """Note what the slot (bytes) does not hold as it was when this snapshot began."""
+        """Note tensors whose copies in the slot (bytes) differ from the samples taken when this snapshot began."""
         for one in self.fingerprints:
             self._note(one.differing(slot))
         self.fingerprints = []
 
     def check_whole(self, slot: Tensor) -> None:
-        """Set `error` if others than optimizers wrote to the tensors during the copy. Call it when all is copied."""
+        """Set `error` if code other than optimizers wrote to the tensors during the copy. Call it after all copies."""
         self.check_copies(slot)
-        self.check_versions()  # last: a short write that was going on is counted by now
+        self.check_versions()  # last, so that a short write that was in progress has been counted
         if self.written_by_others:
             self.error = self._torn("From now on this is copied before step() returns")
 
     def check_live(self) -> None:
-        """Raise SaveError if others than optimizers wrote to the tensors since this snapshot began, or if an optimizer
-        did. Call it when all is stored."""
+        """Raise SaveError if any code, including an optimizer, wrote to the tensors since this snapshot began. Call it
+        when all data is stored."""
         self.check_sources()
         self.check_versions()
         if self.written_by_others:
@@ -237,7 +237,7 @@ class NewSnapshot(Snapshot):
         self.written_by_others = list(dict.fromkeys([*self.written_by_others, *names]))
 
     def release(self) -> None:
-        """Wake everyone who waits for it."""
+        """Wake all threads that wait for this snapshot."""
         for event in (self.eager_done, self.enqueued, self.copied):
             event.set()
 

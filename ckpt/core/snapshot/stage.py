@@ -1,9 +1,9 @@
 """The staging thread copies live tensors into a slot while training goes on.
 
-One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. `submit` gives it a
-`NewSnapshot`. The caller waits only for what may change before the next optimizer step. If that is little, the caller
-clones it and waits for nothing. Otherwise it waits for `eager_done`, when it is in the slot. The rest is copied during
-the next forward and backward pass, and a hook makes every optimizer wait for that (`before_update`).
+One thread owns the arena: it holds the robust mutex, changes the states of slots, and copies. `submit` gives it a
+`NewSnapshot`. The caller waits only for tensors that may change before the next optimizer step. If they are small, the
+caller clones them and does not wait. Otherwise it waits until they are in the slot (`eager_done`). The rest is copied
+during the next forward and backward pass, and a hook makes every optimizer wait for that (`before_update`).
 
 When a snapshot is sealed or has failed, the staging thread calls `on_ended`, which the saver sets once.
 """
@@ -48,14 +48,14 @@ from ckpt.errors import (
 from ckpt.events import log
 from ckpt.failpoints import point
 
-LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
-LEAVING_S = 30.0  # for a writer to release the mutex of a trainer that has died
+LEAST_SLOTS = 2  # one for the newest snapshot, one for the next
+LEAVING_S = 30.0  # timeout for a writer to release the mutex of a dead trainer
 ALL_BUSY = "all snapshots are still being written"
 Work = Callable[[], None]
 
 
 class Stager:
-    """The staging thread of one trainer."""
+    """The staging thread of this trainer."""
 
     def __init__(self) -> None:
         self.slots = Slots()
@@ -67,7 +67,7 @@ class Stager:
         self._gate = UpdateGate()
         self._arena: Arena | None = None
         self.on_ended: Callable[[NewSnapshot], None] | None = None
-        self._flying: deque[NewSnapshot] = deque()  # all queued, and not all copied; for the staging thread only
+        self._flying: deque[NewSnapshot] = deque()  # copies still run on a device; for the staging thread only
         self._order = 0
         self._stopped = False
         self._worker = Worker(self._leave)
@@ -79,7 +79,7 @@ class Stager:
         return self._arena
 
     def on_writer(self, pid: int) -> None:
-        """Set the writer process that makes the memory from now on, for warnings about a long wait."""
+        """Set the current writer process, which makes the memory, for warnings about a long wait."""
         self._gate.writer_pid = pid
 
     def warn_of_wait(self, waiter: str) -> None:
@@ -88,11 +88,11 @@ class Stager:
 
     @property
     def skipped_bytes(self) -> int:
-        """Return how many bytes were not copied so far because the slot had them (`ckpt.core.snapshot.unchanged`)."""
+        """Return the number of bytes not copied because the slot had them (`ckpt.core.snapshot.unchanged`)."""
         return self._filler.frozen.skipped_bytes
 
     def submit(self, snapshot: NewSnapshot) -> None:
-        """Begin a snapshot. Return when what may change before the next optimizer step is copied, or it has failed."""
+        """Begin a snapshot. Return once it has failed, or tensors that may change before the next update are copied."""
         self._check_running()
         before, self._gate.snapshot = self._gate.snapshot, snapshot
         try:
@@ -103,7 +103,7 @@ class Stager:
             self._worker.put(lambda: self._stage(snapshot))
             if not taken:
                 self._gate.wait_for(snapshot.eager_done, "step()")
-        except BaseException:  # Ctrl-C: nobody may wait for it, whether it was begun or not
+        except BaseException:  # Ctrl-C: end the snapshot, begun or not, so that no thread waits for it
             snapshot.error = snapshot.error or SaveError(f"saving step {snapshot.attempt.step} was interrupted")
             self._worker.put(lambda: self._end(snapshot))
             raise
@@ -115,16 +115,16 @@ class Stager:
             raise ClosedError("this Checkpointer is closed: make a new one")
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Keep optimizers from starting a step meanwhile. One that has started already is counted, and goes on."""
+        """Keep optimizers from starting a step in this block. One that has already started is counted and continues."""
         return self._gate.held()
 
     def before_update(self, timeout_s: float = 600.0) -> float:
-        """Wait until an optimizer may change the state. Return the seconds that took. A copy that does not end in time
-        fails its snapshot; the training goes on."""
+        """Wait until an optimizer may change the state. Return the seconds waited. If a copy does not end in time, its
+        snapshot fails and the training continues."""
         return 0.0 if self._worker.is_here else self._gate.wait(timeout_s)
 
     def give_up_slot(self, least: int = LEAST_SLOTS) -> int:
-        """Return the memory of one slot to the system for as long as this arena lives. Return its size in bytes, 0 if
+        """Release the memory of one slot to the system, until another arena is used. Return its size in bytes, or 0 if
         only `least` slots are left."""
         given: list[int] = []
 
@@ -161,7 +161,7 @@ class Stager:
         self.do(switch)
 
     def do(self, work: Callable[[], None], timeout_s: float = 60.0) -> None:
-        """Run something in the staging thread when all copies have ended, and wait for it. DeadlineError."""
+        """Run `work` in the staging thread after all copies, and wait for it. Raises DeadlineError."""
         self._check_running()
 
         def run() -> None:
@@ -171,7 +171,7 @@ class Stager:
         self._worker.do(run, timeout_s)
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Release the mutex and the memory, and end. Snapshots that were submitted before are copied first."""
+        """Finish the submitted snapshots, release the mutex and the memory, and end the thread."""
         self._stopped = True
         self._worker.end(timeout_s)
         self._filler.clear()
@@ -187,7 +187,7 @@ class Stager:
             self._unlock()
 
     def _land(self, *, wait: bool) -> None:
-        """Seal what devices have copied by now, in order. With `wait`, wait for all copies."""
+        """Seal the snapshots that devices have copied, in order. With `wait`, wait for all copies."""
         while self._flying:
             snapshot = self._flying[0]
             slot = snapshot.slot
@@ -233,7 +233,7 @@ class Stager:
 
     @contextlib.contextmanager
     def _ending(self, snapshot: NewSnapshot) -> Iterator[None]:
-        """Record how a snapshot ends, free what it used, wake everyone who waits for it, and call `on_ended`."""
+        """Record the result of a snapshot, free its resources, wake waiting threads, and call `on_ended`."""
         try:
             yield
         except CheckpointError as error:
@@ -245,9 +245,9 @@ class Stager:
             )
         if snapshot.place is None and snapshot.error is None:
             return  # a device still copies it
-        if snapshot.place is None:  # a sealed one stays, even if `submit` is interrupted at that moment
+        if snapshot.place is None:  # a sealed snapshot stays, even if `submit` is interrupted at that moment
             self._flying = deque(one for one in self._flying if one is not snapshot)
-            if snapshot.slot is not None:  # otherwise it has put nothing on a stream
+            if snapshot.slot is not None:  # otherwise it has no work on a stream
                 self._filler.settle(snapshot)
             if snapshot.slot is not None and self._arena is snapshot.slot[0]:
                 self._arena.set_label(snapshot.slot[1], Label(EMPTY))
@@ -288,7 +288,7 @@ class Stager:
         snapshot.enqueued.set()
 
     def _seal(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
-        """Seal a snapshot when the last of its copies has ended, if it shows one moment."""
+        """Wait for the last copy of a snapshot, and seal the snapshot if it is consistent."""
         wait_for(snapshot.done)
         self._filler.deal_out(arena, slot, snapshot, [*snapshot.early, *snapshot.late])
         snapshot.check_whole(self._filler.whole(arena, slot))
@@ -301,7 +301,7 @@ class Stager:
 
 def _lock(arena: Arena) -> None:
     end = time.monotonic() + LEAVING_S
-    while arena.mutex.try_lock() is Got.BUSY:  # the writer noticed the death, and releases it soon
+    while arena.mutex.try_lock() is Got.BUSY:  # the writer has detected the death, and releases it soon
         if arena.mutex.is_orphaned():
             raise CorruptError("the header of the shared memory is damaged: nobody can lock it any more")
         if time.monotonic() > end:
@@ -310,7 +310,7 @@ def _lock(arena: Arena) -> None:
 
 
 class Slots:
-    """The slots in use. Any thread may pin slots, or hold all of them. The staging thread takes them."""
+    """The slots in use. Any thread may pin slots, or block all of them. Only the staging thread takes slots."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -318,7 +318,7 @@ class Slots:
         self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
 
     def pin(self, arena: Arena, slot: int) -> None:
-        """Do not overwrite this slot until it is unpinned as often as it was pinned, in whichever order."""
+        """Protect this slot from being overwritten until it is unpinned as often as pinned, in any order."""
         self._count((arena.id, slot), 1)
 
     def unpin(self, arena_id: bytes, slot: int) -> None:
@@ -332,7 +332,7 @@ class Slots:
             self._changed.notify_all()
 
     def hold(self, change: int) -> None:
-        """+1: overwrite nothing, a predecessor may still write into this memory; -1: it has gone."""
+        """Block all slots (`change` +1) while a previous trainer may still write to them; unblock them with -1."""
         with self._changed:
             self._holds += change
             self._changed.notify_all()
@@ -342,24 +342,24 @@ class Slots:
             return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
 
     def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
-        """Return an empty slot, or the oldest. Never one that is being written, one that a device copies into
-        (`flying`), the newest snapshot, or the newest finite one. None if no slot is free."""
+        """Return an empty slot, or the oldest. Never return a pinned slot, one that a device copies into (`flying`),
+        the newest snapshot, or the newest finite one. Return None if no slot is free."""
         with self._changed:
             if self._holds > 0:
                 return None
             free = [slot for slot in self.unpinned(arena) if (arena, slot) not in flying]
         sealed = arena.sealed()  # newest first
-        if arena.slots == 1:  # memory is short, so the only snapshot is overwritten once it was written
+        if arena.slots == 1:  # memory is short, so the only snapshot is overwritten once a tier has it
             return next(iter(free), None)
         held = {slot for slot, _ in sealed}
         empty = [slot for slot in free if slot not in held]
-        finite = [slot for slot, label in sealed if label.finite is not False][:1]  # while a training is broken
+        finite = [slot for slot, label in sealed if label.finite is not False][:1]  # kept if newer ones are broken
         oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free and slot not in finite]
         broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
         return next(iter([*empty, *oldest, *broken]), None)
 
     def take(self, arena: Arena, flying: Container[Slot | None], snapshot: NewSnapshot) -> int:
-        """Wait for a slot for this snapshot. Raise SkippedError if it may not wait, or DeadlineError."""
+        """Wait for a slot for this snapshot. Raises SkippedError if it may not wait, or DeadlineError."""
         if not snapshot.fits(arena):
             raise SkippedError(
                 f"step {snapshot.attempt.step} was not saved: memory for its new layout is not ready yet"
@@ -385,7 +385,7 @@ class Slots:
 
 
 class SlotToucher:
-    """Touches each slot of an arena when it is ready, in a thread of its own, so that copies are quicker."""
+    """Touches each slot of an arena once it is ready, in a separate thread, so that copies are faster."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -400,12 +400,12 @@ class SlotToucher:
                 arena.touch(slot, lambda: not stopped.is_set())
 
         thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
-        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter: no matter
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit; copies are just slower then
             thread.start()
             self._thread = thread
 
     def stop(self) -> None:
-        """Stop touching: pages that are touched after they were released would be allocated again."""
+        """Stop touching pages, because touching a released page would allocate it again."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -413,7 +413,7 @@ class SlotToucher:
 
 
 class Worker:
-    """Any thread may give it work. `at_end` is what it does last."""
+    """A thread that runs the work given by other threads, and at its end `at_end`."""
 
     def __init__(self, at_end: Work) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
@@ -423,14 +423,14 @@ class Worker:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is in this thread."""
+        """Return True if the caller is in this thread."""
         return threading.current_thread() is self._thread
 
     def put(self, work: Work) -> None:
         self._queue.put(work)
 
     def do(self, work: Work, timeout_s: float) -> None:
-        """And wait for it; at once, if that is this thread. Raises what it raises, and DeadlineError."""
+        """Run `work` and wait for it; if called in this thread, run it directly. Raises its error, or DeadlineError."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -452,7 +452,7 @@ class Worker:
             raise failure
 
     def end(self, timeout_s: float) -> None:
-        """When all that was given before is done."""
+        """End the thread after all earlier work is done."""
         self.put(self._end)
         self._thread.join(timeout_s)
 
@@ -468,5 +468,5 @@ class Worker:
     def _do(self, work: Work) -> None:
         try:
             work()
-        except BaseException:  # else the mutex that this thread holds would say that the trainer has died
+        except BaseException:  # if the thread ended, its robust mutex would signal the death of the trainer
             log.exception("something failed in the staging thread, which goes on")

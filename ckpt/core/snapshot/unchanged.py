@@ -1,14 +1,14 @@
-"""What a slot holds already: a tensor that nobody wrote to since this slot was last filled need not be copied again.
+"""Skips copies of unchanged tensors: a tensor that has not changed since its slot was last filled is not copied again.
 
-A slot comes round after some steps. Frozen weights under an adapter, embeddings that are not trained and constant
-buffers are in it still, bit for bit. Reading them once, for a digest, takes less time than reading and writing them, so
-a tensor is left out when the XXH3-128 of its live bytes is that of the bytes in the slot. Nothing else counts as proof:
-version counters miss fused optimizers and writes through `.data`, and the identity of a tensor says nothing. They only
-tell which tensors are not worth the attempt.
+A slot is reused after some steps. Then it still contains frozen weights under an adapter, untrained embeddings and
+constant buffers, bit for bit. Reading them once for a digest is faster than copying them. So a copy is skipped if the
+XXH3-128 digest of the live bytes equals that of the bytes in the slot. Nothing else counts as proof: version counters
+miss fused optimizers and writes through `.data`, and the identity of a tensor proves nothing. They only serve to
+exclude tensors for which a digest would be wasted.
 
-The digest is taken from the slot itself, after the copy, so it is true of what lies there even if somebody wrote to the
-tensor meanwhile. The live bytes are read at the moment at which they would have been copied, so a snapshot is of the
-same moment either way, and what guards the copy against other writers guards the reading.
+The digest is computed from the slot after the copy, so it matches the slot even if the tensor changed during the copy.
+The live bytes are read at the time at which they would be copied. So a snapshot shows the same moment either way, and
+the checks that protect a copy from concurrent writes protect the digest too.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from ckpt.core.format.layout import Layout
 from ckpt.core.state.tensors import as_bytes, version_of
 from ckpt.errors import SaveError
 
-PROBE = 4 << 20  # bytes of a tensor, from its beginning, that must be alike twice before all of it is digested
-MOST_REST = 64  # fills for which a tensor that keeps changing is left alone
-FRESH = 64  # one fill in so many is a copy, or a digest, whatever pays: to know what each costs now
-SAMPLES = 9  # of each rate; their median counts
+PROBE = 4 << 20  # first bytes of a tensor that must be equal twice before all of it is digested
+MOST_REST = 64  # longest pause, in fills, without a digest of a tensor that keeps changing
+FRESH = 64  # one of this many fills uses the slower method, to update its measured rate
+SAMPLES = 9  # samples of each rate, of which the median is used
 
 
 @dataclass
 class CopyRates:
-    """How fast this machine copies and digests now, bytes per second, by what was really done."""
+    """Measured rates of copies and digests on this machine, in bytes per second."""
 
     copying: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     digesting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     def digests_pay(self) -> bool:
-        """Also while one of the two is not known."""
+        """Return True if digests are faster than copies, or while one of the rates is unknown."""
         return not (self.copying and self.digesting) or median(self.digesting) > median(self.copying)
 
 
 @dataclass
 class StagedBefore:
-    """What one tensor of the layout was like when it was last staged, into whichever slot. Hints, never proof."""
+    """Properties of a tensor when it was last staged, into any slot. They are hints, never proof."""
 
     version: int | None = None
     probe: bytes = b""
-    rest: int = 0  # fills for which it is not tried
+    rest: int = 0  # remaining fills without a digest
     next_rest: int = 1
     fills: int = 0
 
@@ -63,49 +63,49 @@ class StagedBefore:
 class Frozen:
     """Puts large host tensors into the slots of one arena. For the staging thread only.
 
-    `open` a slot, `put` tensors into it, `close` it. What was known of a slot is gone with `open`, and `close` keeps
-    only what was put or proven since: a fill that fails half-way leaves nothing behind.
+    `open` a slot, `put` tensors into it, `close` it. `open` discards the known digests of a slot, and `close` keeps
+    only those of tensors that were put or proven since. So a fill that fails halfway leaves none.
     """
 
     def __init__(self) -> None:
         self.rates = CopyRates()
-        self.skipped_bytes = 0  # not copied, since they were there
-        self.beside_training = True  # other code runs meanwhile, and might free a storage
+        self.skipped_bytes = 0  # bytes that were not copied, because the slot had them
+        self.beside_training = True  # other code runs during the copies, and might free a storage
         self._layout: Layout | None = None
         self._past: dict[int, StagedBefore] = {}
-        self._known: dict[int, dict[int, bytes]] = {}  # by slot, and number of the tensor: its digest
+        self._known: dict[int, dict[int, bytes]] = {}  # digests, by slot and number of the tensor
         self._before: dict[int, bytes] = {}
         self._now: dict[int, bytes] = {}
 
     def open(self, slot: int, layout: Layout) -> None:
-        """Begin to fill a slot. Of another layout nothing is known."""
+        """Begin to fill a slot. If the layout is new, forget all digests."""
         if layout is not self._layout:
             self.clear()
             self._layout = layout
         self._before, self._now = self._known.pop(slot, {}), {}
 
     def close(self, slot: int) -> None:
-        """What was put since `open` is there, and nobody else writes to the slot."""
+        """Keep the digests of this fill. The slot must not change until it is opened again."""
         self._known[slot] = self._now
         self._before, self._now = {}, {}
 
     def forget(self, slot: int) -> None:
-        """Something else may become of this slot."""
+        """Forget the digests of a slot, because it may be used otherwise."""
         self._known.pop(slot, None)
 
     def clear(self) -> None:
-        """Another arena, or another layout."""
+        """Forget everything, because the arena or the layout is another one."""
         self._layout = None
         for known in (self._past, self._known, self._before, self._now):
             known.clear()
 
     def put(self, number: int, target: Tensor, source: Tensor) -> None:
-        """Have a contiguous host tensor in the slot, without the GIL; `number`: which one of the layout it is."""
+        """Bring a contiguous host tensor into the slot, without the GIL. `number`: its number in the layout."""
         data = _readable(source) if self.beside_training else _at_address(source)
         digest = self._before.pop(number, None)
         past = self._past.setdefault(number, StagedBefore(version_of(source)))
         past.fills += 1
-        fresh = (past.fills + number) % FRESH == 0  # not all tensors at once
+        fresh = (past.fills + number) % FRESH == 0  # staggered, so that not all tensors do this in one fill
         if not self._promising(past, source):
             self._copy(target, data)
         elif not self.rates.digests_pay():
@@ -124,7 +124,7 @@ class Frozen:
             self._copy(target, data)
 
     def _promising(self, past: StagedBefore, source: Tensor) -> bool:
-        """Whether a tensor may be what it was, by all that costs nothing to know."""
+        """Return True if a tensor may be unchanged, by hints that cost nothing."""
         version = version_of(source)
         if version != past.version:
             past.version = version
@@ -136,11 +136,11 @@ class Frozen:
         return True
 
     def _proven(self, digest: bytes, data: memoryview) -> bool:
-        """Whether these are the bytes in the slot."""
+        """Return True if these bytes are equal to those in the slot."""
         return self._digest(data) == digest
 
     def _note(self, number: int, past: StagedBefore, target: Tensor) -> None:
-        """Remember what has just been copied, if its beginning is as it was the last time."""
+        """Remember the digest of a tensor that was just copied, if its first bytes are the same as last time."""
         whole = as_bytes(target).numpy().data
         probe = self._digest(whole[:PROBE])
         before, past.probe = past.probe, probe

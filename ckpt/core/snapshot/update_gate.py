@@ -1,4 +1,4 @@
-"""Makes optimizers wait before they change anything that is being copied, and counts their steps."""
+"""Makes optimizers wait before they change tensors that are being copied, and counts their steps."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ WARN_S = 5.0  # how long training may wait for a copy before a warning explains 
 
 
 class UpdateGate:
-    """The gate of one trainer. The training thread passes it with one snapshot after the other. Any thread may shut it.
+    """The gate that optimizers of this trainer pass before an update. Any thread may shut it.
 
-    writer_pid: process id of the writer, which makes the memory that a copy may wait for; 0 if it is unknown.
+    writer_pid: process id of the writer, which makes the memory that a copy may wait for; 0 if unknown
     """
 
     def __init__(self) -> None:
         self.writer_pid = 0
         self.snapshot: NewSnapshot | None = None  # the newest; None once an optimizer has stepped since
-        self._unchecked: list[NewSnapshot] = []  # older ones, not sealed yet
-        self._copying: NewSnapshot | None = None  # a device still reads it, so every stream that updates waits for it
+        self._unchecked: list[NewSnapshot] = []  # older snapshots that are not sealed yet
+        self._copying: NewSnapshot | None = None  # a device still reads its sources, so streams of updates wait for it
         self._shut: tuple[threading.Event, ...] = ()  # an unset event keeps optimizers out
-        self._shutting = threading.RLock()  # a signal handler may interrupt it
+        self._shutting = threading.RLock()  # a signal handler may interrupt the thread that holds it
 
     def follow(self, before: NewSnapshot) -> None:
-        """Note that a newer snapshot was submitted. All copies of `before` are at least on their streams by now."""
+        """Note that a snapshot after `before` was submitted. The copies of `before` are at least on their streams."""
         self._line_up(before)
         self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep optimizers from starting a step in this block. One that has started already is counted, and goes on."""
+        """Keep optimizers from starting a step in this block. One that has already started is counted and continues."""
         opened = threading.Event()
         with self._shutting:
             self._shut = (*(one for one in self._shut if not one.is_set()), opened)
@@ -52,8 +52,8 @@ class UpdateGate:
             opened.set()
 
     def wait(self, timeout_s: float) -> float:
-        """Wait until an optimizer may change the state. Return the seconds that took. A copy that does not end in time
-        fails its snapshot; the training goes on."""
+        """Wait until an optimizer may change the state. Return the seconds waited. If a copy does not end in time, its
+        snapshot fails and the training continues."""
         self._line_up_again()
         snapshot, shut = self.snapshot, self._shut
         if snapshot is None and all(one.is_set() for one in shut):
@@ -72,16 +72,16 @@ class UpdateGate:
         if not in_time:
             snapshot.error = DeadlineError(f"copying step {snapshot.attempt.step} took more than {timeout_s:g} s")
         for one in (*self._unchecked, snapshot):
-            if not one.ended:  # a device still copies it; later writes that are counted are the update
+            if not one.ended:  # a device still copies it; version counters that grow later are due to the update
                 one.check_versions()
         self.snapshot, self._unchecked = None, []
         return time.perf_counter() - started
 
     def wait_for(self, event: threading.Event, waiter: str, timeout_s: float | None = None) -> bool:
-        """Wait for an event in the training thread. Log one warning after 5 s that names the cause.
+        """Wait for an event in the training thread. After 5 s, log one warning that names the cause.
 
-        waiter: what waits, for the message
-        Returns False if the event did not happen within `timeout_s`.
+        waiter: the name of the waiting call, for the message
+        Returns False if the event was not set within `timeout_s`.
         """
         first = WARN_S if timeout_s is None else min(WARN_S, timeout_s)
         if event.wait(first):
@@ -104,13 +104,13 @@ class UpdateGate:
         log.warning("%s has waited %g s for the copy of a step: %s", waiter, WARN_S, cause)
 
     def _line_up(self, snapshot: NewSnapshot) -> None:
-        """Have later work on the caller's streams come after the copies of this snapshot."""
+        """Make later work on the caller's streams wait for the copies of this snapshot."""
         device.queue_caller_behind(snapshot.done)
-        if snapshot.done:  # otherwise it was skipped, and an older one is still being copied
+        if snapshot.done:  # otherwise it was skipped, and an older snapshot is still being copied
             self._copying = snapshot
 
     def _line_up_again(self) -> None:
-        """Line up the stream of another optimizer, too."""
+        """Make the stream of another optimizer wait too."""
         snapshot = self._copying
         if snapshot is not None and snapshot.copied.is_set():
             self._copying = None
@@ -122,7 +122,7 @@ class UpdateHook:
     """Calls `before()` before an optimizer changes the saved state, and counts the steps of such optimizers.
 
     - `concerns`: return True for an optimizer of the saved state.
-    - `on_captured`: called with an optimizer whose step is captured into a graph, which runs no hooks when replayed.
+    - `on_captured`: called with an optimizer whose step is captured into a graph. A replay of it runs no hooks.
 
     An optimizer that gets a closure runs forward and backward inside its step, so `before` is called when the closure
     first returns.
@@ -142,13 +142,13 @@ class UpdateHook:
         self._handle.remove()
 
     def announced(self) -> list[object]:
-        """Return the optimizers that have stepped, or are about to, since the last call."""
+        """Return the optimizers that have begun a step since the last call."""
         found, self._announced = self._announced, {}
         return list(found.values())
 
     def fence(self, optimizers: list[Any]) -> None:
-        """Count a step that the caller is about to make in place of these optimizers. Raise UsageError in a capture,
-        because nothing would wait at the replay."""
+        """Count a step that the caller is about to make in place of these optimizers. Raises UsageError during a graph
+        capture, because a replay would not wait."""
         if is_capturing():
             raise UsageError("call before_untracked_update() before the replay of a graph, not in its capture")
         self.count += 1
@@ -156,7 +156,7 @@ class UpdateHook:
         self._before()
 
     def silence(self) -> None:
-        """Do nothing more, in a forked child, where locks may be held by threads that do not exist there."""
+        """Disable the hook in a forked child, where threads that do not exist there may hold locks."""
         self._active = False
 
     def _hook(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,10 +183,10 @@ class UpdateHook:
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that torch.compile does not trace; a traced one would treat its values as constants."""
+    """Return a hook that torch.compile does not trace. A traced hook would treat its values as constants."""
 
     def call(*arguments: Any) -> Any:
         return hook(*arguments)
 
     disable: Callable[..., Callable[..., Any]] | None = getattr(torch, "_disable_dynamo", None)
-    return call if disable is None else disable(call)  # unlike torch.compiler.disable it imports no compiler for it
+    return call if disable is None else disable(call)  # torch.compiler.disable would import the compiler

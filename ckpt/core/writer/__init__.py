@@ -1,4 +1,4 @@
-"""What does the process do that outlives the trainer? It holds memory, saves snapshots and records run metrics.
+"""The writer: the process that outlives the trainer. It holds memory, saves snapshots and records run metrics.
 
 In: messages and arenas from the trainer. Out: checkpoints in stores, run metrics, replies. It may not import torch, nor
 anything of the trainer, the guard or the tools.

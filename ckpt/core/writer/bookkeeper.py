@@ -1,10 +1,10 @@
-"""Keeps the ledger of one trainer, in its writer: so that it is complete up to the moment at which the trainer died.
+"""Records the run metrics of a trainer in its writer, so that they are complete until the trainer dies.
 
-    the trainer's heartbeat, what it says, saves, faults
+    the trainer's heartbeat and messages, saves, faults
         -> Account (ckpt.core.cadence.ledger) -> ledger/ in the durable tiers
-        -> what saving costs (ckpt.core.cadence.overhead) -> a cadence
+        -> the cost of saves (ckpt.core.cadence.overhead) -> save intervals
 
-The trainer sends no message for a step: every half second its last steps are read out of shared memory.
+The trainer sends no message for a step. The writer reads the last steps from shared memory every half second.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from ckpt.core.writer.dispatch import handles
 from ckpt.events import log
 from ckpt.store import LEASE
 
-LOOK_S = 0.5  # between two looks at the heartbeat
-ROW_S = 10.0  # of a row, once the first ones are full
-PATIENCE_S = 5.0  # for the ledger to be put when the writer ends
-DECIDE_S, DECIDE_MOST_S = 2.0, 300.0  # between two looks at what saving costs: more and more rarely
+LOOK_S = 0.5  # interval between two reads of the heartbeat
+ROW_S = 10.0  # duration of a row, after the first rows with one step each
+PATIENCE_S = 5.0  # timeout to store the metrics when the writer ends
+DECIDE_S, DECIDE_MOST_S = 2.0, 300.0  # shortest and longest interval between two checks of the cost of saves
 
 
 @dataclass(slots=True)
 class Write:
-    """A checkpoint on its way to a durable tier."""
+    """The write of a checkpoint to a durable tier."""
 
     url: str
     began: float
@@ -66,13 +66,13 @@ class Write:
 
 @dataclass(slots=True)
 class _OpenRow:
-    """What is being filled, of the rows of an account."""
+    """The row of an account that is being filled."""
 
     row: StepRow | None = None
     since: float = 0.0
 
     def add(self, rows: list[StepRow], new: StepRow) -> None:
-        """Some steps; the first ones have a row each."""
+        """Add some steps. The first steps of an account have a row each."""
         if len(rows) < ledger.FINE_ROWS:
             rows.append(new)
             return
@@ -92,7 +92,7 @@ P = ParamSpec("P")
 
 
 def harmless(event: Callable[P, None]) -> Callable[P, None]:
-    """A ledger is worth no training, and no snapshot: whatever goes wrong in here is logged."""
+    """Log all exceptions of a method, because an error in the metrics must not disturb training or saves."""
 
     @functools.wraps(event)
     def safe(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -105,8 +105,8 @@ def harmless(event: Callable[P, None]) -> Callable[P, None]:
 
 
 class CadenceAdvice:
-    """For one trainer. `tiers`: what it says of each, and of memory; `meter`: of its steps; `past`: earlier
-    incarnations."""
+    """Proposes save intervals for one trainer. `tiers`: its settings for memory and each tier; `meter`: measures its
+    steps; `past`: the accounts of earlier job attempts."""
 
     def __init__(self, tiers: Iterable[CadenceOf], meter: Meter, *, decides: bool = False) -> None:
         self._tiers = [_cadence(one) for one in tiers]
@@ -116,13 +116,13 @@ class CadenceAdvice:
         self._look_at, self._pause_s = time.monotonic() + DECIDE_S, DECIDE_S
 
     def decided(self, decision: Decision) -> None:
-        """The ranks have agreed on a cadence."""
+        """Use the save intervals that the ranks have agreed on."""
         self._tiers = [
             TierCadence(one.name, one.every, decision.every.get(one.name, one.now), one.remote) for one in self._tiers
         ]
 
     def propose(self, account: Account) -> Decision | None:
-        """Another cadence, if it is time to look and what saving costs says so."""
+        """Return better save intervals if a check is due and the measured costs justify a change, otherwise None."""
         now, step_s = time.monotonic(), self._meter.step_s
         if not self.decides or now < self._look_at or step_s is None:
             return None
@@ -150,34 +150,34 @@ def _cadence(one: CadenceOf) -> TierCadence:
 
 
 class Bookkeeper:
-    """Everything runs in the writer's event loop. `tiers`: the durable ones as they are now; `tell`: the trainer."""
+    """Records run metrics in the event loop. `tiers`: returns the durable tiers; `tell`: notifies the trainer."""
 
     def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Note], None]) -> None:
         self._tiers, self._tell = tiers, tell
         self.account: Account | None = None
-        self.token = secrets.token_hex(8)  # of this writer, in the leases that it renews
+        self.token = secrets.token_hex(8)  # identifies this writer in the leases that it renews
         self._lease: Lease | None = None
         self._heartbeat: Heartbeat | None = None
         self._meter = Meter()
         self._calls = 0
-        self._before: StepDone | None = None  # the step before
-        self._from = 0.0  # when the present stretch of training began: opened, or restored
-        self._fresh = True  # no step since then
-        self._taken_up = False  # a writer before this one has begun the account
-        self._previous: Account | None = None  # of the trainer before, about which something may still be said
+        self._before: StepDone | None = None  # the previous step
+        self._from = 0.0  # when the run was opened or last restored
+        self._fresh = True  # True until the first step after that
+        self._taken_up = False  # True if an earlier writer has begun the account
+        self._previous: Account | None = None  # account of the previous trainer, for late fault reports
         self._row = _OpenRow()
         self._writes: list[Write] = []
         self._filing = LedgerFiles(tiers)
-        self._taking_up = False  # what a writer before this one has written down is being read
+        self._taking_up = False  # True while the records of an earlier writer are being read
         self._advice = CadenceAdvice([], self._meter)
         self._task: asyncio.Task[None] | None = None
 
-    # -- an incarnation --
+    # -- one trainer process --
 
     @harmless
     def begin(self, request: KeepBooks, fds: list[int], pid: int) -> None:
-        """A trainer has opened the run; what is known of it. `fds`: its heartbeat."""
-        self.ended("died")  # the one before, of which nobody has said so
+        """Begin the account of a trainer that has opened the run. `fds`: its heartbeat."""
+        self.ended("died")  # the previous trainer, if its end was not reported
         self.stop()
         self._previous = self.account
         wall, mono = time.time(), time.monotonic()
@@ -210,7 +210,7 @@ class Bookkeeper:
         self._task = asyncio.get_running_loop().create_task(self._look())
 
     def stop(self) -> None:
-        """No more looks at that trainer."""
+        """Stop reading the heartbeat of the trainer."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -219,12 +219,12 @@ class Bookkeeper:
             self._heartbeat = None
 
     def look_by_hand(self) -> None:
-        """No looks by itself from now on."""
+        """Stop the periodic reads; tests call `look` themselves."""
         if self._task is not None:
             self._task.cancel()
 
     async def _look(self) -> None:
-        """Look at the trainer again and again, until it has ended."""
+        """Read the trainer's heartbeat periodically, until the trainer has ended."""
         if self._taking_up:
             await self._take_up()
         self.keep(now=True)
@@ -243,7 +243,7 @@ class Bookkeeper:
                 return
 
     async def _take_up(self) -> None:
-        """Go on with what the writer before this one had written down. Until then nothing is put, and no step taken."""
+        """Continue the account that an earlier writer has stored. Until then, store nothing and count no steps."""
         account = self.account
         known = None if account is None else await find(self._tiers(), account.key)
         self._taking_up = False
@@ -264,10 +264,10 @@ class Bookkeeper:
         self.look()
         self.keep(now=True)
 
-    # -- what happens --
+    # -- events --
 
     def look(self, until: float = math.inf) -> None:
-        """Take in the steps since the last look, those that were done up to a moment."""
+        """Count the steps since the last call, up to the time `until`."""
         if self._heartbeat is None or self.account is None or self._heartbeat.fd < 0 or self._taking_up:
             return
         calls, done = self._heartbeat.since(self._calls)
@@ -283,9 +283,9 @@ class Bookkeeper:
         self._writes = [w for w in self._writes if w.ended is None or w.ended > horizon]
 
     def _take(self, done: StepDone, steps: int) -> None:
-        """One step, or the last of several that came too fast to be seen one by one."""
+        """Count one step, or the last of several `steps` that were too fast to be read one by one."""
         account = self.account
-        before = self._before or (done if self._taken_up else None)  # what it had cost before that, nobody knows
+        before = self._before or (done if self._taken_up else None)  # earlier costs are unknown
         assert account is not None
         start = max(self._from, self._before.when if self._before is not None else 0.0)
         paused = done.paused - (before.paused if before is not None else 0.0)
@@ -296,7 +296,7 @@ class Bookkeeper:
         beside = [w for w in self._writes if w.began < done.when and (w.ended is None or w.ended > start)]
         quiet = not beside and saves == 0
         slowed = 0.0
-        if steps == 1 and not self._fresh:  # the first one takes longer for other reasons
+        if steps == 1 and not self._fresh:  # the first step takes longer for other reasons
             overlaps = (min(w.ended or done.when, done.when) - max(w.began, start) for w in beside)
             names = {w.url for w in beside}
             slowed = self._meter.step(seconds, stalled, saves > 0, names, max(overlaps, default=0.0))
@@ -314,10 +314,10 @@ class Bookkeeper:
     @handles(RestoreDone)
     @harmless
     def restored(self, request: RestoreDone) -> None:
-        """The trainer has called restore()."""
+        """Record that the trainer has called restore()."""
         if self.account is None:
             return
-        self.look(request.at)  # the steps after it may be done by now
+        self.look(request.at)  # only steps before the restore; later ones may already be done
         self._row.finish(self.account.rows)
         restore = Restore(**{name: getattr(request, name) for name in Restore.__dataclass_fields__})
         self.account.restores = ledger.bounded([*self.account.restores, restore])
@@ -325,14 +325,14 @@ class Bookkeeper:
             self._lease.term = restore.epoch
         self._from, self._fresh = restore.at + restore.seconds, True
         cost = (request.stalled, request.saves, request.skipped, request.paused)
-        self._before = StepDone(0, self._from, *cost)  # what was before it is no part of the first step after it
+        self._before = StepDone(0, self._from, *cost)  # the next step does not include earlier costs
         if restore.step is not None:
             self.account.step, self.account.beat = restore.step, max(self.account.beat, self._from)
         self.keep(now=True)
 
     @contextlib.contextmanager
     def saving(self, url: str, nbytes: int, step: int = -1) -> Iterator[Write]:
-        """Around the writing of a checkpoint to a durable tier."""
+        """Record the write of a checkpoint to a durable tier, which runs inside the block."""
         write = Write(url, time.monotonic())
         self._writes.append(write)
         account = self.account
@@ -360,7 +360,7 @@ class Bookkeeper:
 
     @harmless
     def fault(self, pid: int, seen: SeenFault) -> None:
-        """One that this process has noticed, or that others have noticed of it or its peers."""
+        """Record a fault of the trainer with this process id, detected by it, its writer or another process."""
         account = next((one for one in (self.account, self._previous) if one and one.pid == pid), None)
         if account is None:
             return
@@ -373,14 +373,14 @@ class Bookkeeper:
 
     @harmless
     def ended(self, how: str) -> None:
-        """The trainer has closed, left or died: noticed just now, or when it was announced."""
+        """Record that the trainer has closed, left or died, at the time of detection or of an earlier fatal fault."""
         account = self.account
         if account is None or account.end is not None:
             return
         self.look()
         self._row.finish(account.rows)
         now = time.monotonic()
-        since = account.beat - TOGETHER_S  # what was survived before that did not end it
+        since = account.beat - TOGETHER_S  # earlier faults did not end the trainer, because it made more steps
         noticed = [seen.at for seen in account.faults if seen.ends and seen.at >= since and how != "closed"]
         account.end = End(how, max(min([now, *noticed]), account.beat), now)
         if self._lease is not None:
@@ -389,15 +389,15 @@ class Bookkeeper:
 
     @harmless
     def gone(self, pid: int) -> None:
-        """This process is no more: its own, perhaps."""
+        """Record that a process has ended, if it is the trainer's."""
         if self.account is not None and self.account.pid == pid and self.account.end is not None:
             self.account.end.gone = time.monotonic()
             self.keep(now=True)
 
-    # -- putting it --
+    # -- storing --
 
     def keep(self, *, now: bool = False) -> None:
-        """If it is time; or `now`, or as soon as what is on its way has arrived."""
+        """Store the account and the lease if it is time. With `now`, do so as soon as a put under way has ended."""
         account, held = self.account, self._lease
         if account is None or held is None or self._taking_up:
             return
@@ -411,13 +411,13 @@ class Bookkeeper:
         return None if fenced else held.renewal(tier.store)
 
     def _whole(self, account: Account) -> Account:
-        """With the row that is being filled."""
+        """Return the account, including the row that is being filled."""
         if self._row.row is None or account is not self.account:
             return account
         return replace(account, rows=[*account.rows, self._row.row])
 
     async def finish(self) -> None:
-        """The writer ends: what is known is put, if that works soon."""
+        """Store all metrics before the writer ends, within `PATIENCE_S`."""
         try:
             if self._taking_up and self._task is not None:
                 await asyncio.wait({self._task}, timeout=PATIENCE_S)
@@ -429,7 +429,7 @@ class Bookkeeper:
 
     @harmless
     def decided(self, decision: Decision) -> None:
-        """The ranks have agreed on a cadence."""
+        """Record the save intervals that the ranks have agreed on."""
         if self.account is None:
             return
         decision.at = time.monotonic()

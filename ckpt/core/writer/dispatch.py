@@ -45,8 +45,8 @@ HANDLERS: dict[type[Request[Any]], list[Callable[..., object]]] = {}
 
 
 def handles(kind: type[Request[Any]]) -> Callable[[H], H]:
-    """Mark a method as the handler of this type of requests. It returns the reply, or raises it; it may be async. It
-    gets the `caller` too if it has that parameter."""
+    """Mark a method as the handler of this type of request. It returns the reply or raises an error, and may be async.
+    If it has a parameter `caller`, it also gets the caller."""
 
     def enter(handler: H) -> H:
         HANDLERS.setdefault(kind, []).append(handler)
@@ -100,7 +100,7 @@ class Background:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
+        self._tasks: set[asyncio.Task[None]] = set()  # strong references, because the loop keeps none
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task in the background. If it fails, the error is logged."""

@@ -1,7 +1,7 @@
 """The run as its writer holds it open: its trainer, who owns it, and its durable tiers.
 
-The owner is who the run log names last. The writer acts as that one, or as the one that its own trainer is about to be:
-a restore may open the next epoch while a checkpoint is on its way.
+The owner is the last one in the run log. The writer acts as that owner, or as the next owner of its own trainer: a
+restore may begin the next term while a checkpoint is being written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt.core.writer.dispatch import handles
 from ckpt.errors import CheckpointError, FencedError, StoreError, UsageError
 from ckpt.store import folder_of, is_temporary
 
-LOST_S = 5.0  # for a tier to say which run it is
+LOST_S = 5.0  # timeout for a tier to return the id of its run
 T = TypeVar("T")
 
 
@@ -37,7 +37,7 @@ class PresentTrainer:
     def __init__(self, channel: Channel | None, process: Process) -> None:
         self.adoptions = 0  # trainers that have inherited this writer
         self.fenced: FencedError | None = None  # why its job no longer owns the run
-        self._earlier: list[Process] = []  # trainers that were found dead, and their processes may not have ended
+        self._earlier: list[Process] = []  # trainers detected as dead whose processes may not have ended
         self._begin(channel, process)
 
     def _begin(self, channel: Channel | None, process: Process) -> None:
@@ -104,7 +104,7 @@ class PresentTrainer:
     # -- connections --
 
     def hung_up(self, channel: Channel) -> None:
-        """End-of-file is never evidence of death: the pidfd and the mutex are."""
+        """Forget a closed connection. This is not evidence of death; only the pidfd and the mutex are."""
         if channel is self.channel:
             self.channel = None
 
@@ -231,7 +231,7 @@ class HeldRun:
 
     @property
     def roots(self) -> dict[str, str]:
-        """The ids of the runs in the tiers, by URL."""
+        """Return the ids of the runs in the tiers, by URL."""
         return {tier.url: tier.log.root for tier in self.tiers if tier.log.root}
 
     def sees(self, proof: str) -> bool:

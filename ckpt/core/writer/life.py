@@ -38,7 +38,7 @@ Faults:
 - Memory of a dead trainer may be mapped by the new job, so `_fence` only closes it. Memory of a living trainer is used
   by no other process, so `_fence` also returns its pages to the system.
 - The trainer writes on after its death was noticed: devices may copy until the process has ended. The new trainer waits
-  for that before it overwrites a slot; `GreetingReply.writing_on` says for which processes.
+  for that before it overwrites a slot; `GreetingReply.writing_on` lists the processes.
 - A write is under way when memory is released: `PresentTrainer.check_not_fenced` fails it after its last read and
   before its manifest is stored, so that no other job can commit bytes of a released slot.
 """
@@ -78,7 +78,7 @@ from ckpt.units import duration
 OWNER_S = 10.0  # between two checks of who owns the run
 RETRY_S = 5.0  # between two tries to make memory durable
 RETRY_FOR_S = 3600.0  # for a tier that fails all the time; not while it takes bytes
-SHORT = 0.05  # share of memory that is available, below which nothing is kept that every tier has
+SHORT = 0.05  # share of available memory below which snapshots that every tier has are released
 POLL_S = 0.2  # between two checks of whether a trainer has come
 
 
@@ -190,7 +190,7 @@ class Life:
             return
         adoptions = self.trainer.adoptions
         if self.state in (State.DRAINING, State.LINGERING) and not self.trainer.closed:
-            # A crash is noticed before the process ends: something may have been sealed in between.
+            # A crash is detected before the process ends, and a snapshot may have been sealed in between.
             self.background.spawn(self._drain_again(adoptions))
         self.died(adoptions)
 
@@ -199,7 +199,7 @@ class Life:
         await self.drain.drain(adoptions)
 
     def died(self, adoptions: int) -> None:
-        """The trainer of this adoption has died, or has left."""
+        """Begin to drain memory, because the trainer of this adoption has died or left."""
         if self.state is State.SERVING and adoptions == self.trainer.adoptions:
             self._enter(State.DRAINING)
             self.trainer.dead = True
@@ -307,7 +307,7 @@ class Life:
 
     @handles(requests.Lend)
     async def lend(self, request: requests.Lend, caller: Caller) -> Answer:
-        """Show another trainer what is here. It gets the arenas themselves, and may keep them."""
+        """Describe this writer's memory to another trainer. It gets the arenas themselves, and may keep them."""
         check_version(request)
         if request.digest:
             await asyncio.to_thread(self.held_memory.digest_ring)
@@ -364,7 +364,7 @@ class Life:
             events.log.warning("cannot check who owns the run: %s", error)
 
     def _fence(self, error: FencedError) -> None:
-        """Another job owns the run: notify the trainer, release the memory, and free the name for that job."""
+        """Notify the trainer, release the memory, and free the name, because another job owns the run."""
         if self.state in (State.FENCED, State.LEAVING):
             return
         lives = self.state is State.SERVING
@@ -390,8 +390,8 @@ class Life:
 
     @handles(requests.Leave)
     async def on_leave(self, request: requests.Leave, caller: Caller) -> None:
-        """Finish what began, clean up and leave. As long as something is unfinished, a new trainer may inherit it, as
-        after a death. With `keep`, do all that is done after a death."""
+        """Finish the writes that began, clean up and leave. Until they have ended, a new trainer may inherit the memory
+        as after a death. With `keep`, continue as after a death."""
         trainer = self.trainer
         if trainer.channel not in (caller.channel, None):
             return  # another trainer has come in its place
@@ -425,7 +425,7 @@ class Life:
             self.background.loop.call_later(0.05, self.server.finished.set)  # after the reply has left
 
     async def _see_out(self, adoptions: int, owed: set[Attempt]) -> None:
-        """Make durable what the trainer asked for before it closed, until another one inherits it."""
+        """Make the requested saves of a closed trainer durable, until another trainer inherits the memory."""
         while adoptions == self.trainer.adoptions and self.persister.unfinished:
             await asyncio.sleep(0.01)
         try:

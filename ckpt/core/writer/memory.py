@@ -29,9 +29,9 @@ from ckpt.errors import SaveError, SkippedError, WriterError
 from ckpt.events import log
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
-MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
-RING_SHARE = 0.5  # of all memory, that the arenas of a machine may take beyond two slots each
-KEEP_S = 1.0  # for another process that keeps an arena to release it
+MEMORY_SHARE = 0.8  # share of the available memory that an arena may use
+RING_SHARE = 0.5  # share of all memory that the arenas of a machine may use beyond two slots each
+KEEP_S = 1.0  # timeout for another process to release an arena that it keeps
 
 
 def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
@@ -63,7 +63,7 @@ def make_arena(slots: int, slot_size: int, least: int, *, ranks: int = 1, node: 
     while True:
         try:
             return Arena.create(slots, slot_size, ready=1, node=node)
-        except (MemoryError, OSError) as error:  # others were quicker, or it must not be locked, say
+        except (MemoryError, OSError) as error:  # for example, others were faster, or memory locking is limited
             if slots == least:
                 raise SkippedError(f"{slots} snapshots do not fit into memory: {error}") from error
             slots -= 1
@@ -89,14 +89,14 @@ class HeldMemory:
         self._trainer = trainer
         self.arenas: dict[str, Arena] = {}
         self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
-        self.foreign: set[str] = set()  # those that other ranks staged into; they are only read
+        self.foreign: set[str] = set()  # ids of arenas that other ranks staged into; they are only read
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
-        self.late: set[tuple[Attempt, int]] = set()  # of these they were computed by `digest_ring`, or after a death
+        self.late: set[tuple[Attempt, int]] = set()  # keys of digests from `digest_ring` or from after a death
         self.retracted: dict[Attempt, str] = {}  # snapshots that must not become checkpoints, and why
         self.replicas: dict[Attempt, Replicas] = {}  # digests of replicated tensors, for the parts of this rank
         self._numbers: dict[tuple[str, Attempt], Iterator[int]] = {}
-        self.copies: dict[int, Arena] = {}  # of the memory of other nodes, by rank; a plug-in fills them
+        self.copies: dict[int, Arena] = {}  # copies of the memory of other nodes, by rank; a plug-in fills them
 
     def all(self) -> list[Arena]:
         return [*self.arenas.values(), *self.copies.values()]
@@ -107,9 +107,9 @@ class HeldMemory:
             self.foreign.add(arena.id.hex())
 
     def free_all(self) -> None:
-        """Return the memory to the system although the trainer may live, because it has lost the run. No copy that it
-        makes from now on is acknowledged. Only this method changes slots without holding their mutex: readers compare
-        the label afterwards, or are fenced as well."""
+        """Return the memory to the system although the trainer may live, because it has lost the run. Its later copies
+        are never acknowledged. Only this method changes slots without holding their mutex: readers compare the label
+        afterwards, or are fenced too."""
         for key, arena in list(self.arenas.items()):
             for slot in range(arena.slots):
                 arena.give_up(slot)
@@ -117,7 +117,7 @@ class HeldMemory:
 
     @handles(requests.ReleaseArena)
     def release(self, request: requests.ReleaseArena) -> None:
-        """Release this arena."""
+        """Release an arena that this writer holds."""
         key = request.arena
         arena = self.arenas.pop(key, None)
         if arena is not None:
@@ -131,7 +131,7 @@ class HeldMemory:
         return {digest: layout.to_json() for digest, layout in self.layouts.items() if digest in used}
 
     def ring(self) -> list[tuple[Arena, int, Label]]:
-        """Return all sealed snapshots, newest first, without copies of other nodes'."""
+        """Return all sealed snapshots, newest first, without copies from other nodes."""
         found = [(arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()]
         return sorted(found, key=lambda one: -one[2].order)
 
@@ -146,7 +146,7 @@ class HeldMemory:
         return [(str(key[0]), key[1], found.hex(), key in self.late) for key, found in list(self.digests.items())]
 
     def know_digests(self, attempt: Attempt, rank: int, digests: bytes) -> None:
-        """Remember the digests of what was written. Raises SaveError if memory was damaged since they were computed."""
+        """Keep the digests of a written snapshot. Raises SaveError if memory was damaged since an earlier digest."""
         key = attempt, rank
         if not self._trainer.dead:
             self.digests[key] = digests
@@ -176,8 +176,8 @@ class HeldMemory:
         self._numbers = {key: numbers for key, numbers in self._numbers.items() if key[1] in held}
 
     def wanted(self, history: Sequence[Acquire], attempts: Collection[Attempt] | None = None) -> list[Attempt]:
-        """Return the snapshots of this history, newest first, without those that were given up; only these `attempts`,
-        if given."""
+        """Return the snapshots of this history, newest first, without retracted ones. If `attempts` is given, return
+        only those."""
         ring = {label.attempt for _, _, label in self.ring() if label.attempt is not None}
         found = in_history(history, ring - self.retracted.keys())
         return [attempt for attempt in found if attempts is None or attempt in attempts]
@@ -196,11 +196,11 @@ class HeldMemory:
                     continue
                 blobs = digest_blobs(layout, arena.data(slot, label.data_size))
                 found = blobs + blob_digest(arena.values(slot, label))
-                if arena.settled(slot) == label:  # the trainer may be alive, and go on
+                if arena.settled(slot) == label:  # a living trainer may have overwritten it
                     self.late.add((label.attempt, layout.rank))
                     self.digests[label.attempt, layout.rank] = found
 
-    # -- what is asked --
+    # -- requests --
 
     @handles(requests.MakeArena)
     async def make(self, request: requests.MakeArena) -> Answer:
@@ -221,14 +221,14 @@ class HeldMemory:
 
     @handles(requests.AttachArena)
     async def attach(self, request: requests.AttachArena, caller: Caller) -> None:
-        """Hold an arena of the trainer. If another trainer has come meanwhile, refuse, because nobody would ever
-        release it."""
+        """Hold an arena of the trainer. Refuse if this writer now serves another trainer, which would never release
+        it."""
         if self._trainer.channel not in (caller.channel, None):
             os.close(caller.fds[0])
             raise WriterError("this writer serves another trainer by now")
         arena = Arena.attach(caller.fds[0])
         self.add(arena, foreign=request.foreign)
-        if not request.foreign:  # the writer before may not have come to its end
+        if not request.foreign:  # the previous writer may not have finished this
             _make_ready(arena)
         await self._kept(arena.id.hex())
 

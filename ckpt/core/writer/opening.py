@@ -1,8 +1,8 @@
-"""Opening a run and taking it over, for a trainer that starts, restores or goes back.
+"""Opens a run and takes ownership of it, for a trainer that starts, restores or rolls back.
 
-OpenRun      nothing is changed in the tiers
-AcquireRun   this writer appends the next owner, for all ranks
-OwnRun       all ranks know the owner: what earlier ones have left unfinished is ended
+OpenRun      read the tiers without changing them
+AcquireRun   append the next owner to the logs, for all ranks
+OwnRun       all ranks know the owner: finish or abort the checkpoints that earlier owners left unfinished
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ckpt.core.writer.promotion import Promoter
 from ckpt.core.writer.throttle import IdleCores, Throttle, threads
 from ckpt.errors import OutcomeUnknownError, SaveError, StoreError
 
-LOOK_BACK = 4  # incarnations, one of which knows how often to save
+LOOK_BACK = 4  # number of earlier job attempts that are searched for save intervals
 
 
 @dataclass(eq=False)
 class TierOpener:
-    """Everything runs in the writer's event loop."""
+    """Handles requests to open and own a run, in the writer's event loop."""
 
     trainer: PresentTrainer
     run: HeldRun
@@ -45,16 +45,16 @@ class TierOpener:
 
     @handles(requests.OpenRun)
     async def open(self, request: requests.OpenRun) -> requests.OpenRunReply:
-        """InUseError, with `check`, if somebody trains the run."""
+        """Open the tiers of a run. With `check`, raises InUseError if another job trains the run."""
         run, begun = self.run, self.trainer.adoptions
         run.linger_s, run.commit_s = request.linger_s, request.commit_s
         run.first_number, run.next_nonces = request.first_number, frozenset(request.next_nonces)
         run.acquires = [acquire_of(one) for one in request.acquires]
-        known = {tier.url: tier for tier in run.tiers}  # one of them may be writing the ring at this moment
+        known = {tier.url: tier for tier in run.tiers}  # reuse these, because one may be writing at this moment
         tiers: list[OpenTier] = []
         again, roots = bool(run.first_number), [*request.roots, *[""] * len(request.tiers)]
         for spec, root in zip(request.tiers, roots, strict=False):
-            # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
+            # A writer that replaces a dead one must not fail because a bucket is temporarily unreachable.
             try:
                 tiers.append(await self._open_tier(spec, known, root, later=bool(again and tiers), again=again))
             except StoreError as error:
@@ -64,15 +64,15 @@ class TierOpener:
                 await check_free(tier.log, lambda text: self.trainer.tell(SaidNote(text)), self._has_ended)
         run.check_still(begun)
         run.tiers = tiers
-        for tier in tiers:  # what was kept here for a tier that is gone
+        for tier in tiers:  # drop bases that were kept for a tier that was removed
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
         found = [_found(tier) for tier in tiers]
         decision = await self._last_cadence(request.auto) if request.auto else None
         return requests.OpenRunReply(found, {} if decision is None else asdict(decision))
 
     def _as_it_stands(self, error: StoreError, url: str, tiers: Sequence[OpenTier]) -> StoreError:
-        """What is known without this place, and how to go on without it. We do not by ourselves: it may hold a newer
-        step, or be where another job trains."""
+        """Return an error that names the newest step known without this tier, and how to continue without it. We do not
+        skip it automatically: it may have a newer step, or another job may train in it."""
         here = [(one.step, tier.url) for tier in tiers if tier.opened for one in tier.log.state.lineage()[:1]]
         here += [(label.attempt.step, "memory") for _, _, label in self.held_memory.ring()[:1] if label.attempt]
         if not here or isinstance(error, OutcomeUnknownError):
@@ -92,7 +92,7 @@ class TierOpener:
         if tier is not None and tier.url not in await self.run.lost([tier]):
             await renew(tier, spec)
             return tier
-        # It is new, or what was there was removed, and is no run or another one now.
+        # The tier is new, or its run was removed or replaced.
         tier = await open_place(spec, later=later, root=root, again=again)
         if caveat := getattr(tier.store, "caveat", ""):
             self.trainer.tell(SaidNote(caveat))
@@ -100,11 +100,11 @@ class TierOpener:
         return tier
 
     def _has_ended(self, lease: Lease) -> bool:
-        """Return True for the lease of a trainer that was this writer's, or is the same process as the new one."""
+        """Return True for the lease of this writer's previous trainer, or of the same process as the new trainer."""
         return lease.token == self.books.token or (lease.visible and lease.pid == self.trainer.pid)
 
     async def _last_cadence(self, auto: list[str]) -> Decision | None:
-        """What the last incarnation saved by, so that this one need not find it out again."""
+        """Return the save intervals of the last job attempt, so that they need not be measured again."""
         known = await read_back(self.run.tiers, LOOK_BACK)
         decision = last_decision([*known, *([self.books.account] if self.books.account else [])])
         for tier in self.run.tiers:
@@ -115,7 +115,7 @@ class TierOpener:
 
     @handles(requests.AcquireRun)
     async def acquire(self, request: requests.AcquireRun) -> list[int]:
-        """With `restored` as a rollback of the present owner."""
+        """Append the next owner to the logs. With `restored`, it is a rollback by the present owner."""
         run, begun = self.run, self.trainer.adoptions
         nonce, back = request.nonce, None if request.restored is None else Attempt.parse(request.restored)
         tiers = [run.tiers[i] for i in request.tiers]
@@ -130,11 +130,11 @@ class TierOpener:
         return sorted({a.epoch for a in taken} or {floor + 1})
 
     async def own(self, request: requests.OwnRun) -> list[PartsHere]:
-        """This writer's part in committing, too."""
+        """Act as the new owner, set this rank's roles in committing, and recover its tiers."""
         run, owner, begun = self.run, acquire_of(request.owner), self.trainer.adoptions
         async with run.taking:
             for tier in (tier for tier in run.tiers if tier.opened):
-                await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
+                await tier.log.refresh()  # another rank's writer appended the owner; an old log would fence us
             run.check_still(begun)
             run.become(owner)
             run.next_nonces = frozenset(request.next_nonces)
@@ -143,7 +143,7 @@ class TierOpener:
         return [parts for i in request.recover for parts in await self._recover(i, run.tiers[i])]
 
     async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:
-        """End what earlier incarnations have left there; of what a single node's disk holds parts of, those."""
+        """Finish or abort unfinished checkpoints in a tier. Return the parts here if the tier is node-local."""
         mine, wanted = self.run.mine(), self.promoter.wanted(tier)
         await commit.recover(tier.log, mine, frozenset(tier.in_flight | wanted), partial=tier.role.partial)
         await tier.drop_uploads(mine, wanted)
@@ -166,18 +166,18 @@ class TierOpener:
 
     @handles(requests.Distrust)
     def distrust(self, request: requests.Distrust) -> None:
-        """Every checkpoint that is there is of an earlier term than that of the restore."""
+        """Stop building on present checkpoints, all of which are from earlier terms, because damage was found."""
         for tier in (tier for tier in self.run.tiers if tier.url == request.url):
             tier.encoder.distrust(Attempt(self.run.mine().epoch, 0, ""))
 
     @handles(requests.Complete)
     async def complete(self, request: requests.Complete) -> None:
-        """The other nodes hold their parts of these attempts too."""
+        """Commit these attempts, because the other nodes hold their parts too."""
         tier = self.run.tiers[request.tier]
         for attempt in request.attempts:
             try:
                 await commit.complete(tier.log, self.run.mine(), Attempt.parse(attempt))
-            except SaveError as error:  # what it builds on is gone: it has been ended
+            except SaveError as error:  # a checkpoint that it builds on is gone, so it was aborted
                 events.log.warning("%s: %s", tier.url, error)
 
 

@@ -1,5 +1,5 @@
-"""Write this rank's part of a checkpoint to a tier, from memory or a nearer tier; commit it with the parts of the other
-ranks; or give it up.
+"""Writes this rank's part of a checkpoint to a tier, from memory or a nearer tier, and commits it with the parts of the
+other ranks, or aborts it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt.core.writer.held_run import HeldRun, PresentTrainer
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.errors import CheckpointError, CorruptError, FencedError, FullError, RunGoneError, SaveError, StoreError
 
-FAR_PATIENCE = 6  # how much longer ranks wait for each other's parts where these take their time
+FAR_PATIENCE = 6  # factor of the timeout for other ranks' parts in slow tiers
 OUT_OF_TURN = -1
 
 
@@ -57,7 +57,7 @@ class Settler:
             self.settling[begun] -= 1
 
     async def settle(self, tier: OpenTier, written: WrittenPart) -> None:
-        """Wait until it is a checkpoint in this tier. Raises SaveError if it was given up."""
+        """Wait until a written part is a committed checkpoint in this tier. Raises SaveError if it was aborted."""
         attempt = Attempt.parse(written.part.attempt)
         try:
             await self._commit(tier, written)
@@ -74,7 +74,7 @@ class Settler:
             if written.part.world > 1:
                 await self._give_up(tier, written, error)
             if attempt in tier.log.state.held:
-                self._sweep_soon(tier)  # others of its kind may have been there for long
+                self._sweep_soon(tier)  # other incomplete checkpoints may have to be removed
             if isinstance(error, RunGoneError):
                 await tier.remove_rest(attempt, written.part.rank)
             raise
@@ -108,7 +108,7 @@ class Settler:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
             tier.sweeping = self.background.spawn(tier.sweep(self.run.mine(), self.trainer.tell))
 
-    # -- giving up --
+    # -- aborting --
 
     async def tell_others(self, tier: OpenTier, attempt: Attempt, rank: int, error: BaseException) -> None:
         """Abort a checkpoint because this rank's part will not come, so that other ranks do not wait for it."""
@@ -137,12 +137,12 @@ class Settler:
 
     @handles(Retract)
     async def retract(self, request: Retract) -> None:
-        """Give a snapshot up, because it failed or is inconsistent: it must not become or stay a checkpoint."""
+        """Retract a snapshot that failed or is inconsistent: it must not become or remain a checkpoint."""
         attempt = Attempt.parse(request.attempt)
         self.held_memory.take_back(attempt, request.reason)
         failures: list[CheckpointError] = []
         with self.under_way():
-            for tier in self.run.tiers:  # all of them, whatever happens in one
+            for tier in self.run.tiers:  # all tiers, even if one fails
                 try:
                     async with tier.busy:
                         await tier.prepare()
@@ -165,8 +165,8 @@ def own_bytes(written: WrittenPart | None) -> int:
 class PartWriter:
     """Writes parts in the writer's event loop; blocking work goes to threads.
 
-    `reads`: how many writes read a slot, by arena and slot; `stored`: futures by tier and checkpoint that tell whether
-    our part is stored.
+    `reads`: the number of writes that read a slot, by arena and slot; `stored`: by tier and checkpoint, a future that
+    is True if our part is stored.
     """
 
     trainer: PresentTrainer
@@ -187,7 +187,7 @@ class PartWriter:
             self.reads[key] -= 1
             if not self.reads[key]:
                 del self.reads[key]
-                if adopted != self.trainer.adoptions:  # the new trainer was told that this slot is being written
+                if adopted != self.trainer.adoptions:  # the new trainer waits for the end of this read
                     self.trainer.tell(SlotReadNote(arena.id.hex(), slot))
 
     async def store(
@@ -195,9 +195,8 @@ class PartWriter:
     ) -> WrittenPart | None:
         """Write this rank's part from memory. Return None if the step is a checkpoint already.
 
-        With a single rank, a failed checkpoint stays open: it may be written again to further files, and recovery ends
-        the rest. With several ranks it is aborted immediately, so that they need not wait, unless this was not the
-        `last` try.
+        With a single rank, a failed checkpoint stays open. It may be retried with other files, or recovery ends it.
+        With several ranks it is aborted immediately so that they need not wait, unless this was not the `last` try.
         """
         attempt, layout = label.attempt, self.held_memory.layouts[label.layout]
         assert attempt is not None
@@ -212,7 +211,7 @@ class PartWriter:
             if last and reason == "due":
                 await self.settler.tell_others(tier, attempt, layout.rank, error)
                 if attempt in tier.log.state.commits:
-                    return None  # the part was whole, and others were quick
+                    return None  # the part was complete, and another rank has committed it
             raise
         if written is None:
             tier.in_flight.discard(attempt)
@@ -229,8 +228,8 @@ class PartWriter:
         reason: str,
     ) -> WrittenPart | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
-            self.trainer.check_not_fenced()  # else the slot may have been released meanwhile
-            # A living trainer may use the slot again: it changes the label before the first byte.
+            self.trainer.check_not_fenced()  # otherwise the slot may have been released during the write
+            # A living trainer may reuse the slot. It changes the label before the first byte.
             if arena.settled(slot) != label:
                 raise SaveError(f"step {attempt.step} {problem}")
 
@@ -266,8 +265,8 @@ class PartWriter:
         reason: str,
         check: Callable[[], None] = lambda: None,
     ) -> WrittenPart:
-        """Write a part in the form of this tier, and only what is new there. `check` raises if the source has changed
-        meanwhile."""
+        """Write a part in the encoding of this tier, without chunks that the tier already has. `check` raises if the
+        source has changed since."""
         attempt, layout, near = snapshot.attempt, snapshot.layout, self.run.near(tier)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
         if previous is not None:
@@ -290,7 +289,7 @@ class PartWriter:
 
 
 def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bases:
-    """Return where the bases of increments are read."""
+    """Return the source from which the bases of increments are read."""
     if reason in ("ring", "late"):
         return no_bases
     if near is None:
@@ -306,7 +305,7 @@ def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bas
 
 
 def _anchor(tier: OpenTier, near: OpenTier, written: WrittenPart) -> None:
-    """Keep the bases of increments in the further tier in the nearer one, if there are any."""
+    """Make the nearer tier keep the bases of increments in the further tier, if there are any."""
     if tier.encoder.policy.compression == "none" or not tier.encoder.uses_bases:
         near.anchors.pop(tier.url, None)
     elif not written.part.needs:

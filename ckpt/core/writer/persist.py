@@ -1,4 +1,4 @@
-"""Save the snapshots that the trainer requests, and after a fault those that are in memory.
+"""Saves the snapshots that the trainer requests, and after a fault the snapshots in memory.
 
 memory, or a nearer tier -> part (parts, promotion) -> checkpoint (Settler)
 """
@@ -29,7 +29,7 @@ from ckpt.core.writer.promotion import Promoter
 from ckpt.core.writer.throttle import Throttle
 from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, SkippedError
 
-FAR_QUEUE = 1  # checkpoints that wait for the one that is on its way from memory to a tier that is slow
+FAR_QUEUE = 1  # number of checkpoints that may wait for a write from memory to a slow tier
 LATE_S = 30.0  # timeout for the parts of other ranks after the trainer's end
 FAR_LATE_S = 600.0  # the same in a slow tier
 COMMON_S = 1.0  # after which the step before the newest is enough, if not all ranks have the newest
@@ -37,7 +37,7 @@ OTHERS_S = 5.0  # timeout for the parts of other ranks when ours is written
 
 
 class Persister:
-    """Everything runs in the writer's event loop; blocking work goes to threads."""
+    """Handles requests to save, in the writer's event loop; blocking work goes to threads."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Persister:
     async def write(self, request: WriteSlot) -> WriteSlotReply:
         """Make a checkpoint of a sealed slot in one tier.
 
-        `SlotReadNote` says when the slot is free again. A further tier that is busy, or fails, gets the step from the
-        nearest one, so that memory does not wait for a network.
+        `SlotReadNote` reports that the slot is free again. If a further tier is busy or fails, it gets the step from
+        the nearest tier later, so that memory does not wait for a network.
         """
         tier, attempt = self._run.tiers[request.tier], Attempt.parse(request.attempt)
         arena = self._held_memory.arenas.get(request.arena)
@@ -76,7 +76,7 @@ class Persister:
     async def _write(self, tier: OpenTier, attempt: Attempt, request: WriteSlot) -> WrittenPart | None:
         near, stored = self._run.near(tier), self.parts.stored
         if near is not None and (near.url, attempt) not in stored and attempt not in near.log.state.commits:
-            near = None  # not due there
+            near = None  # the step is not scheduled there
         part = stored.setdefault((tier.url, attempt), asyncio.get_running_loop().create_future())
         if near is not None:
             near.promoting[attempt] += 1
@@ -114,7 +114,7 @@ class Persister:
             self._tell_stored(request)
 
         if request.stored or arena is None or label is None or label.attempt != attempt:
-            # The trainer or a predecessor of this writer stored it, and it was not committed. No slot has it.
+            # The trainer or an earlier writer stored the part without committing it. No slot has it.
             return await self._stored_before(tier, near, attempt)
         if near is not None and (tier.busy.locked() or tier.waiting):
             return await self.promoter.promote(tier, near, attempt, free)
@@ -167,11 +167,11 @@ class Persister:
 
     @property
     def unfinished(self) -> bool:
-        """Return True if some are. Those of an earlier trainer do not count: their other parts may never come."""
+        """Return True if saves are under way, except those of earlier trainers, whose other parts may never come."""
         return bool(self.parts.reads or self.settler.settling[self._trainer.adoptions])
 
     async def close(self) -> None:
-        """Finish what was begun, clean up, and close the stores."""
+        """Finish the saves that began, clean up, and close the stores."""
         await self.promoter.stop()
         while self.unfinished:
             await asyncio.sleep(0.01)
@@ -259,7 +259,7 @@ class Drain:
                 stored_since = stored_since or time.monotonic()
                 durable_since = durable_since or (time.monotonic() if done else 0.0)
                 if (done and time.monotonic() > durable_since + COMMON_S) or time.monotonic() > stored_since + OTHERS_S:
-                    return  # other ranks are behind this one, or do not save
+                    return  # other ranks are behind, or do not save this step
             await asyncio.sleep(0.02)
 
     async def _drain_alive(self, attempts: list[Attempt], tier: OpenTier | None = None) -> None:
@@ -269,8 +269,8 @@ class Drain:
     # -- after the end of a trainer --
 
     async def make_durable(self, adoptions: int, tier: OpenTier, owed: Collection[Attempt] | None = None) -> bool:
-        """Write to a tier what belongs there: memory, or the `owed` part of it, to the nearest; the newest step to any
-        other. Return False if a write has to be retried."""
+        """Write the snapshots in memory, or only the `owed` ones, to a tier: all of them to the nearest tier, and the
+        newest step to any other. Return False if a write has to be retried."""
         nearest = self.run.tiers[0]
 
         def is_over(attempts: list[Attempt], tier: OpenTier) -> bool:

@@ -1,4 +1,4 @@
-"""Copy checkpoints from a nearer tier to a further one, so that memory need not wait for it, and after a crash."""
+"""Copies checkpoints from a nearer tier to a further one, so that memory is free sooner, and after a crash."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ckpt.core.writer.parts import PartWriter, Settler
 from ckpt.errors import CheckpointError, RunGoneError, SaveError, SkippedError
 from ckpt.units import duration
 
-STILL_S = 30.0  # without a byte: hardly any slow place is that slow
+STILL_S = 30.0  # time without a byte after which a tier counts as unresponsive rather than slow
 
 
 @dataclass(eq=False)
 class Turns:
-    """The queue of a tier that is slower than its steps come. If it is too long, the oldest step is skipped, so that
-    the last step of a run is never skipped."""
+    """The queue of a tier that is slower than its save interval. If the queue is too long, the oldest step is skipped,
+    so that the last step of a run is never skipped."""
 
     taken: bool = False
-    since: float = 0.0  # when the one under way got its turn, by the monotonic clock
+    since: float = 0.0  # when the present step got its turn, by the monotonic clock
     line: list[tuple[Attempt, asyncio.Future[None]]] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
@@ -58,7 +58,7 @@ class Turns:
                 self._call()
 
     def _why(self, tier: OpenTier) -> str:
-        """Say why steps are skipped; to save less often does not help if the tier is down or hangs."""
+        """Return why steps are skipped. To save less often does not help if the tier is down or hangs."""
         still_s = time.monotonic() - max(self.since, tier.flow.moved)
         if still_s > STILL_S:
             return f"has taken nothing for {duration(still_s)}: check whether it responds. It gets the newest then"
@@ -67,7 +67,7 @@ class Turns:
     def _call(self) -> None:
         while self.line and not self.taken:
             _, waits = self._leave()
-            if not waits.done():  # else it was cancelled, and its task has not run yet
+            if not waits.done():  # otherwise it was cancelled, and its task has not run yet
                 waits.set_result(None)
                 self.taken, self.since = True, time.monotonic()
 
@@ -79,7 +79,7 @@ class Turns:
 
 @dataclass(eq=False)
 class Promoter:
-    """Everything runs in the writer's event loop."""
+    """Copies parts from a nearer tier to further ones, in the writer's event loop."""
 
     trainer: PresentTrainer
     run: HeldRun
@@ -93,7 +93,7 @@ class Promoter:
     async def promote(
         self, tier: OpenTier, near: OpenTier, attempt: Attempt, free: Callable[[], None]
     ) -> WrittenPart | None:
-        """Copy this rank's part from a nearer tier, when it is there; None if the attempt is a checkpoint already.
+        """Copy this rank's part once a nearer tier has it. Return None if the attempt is a checkpoint already.
 
         `free` is called when memory is no longer needed for it. Raises SkippedError if the further tier is too slow.
         """
@@ -130,7 +130,7 @@ class Promoter:
             tier.waiting -= 1
 
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenPart) -> WrittenPart:
-        """Store a part of a nearer tier in the form of the further one. Continue where a crash cut it off."""
+        """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
         attempt, part = Attempt.parse(here.part.attempt), here.part
         there = await commit.stored_part(tier.store, attempt, part.rank)
         if there is not None:
@@ -151,7 +151,7 @@ class Promoter:
         return await self.parts.encode(tier, snapshot, source, numbers, reason=part.reason)
 
     def _check_wanted(self, tier: OpenTier, attempt: Attempt) -> None:
-        """Raise SaveError if the step was given up, here or by another rank."""
+        """Raise SaveError if the step was retracted here or aborted by another rank."""
         state = tier.log.state
         if attempt in self.held_memory.retracted:
             raise SaveError(f"step {attempt.step} was given up: {self.held_memory.retracted[attempt]}")
@@ -161,7 +161,7 @@ class Promoter:
     # -- after a start --
 
     def wanted(self, tier: OpenTier) -> set[Attempt]:
-        """Return checkpoints from before a crash that a further tier still gets from the nearest."""
+        """Return the checkpoints from before a crash that are still to be copied from the nearest tier to this one."""
         near = self.run.near(tier)
         if near is None:
             return set()
@@ -177,8 +177,8 @@ class Promoter:
         self._resuming = self.background.spawn(self.resume())
 
     async def resume(self) -> None:
-        """Copy what a crash has interrupted; the ranks share the parts. All find the same copies pending, whenever they
-        check."""
+        """Resume the copies that a crash has interrupted. The ranks share the parts, and all find the same pending
+        copies whenever they check."""
         adoptions = self.trainer.adoptions
         for tier in self.run.tiers[1:]:
             near = self.run.near(tier)
@@ -222,7 +222,7 @@ class Promoter:
             tier.in_flight.discard(one.attempt)
 
     async def stop(self) -> None:
-        """Stop; the next start resumes."""
+        """Stop the copies. The next start resumes them."""
         if self._resuming is not None:
             self._resuming.cancel()
             await asyncio.gather(self._resuming, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""The connections of the writer. It listens under the name of the run on this machine as long as it holds memory.
+"""The connections of the writer. It listens under the name of the run on this machine while it holds memory.
 
-A thread reads each connection. Each request is handled by a task of the event loop; tasks begin in the order in which
+A thread reads each connection. A task of the event loop handles each request. Tasks begin in the order in which
 requests arrive.
 """
 
@@ -23,13 +23,13 @@ AGAIN_S = 1.0  # pause after a connection could not be accepted, for lack of des
 
 
 class Server:
-    """`path`: of the socket, where it has one in the file system."""
+    """Serves the connections of the writer. `path`: the path of its socket, "" if it has none."""
 
     def __init__(self, path: str, listener: socket.socket, trainer: PresentTrainer, background: Background) -> None:
         self._path, self._trainer, self._background = path, trainer, background
         self._listener: socket.socket | None = listener
         self._dispatch: Dispatch | None = None
-        self.left = asyncio.Event()  # no trainer is accepted from now on
+        self.left = asyncio.Event()  # once set, no trainer is accepted
         self.finished = asyncio.Event()
 
     async def run(self, dispatch: Dispatch) -> None:
@@ -42,7 +42,7 @@ class Server:
         await self.left.wait()
 
     def leave(self) -> None:
-        """Release the name, so that the next trainer starts a writer of its own."""
+        """Release the name, so that the next trainer starts its own writer."""
         self.left.set()
         listener, self._listener = self._listener, None
         if listener is None:
@@ -55,8 +55,8 @@ class Server:
                 os.unlink(self._path)
 
     def check_stays(self) -> None:
-        """Raise WriterError for a trainer that comes when this writer leaves. It waits for the name, and starts a
-        writer of its own."""
+        """Raise WriterError for a trainer that connects while this writer leaves. The trainer then waits for the name
+        and starts its own writer."""
         if self.left.is_set():
             raise WriterError("this writer is about to leave")
 
@@ -107,7 +107,7 @@ class Server:
             self._trainer.check_not_fenced(channel)
             value = await dispatch.answer(request, Caller(channel, incoming.fds))
         except Exception as error:
-            if self.left.is_set() and isinstance(error, RuntimeError):  # its threads have ended already
+            if self.left.is_set() and isinstance(error, RuntimeError):  # the worker threads have ended already
                 error = WriterError("this writer is about to leave")
             elif not isinstance(error, CheckpointError):
                 events.log.exception("the writer failed at %r", incoming.op)
@@ -116,7 +116,7 @@ class Server:
 
 
 def _reply(channel: Channel, number: int | None, value: object, fds: tuple[int, ...] = ()) -> None:
-    """Reply to a request that has a number, if only with the error that the reply cannot be sent."""
+    """Reply to a request that has a number. If the reply cannot be sent, send the error instead."""
     if number is not None:
         with contextlib.suppress(OSError):
             try:
@@ -126,6 +126,6 @@ def _reply(channel: Channel, number: int | None, value: object, fds: tuple[int, 
 
 
 def call_myself(name: str) -> None:
-    """Set the name of this process, which `ps` and `link.writers_of` see."""
+    """Set the name of this process, as shown by `ps` and read by `link.writers_of`."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

@@ -1,8 +1,8 @@
-"""Cores for background work: how many there are, and holding it back while the training waits for one.
+"""Limits the cores of background work, and throttles it while the training waits for a core.
 
-Low priority alone does not do it: a core that is shared gives each side less cache and memory bandwidth, and where all
-cores are busy even the lowest priority gets some time. The kernel counts for every thread how long it was ready to run
-and did not (`schedstat`); while that grows for the trainer, we sleep.
+Low priority alone is not enough: a shared core has less cache and memory bandwidth for each side, and if all cores are
+busy, even the lowest priority gets some time. The kernel counts how long each thread was ready to run but did not run
+(`schedstat`). While that grows for the trainer, background work sleeps.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-LOOK_S = 0.1  # between two looks
-STARVED = 0.05  # seconds that threads of the trainer waited, a second
-REST = 3.0  # seconds of sleep for a second of work, while it is starved
+LOOK_S = 0.1  # interval between two checks
+STARVED = 0.05  # seconds per second that threads of the trainer may wait for a core
+REST = 3.0  # seconds of sleep per second of work, while the trainer waits too long
 MOST_S = 0.5
-LEAST_S = 0.5  # seconds of all cores together, that say anything about how idle they are
-MAX_THREADS = 4  # of the background work of one rank
+LEAST_S = 0.5  # minimum sample, in core-seconds, to estimate how idle the cores are
+MAX_THREADS = 4  # maximum number of background threads per rank
 
 
 def threads() -> int:
-    """That the background work of one rank may use, by the cores and ranks of this node."""
+    """Return the number of threads for the background work of a rank, by the cores and ranks of this node."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks)))
 
 
 class IdleCores:
-    """How many cores were idle since it was last asked."""
+    """Estimates how many cores were idle since the last call."""
 
     def __init__(self) -> None:
         self._times, self._share = psutil.cpu_times(), 1.0
@@ -38,13 +38,14 @@ class IdleCores:
     def __call__(self) -> float:
         now = psutil.cpu_times()
         idle, total = now.idle - self._times.idle, sum(now) - sum(self._times)
-        if total > LEAST_S:  # asked twice in a row, it would see a moment only
+        if total > LEAST_S:  # after a shorter time, keep the last estimate
             self._times, self._share = now, max(idle / total, 0.0)
         return self._share * len(os.sched_getaffinity(0))
 
 
 class Throttle:
-    """`pid()`: of the process that must not wait; 0 or a process that is gone: nothing is held back."""
+    """Slows down background threads. `pid`: returns the id of the process that must not wait for a core. If it is 0 or
+    the process has ended, nothing is throttled."""
 
     def __init__(self, pid: Callable[[], int]) -> None:
         self._pid, self._lock = pid, threading.Lock()
@@ -53,7 +54,7 @@ class Throttle:
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
-        """Somebody who has little time waits for what is done meanwhile: nothing is held back."""
+        """Throttle nothing inside the block, because an urgent request waits for the work."""
         self._hurried += 1
         try:
             yield
@@ -61,7 +62,7 @@ class Throttle:
             self._hurried -= 1
 
     def __call__(self, seconds: float) -> None:
-        """Called by a thread that has worked for so long, before it goes on."""
+        """Sleep if the trainer waits for cores. A thread calls this after `seconds` of work."""
         if self._hurried:
             return
         self._look()
@@ -75,13 +76,13 @@ class Throttle:
                 return
             waited = waiting_s(self._pid())
             grown, passed = waited - self._waited, now - self._looked
-            # After a long pause, or with another process, the numbers have nothing to say to each other.
+            # After a long pause, or with another process, the two values are not comparable.
             self.starved = 0 < grown > STARVED * passed and passed < 10 * LOOK_S
             self._looked, self._waited = now, waited
 
 
 def waiting_s(pid: int) -> float:
-    """How long the threads of a process have been ready to run without running, in all; 0 if nobody counts."""
+    """Return the total time for which the threads of a process were ready but did not run; 0 if unknown."""
     total = 0
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):

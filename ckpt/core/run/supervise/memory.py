@@ -1,5 +1,5 @@
-"""The arenas of one rank: the one it stages into, the next one, and those of earlier job attempts until newer snapshots
-replace them.
+"""The arenas of a rank: the one it stages into, the next one, and those of earlier job attempts, which are released
+when newer snapshots supersede them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt.tiers import Memory, Tier
 
 
 class KnownDigests(NamedTuple):
-    """The digests of all blobs, then of the plain values. `late`: computed after the trainer's death, or at a request,
+    """The digests of all blobs, then of the plain values. `late`: computed after the trainer's death, or on request,
     so they do not prove that the memory was intact before."""
 
     digests: bytes
@@ -36,13 +36,13 @@ class KnownDigests(NamedTuple):
 
 
 Digests = dict[tuple[Attempt, int], KnownDigests]
-"""By attempt and rank."""
+"""The known digests, by attempt and rank."""
 
 
 @dataclass
 class HeldElsewhere:
-    """Memory that a writer holds for an earlier job attempt or for another rank. `damaged`: why arenas cannot be used,
-    by their ids."""
+    """Memory that a writer holds for an earlier job attempt or for another rank. `damaged`: by arena id, why an arena
+    cannot be used."""
 
     arenas: list[Arena] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class HeldElsewhere:
 
     @classmethod
     def of(cls, hello: requests.LendReply, fds: list[int]) -> HeldElsewhere:
-        """Return what a writer has sent."""
+        """Return the memory that a writer has sent."""
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
         acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
         held = cls([], layouts, as_digests(hello.digests), acquires)
@@ -93,7 +93,7 @@ class SnapshotMemory(WriterUser):
         memory: Memory | None,
         node: Callable[[], int | None],
     ) -> None:
-        """`node`: returns the NUMA node that is near the device of this rank, None if unknown."""
+        """`node`: returns the NUMA node near the device of this rank, or None if unknown."""
         self._writer, self._stager, self._world = writer, stager, world
         self.lasts = memory is not None and memory.linger_s > 0
         slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)))
@@ -104,10 +104,10 @@ class SnapshotMemory(WriterUser):
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
-        self._arriving: Arena | None = None  # the next one, until it is staged into
-        self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer read from when it was found
-        self._watched: tuple[WriterClient, bytes] | None = None  # who waits for our death, by the mutex of which arena
-        self._attached: list[Future[tuple[None, list[int]]]] = []  # when the next writer holds what we have
+        self._arriving: Arena | None = None  # the next arena, until the stager uses it
+        self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer was reading when it was found
+        self._watched: tuple[WriterClient, bytes] | None = None  # the writer and the arena whose mutex it waits for
+        self._attached: list[Future[tuple[None, list[int]]]] = []  # done when the next writer holds our arenas
         self._copied = False  # True if another writer keeps a copy of this memory
 
     def arenas(self) -> list[Arena]:
@@ -116,7 +116,7 @@ class SnapshotMemory(WriterUser):
         return list({arena.id: arena for arena in found if arena is not None}.values())
 
     def all_arenas(self) -> list[Arena]:
-        """Return these, and the arenas that are only read, each once."""
+        """Return the arenas of this rank and the inherited arenas that are only read, each once."""
         return list({arena.id: arena for arena in (*self.inherited.arenas, *self.arenas())}.values())
 
     def holds(self, arena: Arena) -> bool:
@@ -134,22 +134,22 @@ class SnapshotMemory(WriterUser):
         self._attached = [
             client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
         ]
-        for arena_id, slot in list(self._read_before):  # by the writer that has died
+        for arena_id, slot in list(self._read_before):  # the writer that was reading them has died
             self.on_read(arena_id.hex(), slot)
         if (current := self._stager.arena) is not None:
             self._watch(current, client)
         self.next.drop()
 
     def await_attached(self) -> None:
-        """Wait until the next writer holds the memory that this rank has. Raises why it does not."""
+        """Wait until the next writer holds this rank's memory. Raises the error if it cannot."""
         for attached in self._attached:
             attached.result(REQUEST_S)
 
-    # -- what earlier incarnations left --
+    # -- memory of earlier job attempts --
 
     def inherit(self, hello: requests.GreetingReply, fds: list[int]) -> None:
-        """Map the memory of the writer that was found. The newest arena that this rank staged into is used again; all
-        others are only read. No slot is overwritten while the previous trainer may write to it, or the writer reads
+        """Map the memory of the writer that was found. The newest arena that this rank staged into is reused, and all
+        others are only read. No slot is overwritten while the previous trainer may write to it or the writer reads
         it."""
         self.inherited = HeldElsewhere.of(hello, fds)
         self._foreign = {bytes.fromhex(arena) for arena in hello.foreign}
@@ -166,7 +166,7 @@ class SnapshotMemory(WriterUser):
                 self._read_before.add((arena.id, slot))
 
     def adopt(self) -> None:
-        """Stage into the inherited memory. An arena that cannot be locked is only read; a damaged one is released."""
+        """Stage into the inherited arena. If it cannot be locked, it is only read. Damaged arenas are released."""
         for key in self.inherited.damaged:
             self._writer.send(requests.ReleaseArena(key))
         if self._arriving is not None:
@@ -178,7 +178,7 @@ class SnapshotMemory(WriterUser):
             self._arriving = None
 
     def on_read(self, arena: str, slot: int) -> None:
-        """Unpin a slot that the writer was reading when this trainer came."""
+        """Unpin a slot that the writer was reading when this trainer connected."""
         key = bytes.fromhex(arena), slot
         with self._writer.lock:
             pinned = key in self._read_before
@@ -187,17 +187,17 @@ class SnapshotMemory(WriterUser):
             self._stager.slots.unpin(*key)
 
     def _await_gone(self, earlier: list[Process]) -> None:
-        """Keep all slots until these trainers have ended, because devices may copy for them until then."""
+        """Keep all slots until these trainers have ended, because their devices may still copy into them."""
         while any(process.alive for process in earlier):
             time.sleep(0.05)
         self._stager.slots.hold(-1)
 
     def take(self, found: HeldElsewhere) -> None:
-        """Have our writer hold the memory of another one, whose rank this job does not have."""
+        """Make our writer hold the memory of another writer, for a rank that this job does not have."""
         self.inherited.layouts.update(found.layouts)
         self.inherited.digests.update(found.digests)
         self.inherited.learn(found.acquires)
-        held = {arena.id for arena in self.inherited.arenas}  # a start that was cut off has taken some before
+        held = {arena.id for arena in self.inherited.arenas}  # an interrupted start may have transferred some
         for arena in found.arenas:
             if arena.id in held:
                 arena.close()
@@ -208,7 +208,7 @@ class SnapshotMemory(WriterUser):
             self._writer.ask(requests.AttachArena(foreign=True), fds=(arena.fd,))
 
     def _use(self, arena: Arena) -> None:
-        """Stage into this arena. The writer that is current by then watches it."""
+        """Stage into this arena. The writer that is then current watches it."""
         self._stager.use(arena, lambda: self._watch(arena))
 
     def _watch(self, arena: Arena, client: WriterClient | None = None) -> None:
@@ -221,7 +221,7 @@ class SnapshotMemory(WriterUser):
     # -- more memory --
 
     def take_prepared(self, timeout_s: float) -> None:
-        """Move to the memory that was prepared, after up to `timeout_s`. Raises the reason if it could not be made."""
+        """Wait up to `timeout_s` for the prepared arena, and switch to it. Raises the error if it could not be made."""
         if (made := self.next.wait(timeout_s)) is None:
             return
         with self._writer.lock:
@@ -230,17 +230,17 @@ class SnapshotMemory(WriterUser):
             if (previous := self._stager.arena) is not None:
                 self._spares.append(previous)
                 self._newer = 0
-            self._arriving = arena  # should the writer die just now, the next one gets it
-        self._use(arena)  # without the lock, which the staging thread takes when a job ends
+            self._arriving = arena  # if the writer dies now, the next one gets this arena
+        self._use(arena)  # without the lock, because the staging thread acquires it when a job ends
         self._arriving = None
         self.next.say_if_short(arena, "" if self.rings else NONE_KEPT)
 
     @property
     def rings(self) -> bool:
-        """Return True if memory holds a snapshot while the next one is staged. Otherwise a snapshot is in memory only
-        until it is in a durable tier.
+        """Return True if memory keeps a snapshot while the next one is staged. Otherwise a snapshot stays in memory
+        only until a durable tier has it.
 
-        With several ranks, one may be a step behind: the others must not overwrite the newest step that all have.
+        With several ranks, one may be a step behind. The others must not overwrite the newest step that all have.
         """
         arena = self._stager.arena
         if arena is None:
@@ -251,9 +251,9 @@ class SnapshotMemory(WriterUser):
 
     def on_sealed(self, *, sound: bool = True) -> None:
         """Count a snapshot that was sealed in the present arena. Release older memory when there are enough newer
-        snapshots of a `sound` training.
+        finite (`sound`) snapshots.
 
-        If another rank is one step behind and dies, the step before is the newest that all have.
+        One may not be enough: if another rank is a step behind and dies, all ranks have only the previous step.
         """
         self._newer += sound
         arena = self._stager.arena
@@ -273,7 +273,7 @@ class SnapshotMemory(WriterUser):
 
     @property
     def newer(self) -> int:
-        """Return how many snapshots were sealed since the run was opened or restored."""
+        """Return the number of finite snapshots sealed since the run was opened or restored."""
         return self._newer
 
     @property
@@ -282,7 +282,7 @@ class SnapshotMemory(WriterUser):
         return self._newer >= 1 if self._world.size == 1 else self._newer >= 2 and self.everyone
 
     def count_anew(self) -> None:
-        """Start to count for another history."""
+        """Reset the count, because a new history begins."""
         self._newer, self.everyone = 0, False
 
     def push_copies(self) -> None:
@@ -292,17 +292,16 @@ class SnapshotMemory(WriterUser):
     # -- the end --
 
     def close(self) -> None:
-        """Release all memory, and the arena that is being made. A mapping has a descriptor of its own, so none is
-        kept."""
-        with self._writer.lock:  # the staging thread may be about to move
+        """Release all memory and the arena that is being made. Each mapping has its own descriptor: none stays open."""
+        with self._writer.lock:  # the staging thread may be about to switch arenas
             self.next.drop()
             for arena in self.all_arenas():
                 arena.close()
             self._spares, self.inherited.arenas, self._arriving = [], [], None
 
     def forget(self) -> None:
-        """In a forked child, close the descriptors of the parent's memory, including those that `mmap` has duplicated:
-        they would keep all of the memory as long as the child lives."""
+        """Close the descriptors of the parent's memory in a forked child, including the duplicates made by `mmap`.
+        Otherwise they would keep all of the memory while the child lives."""
         for arena in self.all_arenas():
             os.close(arena.fd)
             arena.fd = -1
@@ -314,7 +313,7 @@ class SnapshotMemory(WriterUser):
 
 
 def _touch_newest(arenas: list[Arena]) -> None:
-    """Map the pages of the newest snapshot before a restore reads them, which would fault on each."""
+    """Map the pages of the newest snapshot in advance, so that a restore does not fault on each page."""
     found = [(label.order, number, slot) for number, one in enumerate(arenas) for slot, label in one.sealed()[:1]]
     if found:
         _, number, slot = max(found)
@@ -335,8 +334,8 @@ NOTHING = float("inf")
 
 
 class NextArena:
-    """The one that is being made, at most. `slots` are asked for, and `least` have to fit; `ranks`, `node`: see
-    `MakeArena`."""
+    """The arena that the writer is making, if any. `slots`: the requested number; `least`: the minimum number;
+    `ranks`, `node`: see `MakeArena`."""
 
     def __init__(
         self, writer: CurrentWriter, stager: Stager, slots: int, least: int, ranks: int, node: Callable[[], int | None]
@@ -344,14 +343,14 @@ class NextArena:
         self._writer, self._stager, self._slots, self._least = writer, stager, slots, least
         self._ranks, self._node = ranks, node
         self._making: Made | None = None
-        self._asked_size = self._asked = 0  # bytes of a slot, and of the snapshot that it is for
+        self._asked_size = self._asked = 0  # requested bytes of a slot, and bytes of the snapshot it must hold
         self._refused_size = NOTHING
         self._said_short = False
 
     def prepare(self, data_size: int, values_size: int, *, again: bool = False) -> None:
-        """Have memory for snapshots of this size made in the background, unless there is enough or it is being made.
+        """Request an arena for snapshots of this size in the background, unless one exists or is being made.
 
-        Where memory is short it holds fewer of them. A size that was refused is asked for again only if told.
+        If memory is short, the arena has fewer slots. A size that was refused is requested again only with `again`.
         """
         size, wanted = data_size + 4 * values_size + (1 << 18), data_size + values_size
         with self._writer.lock:
@@ -367,8 +366,8 @@ class NextArena:
             )
 
     def drop(self, *, release: bool = False) -> None:
-        """Nobody takes what is being made any more: its descriptor would hold all of that memory, and so would the
-        writer, which is told to `release` it if it goes on."""
+        """Discard the arena that is being made, and close its descriptor, which would keep the memory allocated. With
+        `release`, the writer releases its mapping too."""
         with self._writer.lock:
             making, self._making = self._making, None
             client = self._writer.client if release else None
@@ -385,7 +384,7 @@ class NextArena:
             making.add_done_callback(close)
 
     def wait(self, timeout_s: float) -> Made | None:
-        """Until it is made; None if there is none by then. Raises why it could not be made."""
+        """Wait until the arena is made. Return None if it is not in time. Raises the error if it cannot be made."""
         with self._writer.lock:
             making = self._making
         if making is None:
@@ -394,7 +393,7 @@ class NextArena:
             making.result(timeout_s)
         except WriterError:
             with self._writer.lock:
-                self._making = None  # not a refusal: the next writer is asked again
+                self._making = None  # the writer died, which is not a refusal: ask the next one
             return None
         except CheckpointError as error:
             with self._writer.lock:
@@ -407,7 +406,8 @@ class NextArena:
         return making
 
     def attach(self, made: Made) -> Arena | None:
-        """With the lock. None if another is being made instead. SkippedError if it cannot be mapped."""
+        """Map a new arena; call this with the lock. Return None if another one is being made instead. Raises
+        SkippedError if it cannot be mapped."""
         if made is not self._making:
             return None
         self._making = None
@@ -426,7 +426,7 @@ class NextArena:
         return arena
 
     def refused(self, nbytes: int) -> bool:
-        """Whether memory for snapshots of this size was asked for, and is not there."""
+        """Return True if memory for snapshots of this size was requested and refused."""
         return nbytes >= self._refused_size
 
     @property
@@ -434,13 +434,13 @@ class NextArena:
         return self._refused_size != NOTHING
 
     def say_if_short(self, arena: Arena, so: str) -> None:
-        """`so`: what comes of it."""
+        """Log a warning if the arena has fewer slots than requested. `so`: the consequence."""
         if arena.slots < self._slots:
             size = f"{arena.slot_size / 2**20:.0f} MiB"
             self._say_short(f"{arena.slots} of {self._slots} snapshots of {size} fit{so}")
 
     def _say_short(self, what: str) -> None:
-        """Once, as long as it is."""
+        """Log once that memory is short, until it no longer is."""
         if not self._said_short:
             log.warning("memory is short: %s", what)
         self._said_short = True

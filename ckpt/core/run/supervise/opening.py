@@ -1,5 +1,5 @@
-"""Opening a run: find the writer of the last job attempt or start one, open the run through it, and find the snapshots
-that are in the memory of this node.
+"""Opens a run: finds the writer of the last job attempt or starts one, opens the run through it, and finds the
+snapshots in the memory of this node.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckpt.store import folder_of
 from ckpt.tiers import Memory, Tier
 
 OPEN_S = 300.0
-NUMBERS_EACH = 10_000  # data files of one checkpoint that a writer may write; its successor begins behind them
+NUMBERS_EACH = 10_000  # data file numbers reserved for each writer of a checkpoint; the next writer uses higher ones
 NEXT_NONCES = 64  # how often other jobs may take ownership while this one opens the run or restores
 
 
@@ -57,7 +57,7 @@ class Opened:
 
 
 class RunOpener:
-    """Opens the run for this rank. `owner`: all ranks have agreed on it; `roles`: of this rank, one per tier."""
+    """Opens the run for this rank. `owner`: the owner that all ranks agreed on; `roles`: this rank's role per tier."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class RunOpener:
         self.owner = Acquire(0, "", None)
         self.found: list[str] = []  # the ids of the runs in all tiers
         self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
-        self._nonces: list[str] = []  # those that this job has asked for a term with
+        self._nonces: list[str] = []  # nonces with which this job has requested a term
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
-        """Have the tiers opened, without changing anything in them. `writers`: how many writers of this trainer have
-        died."""
+        """Make the writer open the tiers, without changing anything in them. `writers`: how many writers of this
+        trainer have died."""
         request = requests.OpenRun(
             tiers=[tier.spec() for tier in self.tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
@@ -107,7 +107,7 @@ class RunOpener:
         return memory + [(tier.url, tier.every) for tier in self.tiers]
 
     def open_again(self, client: WriterClient, *, writers: int) -> None:
-        """Open the run by a writer that replaces a dead one."""
+        """Open the run in a writer that replaces a dead one."""
         self.open(client, writers=writers)
         if self.owner.epoch:
             self._own(client, recover=False)
@@ -124,34 +124,34 @@ class RunOpener:
 
     @property
     def turns(self) -> int:
-        """How many terms this job has asked for."""
+        """Return the number of terms that this job has requested."""
         return len(self._nonces)
 
     def nonce(self, turn: int) -> str:
-        """Return the nonce of a term. All ranks compute the same, so that no writer takes it for another job."""
+        """Return the nonce of a term. All ranks compute the same one, so that writers recognize their own job."""
         self._nonces = [nonce_of(self._world.job, n) for n in range(turn + 1)]
         return self._nonces[-1]
 
     @property
     def _next_nonces(self) -> list[str]:
         """List the nonces by which a writer recognizes that its own job has taken ownership."""
-        first = max(0, len(self._nonces) - 1)  # a new writer may have to ask again with the last one
+        first = max(0, len(self._nonces) - 1)  # a new writer may have to repeat the request with the last nonce
         return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
     def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
         """Take ownership of the tiers in which this rank is first, and return their terms, which must be equal."""
         mine = self._spoken_for()
         if not mine and (self.roles or self._world.rank > 0):
-            return []  # other ranks take ownership of all of them
+            return []  # other ranks take ownership of all tiers
         request = requests.AcquireRun(nonce, floor, str(restored) if restored else None, mine)
-        return self._writer.insist(lambda client: client.ask(request))  # again with the same nonce: done at most once
+        return self._writer.insist(lambda client: client.ask(request))  # idempotent, because the nonce is the same
 
     def own(self, owner: Acquire, *, recover: bool) -> list[requests.PartsHere]:
-        """Set the owner that all ranks have agreed on. Return checkpoints of which only parts are here, in the tiers
-        that this rank recovers."""
+        """Set the owner that all ranks have agreed on. Return the checkpoints for which this storage has only some
+        parts, in the tiers that this rank recovers."""
         with self._writer.lock:
             self.owner = owner
-            self._roots = self.found  # a writer that replaces a dead one must find the same
+            self._roots = self.found  # a replacement writer must find the same runs
             self._held.inherited.acquires.append(owner)
         self._held.count_anew()
         return self._writer.insist(lambda client: self._own(client, recover=recover))
@@ -165,12 +165,12 @@ class RunOpener:
         return [i for i, role in enumerate(self.roles) if role.place == 0]
 
     def is_ours(self, owner: requests.Owner) -> bool:
-        """Return True if this is an owner of our history, or will be."""
+        """Return True if this owner belongs to our history, or is the next owner of our job."""
         ours = {(one.epoch, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
         return owner[:2] in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
-        """Resume interrupted copies to further tiers: what earlier terms left unfinished was ended in all tiers."""
+        """Resume interrupted copies to further tiers, after recovery has finished in all tiers."""
         self._writer.send(requests.Resume())
 
     def complete(self, tier: int, attempts: list[Attempt]) -> None:
@@ -178,7 +178,7 @@ class RunOpener:
         self._writer.send(requests.Complete(tier, [str(a) for a in attempts]))
 
     def distrust(self, url: str) -> None:
-        """Have the next checkpoint of a tier be full, because a restore found damage there."""
+        """Make the next checkpoint of a tier a full one, because a restore found damage there."""
         self._writer.send(requests.Distrust(url))
 
 
@@ -186,30 +186,31 @@ def _row(acquire: Acquire) -> requests.Owner:
     return acquire.epoch, acquire.nonce, str(acquire.restored) if acquire.restored else None
 
 
-MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we can ask
-DYING_S = 3.0  # for a trainer that was killed to be seen as dead
-FREED_S = 15.0  # for a writer whose job is fenced to release its memory
-HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
-PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
-RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
+MEET_S = 60.0  # timeout to connect to a writer with the run's name, or to get the name for a new one
+DYING_S = 3.0  # timeout for a killed trainer to be detected as dead
+FREED_S = 15.0  # timeout for a writer whose job is fenced to release its memory
+HELLO_S = 10.0  # timeout for the reply of an earlier writer; after that, check whether it is stopped
+PATIENT_S = 60.0  # timeout if it is not stopped: at low priority it is slow on a busy machine
+RESPAWN_LIMIT = 3  # deaths of writers within RESPAWN_WINDOW_S, after which no further one starts
 RESPAWN_WINDOW_S = 60.0
-TOLD = 4096  # bytes of a writer's own words that are looked through
+TOLD = 4096  # bytes at the end of a writer's log that are searched for its last line
 
 Greeted = tuple[requests.GreetingReply, list[int]]
 Found = tuple[WriterClient, Greeted | None]
-"""And what it says about what it holds, with the descriptors; None of one that was started just now."""
+"""A writer, with its greeting reply and the descriptors of its arenas; None if it was just started."""
 
 
 class _Leaving(WriterError):
-    """The writer that was found does not take another trainer any more."""
+    """The writer that was found no longer accepts trainers."""
 
 
 class _Ended(_Leaving):
-    """It was killed, since it did not answer."""
+    """The writer was killed, because it did not respond."""
 
 
 def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> InUseError:
-    """By whom on this machine, and since when. `pid`: 0 if it cannot be seen; `what`: of the run."""
+    """Return the error that names the process that trains this run on this machine, and since when. `pid`: 0 if the
+    process cannot be seen; `what`: a prefix of the run's name."""
     who = f"process {pid}" if pid else "a process that cannot be seen from here (another container)"
     since = "" if age_s is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(time.time() - age_s))
     run = tiers[0].url if tiers else "this run, which is in memory only"
@@ -217,16 +218,16 @@ def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> 
 
 
 class Intruder:
-    """A start that finds a trainer of the run alive, on this machine. With `takeover` it fences that job in the log and
-    waits until its writers have released their memory; otherwise it is refused."""
+    """Handles a start that finds a live trainer of the run on this machine. With `takeover`, it fences that job in the
+    log and waits until its writers have released their memory. Otherwise it refuses the start."""
 
     def __init__(self, tiers: list[Tier], takeover: bool) -> None:
         self._tiers, self._takeover, self._fenced = tiers, takeover, False
 
     def make_way(self, found: WriterClient, hello: requests.LendReply, what: str = "") -> None:
-        """Return when the writer has let go, or is about to. `what`: of the run, for messages.
+        """Wait until the writer has released its memory, or is about to. `what`: a prefix of the run's name.
 
-        Raises InUseError if the trainer lives on, and what keeps us from using the tiers.
+        Raises InUseError if the trainer is still alive, or the error that prevents access to the tiers.
         """
         refusal = in_use(self._tiers, hello.trainer, time.time() - hello.since, what)
         if not self._takeover:
@@ -254,8 +255,8 @@ class Intruder:
 
 
 class WriterFinder:
-    """Finds or starts the writer of one rank. `meanwhile` is what we have to do ourselves while a writer starts; if it
-    fails, no writer has us as its trainer."""
+    """Finds or starts the writer of this rank. `meanwhile`: work of this process to do while a writer starts. If it
+    fails, no writer has accepted this trainer yet."""
 
     def __init__(
         self,
@@ -270,10 +271,10 @@ class WriterFinder:
         self._key, self._tiers, self._intruder = key, tiers, intruder
         self._deaths: list[float] = []
         self._respawns = 0
-        self._said = 0  # bytes that had been said when the newest of our writers began
+        self._said = 0  # size of the log when the newest of our writers started
 
     def find_or_spawn(self) -> Found:
-        """Return the writer that has this run's name on this machine, or a new one, which takes the name."""
+        """Return the writer that has this run's name on this machine, or a new one that acquires the name."""
         end = time.monotonic() + MEET_S
         while True:
             client = WriterClient.find(self._key)
@@ -284,7 +285,7 @@ class WriterFinder:
                 return self.spawn(), None
             except _Ended:
                 end = time.monotonic() + MEET_S
-            except (NameTakenError, _Leaving):  # another start was quicker, or it is about to leave
+            except (NameTakenError, _Leaving):  # another start was faster, or the writer is about to leave
                 pass
             if time.monotonic() > end:
                 raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
@@ -312,13 +313,12 @@ class WriterFinder:
             )
 
     def _join(self, found: WriterClient) -> Found:
-        """Become the trainer of a writer that holds memory. Raises _Leaving if it leaves, so that the name becomes
-        free."""
+        """Become the trainer of a writer that holds memory. Raises _Leaving if it leaves and frees the name."""
         try:
             self._await_end_of_trainer(found)
             self._meanwhile()
             hello, fds = found.greet(HELLO_S, PATIENT_S)
-            if hello.alive:  # another start was quicker
+            if hello.alive:  # another start was faster
                 for fd in fds:
                     os.close(fd)
                 raise in_use(self._tiers, hello.trainer, time.time() - hello.since)
@@ -330,7 +330,7 @@ class WriterFinder:
         except BaseException:
             found.close()
             raise
-        if self._tiers and self._tiers[0].url in hello.lost:  # deleted since we looked, or the writer sees another one
+        if self._tiers and self._tiers[0].url in hello.lost:  # deleted since our check, or the writer sees another one
             for fd in fds:
                 os.close(fd)
             found.send(requests.Leave(keep=True))
@@ -339,7 +339,7 @@ class WriterFinder:
         return found, (hello, fds)
 
     def _await_end_of_trainer(self, found: WriterClient) -> None:
-        """Wait until the trainer of this writer is seen as dead, which takes a moment. If it lives, see `Intruder`."""
+        """Wait until this writer detects its trainer as dead, which takes a moment. If it lives, see `Intruder`."""
         end = time.monotonic() + DYING_S
         while (reply := self._look(found)).alive:
             if time.monotonic() > end:
@@ -347,7 +347,7 @@ class WriterFinder:
             time.sleep(0.1)
 
     def _look(self, found: WriterClient) -> requests.LendReply:
-        """Query the trainer of a writer. If it does not reply, and the tiers prove that no job trains, kill it."""
+        """Query a writer about its trainer. If it does not reply, and the tiers prove that no job trains, kill it."""
         try:
             return found.ask_patiently(requests.Lend(look=True), HELLO_S, PATIENT_S)[0]
         except DeadlineError as error:
@@ -358,17 +358,17 @@ class WriterFinder:
             found.end()
             raise _Ended(str(error)) from None
 
-    # -- when the one that we had has died --
+    # -- replace a writer that has died --
 
     def respawn(self) -> WriterClient:
         """Start a writer that opens the run. Raises WriterError if several in a row die, and FencedError if another job
-        owns the run by now."""
+        now owns the run."""
         while (fresh := self._start_one()) is None:
             log.warning("the new writer failed too")
         return fresh
 
     def _start_one(self) -> WriterClient | None:
-        """Return None if it died, or if a store did not reply."""
+        """Start one writer. Return None if it died, or if a store did not reply."""
         now = time.monotonic()
         self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
         path = channel.log_path(self._key)
@@ -394,8 +394,8 @@ class WriterFinder:
         return fresh
 
     def _spawn_in_turn(self) -> WriterClient:
-        """Start a writer when the name of the run is free. A writer of ours that is slow to end may have it, or that of
-        a failed start. Raises FencedError if another job owns the run by now, because it needs the name."""
+        """Start a writer once the name of the run is free. A former writer of ours, or of a failed start, may still
+        have it. Raises FencedError if another job now owns the run, because that job needs the name."""
         end = time.monotonic() + MEET_S
         while True:
             if self._writer.lost is not None:
@@ -418,7 +418,7 @@ class WriterFinder:
 
 
 def last_line(path: str, since: int) -> str:
-    """Return the last line of a writer's log after `since` bytes, which says why it could not start; "" if none."""
+    """Return the last line of a writer's log after `since` bytes, usually why it could not start; "" if none."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(since, os.path.getsize(path) - TOLD))
         lines = file.read(TOLD).decode(errors="replace").split("\n")
@@ -426,22 +426,22 @@ def last_line(path: str, since: int) -> str:
     return ""
 
 
-FORMER_S = 3.0  # for a writer to reply that probably holds another run
+FORMER_S = 3.0  # timeout for the reply of a writer that probably holds another run
 
 
 @dataclass(frozen=True)
 class Lent:
-    """Memory that another writer has lent, and its reply."""
+    """Memory borrowed from another writer, and that writer's reply."""
 
     held: HeldElsewhere
     reply: requests.LendReply
 
 
 class HeldSnapshots:
-    """The snapshots in the memory of this node, as one rank sees them. Of another job with more local ranks, writers
-    without a trainer are left over: the ranks of this job share them, borrow their memory, and have their own writers
-    hold it. So are former writers, which have the same path or URL and another key: they hold another run, or this one,
-    if its folder was restored from a copy, or if only the nearest tier was emptied."""
+    """The snapshots in the memory of this node, as seen by one rank. An earlier job with more local ranks leaves
+    writers without a trainer. The ranks of this job share those writers, borrow their memory, and transfer it to their
+    own writers. Former writers have the same path or URL but another key. They hold another run, or this run if its
+    folder was restored from a copy, or if only the nearest tier was emptied."""
 
     def __init__(
         self,
@@ -456,10 +456,11 @@ class HeldSnapshots:
     ) -> None:
         self._key, self._writer, self._stager, self._world = key, writer, stager, world
         self._memory, self._layouts, self._run, self._intruder = memory, layouts, run, intruder
-        self.damage: list[Loss] = []  # of the snapshots that were looked for last
+        self.damage: list[Loss] = []  # damaged snapshots found by the last search
 
     def sealed(self) -> dict[Attempt, int]:
-        """Slots of the present arena that hold what these ranks took, and no rollback has undone."""
+        """Return the sealed slots of the present arena, by attempt: only snapshots by this number of ranks that no
+        rollback has undone."""
         arena, found = self._stager.arena, dict[Attempt, int]()
         for slot, label in arena.sealed() if arena is not None else ():
             layout = self._layouts.known.get(label.layout)
@@ -469,8 +470,8 @@ class HeldSnapshots:
 
     @contextlib.contextmanager
     def holding_still(self, *, alone: bool) -> Iterator[list[Attempt]]:
-        """Inside, the snapshots of the present arena are not overwritten; of a rank that is `alone` the newest, and the
-        newest that is finite."""
+        """Keep the snapshots of the present arena from being overwritten inside the block. With `alone`, keep only the
+        newest and the newest finite one."""
         arena = self._stager.arena
         sealed = list(self.sealed().items()) if arena is not None else []
         if alone and arena is not None:
@@ -499,7 +500,7 @@ class HeldSnapshots:
 
     def _look(self, borrowed: list[HeldElsewhere]) -> Iterator[HeldSnapshot]:
         inherited = self._memory.inherited
-        with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
+        with contextlib.suppress(CheckpointError):  # the writer has digests of all it wrote or found after a death
             everything = self._layouts.differ_from(self._world.size)
             reply = self._writer.ask(requests.Lend(look=True, digest=everything), REQUEST_S)
             inherited.digests.update(as_digests(reply.digests))
@@ -519,7 +520,7 @@ class HeldSnapshots:
     # -- other writers of this run on this machine --
 
     def _beside(self) -> list[str]:
-        """Their keys, ours among them, where there are several ranks."""
+        """Return the keys of all ranks' writers on this machine, including ours; none with a single rank."""
         return list(channel.siblings(self._key).values()) if self._world.size > 1 else []
 
     def _left_over(self) -> list[str]:
@@ -527,43 +528,43 @@ class HeldSnapshots:
         return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
 
     def _share(self, local_rank: int) -> bool:
-        """Return True if this rank is the one that looks at what another local rank has left."""
+        """Return True if this rank is responsible for the writer that another local rank has left."""
         return local_rank % self._world.local_size == self._world.local_rank
 
     def _former(self, is_ours: Callable[[requests.LendReply], bool]) -> list[str]:
-        """Return the keys of former writers that hold our run, which `is_ours` tells by their replies."""
+        """Return the keys of former writers that hold our run. `is_ours` decides by their replies."""
         ours, found = self._key.rpartition("-")[0], list[str]()
         keys = [key for key in channel.at_place(self._key) if key.rpartition("-")[0] != ours]
         if not keys:
             return found
         with _proof(self._run.tiers) as proof:
             for key in (key for key in keys if self._share(int(key.rpartition("-")[2]))):
-                with contextlib.suppress(CheckpointError):  # of another version, for example
+                with contextlib.suppress(CheckpointError):  # for example a writer of another version
                     reply = channel.ask_once(key, requests.Lend(proof), FORMER_S)
                     if reply is not None and is_ours(reply):
                         found.append(key)
         return found
 
     def _in_our_folder(self, reply: requests.LendReply) -> bool:
-        """Return True for a writer that holds the run of our nearest tier, in the very same folder."""
+        """Return True for a writer that holds the run of our nearest tier, in the same folder."""
         return bool(self._run.near) and reply.sees and self._run.near.items() <= reply.roots.items()
 
     def _of_our_run(self, reply: requests.LendReply) -> bool:
-        """Return True for a writer that holds this run, by any of its tiers. The run has to be open."""
+        """Return True for a writer that holds this run in any of its tiers. Requires that the run is open."""
         return bool((self._run.roots.items() & reply.roots.items()) - (set() if reply.sees else self._run.near.items()))
 
     def check_left_over(self) -> None:
-        """Before anything is taken: wait until no trainer of such a writer trains the run. See `Intruder`."""
+        """Wait until no trainer of a left-over or former writer trains the run. See `Intruder`."""
         for key in [*self._left_over(), *self._former(self._in_our_folder)]:
             if (found := self._borrow_unused(key)) is not None:
                 found.held.close()
 
     def take_left_over(self) -> None:
-        """Have our writer hold what writers without a trainer hold."""
+        """Transfer the memory of writers without a trainer to our writer."""
         self._take(self._left_over())
 
     def take_former(self) -> bool:
-        """The same of former writers that hold this run. Return True if there were some."""
+        """Transfer the memory of former writers that hold this run. Return True if there were any."""
         keys = self._former(self._of_our_run)
         self._take(keys)
         return bool(keys)
@@ -575,7 +576,7 @@ class HeldSnapshots:
                 self._memory.take(found.held)
 
     def _borrow_unused(self, key: str) -> Lent | None:
-        """Once its trainer is dead, or its job is fenced."""
+        """Borrow the memory of a writer once its trainer is dead or its job is fenced. Return None if it is gone."""
         end = time.monotonic() + DYING_S
         while True:
             found = self._borrow(key)
@@ -590,8 +591,8 @@ class HeldSnapshots:
             time.sleep(0.1)
 
     def _borrow(self, key: str) -> Lent | None:
-        """Borrow the memory of another writer of this run on this node. Return None if it is gone. If it does not
-        reply, that is an error, because its memory may be the newest."""
+        """Borrow the memory of another writer of this run on this node. Return None if it is gone. Raises DeadlineError
+        if it does not reply, because its memory may be the newest."""
         client = WriterClient.find(key)
         if client is None:
             return None
@@ -603,7 +604,7 @@ class HeldSnapshots:
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)
             return None
-        except (DeadlineError, OSError) as error:  # it stands still, or its memory cannot be mapped here
+        except (DeadlineError, OSError) as error:  # it does not run, or its memory cannot be mapped here
             raise DeadlineError(
                 f"{client.described()}, does not lend it ({error}), and it may be the newest step: try again, or end "
                 f"it (`ps`: {channel.AT_WORK} … {key}) to do without"

@@ -1,6 +1,6 @@
-"""The connection to a writer process, and the writer that this trainer has at the moment.
+"""The connection to a writer process, and the current writer of this trainer.
 
-A writer may die at any time, and another one takes its place.
+A writer may die at any time. Then another one replaces it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ HUNG_UP = "the trainer left before that was done, and its writer goes on"
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:
-    """Do this in a thread of its own, or here while the interpreter exits, because no thread starts then (Python
-    3.12)."""
+    """Run `work` in a new thread, or in this one while the interpreter exits, because Python 3.12 starts no threads
+    then."""
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError:
@@ -63,38 +63,38 @@ R = TypeVar("R")
 NOTES = table(Note.__subclasses__())
 REQUEST_S = 120.0
 
-# A trainer waits for it: numpy, a third of a writer's start, comes a moment later, and no garbage is looked for among
-# modules, which takes a twentieth.
+# The trainer waits for this start. Importing numpy later saves a third of it, and disabling garbage collection during
+# imports saves a twentieth.
 _BOOT = (
     "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[5:]; "
     "from ckpt.later import later; later('numpy'); from ckpt.writer_process import main; main()"
 )
 _BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
 SPAWN_S = 60.0
-ENDING_S = 5.0  # for a writer that has hung up to be gone
+ENDING_S = 5.0  # timeout for a writer to end after it has disconnected
 
 
 class WriterClient:
     """A connection to one writer process. Notes that arrive before `listen` is called are kept for it.
 
-    A thread of its own sends: Ctrl-C may cut the main thread off anywhere, and half a message would swallow all that
-    come behind it; and a signal handler that closes us must not wait for what the main thread was about to do.
+    A separate thread sends messages. Otherwise Ctrl-C could interrupt the main thread in the middle of a message, which
+    would corrupt all later ones. Nor may a signal handler that closes the connection wait for the main thread.
     """
 
     def __init__(self, channel: Channel, key: str, found: Process | None = None) -> None:
         self._channel, self._key = channel, key
-        self._found = found  # as the kernel says it; one that was spawned says itself who it is
-        self._process: Process | None = None  # once it is ours
+        self._found = found  # an existing writer, as identified by the kernel; a spawned one identifies itself
+        self._process: Process | None = None  # set once we are its trainer
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[Request[Any], Future[Any]]] = {}
-        self._lock = threading.RLock()  # a signal handler may come in
+        self._lock = threading.RLock()  # a signal handler may interrupt the thread that holds the lock
         self._outbox: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
         self._lost = False
         self._closing = self._fenced = False
         self._on_note: Callable[[Note], None] | None = None
-        self._early: list[Note] = []  # notes that came before
+        self._early: list[Note] = []  # notes that arrived before `listen`
         self._on_lost: Callable[[], None] | None = None
-        self._gone = False  # the process has ended, and the connection with it
+        self._gone = False  # True once the process and the connection have ended
         self._sent = threading.Event()
         self._threads = [
             threading.Thread(target=self._transmit, name="ckpt-send", daemon=True),
@@ -105,16 +105,16 @@ class WriterClient:
 
     @classmethod
     def find(cls, key: str) -> WriterClient | None:
-        """The writer that holds this run's memory on this host, if one does."""
+        """Connect to the writer that holds this run's memory on this host. Return None if there is none."""
         channel = link.connect(key)
         return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
 
     @classmethod
     def spawn(cls, key: str) -> WriterClient:
-        """Start a writer in a session of its own, so that it survives when the trainer's process group is killed.
+        """Start a writer in a new session, so that it survives when the trainer's process group is killed.
 
-        It is not a child of the trainer either, because launchers look for children: a process in between starts it
-        and ends.
+        An intermediate process starts the writer and exits, so that the writer is not a child of the trainer. Launchers
+        look for child processes.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         homes = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (ckpt, ckpt_backends))
@@ -122,7 +122,7 @@ class WriterClient:
         with theirs, open(path or os.devnull, "ab") as output:
             if path:
                 os.fchmod(output.fileno(), 0o600)
-            since = str(Process.of(os.getpid()).started)  # it may be up only when we are gone, and our number another's
+            since = str(Process.of(os.getpid()).started)  # so that the writer detects if our process id was reused
             words = [str(theirs.fileno()), key, path, since, *homes]
             writer = [sys.executable, "-P", "-c", _BOOT, *words]
             try:
@@ -132,7 +132,7 @@ class WriterClient:
                     start_new_session=True,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
-                    stderr=output,  # not ours: a pipe that we inherited must not stay open after us
+                    stderr=output,  # not our stderr, because an inherited pipe must not stay open after we exit
                     cwd="/",
                     env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                     check=False,
@@ -156,8 +156,8 @@ class WriterClient:
         return 0 if self._process is None else self._process.pid
 
     def listen(self, on_note: Callable[[Note], None], on_lost: Callable[[], None]) -> None:
-        """Call `on_note` with the writer's messages, also those that came before, and `on_lost` once, when the writer
-        has ended."""
+        """Call `on_note` with the writer's notes, including earlier ones, and `on_lost` once when the writer has
+        ended."""
         with self._lock:
             self._on_note, early = on_note, self._early
         for note in early:
@@ -167,16 +167,16 @@ class WriterClient:
         if gone:
             on_lost()
 
-    # -- asking --
+    # -- requests --
 
     def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
-        """Ask without waiting. The future has the reply and its descriptors; it fails with the writer's error, or
-        WriterError if the writer is gone."""
+        """Send a request without waiting. The future has the reply and its descriptors. It fails with the writer's
+        error, or with WriterError if the writer is gone."""
         future: Future[tuple[R, list[int]]] = Future()
         number = next(self._ids)
         try:
             body = encode(request, number, len(fds))
-        except ProtocolError as error:  # it is too long; who asks may not look at the answer
+        except ProtocolError as error:  # the message is too long; log it, because the caller may ignore the future
             log.warning("%s", error)
             future.set_exception(error)
             return future
@@ -209,22 +209,22 @@ class WriterClient:
             raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
 
     def greet(self, timeout_s: float, patient_s: float) -> tuple[GreetingReply, list[int]]:
-        """Become its trainer unless its own trainer lives, and return what it holds. See `ask_patiently`."""
+        """Become the trainer of this writer unless its own trainer lives. Return its memory. See `ask_patiently`."""
         hello, fds = self.ask_patiently(Greeting(), timeout_s, patient_s)
         self._process = self._found or Process.of(hello.pid)
         return hello, fds
 
     def ask_patiently(self, request: Request[R], timeout_s: float, patient_s: float) -> tuple[R, list[int]]:
-        """Send a request to a writer that was found. If it is stopped, it is resumed after `timeout_s`, and has
-        `patient_s` to reply.
+        """Send a request to an existing writer. If it is stopped, resume it after `timeout_s`, and wait up to
+        `patient_s` for the reply.
 
-        Raises ProtocolError for a writer of another version, which is left as it is, and DeadlineError.
+        Raises DeadlineError, or ProtocolError for a writer of another version, which is not changed.
         """
         future, began = self.send(request), time.monotonic()
         while True:
             try:
                 return future.result(timeout_s)
-            except (ProtocolError, UsageError) as error:  # the latter of before there were versions
+            except (ProtocolError, UsageError) as error:  # UsageError comes from writers without a protocol version
                 raise self._foreign(error) from None
             except TimeoutError as error:
                 if isinstance(error, CheckpointError):
@@ -250,11 +250,11 @@ class WriterClient:
 
     @property
     def found_pid(self) -> int:
-        """The process that was found under the name of the run; 0 if we started it, or cannot see it."""
+        """Return the id of the existing process with the run's name; 0 if we started it or cannot see it."""
         return 0 if self._found is None else self._found.pid
 
     def described(self) -> str:
-        """Name the writer that we found, for messages: its process, its memory, and whether it is stopped."""
+        """Describe the existing writer for messages: its process, its memory, and whether it is stopped."""
         if self._found is None or self._found.pid <= 0:
             return "the writer of this run in another container"
         stopped = " (stopped by SIGSTOP)" if self._found.suspended else ""
@@ -262,7 +262,7 @@ class WriterClient:
         return f"process {self._found.pid}{stopped}, a writer of this run that holds {memory} of memory"
 
     def _wake(self) -> bool:
-        """Resume the writer that was found if it is stopped. Return True if it can run."""
+        """Resume the existing writer if it is stopped. Return True if it can run."""
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             found = psutil.Process(number_in_proc(link.peer_pid(self._channel.sock)))
             if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -272,8 +272,8 @@ class WriterClient:
         return False
 
     def end(self) -> None:
-        """Kill a writer that has the name of this run, and does not answer. InUseError if it is none, or cannot be
-        seen from here."""
+        """Kill an unresponsive process that has the name of this run. Raises InUseError if it is not a writer, or
+        cannot be seen from here."""
         process = self._found
         self.close()
         if process is None or process.pid <= 0:
@@ -289,8 +289,8 @@ class WriterClient:
         _until_gone(process)
 
     def _kill(self, process: Process) -> bool:
-        """Kill a process if it is a writer of this run. Return True if it was. No other process that has got its number
-        is killed."""
+        """Kill a process if it is a writer of this run, and return True. A process that has reused its id is not
+        killed."""
         with contextlib.suppress(OSError):
             fd = os.pidfd_open(process.pid)
             try:
@@ -316,7 +316,7 @@ class WriterClient:
         process, closing = self._process, lambda: self._closing
         gone = process is None or _until_gone(process, closing)
         if process is not None and not (gone or self._closing or self._fenced) and self._kill(process):
-            _until_gone(process, closing)  # it stood still, and another takes over
+            _until_gone(process, closing)  # it hung; another writer replaces it
         if not self._closing:
             log.warning("the writer is gone")
             with self._lock:
@@ -333,7 +333,7 @@ class WriterClient:
         try:
             future.set_result((reply_of(incoming, request), incoming.fds))
         except CheckpointError as error:
-            if isinstance(error, ProtocolError):  # who asks may not look at the answer
+            if isinstance(error, ProtocolError):  # log it, because the caller may ignore the future
                 log.warning("%s", error)
             incoming.drop()
             future.set_exception(error)
@@ -353,11 +353,11 @@ class WriterClient:
                 return
         try:
             heard(note)
-        except Exception:  # must not end the thread that everybody's answers come through
+        except Exception:  # must not end this thread, which receives the replies to all requests
             log.exception("a note of the writer could not be dealt with: %r", incoming.op)
 
     def close(self) -> None:
-        """Hang up. The writer goes on with whatever it was asked."""
+        """Disconnect. The writer continues to process the requests that it has received."""
         self._closing = True
         self._outbox.put(None)
         self._sent.wait(link.SEND_S)
@@ -367,13 +367,13 @@ class WriterClient:
                 thread.join(JOIN_S)
 
     def forget(self) -> None:
-        """In a forked child, close the descriptor without ending the connection."""
+        """Close the descriptor in a forked child, without ending the parent's connection."""
         self._closing = True
         self._channel.forget()
 
 
 def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -> bool:
-    """Wait for the end of a process for at most `ENDING_S`, and not if `closing`. Return True if it has ended."""
+    """Wait up to `ENDING_S` for the end of a process, or until `closing()`. Return True if it has ended."""
     end = time.monotonic() + ENDING_S
     while process.alive and time.monotonic() < end and not closing():
         time.sleep(0.01)
@@ -381,7 +381,7 @@ def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -
 
 
 T = TypeVar("T")
-INSIST = 300  # tries, of what a writer may die of
+INSIST = 300  # maximum number of retries of a request, which may itself crash the writer
 
 AnyRequest = Request[Any]
 
@@ -390,10 +390,10 @@ class WriterUser:
     """A part of the trainer that brings the next writer up to date. See `CurrentWriter.users`."""
 
     def on_new_writer(self, client: WriterClient) -> None:
-        """Send to a new writer what it has to know. Called with the lock, so it must not wait for a reply."""
+        """Send all required messages to a new writer. Called with the lock, so it must not wait for a reply."""
 
     def on_no_writer(self, error: CheckpointError) -> None:
-        """Fail what waits for a writer, because no further one starts."""
+        """Fail everything that waits for a writer, because no further one starts."""
 
     def in_use(self) -> set[bytes]:
         """Return the arenas that the writer still reads for this part."""
@@ -401,14 +401,14 @@ class WriterUser:
 
 
 class CurrentWriter:
-    """The writer of this trainer. `client`: the connection to it or the last one; `users`: parts that bring the next
-    writer up to date, in this order; `failure`: why no further writer starts; `lost`: the error if another job owns the
-    run; `closing`: this trainer hangs up itself. The writer is not replaced while `lock` is held."""
+    """The current writer of this trainer. `client`: the connection to it or to the last one; `users`: parts that bring
+    the next writer up to date, in this order; `failure`: why no further writer starts; `lost`: the error if another job
+    owns the run; `closing`: this trainer is disconnecting. The writer is not replaced while `lock` is held."""
 
     client: WriterClient
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal handler may come in
+        self.lock = threading.RLock()  # a signal handler may interrupt the thread that holds the lock
         self.users: list[WriterUser] = []
         self.failure: CheckpointError | None = None
         self.lost: FencedError | None = None
@@ -419,11 +419,11 @@ class CurrentWriter:
         return self.client.send(request, fds)
 
     def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
-        """Ask the current writer; see `WriterClient.ask`."""
+        """Send a request to the current writer and wait for the reply; see `WriterClient.ask`."""
         return self.client.ask(request, timeout_s, fds)
 
     def insist(self, work: Callable[[WriterClient], T], end: float = math.inf) -> T:
-        """Do this with the writer, and if it dies meanwhile, with the next one, until `end`."""
+        """Call `work` with the writer. If the writer dies during the call, repeat it with the next one, until `end`."""
         for tries in itertools.count():
             try:
                 return work(self.client)
@@ -432,7 +432,7 @@ class CurrentWriter:
                     raise ClosedError("this Checkpointer was closed meanwhile") from error
                 if self.failure is not None or tries > INSIST or time.monotonic() > end:
                     raise
-                time.sleep(0.1)  # until the next writer is there
+                time.sleep(0.1)  # the next writer is starting
         raise AssertionError
 
     def in_use(self) -> set[bytes]:
@@ -441,7 +441,7 @@ class CurrentWriter:
 
 
 class StandingRequests(WriterUser):
-    """Requests that every writer gets once, the current one and its successors; the last one of each type."""
+    """Requests that the current writer and each of its successors get once: the last request of each type."""
 
     def __init__(self, writer: CurrentWriter) -> None:
         self._writer = writer
@@ -454,7 +454,7 @@ class StandingRequests(WriterUser):
             self._writer.send(request, fds)
 
     def amend(self, kind: type[AnyRequest], **changes: Any) -> None:
-        """Change what the next writers get."""
+        """Change the request that the next writers get."""
         if kind in self._told:
             request, fds = self._told[kind]
             self._told[kind] = msgspec.structs.replace(request, **changes), fds

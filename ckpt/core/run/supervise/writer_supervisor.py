@@ -1,7 +1,7 @@
-"""The trainer's side of the writer, as one object, and the replacement of a writer that dies.
+"""The trainer's interface to its writer, and the replacement of a writer that dies.
 
 A `WriterSupervisor` finds the writer that survived the last job attempt or starts one, and opens the durable tiers
-through it. When the writer dies, it starts another and brings it up to date. That is done by its parts, each a
+through it. When the writer dies, it starts another one. Its parts bring the new writer up to date. Each is a
 `WriterUser`: layouts, memory, standing requests, writes, acknowledgements.
 """
 
@@ -30,8 +30,8 @@ N = TypeVar("N", bound=Note)
 
 class WriterSupervisor:
     """Owns the connection to the writer. Methods may be called from any thread. `writer`: the current one; `run`: opens
-    the run, and knows its owner; `memory`: the arenas; `held`: the snapshots in the memory of this node; `standing`:
-    requests that every writer gets; `layouts`, `writes`, `acknowledgements`: of the snapshots of this rank."""
+    the run, and has its owner; `memory`: the arenas; `held`: the snapshots in the memory of this node; `standing`:
+    requests that every writer gets; `layouts`, `writes`, `acknowledgements`: those of this rank's snapshots."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class WriterSupervisor:
         self.memory.adopt()
 
     def give_up(self) -> None:
-        """Hang up, because the run could not be opened. Memory of an earlier job attempt stays with its writer."""
+        """Disconnect, because the run could not be opened. Memory of an earlier job attempt stays with its writer."""
         self.writer.closing = True
         self.client.send(requests.Leave(keep=bool(self.memory.inherited.arenas)))
         self.client.close()
@@ -109,14 +109,14 @@ class WriterSupervisor:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """Return why no further writer starts."""
+        """Return why no further writer starts, or None."""
         return self.writer.failure
 
     def _listen(self, client: WriterClient) -> None:
         client.listen(self._on_note, self._on_lost)
 
     def _hear_all(self) -> None:
-        """Handle notes on memory and on the run. Other parts subscribe to the rest when they are made."""
+        """Register handlers for notes on memory and on the run. Other parts register their own handlers."""
         self.hear(notes.SlotReadNote, self._on_read)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
         self.hear(notes.FencedNote, self._on_fenced)
@@ -143,10 +143,9 @@ class WriterSupervisor:
         self.on_failure(error)
 
     def _on_lost(self) -> None:
-        """Replace the writer, which has died. The memory is mapped by the trainer too, so the next writer gets it, and
-        the writes begin again.
+        """Replace the dead writer. The trainer maps the memory too, passes it to the next writer, and repeats writes.
 
-        The next writer starts without the lock, so that staging goes on. `Writes` keeps what is to be written.
+        The next writer starts without the lock, so that staging continues. `Writes` keeps the pending writes.
         """
         writer = self.writer
         with writer.lock:
@@ -154,7 +153,7 @@ class WriterSupervisor:
                 return
         try:
             fresh = self._finder.respawn()
-        except Exception as error:  # out of descriptors, say
+        except Exception as error:  # for example out of descriptors
             with writer.lock:
                 self._fail(error if isinstance(error, CheckpointError) else WriterError(repr(error)))
             return
@@ -165,8 +164,8 @@ class WriterSupervisor:
                 return
             for user in writer.users:
                 user.on_new_writer(fresh)
-            writer.client = fresh  # last: a `Leave` must not arrive before the memory
-        with contextlib.suppress(CheckpointError, TimeoutError):  # it has died too, or the Checkpointer is closing
+            writer.client = fresh  # last, because a `Leave` must not arrive before the memory
+        with contextlib.suppress(CheckpointError, TimeoutError):  # this writer has died too, or the run is closing
             self.memory.await_attached()
         if fresh.alive:
             self.acknowledgements.settle()
@@ -208,15 +207,15 @@ class WriterSupervisor:
     # -- the end --
 
     def leave(self, timeout_s: float) -> None:
-        """Hang up, and have the writer keep and persist the memory as after a death of this process. If the writer has
-        died, the next one gets the memory first. Waits at most `timeout_s`."""
+        """Disconnect. The writer keeps the memory and makes it durable, as after the death of this process. If the
+        writer has died, the next one gets the memory first. Waits at most `timeout_s`."""
         end = time.monotonic() + timeout_s
         if self.failure is None:
             try:
                 leave = requests.Leave(keep=True)
                 self.writer.insist(lambda client: client.ask(leave, max(0.1, end - time.monotonic())), end)
             except FencedError:
-                pass  # another job has it
+                pass  # another job owns the run
             except CheckpointError as error:
                 log.warning("whether the writer keeps what is in memory is not known: %s", error)
         with self.writer.lock:
@@ -226,13 +225,13 @@ class WriterSupervisor:
         self.memory.close()
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
-        """Let the writer finish and leave. Raises DeadlineError if it has not within `timeout_s`; it goes on by itself.
+        """Wait until the writer has finished. Raises DeadlineError after `timeout_s`; the writer then continues alone.
         `failed`: an error has ended the training, for the run metrics."""
         with self.writer.lock:
             self.writer.closing = True
         try:
             if self.failure is None:
-                with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
+                with contextlib.suppress(WriterError):  # it died; the caller has already waited for its writes
                     self.client.ask(requests.Leave(failed=failed), max(timeout_s, 0.1))
         finally:
             self.client.close()
@@ -240,6 +239,6 @@ class WriterSupervisor:
             self.memory.close()
 
     def forget(self) -> None:
-        """In a forked child, close the copies of the parent's descriptors."""
+        """Close the copies of the parent's descriptors in a forked child."""
         self.client.forget()
         self.memory.forget()

@@ -1,6 +1,6 @@
-"""Snapshots as the writer deals with them: it gets their layouts, holds them, and writes them to tiers.
+"""Tracks this rank's snapshots in the writer, which gets their layouts, holds them, and writes them to tiers.
 
-A writer that replaces a dead one gets all of that again.
+A writer that replaces a dead one gets all of these requests again.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, SaveError, WriterError
 from ckpt.failpoints import point
 
-MOST_TRIES = 3  # writers that try one write: it may be the cause of their deaths
-MOST_S = 3600.0  # for a run log to take a record: the store has its own patience
+MOST_TRIES = 3  # number of writers that try one write, because the write may be what kills them
+MOST_S = 3600.0  # timeout to append to a run log; the store has its own retries
 
 
 @dataclass
 class WriteInFlight:
-    """A slot on its way to one tier."""
+    """The write of one slot to one tier."""
 
     attempt: Attempt
-    arena: Arena | None  # None: its bytes were stored without a slot
+    arena: Arena | None  # None if its bytes were stored without a slot
     slot: int
     tier: int
-    done: Callable[[CheckpointError | None, WriteInFlight], None]  # a cycle would keep the arena after close()
+    done: Callable[[CheckpointError | None, WriteInFlight], None]  # gets the write: a cycle would keep the arena alive
     tries: int = 0
-    stored: bool = False  # its bytes are in the store: the slot may be used again
-    nbytes: int = 0  # when it is done: of the snapshot, and of what was stored for it
+    stored: bool = False  # its bytes are in the store, so the slot can be reused
+    nbytes: int = 0  # size of the snapshot, and of the bytes stored for it; set when the write is done
     nbytes_stored: int = 0
-    replicas: Replicas = field(default_factory=dict)  # of replicated tensors, as its part has them
+    replicas: Replicas = field(default_factory=dict)  # digests of replicated tensors, for its part
 
 
 class Writes(WriterUser):
@@ -48,10 +48,10 @@ class Writes(WriterUser):
         self._writer, self._stager = writer, stager
         self._writes: list[WriteInFlight] = []
         self._retracts: dict[Attempt, str] = {}
-        self._kept: requests.KeepSteps | None = None  # what the next writer is told as well
+        self._kept: requests.KeepSteps | None = None  # the last request to keep steps, for the next writer
 
     def write(self, write: WriteInFlight) -> None:
-        """Have a sealed slot written, and pin it until then. `done` is called with the error, if any."""
+        """Request the write of a sealed slot, and pin it until its bytes are stored. Calls `write.done` at the end."""
         with self._writer.lock:
             if write.arena is not None:
                 self._stager.slots.pin(write.arena, write.slot)
@@ -92,16 +92,16 @@ class Writes(WriterUser):
                     self._release(write)
 
     def _release(self, write: WriteInFlight) -> None:
-        """Unpin its slot."""
+        """Unpin the slot of a write, once."""
         if not write.stored:
             write.stored = True
             if write.arena is not None:
                 self._stager.slots.unpin(write.arena.id, write.slot)
 
     def retract(self, attempt: Attempt, reason: str) -> None:
-        """Give a snapshot up: it must not become a checkpoint, or not stay one."""
+        """Retract a snapshot: it must not become a checkpoint, or must not remain one."""
         with self._writer.lock:
-            self._retracts[attempt] = reason  # until it is done: the writer may die before
+            self._retracts[attempt] = reason  # kept until done, because the writer may die before
             self._send_retract(self._writer.client, attempt, reason)
 
     def _send_retract(self, client: WriterClient, attempt: Attempt, reason: str) -> None:
@@ -112,7 +112,7 @@ class Writes(WriterUser):
         client.send(requests.Retract(str(attempt), reason)).add_done_callback(done)
 
     def keep_steps(self, notes: Mapping[int, str]) -> None:
-        """Keep these steps in every tier, however old they get, and no others that were kept so before."""
+        """Keep these steps in every tier regardless of their age. This replaces the steps kept before."""
         with self._writer.lock:
             self._kept = requests.KeepSteps(list(notes.items()))
             self._writer.client.send(self._kept)
@@ -141,28 +141,28 @@ class Writes(WriterUser):
         return {write.arena.id for write in self._writes if write.arena is not None}
 
 
-MOST_LAYOUTS = 64  # that are kept without checking whether they are needed
-NEWEST = 8  # layouts that are always kept
+MOST_LAYOUTS = 64  # number of layouts kept before unused ones are dropped
+NEWEST = 8  # number of newest layouts that are always kept
 
 
 class KnownLayouts(WriterUser):
-    """`known`: the layouts of this rank, and of the memory that its writer holds, by digest."""
+    """Layouts that the writer has. `known`: those of this rank and of the memory in its writer, by digest."""
 
     def __init__(self, writer: CurrentWriter, memory: SnapshotMemory) -> None:
         self._writer, self._memory = writer, memory
         self.known: dict[str, Layout] = {}
-        self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # when the writer has
+        self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # done when the writer has the layout
 
     def heard(self, digest: str) -> Future[tuple[None, list[int]]] | None:
         """Return a future that is done when the writer has this layout; None if it had it before."""
         return self._heard.get(digest)
 
     def differ_from(self, world: int) -> bool:
-        """Return True if a layout is of another number of ranks. Then a restore compares replicated tensors."""
+        """Return True if a layout is for another number of ranks. Then a restore compares replicated tensors."""
         return any(layout.world not in (1, world) for layout in self.known.values())
 
     def take(self, layouts: Mapping[str, Layout]) -> None:
-        """Send layouts that another writer has to ours."""
+        """Send the layouts of another writer to ours."""
         with self._writer.lock:
             for digest, layout in layouts.items():
                 if digest not in self.known:
@@ -173,15 +173,15 @@ class KnownLayouts(WriterUser):
         """Send a layout to the writer, before a slot is sealed with it."""
         if layout.digest in self.known:
             return
-        said = layout.to_json()  # takes a while: not with the lock, which a signal handler may need
+        said = layout.to_json()  # slow, so not under the lock, which a signal handler may need
         with self._writer.lock:
             if len(self.known) > MOST_LAYOUTS:
                 self._forget_unused()
             self._heard[layout.digest] = self._writer.send(requests.KnowLayout(said))
-            self.known[layout.digest] = layout  # last: Ctrl-C may come in between
+            self.known[layout.digest] = layout  # last, because Ctrl-C may interrupt this
 
     def _forget_unused(self) -> None:
-        """Forget layouts that no snapshot uses, because a state whose shapes keep changing has many."""
+        """Drop layouts that no snapshot uses. A state whose shapes keep changing creates many."""
         used = {label.layout for arena in self._memory.arenas() for _, label in arena.sealed()}
         used |= {*list(self.known)[-NEWEST:]}
         self.known = {digest: layout for digest, layout in self.known.items() if digest in used}
@@ -197,7 +197,7 @@ Done = Callable[[CheckpointError | None], None]
 
 @dataclass(frozen=True)
 class AwaitedSlot:
-    """A sealed slot. `done` is called when a writer holds it and has its layout, or with the reason why none does."""
+    """A sealed slot. `done` is called when a writer holds it and has its layout, or with the error if none will."""
 
     attempt: Attempt
     layout: str
@@ -207,15 +207,15 @@ class AwaitedSlot:
 
 
 class Acknowledgements(WriterUser):
-    """Reports for each snapshot of one rank that a process which survives the trainer holds it."""
+    """Reports for each snapshot of this rank when a process that survives the trainer holds it."""
 
     def __init__(self, writer: CurrentWriter, layouts: KnownLayouts) -> None:
         self._writer, self._layouts = writer, layouts
         self._awaited: dict[tuple[bytes, int], AwaitedSlot] = {}
 
     def acknowledge(self, attempt: Attempt, arena: Arena, slot: int, done: Done) -> None:
-        """Call `done` when a writer holds the slot and its layout: now, unless the writer has died or the layout is
-        new. `done` gets an error if no further writer starts, or if the slot is used again before one holds it."""
+        """Call `done` when a writer holds the slot and its layout: immediately, unless the writer has died or the
+        layout is new. `done` gets an error if no further writer starts, or if the slot is reused before that."""
         label = arena.label(slot)
         layout = "" if label is None else label.layout
         with self._writer.lock:
@@ -225,11 +225,11 @@ class Acknowledgements(WriterUser):
             before.done(_used_again(before))
         heard = self._layouts.heard(layout)
         if heard is not None and not heard.done():
-            heard.add_done_callback(lambda _: self.settle())  # without the slot: a future keeps what it has called
+            heard.add_done_callback(lambda _: self.settle())  # no reference to the slot, as futures keep callbacks
         self.settle()
 
     def settle(self) -> None:
-        """Report all snapshots of which it is known whether a writer holds them."""
+        """Report all snapshots for which it is known whether a writer holds them."""
         with self._writer.lock:  # the next writer gets the memory while this is locked
             found = [(key, one, self._state(one)) for key, one in self._awaited.items()]
             known = [(key, one, error) for key, one, (is_known, error) in found if is_known]

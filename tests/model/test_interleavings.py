@@ -154,9 +154,11 @@ def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
     async def impatient(self: RunLog, make: Any, *, owner: Any, deadline_s: float = 60.0) -> RunState:
         return await append(self, make, owner=owner, deadline_s=-1.0)
 
-    async def hopeful(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT") -> Any:
+    async def hopeful(
+        log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT", fitting: bool = False
+    ) -> Any:
         try:
-            return await commit(log, mine, parts, kind=kind)
+            return await commit(log, mine, parts, kind=kind, fitting=fitting)
         except OutcomeUnknownError:
             attempt = Attempt.parse(parts[0].part.attempt)
             told = tuple((one.part.rank, one.digest) for one in parts)
@@ -265,7 +267,9 @@ def the_index_comes_last(patch: pytest.MonkeyPatch) -> None:
     """A COMMIT is appended before all of what it names is there."""
     commit = commits.commit
 
-    async def hasty(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT") -> Any:
+    async def hasty(
+        log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT", fitting: bool = False
+    ) -> Any:
         kept: dict[str, Any] = {}
 
         class Later:

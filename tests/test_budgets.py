@@ -31,7 +31,7 @@ BUDGETS = {
     "core/ranks": (1_050, 700),
     "core/restore": (1_220, 790),
     "core/run": (5_270, 3_800),
-    "core/snapshot": (1_930, 1_370),
+    "core/snapshot": (1_910, 1_360),
     "core/state": (4_640, 3_200),
     "core/writer": (2_840, 2_030),
     "dcp": (1_690, 1_150),
@@ -52,7 +52,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_420, 43_100)
+TOTAL = (64_410, 43_090)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 85, 79
 

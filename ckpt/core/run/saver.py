@@ -56,7 +56,7 @@ from ckpt.core.run.supervise.writer_link import HUNG_UP
 from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot.device import events_behind, wait_for
-from ckpt.core.snapshot.direct import WriteEstimate, write_directly
+from ckpt.core.snapshot.direct import write_directly
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState
 from ckpt.core.snapshot.stage import ALL_BUSY
 from ckpt.core.state.capture import Reading
@@ -348,18 +348,18 @@ class Saver:
     def _store_directly(self, snapshot: NewSnapshot, near: int, given_up: threading.Event) -> None:
         """Store a snapshot in a tier from the staging thread. Then the writer commits it, or the snapshot fails."""
         run, attempt, nbytes = self._run, snapshot.attempt, snapshot.reading.layout.arrangement.data_size
-        url, estimate, warned = run.tiers[near].url, WriteEstimate(nbytes), not self._first_direct
+        url, began, done, warned = run.tiers[near].url, time.monotonic(), 0, not self._first_direct
         self._first_direct = False
 
         def on_bytes(count: int) -> None:
-            nonlocal warned
+            nonlocal done, warned
             run.heartbeat.touch(run.heartbeat.state)  # so that this is not detected as a hang
-            estimate.add(count)
-            if not warned and estimate.done >= min(nbytes, MEASURED):
-                warned = True
+            done += count
+            if not warned and done >= min(nbytes, MEASURED):
+                warned, seconds = True, (time.monotonic() - began) * nbytes / done
                 log.warning(
                     "step %d (%s) is written to %s while training waits, for about %s: memory has no room for it",
-                    *(attempt.step, decimal(nbytes), url, duration(estimate.seconds)),
+                    *(attempt.step, decimal(nbytes), url, duration(seconds)),
                 )
 
         def check() -> None:
@@ -389,7 +389,8 @@ class Saver:
             return
         for tier in sorted(snapshot.writes):  # nearest first, because the writer copies the step from there
             self._write(snapshot, tier)
-        snapshot.copied.set()
+        snapshot.sources = []
+        snapshot.release()
 
     def _on_direct_failed(self, snapshot: NewSnapshot, near: int, error: BaseException) -> None:
         run, attempt, url = self._run, snapshot.attempt, self._run.tiers[near].url
@@ -403,7 +404,8 @@ class Saver:
         publish("failed", attempt.step, tier=url, error=str(why))
         run.errors.note(snapshot.error, snapshot.save)
         snapshot.save._set_failed(snapshot.error)
-        snapshot.copied.set()
+        snapshot.sources = []
+        snapshot.release()
 
     def _is_scheduled(self, step: int) -> bool:
         return bool(self._plan.at(step).tiers_due(step))

@@ -11,7 +11,6 @@ stored raw, because it cannot be compared with an earlier checkpoint before it i
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -150,18 +149,3 @@ def _copy(source: Tensor, start: int, target: Tensor) -> None:
         done += count
     skip = start - first * item
     target.copy_(as_bytes(run)[skip : skip + len(target)])
-
-
-class WriteEstimate:
-    """Estimates the duration of a direct write from its progress so far."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.done, self._began = nbytes, 0, time.monotonic()
-
-    def add(self, count: int) -> None:
-        self.done += count
-
-    @property
-    def seconds(self) -> float:
-        """Return the estimated duration of the whole write, in seconds."""
-        return (time.monotonic() - self._began) * self.nbytes / max(1, self.done)

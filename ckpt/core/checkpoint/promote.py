@@ -23,7 +23,7 @@ from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, manifest_key
 from ckpt.core.format.table import Table
 from ckpt.core.log.log import RunLog
-from ckpt.core.log.records import Commit, RunState
+from ckpt.core.log.log import Commit, RunState
 from ckpt.errors import CorruptError, ExistsError, NotFoundError
 from ckpt.store import PAGE, Store, get_small
 

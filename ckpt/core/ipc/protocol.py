@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import dataclasses
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -71,7 +71,7 @@ class Failure(Body, frozen=True):
     retryable: bool = False
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class Incoming:
     """A received message: its name, its number or None, its fields, and its size in bytes."""
 
@@ -79,7 +79,7 @@ class Incoming:
     id: int | None
     fields: dict[str, Any]
     size: int
-    fds: list[int] = field(default_factory=list)
+    fds: list[int] = dataclasses.field(default_factory=list)
 
     def drop(self) -> None:
         """Close the descriptors that came with it."""

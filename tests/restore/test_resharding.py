@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import ckpt.core.format.partition as share_module
+from ckpt.core.format import partition as share_module
 from ckpt.core.checkpoint.commit import acquire, commit, create_run
 from ckpt.core.checkpoint.commit_checks import index_of
 from ckpt.core.checkpoint.write import RankSnapshot as ToWrite

@@ -278,14 +278,14 @@ async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np
     key = data_key(ATTEMPT, rank)
     header = arrangement.header(metadata_of(key))
     table = write.build_table(layout, key, rng.bytes(16 * len(arrangement.blobs)))
-    pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
+    data_file = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
     (root / key).parent.mkdir(parents=True, exist_ok=True)
     with open(root / key, "wb") as file:
         file.write(header)
-        file.truncate(pack.size)
+        file.truncate(data_file.size)
     store: Any = Folder(root)
     snapshot = write.RankSnapshot(ATTEMPT, layout, memoryview(b""), like.values, finite=True)
-    await write.finish_part(store, snapshot, table, [pack], reason="due")
+    await write.finish_part(store, snapshot, table, [data_file], reason="due")
     return (root / manifest_key(ATTEMPT, rank)).stat().st_size
 
 
@@ -320,7 +320,7 @@ class Clock:
 
 
 def plan(world: World, rank: int) -> Json:
-    """From the state to a layout and its place in memory and pack; and again, when nothing has changed."""
+    """From the state to a layout and its place in memory and data_file; and again, when nothing has changed."""
     with as_rank(rank, world.size):
         state, clock = state_of(world, rank), Clock()
         capture = Capture(state, Seat(rank, world.size))

@@ -49,7 +49,7 @@ from ckpt.tiers import Memory, Tier
 __all__ = ["StorageReader", "StorageWriter", "latest"]
 
 Places = str | Path | Tier | Sequence[str | Path | Tier]
-CheckpointId = str | os.PathLike[str] | int | None
+StepOrPath = str | os.PathLike[str] | int | None
 
 RECEIPT = "(receipt)"  # name under which a rank's Receipt travels to the coordinator
 MAX_STEP = 10**18
@@ -70,7 +70,7 @@ class _Now(threading.local):
 
     def clear(self, default: int | None) -> None:
         self.step: int | None = default
-        self.id: CheckpointId = default
+        self.id: StepOrPath = default
         self.job: incarnation.Incarnation | None = None
         self.saving: coordinator.Saving | None = None
 
@@ -108,14 +108,14 @@ class StorageWriter(storage.StorageWriter):
         return tuple(tier.url for tier in self._tiers)
 
     @property
-    def checkpoint_id(self) -> CheckpointId:
+    def checkpoint_id(self) -> StepOrPath:
         return self._now.id
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StepOrPath) -> bool:
         return _is_id(checkpoint_id)
 
-    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+    def reset(self, checkpoint_id: StepOrPath = None) -> None:
         self._now.clear(self._default)
         in_flight.watch(self._default if checkpoint_id is None else checkpoint_id)
         if checkpoint_id is not None:
@@ -220,20 +220,20 @@ class StorageReader(storage.StorageReader):
     def __init__(self, places: Places, *, step: int | None = None, trusted: bool = False, resume: bool = True) -> None:
         self._tiers = _tiers(places)
         self._default = self._step = None if step is None else step_of(step)
-        self._id: CheckpointId = step
+        self._id: StepOrPath = step
         self._trusted, self._resume = trusted, resume
         self._found: dcp_source.Found | None = None
         self._load_id = str(uuid.uuid4())
 
     @property
-    def checkpoint_id(self) -> CheckpointId:
+    def checkpoint_id(self) -> StepOrPath:
         return self._id
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StepOrPath) -> bool:
         return _is_id(checkpoint_id)
 
-    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+    def reset(self, checkpoint_id: StepOrPath = None) -> None:
         self._found = None
         self._step = self._default if checkpoint_id is None else step_of(checkpoint_id)
         self._id = self._default if checkpoint_id is None else checkpoint_id

@@ -229,7 +229,7 @@ async def _write(url: str, frozen: Any, step: int) -> None:
     async with written_run(url) as log:
         await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train there
         mine = await acquire(log, new_nonce())
-        attempt = Attempt(mine.epoch, step, mine.nonce)
+        attempt = Attempt(mine.term, step, mine.nonce)
         try:
             written = await write_part(log.store, RankSnapshot(attempt, layout, data, values))
             await commit(log, mine, [written])

@@ -582,10 +582,10 @@ class CadenceOf(Body, frozen=True):
 class KeepBooks(Request[None], frozen=True):
     """Record the run metrics of the trainer from now on, see `cadence.ledger.Account`. Its heartbeat is sent along.
     `decides`: propose save intervals to it. `again`: an earlier writer began the record. `term`: term of the job since
-    its last restore, "" for `epoch`."""
+    its last restore, "" for `first_term`."""
 
     descriptors = 1
-    epoch: str
+    first_term: str
     rank: int
     world: int
     url: str

@@ -61,7 +61,7 @@ class Ownership:
             return {
                 "settings": settings,
                 "roots": opened.roots,
-                "epoch": opened.epoch,
+                "newest": opened.epoch,
                 "has": opened.has_checkpoints,
                 "cadence": opened.cadence,
             }
@@ -69,14 +69,14 @@ class Ownership:
         def decide(posts: list[Any]) -> Any:
             found = _open_together(posts)
             self._assign_roles(found["roots"])
-            return found | {"term": self.lead(None, found["epoch"])}
+            return found | {"term": self.lead(None, found["newest"])}
 
         try:
             found = together(world, "open", prepare, decide)
             self.has_checkpoints, self.cadence = found["has"], found["cadence"]
             self._assign_roles(found["roots"])
             self.supervisor.hear(HeldNote, self._on_held)
-            self.begin_term(found["term"], None, found["epoch"])
+            self.begin_term(found["term"], None, found["newest"])
             self._find_partner()
         except BaseException:
             for supervisor in made:
@@ -128,10 +128,10 @@ class Ownership:
         if term is None:
             self._begin_term_together(restored, floor)
         elif world.rank:
-            epoch, turn = term
+            number, turn = term
             point("run.taken")
             try:
-                run.own(Acquire(epoch, run.nonce(turn), restored), recover=restored is None)
+                run.own(Acquire(number, run.nonce(turn), restored), recover=restored is None)
             except CheckpointError as error:
                 world.leave(f"could not continue in the new term: {error}")
                 raise
@@ -230,7 +230,7 @@ def _open_together(posts: list[Any]) -> dict[str, Any]:
     roots = [[mine.index(root) for root in mine] for mine in ids]
     return {
         "roots": roots,
-        "epoch": max(p["epoch"] for p in posts),
+        "newest": max(p["newest"] for p in posts),
         "has": any(p["has"] for p in posts),
         "cadence": posts[0]["cadence"],
     }

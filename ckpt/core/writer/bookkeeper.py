@@ -177,7 +177,7 @@ class Bookkeeper:
         self._previous = self.account
         wall, mono = time.time(), time.monotonic()
         self.account = Account(
-            epoch=request.epoch,
+            epoch=request.first_term,
             rank=request.rank,
             world=request.world,
             host=socket.gethostname(),
@@ -193,7 +193,7 @@ class Bookkeeper:
             kept=mono,
             versions=request.versions,
         )
-        self._lease = Lease.of_trainer(request.term or request.epoch, self.token, request.rank, pid)
+        self._lease = Lease.of_trainer(request.term or request.first_term, self.token, request.rank, pid)
         self._heartbeat = Heartbeat.attach(fds[0])
         self._meter, self._row, self._writes = Meter(), _OpenRow(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True

@@ -67,7 +67,7 @@ def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) ->
         print_table(("value", "type", "is"), rows)
         packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
         if packs:
-            print_table(("pack", "size", "used", "of step"), packs)
+            print_table(("data file", "size", "used", "of step"), packs)
     put(f"{count_of(found['distinct_tensors'], 'tensor')}, {human(found['tensor_bytes'])}")
     for line in [*storage_lines(found), *saving_lines(found)] if only is None else ():
         put(line)
@@ -196,7 +196,7 @@ def _files(commit: Commit, parts: Sequence[Part], used: Mapping[str, int]) -> di
         "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == commit.attempt),
         "restore_bytes": sum(used.values()),
         **_older(commit, used),
-        "packs": [_pack(pack, commit.attempt, used.get(pack.key, 0)) for pack in packs.values()],
+        "packs": [_file_row(pack, commit.attempt, used.get(pack.key, 0)) for pack in packs.values()],
     }
 
 
@@ -213,6 +213,6 @@ def _older(commit: Commit, used: Iterable[str]) -> dict[str, Any]:
     return {"older_packs": len(owners), "older_steps": sorted({of.step for of in owners}, reverse=True)}
 
 
-def _pack(pack: PackInfo, attempt: Attempt, used: int) -> dict[str, Any]:
+def _file_row(pack: PackInfo, attempt: Attempt, used: int) -> dict[str, Any]:
     whose = owner(pack.key)
     return {**asdict(pack), "own": whose == attempt, "step": None if whose is None else whose.step, "used": used}

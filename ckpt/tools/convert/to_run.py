@@ -101,7 +101,7 @@ def _rank(
     components = [entry.component for entry in view.entries]
     layout = Layout(tuple(specs), dict(view.aliases), components, rank, world, instances, elsewhere)
     Layout.from_json(layout.to_json())  # raises if it could not be read again
-    return layout, _pack(layout, labels, attempt)
+    return layout, _out_file(layout, labels, attempt)
 
 
 def chunk(shape: Dims, rank: int, world: int) -> Box | None:
@@ -115,7 +115,7 @@ def chunk(shape: Dims, rank: int, world: int) -> Box | None:
     return (start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])
 
 
-def _pack(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
+def _out_file(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
     arrangement, key = layout.arrangement, data_key(attempt, layout.rank)
     header = arrangement.header(metadata_of(key))
     first = len(header)

@@ -135,9 +135,9 @@ class Audit:
             await all_of(work(pool) for _ in range(PARALLEL))
         await self._forget_retired(damaged)
         await self._name_rows(damaged)
-        self.found.packs = [damaged[key] for key in sorted(damaged)]
-        for pack in self.found.packs:
-            pack.pieces.sort(key=lambda p: p.offset)
+        self.found.data_files = [damaged[key] for key in sorted(damaged)]
+        for data_file in self.found.data_files:
+            data_file.pieces.sort(key=lambda p: p.offset)
         return self.found
 
     def _jobs(self) -> Iterator[tuple[str, list[DamagedRange] | None]]:
@@ -205,7 +205,7 @@ class Audit:
 
     async def _name_rows(self, damaged: dict[str, PackDamage]) -> None:
         """Find which table rows reference each damaged range. These tables stay in memory from here on."""
-        by_place = {(p.pack, p.offset, p.stored): p for pack in damaged.values() for p in pack.pieces}
+        by_place = {(p.pack, p.offset, p.stored): p for data_file in damaged.values() for p in data_file.pieces}
         concerned = [sheet for sheet in self.sheets if not damaged.keys().isdisjoint(sheet.packs)]
         await of_each(concerned, self._keep)
         for sheet in concerned:
@@ -216,8 +216,8 @@ class Audit:
                 place = table.packs[int(table.pack[row])], int(table.offset[row]), int(table.stored[row])
                 if place in by_place:
                     by_place[place].rows.append((sheet, row))
-        for pack in damaged.values():
-            pack.pieces = [piece for piece in pack.pieces if piece.rows]
+        for data_file in damaged.values():
+            data_file.pieces = [piece for piece in data_file.pieces if piece.rows]
 
     def verdicts(self) -> list[tuple[Attempt, str]]:
         """Return a verdict for each checkpoint, newest first. "sound"; or the result of a repair: "sound after this",
@@ -232,12 +232,12 @@ class Audit:
         worse([attempt for attempt, _ in self.found.unread], 3)
         for file in self.found.files:
             worse([owner(file.key)], 2 if file.raw is None else 1)
-        for pack in self.found.packs:
-            users = {sheet.commit.attempt for sheet in self.sheets if pack.info.key in sheet.packs}
-            for piece in pack.pieces:
+        for data_file in self.found.data_files:
+            users = {sheet.commit.attempt for sheet in self.sheets if data_file.info.key in sheet.packs}
+            for piece in data_file.pieces:
                 worse([sheet.commit.attempt for sheet, _ in piece.rows], 3 if piece.cure is None else 1)
-            if pack.header or pack.size_is_wrong:
-                right = pack.worth and (not pack.header or pack.header_cure is not None)
+            if data_file.header or data_file.size_is_wrong:
+                right = data_file.worth and (not data_file.header or data_file.header_cure is not None)
                 worse(users, 1 if right else 2)
         return [(attempt, VERDICTS[much]) for attempt, much in sorted(found.items(), reverse=True)]
 
@@ -294,7 +294,7 @@ class Audit:
                 except (CorruptError, FormatError) as error:
                     self.found.unread.append((commit.attempt, str(error)))
                 else:
-                    self.infos.update({pack.key: pack for pack in part.packs})
+                    self.infos.update({data_file.key: data_file for data_file in part.packs})
         return found
 
     async def load(self, sheet: AuditedTable) -> Table | None:

@@ -43,7 +43,7 @@ class AuditedTable:
 class DamagedRange:
     """A damaged range of a data file, and the rows that reference it. `why`: the reason why no intact copy exists."""
 
-    pack: str
+    data_file: str
     offset: int
     stored: int
     digest: bytes
@@ -117,15 +117,15 @@ class AuditResult:
 
     records: list[int] = field(default_factory=list)
     files: list[FileDamage] = field(default_factory=list)
-    packs: list[PackDamage] = field(default_factory=list)
+    data_files: list[PackDamage] = field(default_factory=list)
     unread: list[tuple[Attempt, str]] = field(default_factory=list)  # checkpoints not fully audited, and why
 
     @property
     def any(self) -> bool:
-        return bool(self.records or self.files or self.packs or self.unread)
+        return bool(self.records or self.files or self.data_files or self.unread)
 
     @property
     def remains(self) -> bool:
         """Return True if something cannot be repaired."""
-        gone = any(file.raw is None for file in self.files) or any(not pack.whole_again for pack in self.packs)
+        gone = any(file.raw is None for file in self.files) or any(not data_file.whole_again for data_file in self.data_files)
         return bool(self.records or self.unread) or gone

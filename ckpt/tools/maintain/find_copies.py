@@ -45,12 +45,12 @@ class CopyFinder:
         """Find where needed contents are stored in all tiers; done once and only if needed."""
         audit = self.audit
         wanted: set[Content] = set()
-        for pack in audit.found.packs:
-            for piece in pack.pieces:
+        for data_file in audit.found.data_files:
+            for piece in data_file.pieces:
                 for sheet, row in piece.rows[:1]:
                     base = int(sheet.table.base[row])
                     wanted |= {sheet.table.content(one) for one in (row, base) if one >= 0}
-        bad = {(piece.pack, piece.offset) for pack in audit.found.packs for piece in pack.pieces}
+        bad = {(piece.pack, piece.offset) for data_file in audit.found.data_files for piece in data_file.pieces}
         for start in range(0, len(audit.sheets), MANY):
             for table in await of_each(audit.sheets[start : start + MANY], audit.load):
                 if table is not None:

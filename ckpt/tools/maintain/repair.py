@@ -39,7 +39,7 @@ class Repaired:
     """What was written again. `left`: files that the run no longer needs. `failed`: (name, reason)."""
 
     files: list[str] = field(default_factory=list)
-    packs: list[str] = field(default_factory=list)
+    data_files: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
 
@@ -49,10 +49,10 @@ class Repair(Audit):
 
     async def seek(self, on_bytes: OnBytes = None) -> None:
         """Find an intact copy of everything that is damaged. Each is read once to verify it."""
-        if not self.found.packs:
+        if not self.found.data_files:
             return
         seeker = CopyFinder(self)
-        pieces = iter([piece for pack in self.found.packs for piece in pack.pieces if pack.known])
+        pieces = iter([piece for data_file in self.found.data_files for piece in data_file.pieces if data_file.known])
 
         async def work() -> None:
             for piece in pieces:
@@ -61,23 +61,23 @@ class Repair(Audit):
                     on_bytes(piece.stored)
 
         await all_of(work() for _ in range(CURES))
-        for pack in self.found.packs:
-            if not pack.known:
-                for piece in pack.pieces:
+        for data_file in self.found.data_files:
+            if not data_file.known:
+                for piece in data_file.pieces:
                     piece.why = "the manifest with the size of its file is lost"
                 continue
-            if pack.header:
-                pack.header_cure = await seeker.header(pack.info)
-            pack.unavailable = await self._unavailable(pack)
+            if data_file.header:
+                data_file.header_cure = await seeker.header(data_file.info)
+            data_file.unavailable = await self._unavailable(data_file)
 
-    async def _unavailable(self, pack: PackDamage) -> int:
+    async def _unavailable(self, data_file: PackDamage) -> int:
         """Return how many bytes of a data file no location has: those of its missing end that are not repaired."""
-        cured = [(p.offset, p.offset + p.stored) for p in pack.cured]
-        if pack.header_cure is not None:
-            cured.append((0, pack.info.header_size))
-        lacking = without([(pack.there or 0, pack.info.size)], cured)
-        if lacking and await alike(self, pack.info):  # the other file has all bytes that are not known to be lost
-            lacking = without(lacking, without(lacking, [(p.offset, p.offset + p.stored) for p in pack.lost]))
+        cured = [(p.offset, p.offset + p.stored) for p in data_file.cured]
+        if data_file.header_cure is not None:
+            cured.append((0, data_file.info.header_size))
+        lacking = without([(data_file.there or 0, data_file.info.size)], cured)
+        if lacking and await alike(self, data_file.info):  # the other file has all bytes that are not known to be lost
+            lacking = without(lacking, without(lacking, [(p.offset, p.offset + p.stored) for p in data_file.lost]))
         return sum(end - start for start, end in lacking)
 
     async def mend(self, on_bytes: OnBytes = None) -> Repaired:
@@ -96,16 +96,16 @@ class Repair(Audit):
                 done.left.append(file.key)  # it exists again
             except StoreError as error:
                 done.failed.append((file.key, str(error)))
-        for pack in self.found.packs:
-            if not pack.worth:
+        for data_file in self.found.data_files:
+            if not data_file.worth:
                 continue
-            key = pack.info.key
+            key = data_file.info.key
             if not await self._is_live(key):
                 done.left.append(key)
                 continue
             try:
-                await _Rewrite(self, pack, await alike(self, pack.info)).run(on_bytes)
-                done.packs.append(key)
+                await _Rewrite(self, data_file, await alike(self, data_file.info)).run(on_bytes)
+                done.data_files.append(key)
             except (CorruptError, StoreError) as error:
                 done.failed.append((key, str(error)))
         return done
@@ -138,19 +138,19 @@ async def alike(audit: Audit, info: PackInfo) -> list[Store]:
 class _Rewrite:
     """Streams one data file to its new version. All ranges that live checkpoints reference are verified."""
 
-    def __init__(self, repair: Repair, pack: PackDamage, alike: list[Store]) -> None:
-        self.store, self.pack, self.info, self._alike = repair.store, pack, pack.info, alike
-        gone = {(p.offset, p.offset + p.stored) for p in pack.lost}  # lost bytes, which cannot match
+    def __init__(self, repair: Repair, data_file: PackDamage, alike: list[Store]) -> None:
+        self.store, self.pack, self.info, self._alike = repair.store, data_file, data_file.info, alike
+        gone = {(p.offset, p.offset + p.stored) for p in data_file.lost}  # lost bytes, which cannot match
         self._digests: dict[tuple[int, int], set[bytes]] = {}
-        for piece in repair.named(pack.info.key):
+        for piece in repair.named(data_file.info.key):
             self._digests.setdefault((piece.offset, piece.offset + piece.stored), set()).add(piece.digest)
         self._named = list(self._digests)
         self._hasher = RangeHasher(named for named in self._named if named not in gone)
         self._patches: list[tuple[int, int, SoundCopy]] = [
-            (p.offset, p.offset + p.stored, p.cure) for p in pack.cured if p.cure
+            (p.offset, p.offset + p.stored, p.cure) for p in data_file.cured if p.cure
         ]
-        if pack.header_cure is not None:
-            self._patches.append((0, self.info.header_size, pack.header_cure))
+        if data_file.header_cure is not None:
+            self._patches.append((0, self.info.header_size, data_file.header_cure))
         self._last: tuple[SoundCopy, bytes | memoryview] | None = None
 
     async def run(self, on_bytes: OnBytes) -> None:

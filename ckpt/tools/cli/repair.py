@@ -35,7 +35,7 @@ from ckpt.tools.cli.terminal import (
 
 if TYPE_CHECKING:
     from ckpt.core.log.run_log import Commit, RunLog
-    from ckpt.tools.maintain.damage import AuditResult, PackDamage
+    from ckpt.tools.maintain.damage import AuditResult, DataFileDamage
     from ckpt.tools.maintain.repair import Repaired
 
 Found = dict[str, Any]
@@ -143,7 +143,7 @@ def _summary(found: AuditResult) -> dict[str, Any]:
     pieces = [piece for data_file in found.data_files for piece in data_file.pieces]
     return {
         "damaged_records": found.records,
-        "unreadable": [{"step": attempt.step, "why": why} for attempt, why in found.unread],
+        "unreadable": [{"step": checkpoint.step, "why": why} for checkpoint, why in found.unread],
         "files": [
             {
                 "key": f.key,
@@ -162,7 +162,7 @@ def _summary(found: AuditResult) -> dict[str, Any]:
     }
 
 
-def _file_row(data_file: PackDamage) -> dict[str, Any]:
+def _file_row(data_file: DataFileDamage) -> dict[str, Any]:
     cure = data_file.header_cure
     return {
         "key": data_file.info.key,
@@ -217,8 +217,18 @@ def show(found: Found) -> None:
     for data_file in found["data_files"]:
         header = data_file["header"]
         if data_file["problem"]:
-            lost = f"LOST: {human(data_file['unavailable'])} of it are in no location" if data_file["unavailable"] else "LOST"
-            hope = lost if not data_file["write_again"] else "see below" if data_file["repairable"] else "partly, see below"
+            lost = (
+                f"LOST: {human(data_file['unavailable'])} of it are in no location"
+                if data_file["unavailable"]
+                else "LOST"
+            )
+            hope = (
+                lost
+                if not data_file["write_again"]
+                else "see below"
+                if data_file["repairable"]
+                else "partly, see below"
+            )
             files.append((data_file["key"], "", data_file["problem"], hope))
         if header["damaged"]:
             origin = f"{header['how']}, {header['from']}" if header["from"] else "LOST"
@@ -271,6 +281,6 @@ def show_done(found: Found) -> None:
     done = found["done"]
     print_few([f"skipped, because the run no longer needs it: {key}" for key in done["given_up_meanwhile"]])
     print_few([f"failed and unchanged: {one['key']}: {one['why']}" for one in done["failed"]])
-    put(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again and verified them")
+    put(f"wrote {count_of(len(done['data_files']) + len(done['files']), 'file')} again and verified them")
     if found["remains"]:
         put("Damage remains: see above. `ckpt verify --all` lists which checkpoints are intact")

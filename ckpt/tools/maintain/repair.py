@@ -23,12 +23,12 @@ from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.checkpoint.parts import read_header
 from ckpt.core.checkpoint.write import CHUNK, page_aligned
 from ckpt.core.format.digest import RangeHasher
-from ckpt.core.format.manifest import PackInfo, is_data, owner
+from ckpt.core.format.manifest import DataFile, is_data, owner
 from ckpt.errors import CorruptError, ExistsError, StoreError, is_unreadable
 from ckpt.failpoints import point
 from ckpt.store import Store
 from ckpt.tools.maintain.audit import Audit, OnBytes
-from ckpt.tools.maintain.damage import PackDamage, SoundCopy
+from ckpt.tools.maintain.damage import DataFileDamage, SoundCopy
 from ckpt.tools.maintain.find_copies import CopyFinder
 
 CURES = 8  # chunks read in parallel
@@ -70,7 +70,7 @@ class Repair(Audit):
                 data_file.header_cure = await seeker.header(data_file.info)
             data_file.unavailable = await self._unavailable(data_file)
 
-    async def _unavailable(self, data_file: PackDamage) -> int:
+    async def _unavailable(self, data_file: DataFileDamage) -> int:
         """Return how many bytes of a data file no location has: those of its missing end that are not repaired."""
         cured = [(p.offset, p.offset + p.stored) for p in data_file.cured]
         if data_file.header_cure is not None:
@@ -114,12 +114,12 @@ class Repair(Audit):
         """Return True if a live checkpoint needs this file: a running job may have deleted it."""
         live = (await self.log.refresh()).commits
         if not is_data(key):
-            attempt = owner(key)
-            return attempt is None or attempt in live
-        return any(sheet.commit.attempt in live for sheet in self.sheets if key in sheet.packs)
+            checkpoint = owner(key)
+            return checkpoint is None or checkpoint in live
+        return any(sheet.commit.checkpoint in live for sheet in self.sheets if key in sheet.files)
 
 
-async def alike(audit: Audit, info: PackInfo) -> list[Store]:
+async def alike(audit: Audit, info: DataFile) -> list[Store]:
     """Return the other locations that have this file with the same size and header."""
     found = []
     for other in audit.others:
@@ -138,8 +138,8 @@ async def alike(audit: Audit, info: PackInfo) -> list[Store]:
 class _Rewrite:
     """Streams one data file to its new version. All ranges that live checkpoints reference are verified."""
 
-    def __init__(self, repair: Repair, data_file: PackDamage, alike: list[Store]) -> None:
-        self.store, self.pack, self.info, self._alike = repair.store, data_file, data_file.info, alike
+    def __init__(self, repair: Repair, data_file: DataFileDamage, alike: list[Store]) -> None:
+        self.store, self.file, self.info, self._alike = repair.store, data_file, data_file.info, alike
         gone = {(p.offset, p.offset + p.stored) for p in data_file.lost}  # lost bytes, which cannot match
         self._digests: dict[tuple[int, int], set[bytes]] = {}
         for piece in repair.named(data_file.info.key):
@@ -155,7 +155,7 @@ class _Rewrite:
 
     async def run(self, on_bytes: OnBytes) -> None:
         upload = await self.store.upload(self.info.key, size=self.info.size, replace=True)
-        point("pack.opened")
+        point("data_file.opened")
         try:
             most = upload.part or CHUNK
             for start in range(0, self.info.size, most):
@@ -194,7 +194,7 @@ class _Rewrite:
 
     async def _as_it_is(self, start: int, view: memoryview) -> None:
         """Read the bytes that this file has, and the missing ones from the same file elsewhere."""
-        there, end = min(self.pack.there or 0, self.info.size), start + len(view)
+        there, end = min(self.file.there or 0, self.info.size), start + len(view)
         if start < there:
             part = view[: min(end, there) - start]
             part[:] = await chunks.get(self.store, self.info.key, start=start, length=len(part))

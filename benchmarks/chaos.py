@@ -686,7 +686,7 @@ def predicted(found: Json, plan: Plan) -> Json | None:
     perceive, to start again and to read back is no matter of cadence: it is taken from the run itself. None without a
     forecast, or without a cadence."""
     try:
-        from ckpt.core.cadence.model import Costs, TierCost, predict
+        from ckpt.core.cadence.cadence import Costs, TierCost, predict
     except ImportError:
         return None
     bill, every = found["bill"], {"memory": 1, "folder": 100}

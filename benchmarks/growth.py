@@ -27,15 +27,14 @@ from torch import nn
 
 import ckpt
 import files_of_run
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import parts as parts_of
 from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.write import RankSnapshot, write_part
+from ckpt.core.format.boxes import Seat
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import Attempt, Part
-from ckpt.core.format.partition import Seat
-from ckpt.core.log.log import RunLog
-from ckpt.core.log.trimming import Trimmer
+from ckpt.core.log.run_log import RunLog, Trimmer
 from ckpt.core.state.capture import Capture
 from ckpt.store import Store, open_store
 

@@ -30,10 +30,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")]  # if not installed
 
-from ckpt.core.checkpoint import ledger_files
+from ckpt.core.checkpoint import lease
 from ckpt.core.checkpoint.open_tier import open_place
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.watch_requests import KeepBooks
+from ckpt.core.ipc.messages import KeepBooks
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.tiers import Tier
 from figures import goal, machine
@@ -161,9 +161,9 @@ def main() -> None:
     loop = min(loop_s() for _ in range(5))
     with tempfile.TemporaryDirectory() as folder:
         fed, put, size = asyncio.run(writer_s(folder))
-    share = put / ledger_files.KEEP_S
+    share = put / lease.KEEP_S
     print(f"a step, in the training loop: {loop * 1e6:.2f} us; in the writer: {fed * 1e6:.2f} us of CPU")
-    print(f"a put of the ledger, once in {ledger_files.KEEP_S:g} s: {put * 1e3:.1f} ms of CPU, {share:.3%} of a core")
+    print(f"a put of the ledger, once in {lease.KEEP_S:g} s: {put * 1e3:.1f} ms of CPU, {share:.3%} of a core")
     print(f"a ledger, at the most: {size / 1000:.0f} kB")
     with tempfile.TemporaryDirectory() as folder:
         lost, said = stopwatch(f"{folder}/run")

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import Attempt, data_key, index_key, manifest_key, new_format, read_format
-from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import KEPT_REQUESTS, SNAPSHOT_EVERY, Commit, Record, commit_body, fold, summary
-from ckpt.core.log.trimming import Trimmer
+from ckpt.core.log.run_log import RunLog, Trimmer, record_key
 from ckpt.store import open_store
 from ckpt_backends.memory import MemoryStore
 

@@ -53,10 +53,10 @@ import files_of_run
 import growth
 import long_log
 import looks
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import parts as parts_of
 from ckpt.core.checkpoint import read, write
-from ckpt.core.format.boxes import Dims
+from ckpt.core.format.boxes import GLOBAL, Dims, Holding, Seat, share
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
@@ -67,14 +67,12 @@ from ckpt.core.format.manifest import (
     metadata_of,
     new_format,
 )
-from ckpt.core.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.core.format.saved_state import SavedState
-from ckpt.core.log.log import RunLog
+from ckpt.core.log.run_log import RunLog
 from ckpt.core.restore.sources import StoreSource
-from ckpt.core.state.capture import Capture, Reading
+from ckpt.core.state.capture import Capture, Reading, _elsewhere, _spec
 from ckpt.core.state.filler import Filler, Target
 from ckpt.core.state.sharding import _Cutting, _lie
-from ckpt.core.state.structure import _elsewhere, _spec
 from ckpt.store import open_store
 
 Json = dict[str, Any]

@@ -183,28 +183,28 @@ class OurStore(WithState):
         self.loop.run_until_complete(self._open())
 
     async def _open(self) -> None:
-        from ckpt.core.checkpoint import commit, read
+        from ckpt.core.checkpoint import commits, read
         from ckpt.core.format.manifest import new_nonce
-        from ckpt.core.log.log import RunLog
+        from ckpt.core.log.run_log import RunLog
 
         if self.asked["action"] == "get":
             self.log = await read.open_run(self.url, self.store)
             return
-        await commit.create_run(self.store)
+        await commits.create_run(self.store)
         self.log = RunLog(self.store)
         await self.log.open()
-        self.mine = await commit.acquire(self.log, new_nonce())
+        self.mine = await commits.acquire(self.log, new_nonce())
 
     def put(self) -> None:
         self.loop.run_until_complete(self._put())
 
     async def _put(self) -> None:
-        from ckpt.core.checkpoint import commit
+        from ckpt.core.checkpoint import commits
         from ckpt.core.checkpoint.write import RankSnapshot, write_part
         from ckpt.core.format.manifest import Attempt
 
         snapshot = RankSnapshot(Attempt(self.mine.epoch, 1, self.mine.nonce), self.layout, self.flat, [None])
-        await commit.commit(self.log, self.mine, [await write_part(self.store, snapshot)])
+        await commits.commit(self.log, self.mine, [await write_part(self.store, snapshot)])
 
     def get(self) -> None:
         self.loop.run_until_complete(self._get())

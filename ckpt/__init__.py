@@ -29,7 +29,7 @@ _HOMES = {
     "Memory": "tiers",
     "Metrics": "metrics",
     "Options": "options",
-    "RNG": "core.state.stateful",
+    "RNG": "core.state.nodes",
     "Restored": "core.restore.restore",
     "Run": "run",
     "Save": "saving",
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from ckpt.core.cadence.cadence import Auto as Auto
     from ckpt.core.checkpoint.retention import Keep as Keep
     from ckpt.core.restore.restore import Restored as Restored
-    from ckpt.core.state.stateful import RNG as RNG
+    from ckpt.core.state.nodes import RNG as RNG
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.loader import Loader as Loader
     from ckpt.loading import load as load

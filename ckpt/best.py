@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt.core.checkpoint import read
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import THE_BEST, words_of
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.events import log as logger
 

@@ -21,10 +21,8 @@ from ckpt.best import Best
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.restore.restore import Restored
-from ckpt.core.run.closing import Closing, ProcessEnd
-from ckpt.core.run.emergency import EmergencySaver
-from ckpt.core.run.kept_steps import KeptSteps
-from ckpt.core.run.restoring import MISSING, Restoring
+from ckpt.core.run.closing import Closing, EmergencySaver, ProcessEnd
+from ckpt.core.run.restoring import MISSING, KeptSteps, Restoring
 from ckpt.core.run.saver import Saver
 from ckpt.core.run.training_run import Settings, Stats, TrainingRun
 from ckpt.core.snapshot.device import traced

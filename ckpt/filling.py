@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import ckpt.adapters  # noqa: F401 - registers them
-from ckpt.core.checkpoint import read, spelling
-from ckpt.core.checkpoint.spelling import Which
-from ckpt.core.format.partition import Seat
+from ckpt.core.checkpoint import read, reference
+from ckpt.core.checkpoint.reference import Which
+from ckpt.core.format.boxes import Seat
 from ckpt.core.ipc import channel
 from ckpt.core.ranks.world import World, together
 from ckpt.core.restore.restore import Candidates, Restored, restore_first
@@ -19,7 +19,7 @@ from ckpt.store import normalise
 def is_run(url: str) -> bool:
     """Return True if there is a run at a URL, which may also name one of its steps. StoreError if it is unreadable."""
     try:
-        log = read.run(read.open_run(normalise(spelling.split(url, None)[0])))
+        log = read.run(read.open_run(normalise(reference.split(url, None)[0])))
     except (FormatError, NoCheckpointError):
         return False
     read.run(log.store.aclose())
@@ -37,7 +37,7 @@ def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = T
     Raises NoCheckpointError if there is none, MismatchError if it does not fit (nothing was changed then), and
     CorruptError if no checkpoint is intact.
     """
-    number = None if which == spelling.BEST else spelling.number(which)
+    number = None if which == reference.BEST else reference.number(which)
     world = World.detect(channel.node_id())
     touched: list[bool] = []
     result = Restored(step=None)
@@ -46,7 +46,7 @@ def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = T
     def prepare() -> int | None:
         """Read the state, so that an error of one rank ends the call on all of them. Return the step on rank 0."""
         capture.read()
-        return _step_of(location, which) if which == spelling.BEST and world.rank == 0 else number
+        return _step_of(location, which) if which == reference.BEST and world.rank == 0 else number
 
     wanted = together(world, "load", prepare, lambda steps: steps[0])
     candidates = Candidates(world, (), (), [location], [[0] * world.size], wanted)

@@ -13,19 +13,18 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from ckpt.core.checkpoint import losses, read, spelling
+from ckpt.core.checkpoint import losses, read, reference
 from ckpt.core.checkpoint.losses import Skipped
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.boxes import Box
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.values import Json, decode, show
-from ckpt.core.log.log import Commit
+from ckpt.core.log.run_log import Commit
 from ckpt.core.restore.restore import Restored
 from ckpt.core.restore.sources import fill_from_store
 from ckpt.core.state.filler import Target
-from ckpt.core.state.special_values import as_plain
-from ckpt.core.state.tensors import empty, of_kind, to_array
+from ckpt.core.state.tensors import as_plain, empty, of_kind, to_array
 from ckpt.errors import CorruptError, InvalidArgumentError, NoCheckpointError, public_class, public_function
 from ckpt.events import log as logger
 from ckpt.filling import fill
@@ -209,10 +208,10 @@ def load(
     """
     if into is not None and only is not None:
         raise InvalidArgumentError("only= selects tensors by name, but the entries of into= select what is loaded")
-    url, which = spelling.split(url, step)
-    if best and which not in (None, spelling.BEST):
+    url, which = reference.split(url, step)
+    if best and which not in (None, reference.BEST):
         raise InvalidArgumentError("pass best=True or a step, not both")
-    which = spelling.BEST if best else which
+    which = reference.BEST if best else which
     location = normalise(url)
     remember_options(location, storage_options)
     if into is not None:
@@ -227,7 +226,7 @@ def load(
 
 
 async def _open(location: str, which: Which) -> tuple[Commit, SavedState, list[Skipped]]:
-    log, step = await read.open_run(location), spelling.number(which)
+    log, step = await read.open_run(location), reference.number(which)
     try:
         damage, acquires = await losses.of_log(log), log.state.acquires
         try:

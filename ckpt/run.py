@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt.core.checkpoint import losses, read, retention, spelling
+from ckpt.core.checkpoint import losses, read, reference, retention
+from ckpt.core.checkpoint.reference import Which
 from ckpt.core.checkpoint.retention import Keep, as_keep
-from ckpt.core.checkpoint.spelling import Which
-from ckpt.core.log.log import Commit, RunLog
+from ckpt.core.log.run_log import Commit, RunLog
 from ckpt.errors import CorruptError, InvalidArgumentError, public_class
 from ckpt.store import normalise, remember_options
 from ckpt.tools.convert.export import Exported, export
@@ -44,7 +44,7 @@ class Run:
     """
 
     def __init__(self, url: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
-        text, which = spelling.split(url)
+        text, which = reference.split(url)
         if which is not None:
             raise InvalidArgumentError(
                 f"{url} names one checkpoint, but Run takes a whole run: pass {text}, and give the step to its methods"

@@ -34,19 +34,17 @@ import psutil
 
 from ckpt import failpoints
 from ckpt.core.ipc import channel as link
+from ckpt.core.ipc.arena import spare_from_oom
 from ckpt.core.ipc.channel import Channel
-from ckpt.core.ipc.free_memory import spare_from_oom
-from ckpt.core.ipc.process import Process
-from ckpt.core.ipc.protocol import failure
+from ckpt.core.ipc.heartbeat import Process
+from ckpt.core.ipc.messages import failure
 from ckpt.core.writer.bookkeeper import Bookkeeper
-from ckpt.core.writer.dispatch import Background, Dispatch
-from ckpt.core.writer.held_run import HeldRun, PresentTrainer
-from ckpt.core.writer.life import Life
+from ckpt.core.writer.held_run import Background, Dispatch, HeldRun, PresentTrainer
+from ckpt.core.writer.life import Life, Server, call_myself
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.persist import Drain, Persister
-from ckpt.core.writer.server import Server, call_myself
-from ckpt.core.writer.throttle import Throttle
+from ckpt.core.writer.promotion import Throttle
 from ckpt.errors import CheckpointError, NameTakenError, UsageError, WriterError
 from ckpt.guard.fault_reports import FaultReporter
 from ckpt.later import bring
@@ -96,7 +94,7 @@ def _be_modest() -> None:
 async def _main(fd: int, key: str, path: str, started: int) -> None:
     """Listen under the run's name and serve; otherwise reply with the reason for not starting.
 
-    `started`: start time of the trainer as in `ipc.process.Process`; the trainer may have died since
+    `started`: start time of the trainer as in `ipc.heartbeat.Process`; the trainer may have died since
     """
     sock = socket.socket(fileno=fd)
     try:

@@ -34,7 +34,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.checkpoint.lease import key_of
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
 FIRST_KILL, SECOND_KILL = 0.35, 0.74  # of all steps

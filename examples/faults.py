@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ckpt
-from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.checkpoint.lease import key_of
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc import channel
 from ckpt.errors import CorruptError

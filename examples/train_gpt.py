@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ckpt
-from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.checkpoint.lease import key_of
 from ckpt.core.ipc import channel as link
 
 CONTEXT, BATCH = 64, 16

@@ -129,8 +129,8 @@ def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 @pytest.fixture(autouse=True)
 def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry reads that fail for a moment only: many tests remove or damage files, and each would wait for seconds."""
-    if "ckpt.core.checkpoint.steady" in sys.modules:
-        monkeypatch.setattr("ckpt.core.checkpoint.steady.WINDOW_S", 0.05)
+    if "ckpt.core.checkpoint.chunks" in sys.modules:
+        monkeypatch.setattr("ckpt.core.checkpoint.chunks.WINDOW_S", 0.05)
 
 
 @pytest.fixture(autouse=True)

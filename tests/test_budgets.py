@@ -20,30 +20,30 @@ from processes import PYTHONPATH, REPO
 # Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
 # nothing in the second number.
 BUDGETS = {
-    "adapters": (1_720, 1_210),
+    "adapters": (1_710, 1_200),
     "backends": (2_810, 1_980),
     "core/": (10, 10),
-    "core/cadence": (1_020, 670),
-    "core/checkpoint": (5_400, 3_500),
-    "core/format": (3_920, 2_580),
-    "core/ipc": (1_950, 1_290),
-    "core/log": (1_110, 730),
-    "core/ranks": (1_050, 700),
-    "core/restore": (1_220, 790),
-    "core/run": (5_270, 3_800),
-    "core/snapshot": (1_910, 1_360),
-    "core/state": (4_640, 3_200),
-    "core/writer": (2_840, 2_030),
-    "dcp": (1_690, 1_150),
+    "core/cadence": (1_020, 660),
+    "core/checkpoint": (4_790, 2_990),
+    "core/format": (3_950, 2_570),
+    "core/ipc": (1_940, 1_260),
+    "core/log": (1_090, 710),
+    "core/ranks": (1_040, 690),
+    "core/restore": (1_220, 770),
+    "core/run": (5_240, 3_750),
+    "core/snapshot": (1_900, 1_350),
+    "core/state": (4_610, 3_100),
+    "core/writer": (3_110, 2_150),
+    "dcp": (1_690, 1_140),
     "deepspeed": (480, 310),
-    "guard": (2_900, 2_030),
+    "guard": (2_900, 2_020),
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_360, 1_840),
+    "public": (3_350, 1_830),
     "ray": (120, 70),
     "testing": (660, 500),
-    "tools/": (10, 10),
+    "tools/": (210, 150),
     "tools/cli": (4_210, 2_440),
     "tools/convert": (4_720, 3_360),
     "tools/doctor": (1_120, 800),
@@ -52,9 +52,9 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_410, 43_090)
+TOTAL = (64_150, 42_540)
 C_LINES = 150
-STEP_FILES, RESTORE_FILES = 85, 79
+STEP_FILES, RESTORE_FILES = 65, 53
 
 
 def sizes() -> dict[str, tuple[int, int]]:

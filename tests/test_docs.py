@@ -63,8 +63,8 @@ def test_what_a_document_names_is_there(page: Path) -> None:
 
 
 def test_negative_control_what_is_gone_is_seen() -> None:
-    text = "`core/format/nothing.py` and `log.log.RunLog.nothing`, `log.log.Nothing`; `log.log.RunLog` is there"
-    assert missing(text) == {"core/format/nothing.py", "log.log.RunLog.nothing", "log.log.Nothing"}
+    text = "`core/format/nothing.py`, `log.run_log.RunLog.nothing`, `log.run_log.Nothing`; `log.run_log.RunLog` is there"
+    assert missing(text) == {"core/format/nothing.py", "log.run_log.RunLog.nothing", "log.run_log.Nothing"}
 
 
 # -- blocks --

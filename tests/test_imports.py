@@ -39,12 +39,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("ckpt/core/writer/server.py", "from ckpt.core.snapshot import stage"),
+        ("ckpt/core/writer/life.py", "from ckpt.core.snapshot import stage"),
         ("ckpt/writer_process.py", "from ckpt.core.state import tensors"),
         ("ckpt/core/writer/life.py", "def f():\n    from ckpt.guard.report import Fault"),
         ("ckpt/core/format/digest.py", "from ckpt.tools.maintain import damage"),
-        ("ckpt/core/log/log.py", "def f():\n    import torch"),
-        ("backends/ckpt_backends/local.py", "from ckpt.core.log.log import RunLog"),
+        ("ckpt/core/log/run_log.py", "def f():\n    import torch"),
+        ("backends/ckpt_backends/local.py", "from ckpt.core.log.run_log import RunLog"),
         ("ckpt/tools/maintain/audit.py", "import rich.table"),
         ("ckpt/core/run/training_run.py", "from ckpt.adapters import shards"),
         (None, ""),
@@ -229,10 +229,10 @@ def test_promises_know_the_library_from_outside(path: Path) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from ckpt.core.log.log import RunLog",
+        "from ckpt.core.log.run_log import RunLog",
         "from ckpt import failpoints",
         "from ckpt import Tier, store as stores",
-        "import ckpt.core.checkpoint.commit as commits",
+        "import ckpt.core.checkpoint.commits as commits",
         "from ckpt.dcp.storage import _tiers",
         "def test() -> None:\n    from ckpt.tools.cli.app import cli",
         "ckpt.core.run.training_run.TrainingRun._prepare",

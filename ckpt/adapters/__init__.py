@@ -1,14 +1,14 @@
 """Adapters: read and restore kinds of state that the core does not know.
 
-Importing this package registers its adapters with the core (the interface is `ckpt.core.state.adapter`). A new one is a
-file here and a line below.
+Importing this package registers its adapters with the core (the interface is `ckpt.core.state.wrappers`). A new one is
+a file here and a line below.
 """
 
 from ckpt.adapters.modules import CustomModuleNode
 from ckpt.adapters.optimizers import CustomOptimizerNode, SeparateOptimizerNode
 from ckpt.adapters.shards import ShardsNode
 from ckpt.adapters.wrappers import WrapperSubclasses
-from ckpt.core.state import adapter
+from ckpt.core.state import wrappers
 
-adapter.objects += [ShardsNode, CustomModuleNode, SeparateOptimizerNode, CustomOptimizerNode]
-adapter.tensors += [WrapperSubclasses()]
+wrappers.objects += [ShardsNode, CustomModuleNode, SeparateOptimizerNode, CustomOptimizerNode]
+wrappers.tensors += [WrapperSubclasses()]

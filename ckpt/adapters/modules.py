@@ -27,15 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.core.format.layout import TensorSpec
-from ckpt.core.format.saved_nodes import SavedNode, check_array
-from ckpt.core.format.values import Json, Path, decode, encode, pairs, show, unpaired
-from ckpt.core.state.module_node import TWO_TENSORS, ModuleNode, is_one, memory_id, view_id
-from ckpt.core.state.names import Names
-from ckpt.core.state.nodes import Collector, Contents
-from ckpt.core.state.placement import Placement, references
-from ckpt.core.state.rewrap import forms_of, matching
+from ckpt.core.format.values import Json, Path, SavedNode, check_array, decode, encode, pairs, show, unpaired
+from ckpt.core.state.nodes import TWO_TENSORS, Collector, Contents, ModuleNode, is_one, memory_id, view_id
+from ckpt.core.state.placement import Placement, forms_of, matching, references
 from ckpt.core.state.sharding import (
     NamedModule,
+    Names,
     Replicas,
     StateEntry,
     belongs_to_torch,
@@ -45,8 +42,7 @@ from ckpt.core.state.sharding import (
     replicated_by_ddp,
     wrapped_attribute,
 )
-from ckpt.core.state.special_values import decode_constant
-from ckpt.core.state.tensors import TORCH_DTYPE, of_kind, saved_device
+from ckpt.core.state.tensors import TORCH_DTYPE, decode_constant, of_kind, saved_device
 from ckpt.errors import CheckpointError, CorruptError, MismatchError, StateError
 from ckpt.events import log as logger
 

@@ -24,24 +24,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckpt.core.format.saved_nodes import SavedNode
-from ckpt.core.format.values import Json, Path, decode, encode, show
-from ckpt.core.state.names import Names
-from ckpt.core.state.nodes import Collector, Contents, StatefulNode
+from ckpt.core.format.values import Json, Path, SavedNode, decode, encode, show
+from ckpt.core.state.nodes import Collector, Contents, Stateful, StatefulNode, adapt
 from ckpt.core.state.optimizer_node import OptimizerNode, Row, all_of_one_state, inside
 from ckpt.core.state.placement import Placement
-from ckpt.core.state.sharding import is_dtensor
-from ckpt.core.state.special_values import (
+from ckpt.core.state.sharding import Names, is_dtensor
+from ckpt.core.state.tensors import (
     OBJECT_TAGS,
     Collecting,
     ObjectDecoder,
     ObjectEncoder,
+    as_bytes,
     class_name,
     class_of,
     decode_constant,
 )
-from ckpt.core.state.stateful import Stateful, adapt
-from ckpt.core.state.tensors import as_bytes
 from ckpt.core.state.wrappers import is_wrapped
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.events import log

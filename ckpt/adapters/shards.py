@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from ckpt.core.format.boxes import Dims, boxes_of_run, times_covered
-from ckpt.core.format.saved_nodes import SavedNode
-from ckpt.core.format.values import Path, show
-from ckpt.core.state.names import Names
+from ckpt.core.format.values import Path, SavedNode, show
 from ckpt.core.state.nodes import Contents, Memories
 from ckpt.core.state.placement import Placement
-from ckpt.core.state.sharding import Division, StateEntry, is_dtensor
+from ckpt.core.state.sharding import Division, Names, StateEntry, is_dtensor
 from ckpt.core.state.tensors import check
 from ckpt.errors import StateError
 

@@ -10,14 +10,14 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt.core.checkpoint import commit, retention
+from ckpt.core.checkpoint import commits, retention
 from ckpt.core.checkpoint.lease import check_free
 from ckpt.core.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, OpenTier
 from ckpt.core.checkpoint.parts import load_parts
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.manifest import STEPS, Attempt
 from ckpt.core.format.manifest import owner as owner_of
-from ckpt.core.log.log import Acquire, Commit, RunLog, RunState, live_packs
+from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState, live_packs
 from ckpt.dcp import rank_write
 from ckpt.dcp.incarnation import Incarnation, Known, forget, known, note_owner, owner_known
 from ckpt.dcp.rank_write import Content, RankShare, Receipt
@@ -62,7 +62,7 @@ async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
         log = RunLog(store)
         if create and not place.trusted:
             await _remove_rest(tier, log, place)  # other ranks may have written more of it since
-            await commit.create_run(store)
+            await commits.create_run(store)
             place.trusted = True
         try:
             await log.open()
@@ -167,7 +167,7 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
         while True:
             turn += 1
             acquires = [
-                await commit.acquire(
+                await commits.acquire(
                     log, mine.name(turn), restored=None if mine.nonce in each else mine.restored, floor=floor
                 )
                 for log, each in zip(logs, found, strict=True)
@@ -177,7 +177,7 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
                 break
             floor = max(a.epoch for a in acquires)  # another job came between: use one term for all tiers
         for log, acquire in zip(logs, acquires, strict=True):
-            await commit.recover(log, acquire)
+            await commits.recover(log, acquire)
         return acquires[0]
 
 
@@ -190,7 +190,7 @@ async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -
             async with opened(tier) as log:
                 log.check_owner(owner)
                 for left in sorted(known(tier.url).open):
-                    await commit.abort(log, owner, left, "another save began before this one ended")
+                    await commits.abort(log, owner, left, "another save began before this one ended")
                 known(tier.url).open.clear()
                 if saving.attempt in log.state.aborted:
                     return None
@@ -331,7 +331,7 @@ async def give_up(tier: Tier, owner: Acquire, attempt: Attempt, reason: str) -> 
     """Abort a checkpoint in one tier if possible; otherwise the next save or job does."""
     try:
         async with opened(tier) as log:
-            await commit.abort(log, owner, attempt, reason)
+            await commits.abort(log, owner, attempt, reason)
         known(tier.url).open.discard(attempt)
     except CheckpointError as error:
         logger.warning("could not abort checkpoint %s in %s: %s", attempt, tier.url, error)
@@ -386,7 +386,7 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
                 "all ranks "
                 "share, not a disk of each node"
             ) from None
-        await commit.commit_fitting(log, saving.owner, parts)
+        await commits.commit_fitting(log, saving.owner, parts)
         place = known(url)
         place.open.discard(attempt)
         if all(url in receipt.read_back for receipt in receipts):

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.core.format.manifest import Attempt, new_nonce
-from ckpt.core.log.log import Acquire
-from ckpt.core.log.trimming import Trimmer
+from ckpt.core.log.run_log import Acquire, Trimmer
 
 
 @dataclass(frozen=True, slots=True)

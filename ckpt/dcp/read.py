@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ckpt.core.checkpoint import losses, read, steady
+from ckpt.core.checkpoint import chunks, losses, read
 from ckpt.core.format.layout import TensorSpec
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import Key, SavedState
-from ckpt.core.log.log import Acquire, RunLog, RunState, in_history, infer_root
+from ckpt.core.log.run_log import Acquire, RunLog, RunState, in_history, infer_root
 from ckpt.core.restore.sources import fill_from_store
 from ckpt.core.state.filler import Target
 from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
@@ -164,14 +164,14 @@ async def _log(url: str) -> RunLog:
 
 async def _again(url: str, read_folder: Callable[[], Awaitable[T]]) -> T:
     """Repeat a read of a folder briefly while it cannot be read. Remote stores retry for longer anyway."""
-    until = time.monotonic() + steady.WINDOW_S
+    until = time.monotonic() + chunks.WINDOW_S
     while True:
         try:
             return await read_folder()
         except StoreError as error:
             if not is_unreadable(error) or folder_of(url) is None or time.monotonic() >= until:
                 raise
-        await asyncio.sleep(steady.FIRST_PAUSE_S)
+        await asyncio.sleep(chunks.FIRST_PAUSE_S)
 
 
 def _candidates(states: dict[str, RunState], step: int | None) -> Iterator[Attempt]:

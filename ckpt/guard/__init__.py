@@ -10,7 +10,7 @@ writer observes of the trainer. `FaultHandler.exception` is called when an excep
 fault is a `FaultCall` in a queue (`incidents`). One thread handles the calls in order and never waits for the main
 thread without a deadline.
 
-**Save.** The guard has one port into the core, `ckpt.core.run.emergency.EmergencySaver`:
+**Save.** The guard has one port into the core, `ckpt.core.run.closing.EmergencySaver`:
 
     outcome = emergency.request_save(why, deadline, far=..., leaving=..., hung=..., loop_ended=...)
 

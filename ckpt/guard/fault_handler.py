@@ -22,8 +22,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ckpt.core.ipc.notes import HangNote
-from ckpt.core.run.emergency import EmergencySaver
+from ckpt.core.ipc.messages import HangNote
+from ckpt.core.run.closing import EmergencySaver
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError
 from ckpt.events import log

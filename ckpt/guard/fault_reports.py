@@ -17,13 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.core.cadence.ledger import SeenFault
-from ckpt.core.ipc import channel, notes, requests
-from ckpt.core.ipc import watch_requests as watch
-from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.watch_requests import AskEvidence, PeerDied
+from ckpt.core.ipc import channel, messages
+from ckpt.core.ipc import messages as watch
+from ckpt.core.ipc.messages import AskEvidence, Note, PeerDied
 from ckpt.core.writer.bookkeeper import Bookkeeper
-from ckpt.core.writer.dispatch import Background, Caller, handles
-from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.held_run import Background, Caller, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.persist import Drain
 from ckpt.errors import CheckpointError, UsageError
@@ -114,7 +112,7 @@ class FaultReporter:
             self.background.spawn(self._record_death(fault, watchdog, drained))
         self.background.loop.call_later(ECHO_S, watchdog.stop)
 
-    def hand_over(self) -> list[requests.Json]:
+    def hand_over(self) -> list[messages.Json]:
         found, self.faults = [fault.to_json() for fault in self.faults], []
         self.stop()
         return found
@@ -226,10 +224,10 @@ class FaultReporter:
         """Handle signals that the fault handler has not taken: it is late, or the interpreter lock is held."""
         watchdog, began = self.watchdog, time.monotonic()
         if not numbers or watchdog is None or self.trainer.dead:
-            self.trainer.tell(notes.SignalNote(raw, []))
+            self.trainer.tell(messages.SignalNote(raw, []))
             return
         faults = [self.signal(watchdog, number) for number in numbers]
-        if not await self._notify_trainer(notes.SignalNote(raw, numbers), AWAKE_S):
+        if not await self._notify_trainer(messages.SignalNote(raw, numbers), AWAKE_S):
             for fault in faults:
                 await self.held_up(fault, watchdog, began)
 
@@ -242,7 +240,7 @@ class FaultReporter:
         if watchdog is None or self.trainer.dead:
             return
         evidence = stall.evidence.to_json()
-        note = notes.HangNote(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, evidence)
+        note = messages.HangNote(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, evidence)
         if not await self._notify_trainer(note, HEARD_S):
             await self.hang(watchdog, stall)
         elif watchdog.hang is not None and watchdog.hang.action == "exit":
@@ -262,7 +260,7 @@ class FaultReporter:
         return fault.key
 
     @handles(AskEvidence)
-    async def on_evidence(self, request: AskEvidence) -> list[requests.Json]:
+    async def on_evidence(self, request: AskEvidence) -> list[messages.Json]:
         if self.watchdog is None:
             return []
         found = await self.evidence(self.watchdog) if request.node else [await self.watchdog.sample()]
@@ -272,7 +270,7 @@ class FaultReporter:
     def peer_died(self, request: watch.PeerDied) -> None:
         seen = SeenFault(time.monotonic(), "death", request.summary[:500], request.rank, ends=True, by="writer")
         self.books.fault(self.trainer.pid, seen)
-        self.trainer.tell(notes.PeerDiedNote(request.rank, request.summary))
+        self.trainer.tell(messages.PeerDiedNote(request.rank, request.summary))
 
     @handles(watch.TriggerSave)
     def trigger_save(self, request: watch.TriggerSave) -> watch.TriggerSaveReply:
@@ -280,7 +278,7 @@ class FaultReporter:
             lives = self.trainer.state() == "alive"
             why = "is still starting, or has no triggers" if lives else "is not running"
             raise UsageError(f"the trainer of this run {why}: nothing to save")
-        self.trainer.tell(notes.TriggerNote(request.why[:200]))
+        self.trainer.tell(messages.TriggerNote(request.why[:200]))
         beat = self.watchdog.heartbeat.read()
         return watch.TriggerSaveReply(self.trainer.pid, self.watchdog.rank, beat.step, beat.doing)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ckpt.core.format.typed_json import typed
+from ckpt.core.format.manifest import typed
 from ckpt.guard.report import Fault
 
 _LINE = 16  # bytes; background threads that wake each other write a few

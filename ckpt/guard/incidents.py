@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.core.ipc.notes import HangNote
-from ckpt.core.ipc.watch_requests import Report
+from ckpt.core.ipc.messages import HangNote, Report
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError
 from ckpt.events import log

@@ -9,8 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ckpt.core.ipc.notes import HangNote
-from ckpt.core.ipc.watch_requests import AskEvidence
+from ckpt.core.ipc.messages import AskEvidence, HangNote
 from ckpt.core.ranks.world import World
 from ckpt.errors import CheckpointError
 from ckpt.events import log

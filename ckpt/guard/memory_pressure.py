@@ -1,6 +1,6 @@
 """Detect kills by the kernel's OOM killer, and watch for a shortage of memory.
 
-Both read kernel files like `ckpt.core.ipc.free_memory`, and nothing here raises.
+Both read kernel files like `ckpt.core.ipc.arena`, and nothing here raises.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.core.ipc.free_memory import PROC, SYS, MemoryRoom, cgroup_chains, read, read_number, read_table, room
+from ckpt.core.ipc.arena import PROC, SYS, MemoryRoom, cgroup_chains, read, read_number, read_table, room
 from ckpt.events import log
 
 PLENTY = 0.5  # share of free memory above which stalls are due to huge pages, not to a shortage

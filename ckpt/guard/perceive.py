@@ -14,8 +14,8 @@ import threading
 import time
 from typing import ClassVar
 
-from ckpt.core.ipc import notes
-from ckpt.core.ipc.watch_requests import Arm, Heard
+from ckpt.core.ipc import messages
+from ckpt.core.ipc.messages import Arm, Heard
 from ckpt.guard import preemption, probe
 from ckpt.guard.incidents import SOFT_S, Incidents
 from ckpt.guard.signals import Wakeup
@@ -192,19 +192,21 @@ class Perception:
     def _listen(self) -> None:
         """Subscribe to notes of the writer."""
         subscribe, request = self._supervisor.hear, self._incidents.request
-        subscribe(notes.SignalNote, self._on_signal_note)
-        subscribe(notes.TriggerNote, lambda note: request(f"requested by ckpt trigger: {note.why}", how="ckpt trigger"))
-        subscribe(notes.HangNote, self._on_hang)
-        subscribe(notes.PressureNote, self._on_pressure)
+        subscribe(messages.SignalNote, self._on_signal_note)
+        subscribe(
+            messages.TriggerNote, lambda note: request(f"requested by ckpt trigger: {note.why}", how="ckpt trigger")
+        )
+        subscribe(messages.HangNote, self._on_hang)
+        subscribe(messages.PressureNote, self._on_pressure)
 
-    def _on_signal_note(self, note: notes.SignalNote) -> None:
+    def _on_signal_note(self, note: messages.SignalNote) -> None:
         self.wakeup.pass_on(bytes(note.raw))
         if note.numbers:
             self._supervisor.writer.send(Heard())
         for number in note.numbers:
             self._on_signal(number, "writer")
 
-    def _on_hang(self, note: notes.HangNote) -> None:
+    def _on_hang(self, note: messages.HangNote) -> None:
         self._supervisor.writer.send(Heard())
         if note.evidence["state"] == "stopped":
             return  # it came while we were stopped, and the writer has reported it
@@ -212,7 +214,7 @@ class Perception:
         call.note = note
         self._incidents.queue.put(call)
 
-    def _on_pressure(self, note: notes.PressureNote) -> None:
+    def _on_pressure(self, note: messages.PressureNote) -> None:
         what = f"{self._incidents.me}: {note.why}"
         call = self._incidents.new("memory", what, how="memory", grace_s=SOFT_S)
         call.fault.advice = "none"

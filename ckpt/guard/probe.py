@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from ckpt.core.ipc.heartbeat import Beat
-from ckpt.core.ipc.process import number_in_proc
+from ckpt.core.ipc.heartbeat import Beat, number_in_proc
 from ckpt.guard import hang
 from ckpt.guard.hang import MAX_ITEMS, Evidence, plain
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from ckpt.core.cadence.ledger import TOGETHER_S
-from ckpt.core.format.typed_json import typed
+from ckpt.core.format.manifest import typed
 from ckpt.errors import USER_ERRORS, CheckpointError, CorruptError
 from ckpt.units import duration
 

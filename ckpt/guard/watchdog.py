@@ -20,11 +20,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ckpt.core.ipc.free_memory import MemoryRoom
-from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.notes import PressureNote
-from ckpt.core.ipc.process import Process
-from ckpt.core.ipc.watch_requests import Arm
+from ckpt.core.ipc.arena import MemoryRoom
+from ckpt.core.ipc.heartbeat import Heartbeat, Process
+from ckpt.core.ipc.messages import Arm, PressureNote
 from ckpt.core.writer.held_run import PresentTrainer
 from ckpt.events import log
 from ckpt.guard import memory_pressure, probe

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils import data
 
-from ckpt.core.state.stateful import RNG, adapt
+from ckpt.core.state.nodes import RNG, adapt
 from ckpt.errors import UsageError
 from ckpt.lightning import orders
 

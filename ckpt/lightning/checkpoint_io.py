@@ -27,7 +27,7 @@ import torch
 
 import ckpt.adapters  # noqa: F401 - registers them
 from ckpt.core.checkpoint import read, retention
-from ckpt.core.checkpoint.commit import acquire, commit, create_run, written_run
+from ckpt.core.checkpoint.commits import acquire, commit, create_run, written_run
 from ckpt.core.checkpoint.lease import check_free
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.write import RankSnapshot, page_aligned, write_part

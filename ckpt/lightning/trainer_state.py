@@ -16,7 +16,7 @@ import torch
 from torch.amp import GradScaler
 
 from ckpt.core.format.values import encode
-from ckpt.core.state.stateful import RNG
+from ckpt.core.state.nodes import RNG
 from ckpt.errors import StateError
 from ckpt.lightning import epoch_start
 from ckpt.lightning.batches import warn

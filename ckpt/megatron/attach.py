@@ -18,7 +18,7 @@ from typing import Any
 from ckpt.adapters.shards import Shards
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.ranks.world import made_together
-from ckpt.core.state.stateful import RNG
+from ckpt.core.state.nodes import RNG
 from ckpt.errors import InvalidArgumentError
 from ckpt.megatron.internals import Megatron, OptimizerParamScheduler
 from ckpt.megatron.random_numbers import RandomNumbers

@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from ckpt.core.state.stateful import RNG
+from ckpt.core.state.nodes import RNG
 
 
 class RandomNumbers(RNG):

@@ -25,10 +25,10 @@ from typing import Any
 
 from ckpt.core.format.layout import Layout, pages
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc import requests
+from ckpt.core.ipc import messages
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.core.ranks.transfer import addresses, listen
-from ckpt.core.writer.dispatch import handles
+from ckpt.core.writer.held_run import handles
 from ckpt.core.writer.memory import HeldMemory, check_room
 from ckpt.errors import CheckpointError
 from ckpt.events import log
@@ -62,8 +62,8 @@ class Replicator:
 
     # -- taking --
 
-    @handles(requests.Partner)
-    def partner(self, request: requests.Partner) -> requests.Json:
+    @handles(messages.Partner)
+    def partner(self, request: messages.Partner) -> messages.Json:
         """Listen, and return how others can connect. With a contact, send our snapshots there from now on."""
         if request.contact is not None:
             started = self._partner is not None
@@ -159,8 +159,8 @@ class Replicator:
 
     # -- sending --
 
-    @handles(requests.Push)
-    def push(self, request: requests.Push) -> None:
+    @handles(messages.Push)
+    def push(self, request: messages.Push) -> None:
         """Send this snapshot next, and skip one that is still waiting."""
         slot, arena, layouts = request.slot, self._memory.arenas[request.arena], self._memory.layouts
         label = arena.label(slot)
@@ -172,8 +172,8 @@ class Replicator:
         if self._pushed % OLD_AFTER == 0:
             self._drop_old()
 
-    @handles(requests.Retract)
-    def take_back(self, request: requests.Retract) -> None:
+    @handles(messages.Retract)
+    def take_back(self, request: messages.Retract) -> None:
         """Drop a snapshot that turned out to be inconsistent, and its copy."""
         attempt = Attempt.parse(request.attempt)
         if self._next is not None and self._next[2].attempt == attempt:

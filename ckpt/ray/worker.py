@@ -20,7 +20,7 @@ except ImportError as error:
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.core.cadence.cadence import Auto
-from ckpt.core.checkpoint import steady
+from ckpt.core.checkpoint import chunks
 from ckpt.core.checkpoint.concurrent import run
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.format.regular_file import read_regular
@@ -103,7 +103,7 @@ def place_of(checkpoint: Any) -> str:
     UnreadableError if its file cannot be read now, CorruptError if it is lost or damaged."""
     with checkpoint.as_directory() as folder:
         try:
-            said = json.loads(run(steady.files(read_regular, Path(folder, POINTER), MAX_POINTER)))
+            said = json.loads(run(chunks.files(read_regular, Path(folder, POINTER), MAX_POINTER)))
             return f"{said['run']}@{int(said['step'])}"
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CorruptError(f"{checkpoint.path} is not a checkpoint that ckpt.ray reported: {error}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.core.checkpoint import spelling
+from ckpt.core.checkpoint import reference
 from ckpt.core.restore.restore import Restored
 from ckpt.errors import MismatchError
 from ckpt.filling import fill as fill_from
@@ -19,7 +19,7 @@ def fill(state: dict[str, Any], url: str, step: int | None = None, *, only: bool
 
     Raises NoCheckpointError if there is none, MismatchError if it does not fit, CorruptError if all are damaged.
     """
-    place, which = spelling.split(url, step)
+    place, which = reference.split(url, step)
     result = fill_from(state, normalise(place), which, strict=not only)
     if odd := [one for one in result.left_out if _entry(one) in state]:
         raise MismatchError(f"step {result.step} of {place} does not fit: {'; '.join(odd[:5])}")

@@ -26,9 +26,9 @@ except ImportError as error:
 else:
     missing = None
 
-from ckpt.core.state.joint import Joint
+from ckpt.core.state.nodes import RNG, Resizable
+from ckpt.core.state.optimizer_node import Joint
 from ckpt.core.state.sharding import ModulePart, named_modules
-from ckpt.core.state.stateful import RNG, Resizable
 from ckpt.errors import UsageError
 from ckpt.version import check_known
 

@@ -34,8 +34,8 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.restore.restore import Restored
+from ckpt.core.state.nodes import RNG
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
-from ckpt.core.state.stateful import RNG
 from ckpt.errors import CheckpointError, UsageError, public_function
 from ckpt.saving import Save
 from ckpt.tiers import DEFAULT_MEMORY, Memory, as_tiers

@@ -23,8 +23,8 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.utils import logging
 
+from ckpt.core.state.nodes import RNG
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
-from ckpt.core.state.stateful import RNG
 from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers.further_state import FurtherState
 

@@ -26,14 +26,14 @@ from servers.process import find
 
 import ckpt
 import toy
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import read, retention
 from ckpt.core.checkpoint.read import load_manifest, verify
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, new_nonce, owner
-from ckpt.core.log.log import Acquire, RunLog
+from ckpt.core.log.run_log import Acquire, RunLog
 from ckpt.errors import CorruptError, FencedError, StoreError
 from ckpt.store import Store, open_store, options_of, remember_options
 from ckpt.testing import StoreTests, keys

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.core.checkpoint.store_trial import check_empty
+from ckpt.core.checkpoint.commits import check_empty
 from ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError, StoreError, UsageError
 from ckpt.store import PAGE, Buffer, ObjectInfo, Store, check_key, normalise, open_store, remember_options
 from ckpt.testing import BLOB, StoreTests, keys, upload

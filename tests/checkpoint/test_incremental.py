@@ -23,28 +23,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.core.checkpoint import blobs as blobs_module
-from ckpt.core.checkpoint import (
-    byte_source,
-    commit_checks,
-    encode,
-    encode_part,
-    incremental,
-    open_tier,
-    packs,
-    promote,
-    read,
-    retention,
-    write,
-)
-from ckpt.core.checkpoint import commit as commits
-from ckpt.core.checkpoint.byte_source import InMemory, bases_in
+from ckpt.core.checkpoint import chunks as blobs_module
+from ckpt.core.checkpoint import commits, encode, incremental, open_tier, read, retention, write
 from ckpt.core.checkpoint.encode import Encoder
-from ckpt.core.checkpoint.incremental import BlobPlan, Policy, Previous, plan_blobs
+from ckpt.core.checkpoint.incremental import BlobPlan, InMemory, Policy, Previous, bases_in, plan_blobs
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.packs import Encoded, Packer
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs
+from ckpt.core.checkpoint.write import Encoded, Packer, RankSnapshot, WrittenPart, digest_blobs
 from ckpt.core.format import layout as plan
 from ckpt.core.format import table as tables
 from ckpt.core.format.codec import CODECS, DELTA, PLANES, RAW, word_of
@@ -54,7 +39,8 @@ from ckpt.core.format.layout import BITS, Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
 from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
-from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
+from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
+from ckpt.core.writer import promotion
 from ckpt.core.writer.parts import Settler
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.tools.maintain import copy_run
@@ -72,13 +58,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs, packs, windows and reads that are a few kilobytes."""
     for module in (plan, incremental):
         monkeypatch.setattr(module, "BLOB", BLOB)
-    monkeypatch.setattr(encode_part, "SMALL", 64)
+    monkeypatch.setattr(encode, "SMALL", 64)
     monkeypatch.setattr(encode, "LITTLE", 64)
-    for module in (encode, encode_part):
+    for module in (encode, encode):
         monkeypatch.setattr(module, "LEAST", 0)
-    monkeypatch.setattr(packs, "PACK", (2 * BLOB, 8 * BLOB))
-    monkeypatch.setattr(encode_part, "WINDOW", 3 * BLOB)
-    monkeypatch.setattr(encode_part, "SELF_CHECK", 3)
+    monkeypatch.setattr(write, "PACK", (2 * BLOB, 8 * BLOB))
+    monkeypatch.setattr(encode, "WINDOW", 3 * BLOB)
+    monkeypatch.setattr(encode, "SELF_CHECK", 3)
     monkeypatch.setattr(blobs_module, "READ", 3 * BLOB)
     monkeypatch.setattr(blobs_module, "GAP", 300)
 
@@ -362,7 +348,7 @@ def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.Mo
         taken[here] = np.roll(taken[here], 1)
         return replace(found, taken=taken)
 
-    monkeypatch.setattr(encode_part, "plan_blobs", wrong)
+    monkeypatch.setattr(encode, "plan_blobs", wrong)
     failures = 0
     for seed in range(8):
         try:
@@ -421,7 +407,7 @@ def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None
 
 
 def part_of(attempt: Attempt, packs: list[PackInfo]) -> Part:
-    return Part(str(attempt), 0, 1, {}, [], b"", packs)
+    return Part(str(attempt), 0, 1, {}, [], b"", write)
 
 
 @PURE
@@ -522,11 +508,11 @@ def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
         packs=tuple(keys),
     )
     for size, taken in ((10_000, -1), (3_000, 0)):
-        packs = [PackInfo(keys[0], size, 64, ""), PackInfo(keys[1], 114, 64, "")]
-        found = plan_blobs(layout, now, Previous(part_of(Attempt(1, 3, "0badcafe"), packs), table))
+        write = [PackInfo(keys[0], size, 64, ""), PackInfo(keys[1], 114, 64, "")]
+        found = plan_blobs(layout, now, Previous(part_of(Attempt(1, 3, "0badcafe"), write), table))
         assert found.taken.tolist() == [taken]
         assert found.base.tolist() == [-1]
-    changed = plan_blobs(layout, now ^ 3, Previous(part_of(Attempt(1, 3, "0badcafe"), packs), table))
+    changed = plan_blobs(layout, now ^ 3, Previous(part_of(Attempt(1, 3, "0badcafe"), write), table))
     assert changed.base.tolist() == [1], "what the delta was against, never the delta"
 
 
@@ -1019,14 +1005,14 @@ def test_aborted_attempt_leaves_the_files_that_a_copied_checkpoint_uses() -> Non
         log = RunLog(far)
         await log.open()
         mine = await commits.acquire(log, job.mine.nonce, floor=job.mine.epoch - 1)
-        copied = [await promote.copy_part(job.log.store, far, first.attempt, r, expected=d) for r, d in first.parts]
+        copied = [await promotion.copy_part(job.log.store, far, first.attempt, r, expected=d) for r, d in first.parts]
         await commits.commit(log, mine, copied, used={})
         tool = RunLog(far)
         await tool.open()
         assert (
             await copy_run.copy(job.log, tool, await copy_run.plan_copy(job.log, tool, [third], take_over=False)) == []
         )
-        own = await promote.copy_part(job.log.store, far, second.attempt, 0)
+        own = await promotion.copy_part(job.log.store, far, second.attempt, 0)
         await log.refresh()
         await commits.abort(log, mine, second.attempt, "rank 1: its connection was reset")
         settler: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))
@@ -1052,10 +1038,8 @@ def test_save_fails_if_another_rank_builds_on_what_the_committer_found_damaged()
         assert attempts[0] in job.log.state.commits
         with pytest.raises(SaveError, match="step 5 builds on step 3, which is damaged: the next save will be whole"):
             await commits.commit_or_end(job.log, job.mine, parts[5], kind="COMMIT", distrusted=first.distrusted)
-        assert commit_checks.WHOLE_NEXT in job.log.state.reasons[attempts[1]]
-        commit_checks.check_trusted(
-            [replace(one, part=replace(one.part, reason="ring")) for one in parts[5]], attempts[0]
-        )
+        assert commits.WHOLE_NEXT in job.log.state.reasons[attempts[1]]
+        commits.check_trusted([replace(one, part=replace(one.part, reason="ring")) for one in parts[5]], attempts[0])
         for encoder in (first, second):
             encoder.distrust(attempts[1])
         assert (await job.save(6, state)).full and found[-1].attempt in job.log.state.commits
@@ -1144,13 +1128,13 @@ def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool)
 def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tensors there are, what is read from the nearer place at once is some windows."""
     most: list[int] = []
-    right = byte_source.InStore.load
+    right = incremental.InStore.load
 
-    async def counted(self: byte_source.InStore, blobs: Any) -> Any:
+    async def counted(self: incremental.InStore, blobs: Any) -> Any:
         most.append(sum(int(self.table.length[b]) for b in blobs))
         return await right(self, blobs)
 
-    monkeypatch.setattr(byte_source.InStore, "load", counted)
+    monkeypatch.setattr(incremental.InStore, "load", counted)
 
     async def run() -> None:
         dice = np.random.default_rng(0)
@@ -1161,13 +1145,13 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         written = await near.write(1, state)
         layout = layout_of(state)
         snapshot = RankSnapshot(Attempt(1, 1, "0badcafe"), layout, memoryview(b""), [])
-        source = byte_source.InStore(near.log.store, written.table)
+        source = incremental.InStore(near.log.store, written.table)
         there = await far.encoders[0].write(far.log.store, snapshot, source, None)
         wanted = expected(there.table, state)
         assert await fetched(far.log.store, there.table, range(there.table.owned)) == wanted  # type: ignore[arg-type]
 
     asyncio.run(run())
-    assert 0 < max(most) <= encode_part.WINDOW, f"{max(most)} bytes"
+    assert 0 < max(most) <= encode.WINDOW, f"{max(most)} bytes"
 
 
 def test_what_a_newer_version_saved_is_not_built_on() -> None:

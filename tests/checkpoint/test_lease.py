@@ -14,11 +14,11 @@ import torch
 
 import ckpt
 import inside
-from ckpt.core.checkpoint import commit
+from ckpt.core.checkpoint import commits
 from ckpt.core.checkpoint.concurrent import run as run_async
 from ckpt.core.checkpoint.lease import Lease, fence, inode_of
 from ckpt.core.format.manifest import seal
-from ckpt.core.log.log import RunLog
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import FencedError, InUseError
 from ckpt.store import open_store
 from processes import eventually
@@ -31,10 +31,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     async def begin() -> None:
         store = open_store(tmp_path / "run", writable=True)
-        await commit.create_run(store)
+        await commits.create_run(store)
         log = RunLog(store)
         await log.open()
-        await commit.acquire(log, "0" * 8)
+        await commits.acquire(log, "0" * 8)
 
     run_async(begin())
     return tmp_path / "run"

@@ -26,9 +26,10 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 import ckpt
 import run_files
 import scale
-from ckpt.core.checkpoint import commit as commits
-from ckpt.core.checkpoint import describe, read, write
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import parts as parts_of
+from ckpt.core.checkpoint import read, write
+from ckpt.core.format.boxes import Seat
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import (
     Attempt,
@@ -37,13 +38,13 @@ from ckpt.core.format.manifest import (
     data_key,
     metadata_of,
 )
-from ckpt.core.format.partition import Seat
 from ckpt.core.format.table import Table
-from ckpt.core.log.log import RunLog
+from ckpt.core.log.run_log import RunLog
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.filler import Target
 from ckpt.dcp import read as dcp_read
 from ckpt.store import open_store
+from ckpt.tools import describe
 from commands import call, flip
 from trees import tree
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from test_incremental import HALF, KEY, columns_of, genuine
 
-from ckpt.core.checkpoint import blobs as blobs_module
-from ckpt.core.checkpoint import put as put_module
-from ckpt.core.checkpoint import read, read_local, read_repair
+from ckpt.core.checkpoint import chunks as blobs_module
+from ckpt.core.checkpoint import read
+from ckpt.core.format import kernels as put_module
 from ckpt.core.format.columns import I64
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.manifest import Attempt
@@ -29,7 +29,7 @@ EVERY = range(4)  # blobs of `genuine` that are of shards; two bases are behind 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs are small here, and are given places all the same."""
-    monkeypatch.setattr(read_local, "LEAST", 1)
+    monkeypatch.setattr(read, "LEAST", 1)
 
 
 class Taken:
@@ -61,14 +61,14 @@ class Taken:
 def read_all(store: Any, table: Table, placed: Sequence[int], blobs: Sequence[int] = EVERY) -> Taken:
     taken = Taken(table, placed)
     batches = read.plan_reads(table, blobs, far=True)
-    asyncio.run(read_local.fetch(store, table, batches, taken.sink, taken.note, taken.room))
+    asyncio.run(read.fetch_local(store, table, batches, taken.sink, taken.note, taken.room))
     return taken
 
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_every_choice_of_places_gives_the_same_bytes(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raw, encoded, and deltas whose base has a place of its own: whichever of them have places."""
-    monkeypatch.setattr(read_local, "STREAMS", streams)
+    monkeypatch.setattr(read, "STREAMS", streams)
     store, table, plain = genuine()
     for chosen in range(1 << len(EVERY)):
         placed = [blob for blob in EVERY if chosen >> blob & 1]
@@ -106,7 +106,7 @@ def test_small_pieces_are_read_together_and_verified_one_by_one(
 ) -> None:
     """Raw pieces too small for a place of their own in a read: all come to their places, what is damaged is told of
     and does not, and of a file that ends early what is in front of the end comes."""
-    monkeypatch.setattr(read_local, "LEAST", 1 << 30)
+    monkeypatch.setattr(read, "LEAST", 1 << 30)
     store, table, plain = genuine()
     everything = {blob: plain[blob] for blob in RAW_ONES}
     taken = read_all(store, table, placed, RAW_ONES)
@@ -129,7 +129,7 @@ def test_small_pieces_are_read_together_and_verified_one_by_one(
 def test_negative_control_small_pieces_without_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put without a look at their digests, they would be taken."""
     monkeypatch.setattr(put_module, "blob_digest", lambda data: _Anything())
-    monkeypatch.setattr(put_module.kernels, "find", lambda: None)
+    monkeypatch.setattr(put_module, "find", lambda: None)
     with pytest.raises(AssertionError):
         test_small_pieces_are_read_together_and_verified_one_by_one(RAW_ONES, Path(), monkeypatch)
 
@@ -190,7 +190,7 @@ def test_what_is_damaged_comes_from_elsewhere_into_its_place(tmp_path: Path) -> 
     taken = Taken(table, [1])
 
     async def work() -> None:
-        await read_repair.fetch(store, Attempt(1, 1, "abcdefgh"), table, list(EVERY), taken.sink, room=taken.room)
+        await read.fetch_repaired(store, Attempt(1, 1, "abcdefgh"), table, list(EVERY), taken.sink, room=taken.room)
 
     with pytest.raises(CorruptError, match="do not match their digest"):
         asyncio.run(work())

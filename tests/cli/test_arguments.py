@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.core.checkpoint import spelling
+from ckpt.core.checkpoint import reference
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.store import normalise
 from ckpt.tools.cli import app
@@ -61,7 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_only_a_last_at_before_a_step_counts(text: str, run: str, step: Any) -> None:
-    assert spelling.split(text) == (run, step)
+    assert reference.split(text) == (run, step)
 
 
 def test_a_folder_of_that_very_name_is_meant(made: Path, tmp_path: Path, call: Any) -> None:

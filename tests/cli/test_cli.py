@@ -21,10 +21,10 @@ from torch import nn
 
 import ckpt
 import toy
-from ckpt.core.checkpoint.commit import acquire
+from ckpt.core.checkpoint.commits import acquire
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import MAJOR, Attempt, canonical, new_nonce, press, seal, unpress
-from ckpt.core.log.log import Record, RunLog
+from ckpt.core.log.run_log import Record, RunLog
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.store import open_store
 from ckpt.tools.cli import app, show, terminal, verify

@@ -43,7 +43,7 @@ import ckpt.dcp
 from ckpt import failpoints
 from ckpt.core.checkpoint import read
 from ckpt.core.format.manifest import owner
-from ckpt.core.log.log import RunLog
+from ckpt.core.log.run_log import RunLog
 from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
 from ckpt.dcp import read as dcp_source
 from ckpt.store import open_store
@@ -854,8 +854,8 @@ def test_negative_control_without_digests_damage_would_get_through(
             next(digests)
             return False
 
-    monkeypatch.setattr("ckpt.core.checkpoint.blobs.blob_digest", lambda data: Anything())
-    monkeypatch.setattr("ckpt.core.checkpoint.read_local.blob_digest", lambda data: Anything(), raising=False)
+    monkeypatch.setattr("ckpt.core.checkpoint.chunks.blob_digest", lambda data: Anything())
+    monkeypatch.setattr("ckpt.core.checkpoint.read.blob_digest", lambda data: Anything(), raising=False)
     assert not same(load({"w": torch.zeros(100_000)}, tmp_path / "run")["w"], state["w"])
 
 

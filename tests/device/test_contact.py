@@ -16,7 +16,7 @@ from torch import nn
 import ckpt
 import simulated
 from boundaries import Run, check_boundaries, close, gradients, read_back
-from ckpt.core.format.partition import Holding
+from ckpt.core.format.boxes import Holding
 from ckpt.core.restore import sources
 from ckpt.core.run.replica_check import Comparison
 from ckpt.core.snapshot import device as snapshot_device

@@ -65,7 +65,7 @@ def caller_behind_the_copy_of_buffers(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def update_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
-    from ckpt.core.snapshot.update_gate import UpdateGate
+    from ckpt.core.snapshot.stage import UpdateGate
 
     line_up = UpdateGate._line_up
     patch.setattr(UpdateGate, "_line_up", lambda self, job: None if job is self.snapshot else line_up(self, job))
@@ -73,7 +73,7 @@ def update_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def other_streams_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
-    from ckpt.core.snapshot.update_gate import UpdateGate
+    from ckpt.core.snapshot.stage import UpdateGate
 
     patch.setattr(UpdateGate, "_line_up_again", lambda self: None)
 
@@ -109,7 +109,7 @@ def step_until_the_copy_of_buffers_is_queued(patch: pytest.MonkeyPatch) -> None:
 
 @wait
 def update_until_the_gate_is_open(patch: pytest.MonkeyPatch) -> None:
-    from ckpt.core.snapshot.update_gate import UpdateGate
+    from ckpt.core.snapshot.stage import UpdateGate
 
     wait = UpdateGate.wait
 
@@ -195,7 +195,7 @@ def _borrowed(tensor: Any) -> Any:
 def tensors_kept_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
     """By the snapshot, and by what reads the state, which has the same ones until it reads again."""
     from ckpt.core.state import nodes
-    from ckpt.core.state.structure import Structure
+    from ckpt.core.state.capture import Structure
 
     tensors = Structure.tensors
     patch.setattr(nodes, "_storages", lambda tensors: [])

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.core.ipc import free_memory
-from ckpt.core.ipc.free_memory import MemoryRoom, room, spare_from_oom
+from ckpt.core.ipc import arena
+from ckpt.core.ipc.arena import MemoryRoom, room, spare_from_oom
 from ckpt.guard.memory_pressure import OomKills, PressureWatch, oom_kills
 from processes import REPO, eventually
 
@@ -467,7 +467,7 @@ LIMIT = 96 * MIB
 CHILD = """
 import os, sys, threading
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from ckpt.core.ipc.free_memory import room
+from ckpt.core.ipc.arena import room
 from ckpt.guard.memory_pressure import PressureWatch
 say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece: two threads speak
 now = room()
@@ -483,7 +483,7 @@ for line in sys.stdin:
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A cgroup below our own with a limit of 96 MiB."""
-    chains = free_memory.cgroup_chains(free_memory.PROC, free_memory.SYS, "self")
+    chains = arena.cgroup_chains(arena.PROC, arena.SYS, "self")
     reasons = []
     for own in [chain[0] for chain in chains]:
         made = own / f"everystep-{os.getpid()}"

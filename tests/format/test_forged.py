@@ -44,7 +44,7 @@ from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import COLUMNS as COLUMNS_OF
 from ckpt.core.format.table import FILE, SavedShard, Table, columns_of
 from ckpt.core.format.values import decode
-from ckpt.core.log.log import record_key
+from ckpt.core.log.run_log import record_key
 from ckpt.errors import (
     CheckpointError,
     CorruptError,

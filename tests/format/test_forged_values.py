@@ -27,7 +27,7 @@ from ckpt.core.format import codec, index
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.manifest import Part, index_key, manifest_key
 from ckpt.core.format.table import DTYPES, Table
-from ckpt.core.log.log import record_key
+from ckpt.core.log.run_log import record_key
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CheckpointError, MismatchError
 from processes import run_script

@@ -26,18 +26,17 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 
 import looks
 import scale
-from ckpt.core.checkpoint import commit as commits
-from ckpt.core.checkpoint import commit_checks, parts, read
+from ckpt.core.checkpoint import commits as commits
+from ckpt.core.checkpoint import parts, read
 from ckpt.core.format import columns as column_files
-from ckpt.core.format.boxes import Box
+from ckpt.core.format.boxes import GLOBAL, Box, Seat
 from ckpt.core.format.index import COLUMNS, FILE, Index, Share, build
 from ckpt.core.format.layout import OWN
 from ckpt.core.format.manifest import Attempt, Part, SharedLayout, data_key, index_key, manifest_key
-from ckpt.core.format.partition import GLOBAL, Seat
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import SavedShard, Table
-from ckpt.core.log.log import Commit
-from ckpt.core.restore import division
+from ckpt.core.log.run_log import Commit
+from ckpt.core.restore import sources
 from ckpt.core.restore.sources import StoreSource
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.filler import Filler
@@ -248,9 +247,9 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
         placement = place(other, rank, source.saved)
         source.narrow(boxes(placement))
         filler = Filler(source.saved, placement.fills)
-        posts.append(division.wishes(source, filler))
+        posts.append(sources.wishes(source, filler))
         wanted.append(set(source.saved.numbers[filler.blobs].tolist()))
-    work = [division.divided(rank, posts, nodes) for rank in range(other.size)]
+    work = [sources.divided(rank, posts, nodes) for rank in range(other.size)]
     for rank, one in enumerate(work):
         sent = {blob for each in work for blob, to in each.recipients.items() if rank in to}
         expected = {(blob, sender) for sender, blobs in one.expects.items() for blob in blobs}
@@ -260,7 +259,7 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
     for node in set(nodes):
         read_there = [blob for rank, one in enumerate(work) if nodes[rank] == node for blob in one.reads]
         assert len(read_there) == len(set(read_there))
-    assert division.fitting([{**post, "problems": []} for post in posts], listed(run))
+    assert sources.fitting([{**post, "problems": []} for post in posts], listed(run))
 
 
 # -- the index is what the tables say --
@@ -591,10 +590,10 @@ def test_ranks_that_do_not_agree_are_not_a_checkpoint() -> None:
         tables = [table_of(state[0], 0), table_of(second, 1)]
         written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
         if right:
-            assert Index.from_bytes(commit_checks.index_of(written), "an index", 2).keys == [("w", GLOBAL)]
+            assert Index.from_bytes(commits.index_of(written), "an index", 2).keys == [("w", GLOBAL)]
         else:
             with pytest.raises(SaveError, match="about w"):
-                commit_checks.index_of(written)
+                commits.index_of(written)
 
 
 def test_index_of_some_ranks_lists_what_they_have() -> None:
@@ -602,12 +601,12 @@ def test_index_of_some_ranks_lists_what_they_have() -> None:
     Their layouts also name tensors of which only other ranks have anything."""
     tables = [table_of([SavedShard("w", "F32", (9,), (3 * rank,), (3,), rank)], rank) for rank in range(3)]
     written = [commits.WrittenPart(part_of(t, rank, 3, {"elsewhere"}), "", t) for rank, t in enumerate(tables)]
-    index = Index.from_bytes(commit_checks.index_of(written[1:]), "an index", 3, 2)
+    index = Index.from_bytes(commits.index_of(written[1:]), "an index", 3, 2)
     assert index.holders(0).tolist() == [1, 2] and index.packs == tuple(sorted(w.packs[0] for w in written[1:]))
     with pytest.raises(CorruptError):
         Index.from_bytes(index.to_bytes(), "an index", 3)
     with pytest.raises(SaveError, match="elsewhere is not in the table"):
-        commit_checks.index_of(written)
+        commits.index_of(written)
 
 
 def test_compact_tables_give_the_same_index(run: Path) -> None:
@@ -617,7 +616,7 @@ def test_compact_tables_give_the_same_index(run: Path) -> None:
     pairs = list(zip(manifest.parts, manifest.tables, strict=True))
     whole = [commits.WrittenPart(part, "", table) for part, table in pairs]
     small = [commits.WrittenPart(part, "", table.compact()) for part, table in pairs]
-    assert commit_checks.index_of(small) == commit_checks.index_of(whole) == index_of(run).read_bytes()
+    assert commits.index_of(small) == commits.index_of(whole) == index_of(run).read_bytes()
 
 
 # -- the benchmark --

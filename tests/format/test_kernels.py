@@ -19,9 +19,8 @@ import xxhash
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ckpt.core.checkpoint.put import put
 from ckpt.core.format import kernels
-from ckpt.core.format.kernels import SMALL
+from ckpt.core.format.kernels import SMALL, put
 from compiled import build, compiled_kernels
 from processes import REPO
 

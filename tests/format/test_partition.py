@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.core.format.partition import GRAIN, Cut, Holding, Seat, share
+from ckpt.core.format.boxes import GRAIN, Cut, Holding, Seat, share
 
 KEYS = ("exp_avg", "exp_avg_sq")
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.core.cadence import cadence
-from ckpt.core.cadence.cadence import Auto, History, SaveCost, TierCadence, decide, differs
+from ckpt.core.cadence.cadence import Auto, History, Meter, SaveCost, TierCadence, decide, differs
 from ckpt.core.cadence.ledger import Account, Decision, End, Restore, SeenFault, StepRow
-from ckpt.core.cadence.overhead import Meter
 from ckpt.errors import InvalidArgumentError, UsageError
 from ckpt.tiers import as_tiers
 

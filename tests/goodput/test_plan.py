@@ -1,4 +1,4 @@
-"""`cadence.model` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
+"""`cadence.cadence` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounts import run, write
+from ckpt.core.cadence.cadence import Costs, TierCost, best_interval, nice_steps, predict
 from ckpt.core.cadence.ledger import Account, End, Restore, SaveTotals, StepRow
-from ckpt.core.cadence.model import (
-    Costs,
-    TierCost,
-    best_interval,
-    nice_steps,
-    predict,
-)
 from ckpt.errors import UsageError
 from ckpt.tools.cli.plan import plan
 from ckpt.tools.observe.goodput import job_plan

@@ -11,7 +11,7 @@ import pytest
 
 import ckpt
 import toy
-from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.checkpoint.lease import key_of
 from ckpt.core.ipc import channel as link
 from test_hostile import HOSTILE_MESSAGES, message
 

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from ckpt.core.ipc.arena import Arena
-from ckpt.core.ipc.mutex import Got
+from ckpt.core.ipc.arena import Arena, Got
 from processes import REPO
 
 HOLDER = """

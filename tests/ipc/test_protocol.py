@@ -25,14 +25,14 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.writer_process  # what deals with requests
 import toy
-from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.checkpoint.lease import key_of
 from ckpt.core.ipc import channel as link
-from ckpt.core.ipc import notes, protocol, requests
+from ckpt.core.ipc import messages
 from ckpt.core.ipc.channel import Channel
-from ckpt.core.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
-from ckpt.core.run.supervise import writer_link
-from ckpt.core.run.supervise.writer_link import WriterClient
-from ckpt.core.writer import dispatch
+from ckpt.core.ipc.messages import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
+from ckpt.core.run import writer_link
+from ckpt.core.run.writer_link import WriterClient
+from ckpt.core.writer import held_run
 from ckpt.errors import FencedError, ProtocolError, UsageError, to_wire
 from processes import REPO, eventually, writers
 from test_promise_handover import NAME, Rank
@@ -81,8 +81,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
     """By its type; what the method says that it returns is the reply of that type, or has descriptors."""
-    assert len(REQUESTS) > 30 and set(REQUESTS) == set(dispatch.HANDLERS)
-    for kind, handler in ((kind, handler) for kind, handlers in dispatch.HANDLERS.items() for handler in handlers):
+    assert len(REQUESTS) > 30 and set(REQUESTS) == set(held_run.HANDLERS)
+    for kind, handler in ((kind, handler) for kind, handlers in held_run.HANDLERS.items() for handler in handlers):
         hints = get_type_hints(handler)
         assert hints["request"] is kind
         with_fds = str(inspect.signature(handler).return_annotation).startswith("Answer")
@@ -119,7 +119,7 @@ def test_every_message_is_explained_and_frozen(kind: Any) -> None:
 def test_messages_survive_the_wire(kind: Any, data: st.DataObject) -> None:
     """With infinite times, and names that are no UTF-8."""
     message = data.draw(values(kind))
-    incoming = protocol.decode(protocol.encode(message, 7, kind.descriptors))
+    incoming = messages.decode(messages.encode(message, 7, kind.descriptors))
     assert incoming is not None and incoming.id == 7
     incoming.fds += [-1] * kind.descriptors
     assert message_of(incoming, table(MESSAGES)) == message
@@ -130,28 +130,28 @@ def test_messages_survive_the_wire(kind: Any, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_replies_survive_the_wire(kind: Any, data: st.DataObject) -> None:
     value, request = data.draw(values(reply_type(kind))), data.draw(values(kind))
-    incoming = protocol.decode(protocol.encode_reply(value, 7))
-    assert incoming is not None and incoming.op == protocol.REPLY and reply_of(incoming, request) == value
+    incoming = messages.decode(messages.encode_reply(value, 7))
+    assert incoming is not None and incoming.op == messages.REPLY and reply_of(incoming, request) == value
 
 
 def test_an_error_is_a_reply_too() -> None:
     """And what is no reply to the request is an error that names it."""
-    incoming = protocol.decode(protocol.encode_reply(protocol.failure(FencedError("gone")), 7))
+    incoming = messages.decode(messages.encode_reply(messages.failure(FencedError("gone")), 7))
     assert incoming is not None
     with pytest.raises(FencedError, match="gone"):
-        reply_of(incoming, requests.Lend())
+        reply_of(incoming, messages.Lend())
     for fields in ({"value": 5}, {}, {"error": 5}, {"error": "x"}):
         with pytest.raises(ProtocolError, match="lend"):
-            reply_of(protocol.Incoming("reply", 7, fields, 10), requests.Lend())
+            reply_of(messages.Incoming("reply", 7, fields, 10), messages.Lend())
 
 
 def test_what_is_too_long_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     """The request fails at once, by name, which is said to those who do not look, and the connection goes on."""
     with pair() as (client, writer):
-        future = client.send(requests.Distrust("x" * (9 * MIB)))
+        future = client.send(messages.Distrust("x" * (9 * MIB)))
         with pytest.raises(ProtocolError, match="'distrust' has 9 MiB"):
             future.result(10)
-        later = client.send(requests.Resume())
+        later = client.send(messages.Resume())
         incoming = writer.receive()
         assert incoming is not None and incoming.id is not None
         writer.reply(incoming.id, None)
@@ -186,14 +186,14 @@ def test_a_trainer_goes_on_after_replies_and_notes_that_it_does_not_understand(
     heard: list[Note] = []
     with pair() as (client, writer):
         client.listen(heard.append, lambda: None)
-        future = client.send(requests.Lend())
+        future = client.send(messages.Lend())
         writer.sock.sendall(framed({"op": "reply", "id": 1, "value": {"trainer": "x"}}))
         with pytest.raises(ProtocolError, match="the reply to lend"):
             future.result(10)
         for fields in ({"op": "of_another_version"}, {"op": "said_note"}, {"op": "reply"}, {"op": "reply", "id": 99}):
             writer.sock.sendall(framed(fields))
-        writer.send(notes.SaidNote("so"))
-        assert eventually(lambda: heard == [notes.SaidNote("so")])
+        writer.send(messages.SaidNote("so"))
+        assert eventually(lambda: heard == [messages.SaidNote("so")])
     assert "'of_another_version' is not known here" in caplog.text and "'said_note' is malformed" in caplog.text
 
 
@@ -229,9 +229,9 @@ def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: s
             incoming = one.receive()
             assert incoming is not None and incoming.id == number
             with pytest.raises(ProtocolError) as caught:
-                reply_of(incoming, requests.Lend())
+                reply_of(incoming, messages.Lend())
             assert said in str(caught.value) and ckpt.__version__ in str(caught.value)
-            assert one.ask(requests.Lend(), 30.0) is not None
+            assert one.ask(messages.Lend(), 30.0) is not None
         for raw, said in (
             (framed(b"\x80\x04 not JSON"), ""),
             (struct.pack(">I", MOST_BYTES + MIB) + b'{"op":"know_layout","id":5,"layout":{' + b" " * 200, "257 MiB"),
@@ -251,7 +251,7 @@ def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: s
 
 # -- another version --
 
-OTHER = "import ckpt.version; ckpt.version.VERSION = '9.9'; import ckpt.core.ipc.protocol as p; p.PROTOCOL = 99\n"
+OTHER = "import ckpt.version; ckpt.version.VERSION = '9.9'; import ckpt.core.ipc.messages as p; p.PROTOCOL = 99\n"
 
 
 @pytest.fixture
@@ -324,10 +324,10 @@ def test_a_writer_of_before_there_were_versions_is_not_spoken_to_in_its_words(
 
 def test_negative_control_the_same_version_is_understood(own_sockets: Path, other_version: str) -> None:
     """What makes another version of a process in these tests does."""
-    code = "import ckpt.core.ipc.requests as r; print(r.Greeting().protocol, r.Greeting().library)"
+    code = "import ckpt.core.ipc.messages as r; print(r.Greeting().protocol, r.Greeting().library)"
     path = f"{other_version}:{REPO}:{REPO / 'backends'}"
     said = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True
     )
     assert said.stdout.split() == ["99", "9.9"]
-    assert requests.Greeting().protocol == protocol.PROTOCOL != 99
+    assert messages.Greeting().protocol == messages.PROTOCOL != 99

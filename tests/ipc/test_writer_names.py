@@ -15,11 +15,9 @@ import pytest
 
 import ckpt
 from ckpt.core.ipc import channel
-from ckpt.core.ipc.notes import SaidNote, SlotReadNote
-from ckpt.core.ipc.process import Process
-from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.requests import Resume
-from ckpt.core.run.supervise.writer_link import WriterClient
+from ckpt.core.ipc.heartbeat import Process
+from ckpt.core.ipc.messages import Note, Resume, SaidNote, SlotReadNote
+from ckpt.core.run.writer_link import WriterClient
 from processes import eventually, writers
 
 

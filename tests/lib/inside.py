@@ -30,20 +30,8 @@ import ckpt
 import ckpt.adapters
 from ckpt import failpoints, loading
 from ckpt import store as stores
-from ckpt.core.checkpoint import (
-    blobs,
-    identity,
-    incremental,
-    lease,
-    losses,
-    open_tier,
-    parts,
-    read,
-    retention,
-    steady,
-    write,
-)
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import chunks, incremental, lease, losses, open_tier, parts, read, retention, write
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format import codec, manifest
 from ckpt.core.format.digest import blob_digest, file_digest
 from ckpt.core.format.index import Share, build
@@ -51,36 +39,31 @@ from ckpt.core.format.layout import BLOB, Layout, TensorSpec, pages
 from ckpt.core.format.manifest import Attempt, Part, data_key, index_key, manifest_key, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import FILE, Table, columns_of, merge
-from ckpt.core.ipc import channel, process
+from ckpt.core.ipc import channel, heartbeat
 from ckpt.core.ipc.arena import SEALED, Arena, Label
-from ckpt.core.ipc.protocol import MOST_BYTES
-from ckpt.core.ipc.requests import Leave, Lend
-from ckpt.core.ipc.watch_requests import Look
-from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.ipc.messages import MOST_BYTES, Leave, Lend, Look
 from ckpt.core.log.records import MARK, Acquire, Commit, RunState
+from ckpt.core.log.run_log import RunLog, record_key
 from ckpt.core.ranks import world as worlds
 from ckpt.core.ranks.world import World
 from ckpt.core.restore import sources
 from ckpt.core.restore.restore import Candidates, restore_first
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.core.run import opening, writer_link
 from ckpt.core.run.closing import Closing
+from ckpt.core.run.memory import KnownLayouts, NextArena, SnapshotMemory
+from ckpt.core.run.opening import HeldSnapshots, RunOpener
 from ckpt.core.run.ownership import Ownership
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.saver import Saver
-from ckpt.core.run.supervise import opening, writer_link
-from ckpt.core.run.supervise.memory import NextArena, SnapshotMemory
-from ckpt.core.run.supervise.opening import HeldSnapshots, RunOpener
-from ckpt.core.run.supervise.writes import KnownLayouts
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot import device, direct, snapshot, stage
 from ckpt.core.snapshot.device import PageLocks
-from ckpt.core.snapshot.fill import SlotFiller
+from ckpt.core.snapshot.fill import Frozen, SlotFiller
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
-from ckpt.core.snapshot.unchanged import Frozen
-from ckpt.core.state.capture import Capture, Reading
+from ckpt.core.state.capture import Capture, Reading, Structure
 from ckpt.core.state.filler import Filler
-from ckpt.core.state.structure import Structure
 from ckpt.core.state.tensors import TORCH_DTYPE
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, NotFoundError, StateError
 from ckpt.failpoints import INCREMENT_POINTS as INCREMENT_POINTS
@@ -485,8 +468,8 @@ def open_folder(folder: str) -> Any:
 
 
 WITHOUT_FENCE = """
-import ckpt.core.log.log
-ckpt.core.log.log.RunLog.check_owner = lambda self, owner: None
+import ckpt.core.log.run_log
+ckpt.core.log.run_log.RunLog.check_owner = lambda self, owner: None
 """  # a sitecustomize.py that makes a writer ignore that another job owns the run
 
 
@@ -514,7 +497,7 @@ def of_newer_version(raw: bytes) -> bytes:
 def see_dead_trainers_after(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Set how long this process waits before it considers a silent trainer dead."""
     patch.setattr(lease, "DYING_S", seconds)
-    patch.setattr(lease, "interval_s", lambda store: seconds)
+    patch.setattr(lease, "lease_interval_s", lambda store: seconds)
 
 
 def keep_of(tiers: Any, every: Any = None) -> ckpt.Keep:
@@ -563,7 +546,7 @@ class Process(Protocol):
 
 def process_of(pid: int) -> Process:
     """Return the process that has this PID now. A later process with the same PID is not taken for it."""
-    return process.Process.of(pid)
+    return heartbeat.Process.of(pid)
 
 
 MOST_RESTARTS_OF_WRITER = opening.RESPAWN_LIMIT  # deaths in a row after which no new writer is started
@@ -649,12 +632,12 @@ def name_of_writer(run: str, rank: int = 0) -> str:
 
 def name_of_writer_in(folder: str) -> str:
     """Return the socket name of the writer of a run in a folder."""
-    return identity.key_of(folder)
+    return lease.key_of(folder)
 
 
 def begin_folder(folder: str) -> None:
     """Create an empty run in a folder, so that its writer has a socket name."""
-    read.run(identity.identify(ckpt.Tier(folder).spec(), create=True))
+    read.run(lease.identify(ckpt.Tier(folder).spec(), create=True))
 
 
 def writer_named(run: str, rank: int = 0) -> int | None:
@@ -814,7 +797,7 @@ def stop_before_sealing(step: int) -> None:
 
 def inherit_from_a_process_that_has_not_ended(patch: pytest.MonkeyPatch, pid: int) -> None:
     """Make a trainer that inherits memory believe that this process is a dead trainer that has not ended yet."""
-    inherit, of = SnapshotMemory.inherit, process.Process.of(pid)
+    inherit, of = SnapshotMemory.inherit, heartbeat.Process.of(pid)
 
     def lingering(self: SnapshotMemory, hello: Any, fds: list[int]) -> None:
         inherit(self, msgspec.structs.replace(hello, writing_on=[(of.pid, of.started)]), fds)
@@ -1302,7 +1285,7 @@ class _AnyText(_Equal, str):
 
 def trust_tensor_data(patch: pytest.MonkeyPatch) -> None:
     """Turn off the digest check of tensor data that is read from files."""
-    patch.setattr(blobs, "blob_digest", lambda view: _AnyBytes())
+    patch.setattr(chunks, "blob_digest", lambda view: _AnyBytes())
 
 
 def trust_small_files(patch: pytest.MonkeyPatch) -> None:
@@ -1319,10 +1302,10 @@ def trust_small_files(patch: pytest.MonkeyPatch) -> None:
 
 def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: float | None = None) -> None:
     """Set how long failing reads are retried."""
-    patch.setattr(steady, "_others", steady._Faults())  # as in a process that has not failed yet
-    patch.setattr(steady, "WINDOW_S", window_s)
+    patch.setattr(chunks, "_others", chunks._Faults())  # as in a process that has not failed yet
+    patch.setattr(chunks, "WINDOW_S", window_s)
     if first_pause_s is not None:
-        patch.setattr(steady, "FIRST_PAUSE_S", first_pause_s)
+        patch.setattr(chunks, "FIRST_PAUSE_S", first_pause_s)
 
 
 # -- a run whose files are forged, digests and all --

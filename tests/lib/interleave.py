@@ -39,10 +39,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.core.checkpoint import commit as commits
-from ckpt.core.checkpoint import commit_checks, read, retention, steady, store_trial, write
-from ckpt.core.checkpoint import settle as settling
-from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint import chunks, read, retention, write
+from ckpt.core.checkpoint import commits as commits
+from ckpt.core.checkpoint.commits import Role
 from ckpt.core.checkpoint.incremental import Previous
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
@@ -60,10 +59,9 @@ from ckpt.core.format.manifest import (
     owner,
 )
 from ckpt.core.format.table import Table
-from ckpt.core.log import files, records, trimming
-from ckpt.core.log import log as run_log
-from ckpt.core.log.log import Acquire, RunLog
-from ckpt.core.log.trimming import Trimmer
+from ckpt.core.log import records, run_log
+from ckpt.core.log.run_log import Acquire, RunLog, Trimmer
+from ckpt.core.writer import parts as settling
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -148,9 +146,9 @@ PLAYED = (
     retention,
     retry,
     run_log,
-    steady,
-    store_trial,
-    trimming,
+    chunks,
+    commits,
+    run_log,
     prune,
     write,
 )  # the modules that take part
@@ -176,8 +174,8 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     changes += [(settling, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
     changes += [(settling, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
     changes += [(retention, "_cache", {})]
-    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (files, run_log, records, trimming)]
-    changes += [(records, "KEPT_REQUESTS", 2 * SNAPSHOT_EVERY), (trimming, "GRACE_S", 0.15)]
+    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, run_log, records, run_log)]
+    changes += [(records, "KEPT_REQUESTS", 2 * SNAPSHOT_EVERY), (run_log, "GRACE_S", 0.15)]
     changes += [(logging.getLogger("ckpt"), "disabled", True)]
     before = [(what, name, getattr(what, name)) for what, name, _ in changes]
     for what, name, value in changes:
@@ -951,7 +949,7 @@ class Rank:
         """An increment, if it can be one. Whether its base is still there is seen in the end."""
         dice, state = self.sim.dice, self.log.state
         older = [(Attempt.parse(w.part.attempt), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
-        bases = [(of, w) for of, w in older if of < snapshot.attempt and commit_checks.vouches(state, w)][-4:]
+        bases = [(of, w) for of, w in older if of < snapshot.attempt and commits.vouches(state, w)][-4:]
         if not bases or dice.random() < 0.15:
             return None
         of, base = dice.choice(bases)
@@ -1222,7 +1220,7 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
         raise Violation(f"clean-up left {sorted(left_over)}, which nothing needs")
     trimmer = Trimmer()
     await trimmer.step(log, mine)
-    await asyncio.sleep(2 * trimming.GRACE_S)
+    await asyncio.sleep(2 * run_log.GRACE_S)
     await trimmer.step(log, mine)
     left = [int(key[4:16]) for key in sim.objects if key.startswith("log/0")]
     if min(left) != oracle.floor or len(left) > 2 * SNAPSHOT_EVERY:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format.manifest import (
     Attempt,
     new_nonce,
 )
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, RunState, fold
+from ckpt.core.log.run_log import RunLog
 from ckpt.store import Store
 
 DIGEST = "0" * 64

@@ -28,12 +28,12 @@ from pathlib import Path
 import pytest
 
 from ckpt.core.checkpoint import read
-from ckpt.core.checkpoint.commit import abort, acquire, commit, create_run, recover
+from ckpt.core.checkpoint.commits import abort, acquire, commit, create_run, recover
 from ckpt.core.checkpoint.retention import Keep, retire
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, new_nonce
-from ckpt.core.log.log import Acquire, RunLog
+from ckpt.core.log.run_log import Acquire, RunLog
 from ckpt.errors import CheckpointError
 from ckpt.store import Store
 from ckpt_backends.disk import Disk

@@ -14,16 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.core.checkpoint import commit, read, retention
+from ckpt.core.checkpoint import commits, read, retention
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import ALWAYS, Keep, choose
-from ckpt.core.checkpoint.settle import settle
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, data_key, new_nonce, owner
-from ckpt.core.ipc.notes import SaidNote
-from ckpt.core.ipc.protocol import Note
-from ckpt.core.log.log import Acquire, Commit, Record, RunLog, RunState
+from ckpt.core.ipc.messages import Note, SaidNote
+from ckpt.core.log.run_log import Acquire, Commit, Record, RunLog, RunState
+from ckpt.core.writer.parts import settle
 from ckpt.errors import FencedError, SaveError, StoreError, UsageError
 from ckpt.tools.maintain import prune
 from ckpt_backends.memory import MemoryStore
@@ -222,10 +221,10 @@ class Dying(MemoryStore):
 
 
 async def opened(store: MemoryStore) -> tuple[RunLog, Acquire]:
-    await commit.create_run(store)
+    await commits.create_run(store)
     log = RunLog(store)
     await log.open()
-    return log, await commit.acquire(log, new_nonce())
+    return log, await commits.acquire(log, new_nonce())
 
 
 def on_a_run(work: Callable[[MemoryStore, RunLog, Acquire], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -248,7 +247,7 @@ def snapshot(mine: Acquire, step: int) -> RankSnapshot:
 
 async def save(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
     for step in steps:
-        await commit.commit(log, mine, [await write_part(log.store, snapshot(mine, step))])
+        await commits.commit(log, mine, [await write_part(log.store, snapshot(mine, step))])
     return [Attempt(mine.epoch, step, mine.nonce) for step in steps]
 
 
@@ -366,9 +365,9 @@ async def test_leftovers_of_aborted_checkpoints_and_dead_writers_are_swept(
     store.objects[data_key(Attempt(mine.epoch, 2, mine.nonce), 0)] = b"half"  # its writer died before the manifest
     await save(log, mine, 1)
     written = await write_part(store, snapshot(mine, 2), numbers=itertools.count(1))
-    await commit.commit(log, mine, [written])
+    await commits.commit(log, mine, [written])
     await write_part(store, snapshot(mine, 3))
-    await commit.abort(log, mine, Attempt(mine.epoch, 3, mine.nonce), "for the test")
+    await commits.abort(log, mine, Attempt(mine.epoch, 3, mine.nonce), "for the test")
     await write_part(store, snapshot(mine, 4))  # open
     assert await retention.retire(log, mine, Keep(5), {Attempt(mine.epoch, 2, mine.nonce)}) == set()
     assert await files(store) == {1: WHOLE, 2: WHOLE, 4: WHOLE - 1}
@@ -385,14 +384,14 @@ def test_what_a_held_attempt_builds_on_stays(end: str) -> None:
         log, mine = await opened(store)
         attempts = await save(log, mine, 1, 2, 3)
         of = Attempt(mine.epoch, 4, mine.nonce)
-        written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0))
-        await commit.commit(log, mine, [written], kind="HELD")
+        written = await increment(log, mine, 4, await commits.load_part(store, attempts[0], 0))
+        await commits.commit(log, mine, [written], kind="HELD")
         assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
         assert await files(store) == {1: WHOLE, 2: WHOLE, 3: WHOLE, 4: WHOLE}
         if end == "COMMIT":
-            await commit.complete(log, mine, of)
+            await commits.complete(log, mine, of)
         else:
-            await commit.abort(log, mine, of, "for the test", held=True)
+            await commits.abort(log, mine, of, "for the test", held=True)
         assert attempts[0] in await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert (await files(store)).get(1, 0) == (1 if end == "COMMIT" else 0)
 
@@ -403,10 +402,10 @@ def test_what_a_held_attempt_builds_on_stays(end: str) -> None:
 async def test_what_is_built_on_is_taken_back_by_force(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """`retract` knows that it is wrong, whoever builds on it; that one is no checkpoint then, and its files go."""
     attempts = await save(log, mine, 1, 2, 3)
-    written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0))
-    await commit.retract(log, mine, attempts[0], "it mixes two moments")
+    written = await increment(log, mine, 4, await commits.load_part(store, attempts[0], 0))
+    await commits.retract(log, mine, attempts[0], "it mixes two moments")
     with pytest.raises(SaveError, match="which no live checkpoint uses"):
-        await settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
+        await settle(log, lambda: mine, written, commits.Role(), deadline_s=1000)
     await retention.retire(log, mine, Keep(1), {attempts[-1]})
     assert await files(store) == {2: WHOLE, 3: WHOLE}
     assert await sound(store) == [3, 2]
@@ -422,11 +421,11 @@ async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) ->
 async def chain(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
     """A full one, and increments, each built on the one before. All refer to the pack of the first."""
     attempts = await save(log, mine, steps[0])
-    base = await commit.load_part(log.store, attempts[0], 0)
+    base = await commits.load_part(log.store, attempts[0], 0)
     for step in steps[1:]:
         attempts.append(Attempt(mine.epoch, step, mine.nonce))
         base = await increment(log, mine, step, base)
-        await commit.commit(log, mine, [base])
+        await commits.commit(log, mine, [base])
     return attempts
 
 
@@ -438,7 +437,7 @@ def check_shared_packs(*, orphans: bool = True, remembered: bool = False) -> Non
         later = await save(log, mine, 5, 6)
         retention._cache.clear()
         if remembered:  # as by who has just written it
-            found = await commit.load_part(store, attempts[3], 0)
+            found = await commits.load_part(store, attempts[3], 0)
             retention.remember_packs(log, attempts[3], found.table.packs)
         await retention.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
         assert await files(store) == {1: 1, 4: WHOLE, 5: WHOLE, 6: WHOLE}
@@ -488,8 +487,8 @@ async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[prune.
 async def test_gc_counts_packs_of_retired_ones_among_the_live(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """What a live increment refers to is no leftover, though nothing else of its owner is there."""
     attempts = await chain(log, mine, 1, 2, 3)
-    await commit.retract(log, mine, attempts[0], "for the test")
-    await commit.retract(log, mine, attempts[1], "for the test")
+    await commits.retract(log, mine, attempts[0], "for the test")
+    await commits.retract(log, mine, attempts[1], "for the test")
     plan, _ = await swept(store)
     # Their parts and indexes went at once.
     assert {item.attempt: item.files for item in plan.doomed} == {attempts[1]: 1}
@@ -529,7 +528,7 @@ def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_it
             assert await sound(store) == [5, 4]
             store.left = 10**9
             log, mine = await opened(store)  # a new job
-            await commit.recover(log, mine)
+            await commits.recover(log, mine)
             await retention.retire(log, mine, Keep(2), {attempts[-1]})
             assert await files(store) == {4: WHOLE, 5: WHOLE}
 

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.core.checkpoint import retention
-from ckpt.core.log.log import RunLog
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import UnreadableError
 from ckpt.store import open_store
 from ckpt.tools.maintain import prune, remove

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.core.checkpoint import blobs
-from ckpt.core.log.log import Record, RunLog
+from ckpt.core.checkpoint import chunks
+from ckpt.core.log.run_log import Record, RunLog
 from ckpt.errors import StoreError
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces, upload
@@ -700,7 +700,7 @@ def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypa
         return total
 
     monkeypatch.setattr(audit, "READ", 20_000)
-    monkeypatch.setattr(blobs, "GAP", 0)
+    monkeypatch.setattr(chunks, "GAP", 0)
     total = asyncio.run(examined())
     largest = max(piece[2] for piece in asked)
     assert largest <= 400 * 256 * 4 and sum(length for _, _, length in asked) == total

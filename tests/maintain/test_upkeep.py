@@ -19,12 +19,12 @@ import torch
 
 import ckpt
 import toy
-from ckpt.core.checkpoint import commit, retention
+from ckpt.core.checkpoint import commits, retention
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt, data_key, new_nonce, owner
-from ckpt.core.log.log import Acquire, Record, RunLog, RunState
+from ckpt.core.log.run_log import Acquire, Record, RunLog, RunState
 from ckpt.errors import FencedError, NoCheckpointError
 from ckpt.store import remember_options
 from ckpt.tools.maintain import copy_run, prune
@@ -56,7 +56,7 @@ DATA = bytes(range(256)) * 64
 
 def work(place: Path | str, do: Callable[[RunLog], Coroutine[Any, Any, Any]]) -> Any:
     async def scenario() -> Any:
-        async with commit.written_run(place) as log:
+        async with commits.written_run(place) as log:
             return await do(log)
 
     return asyncio.run(scenario())
@@ -64,7 +64,7 @@ def work(place: Path | str, do: Callable[[RunLog], Coroutine[Any, Any, Any]]) ->
 
 async def save(log: RunLog, mine: Acquire, *steps: int, finite: bool | None = None) -> None:
     for step in steps:
-        await commit.commit(log, mine, [await begin(log, mine, step, finite=finite)])
+        await commits.commit(log, mine, [await begin(log, mine, step, finite=finite)])
 
 
 async def begin(log: RunLog, mine: Acquire, step: int, *, layout: Layout = LAYOUT, finite: bool | None = None) -> Any:
@@ -77,7 +77,7 @@ def make(place: Path | str, *steps: int, back_to: int | None = None, floor: int 
 
     async def do(log: RunLog) -> Acquire:
         restored = next((c.attempt for c in log.state.lineage() if c.step == back_to), None)
-        mine = await commit.acquire(log, new_nonce(), restored=restored, floor=floor)
+        mine = await commits.acquire(log, new_nonce(), restored=restored, floor=floor)
         await save(log, mine, *steps)
         return mine
 
@@ -266,7 +266,7 @@ def test_a_job_that_comes_while_files_are_copied_wins(
         written = await real(source, target, *rest)
         log = RunLog(target)
         await log.open()
-        await commit.acquire(log, new_nonce())
+        await commits.acquire(log, new_nonce())
         return written
 
     monkeypatch.setattr(copy_run, "_copy_files", and_a_job)
@@ -284,7 +284,7 @@ def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_pat
         end = Record("PLAN", {"retire": [str(gone)], "delete": []}, "plan:x")
     else:
         shutil.rmtree(there)
-        work(there, lambda log: commit.acquire(log, f"{copy_run.COPIED}{new_nonce()}"))
+        work(there, lambda log: commits.acquire(log, f"{copy_run.COPIED}{new_nonce()}"))
         end = Record("ABORT", {"checkpoint": str(gone), "reason": "by a test"}, "abort:x")
     work(there, lambda log: log.append(lambda state: end, owner=None))
     refused = call("copy", run, there, "--yes")
@@ -309,9 +309,9 @@ def test_the_disk_of_one_node_is_no_whole_source(call: Call, tmp_path: Path) -> 
     """It says how many parts there are, and that others have the rest."""
 
     async def half(log: RunLog) -> None:
-        mine = await commit.acquire(log, new_nonce())
+        mine = await commits.acquire(log, new_nonce())
         two = Layout(LAYOUT.tensors, {}, [], rank=0, world=2)
-        await commit.commit(log, mine, [await begin(log, mine, 1, layout=two)])
+        await commits.commit(log, mine, [await begin(log, mine, 1, layout=two)])
 
     work(tmp_path / "node", half)
     refused = call("copy", tmp_path / "node", tmp_path / "there", "--yes")
@@ -582,7 +582,7 @@ def test_a_commit_in_between_is_taken_into_account(
     async def and_a_commit(log: RunLog) -> prune.RunFiles:
         stock = await real(log)
         if left:
-            async with commit.written_run(run) as other:
+            async with commits.written_run(run) as other:
                 await save(other, mine, left.pop(0))
         return stock
 
@@ -603,9 +603,9 @@ def with_leftovers(run: Path) -> dict[str, Acquire]:
         for step in (10, 11):
             await begin(log, old, step)
         half = await begin(log, old, 12, layout=Layout(LAYOUT.tensors, {}, [], rank=0, world=2))
-        await commit.commit(log, old, [half], kind="HELD")
-        await commit.abort(log, old, Attempt(old.epoch, 10, old.nonce), "for the test")
-        new = await commit.acquire(log, new_nonce())
+        await commits.commit(log, old, [half], kind="HELD")
+        await commits.abort(log, old, Attempt(old.epoch, 10, old.nonce), "for the test")
+        new = await commits.acquire(log, new_nonce())
         await begin(log, new, 13)
         return new
 
@@ -641,9 +641,9 @@ def test_gc_ends_what_an_old_epoch_left_open_only_where_told(run: Path, call: Ca
 
 async def save_again(log: RunLog, mine: Acquire) -> None:
     """What was open becomes a checkpoint."""
-    part = await commit.stored_part(log.store, Attempt(mine.epoch, 13, mine.nonce), 0)
+    part = await commits.stored_part(log.store, Attempt(mine.epoch, 13, mine.nonce), 0)
     assert part is not None
-    await commit.commit(log, mine, [part])
+    await commits.commit(log, mine, [part])
 
 
 def test_readers_have_their_time(run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -703,7 +703,7 @@ def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
 
     async def late(log: RunLog) -> None:
         first = min(log.state.commits)
-        async with commit.written_run(run) as other:
+        async with commits.written_run(run) as other:
             await retention.retire(other, None, Keep(1), {max(log.state.commits)})
         with pytest.raises(NoCheckpointError, match="a moment ago"):
             await retention.set_keep(log, first, "x")
@@ -804,7 +804,7 @@ def test_a_bucket_is_thinned_out_and_cleaned_up(bucket: str, call: Call, monkeyp
         for attempt in attempts.values():
             upload = await log.store.upload(data_key(attempt, 0), size=40 << 20)
             await upload.write_at(0, memoryview(bytes(upload.part)))
-        await commit.abort(log, mine, attempts[8], "for the test")
+        await commits.abort(log, mine, attempts[8], "for the test")
 
     async def sleep(seconds: float) -> None:
         waited.append(seconds)

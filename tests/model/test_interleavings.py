@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 
 import interleave
-from ckpt.core.checkpoint import commit as commits
-from ckpt.core.checkpoint import commit_checks, parts, retention
-from ckpt.core.checkpoint import settle as settling
-from ckpt.core.checkpoint.commit import Recovery, Role
+from ckpt.core.checkpoint import commits as commits
+from ckpt.core.checkpoint import parts, retention
+from ckpt.core.checkpoint.commits import Recovery, Role
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.core.format.manifest import Attempt, data_key, is_manifest, owner
-from ckpt.core.log import files as log_files
-from ckpt.core.log import trimming
-from ckpt.core.log.files import Listed
-from ckpt.core.log.log import Acquire, Commit, RunLog, RunState
+from ckpt.core.log import run_log
+from ckpt.core.log import run_log as log_files
+from ckpt.core.log.run_log import Acquire, Commit, Listed, RunLog, RunState
+from ckpt.core.writer import parts as settling
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
 from ckpt.store import Store
 from interleave import Failure, Rank, Sim, SimStore, schedule
@@ -340,17 +339,17 @@ def a_snapshot_forgets_what_ended(patch: pytest.MonkeyPatch) -> None:
 def what_was_in_use_is_in_use(patch: pytest.MonkeyPatch) -> None:
     """Whether a checkpoint uses the files of an increment is looked at before its COMMIT, not in the record that
     lands."""
-    check = commit_checks.check_files
+    check = commits.check_files
 
     def before(state: RunState, attempt: Attempt, packs: Any, used: Any, **named: Any) -> None:
         check(replace(state, commits=dict.fromkeys(used)), attempt, packs, used, **named)
 
-    patch.setattr(commit_checks, "check_files", before)
+    patch.setattr(commits, "check_files", before)
 
 
 def the_files_need_not_be_in_use(patch: pytest.MonkeyPatch) -> None:
     """An increment is committed whatever has become of the checkpoints that use its files."""
-    patch.setattr(commit_checks, "check_files", lambda *details, **named: None)
+    patch.setattr(commits, "check_files", lambda *details, **named: None)
 
 
 def a_writer_expires_its_own_sources(patch: pytest.MonkeyPatch) -> None:
@@ -441,12 +440,12 @@ def what_was_read_need_not_be_looked_at_again(patch: pytest.MonkeyPatch) -> None
 
 def one_snapshot_is_enough(patch: pytest.MonkeyPatch) -> None:
     """Records go as soon as the newest SNAPSHOT has them, with the one before."""
-    delete = trimming._delete
+    delete = run_log._delete
 
     async def more(log: RunLog, seen: Listed) -> None:
         await delete(log, replace(seen, below=[*seen.below, *(n for n in seen.sizes if n < seen.snapshots[0])]))
 
-    patch.setattr(trimming, "_delete", more)
+    patch.setattr(run_log, "_delete", more)
 
 
 def who_comes_back_late_tries_again(patch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from ckpt.core.checkpoint import blobs, commit, read
+from ckpt.core.checkpoint import chunks, commits, read
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.log import files, records, trimming
-from ckpt.core.log import log as run_log
-from ckpt.core.log.log import RunLog
+from ckpt.core.log import records, run_log
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, FencedError
 from ckpt_backends.local import LocalStore
 from model_disk import (
@@ -60,7 +59,7 @@ class AtOnce(ThreadPoolExecutor):
 def quick(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of recoveries, each of which would warn of the attempts that do not count and start threads."""
     caplog.set_level(logging.CRITICAL, "ckpt")
-    monkeypatch.setattr(blobs, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(chunks, "ThreadPoolExecutor", AtOnce)
 
 
 # -- the model --
@@ -83,7 +82,7 @@ async def workload(root: Path, disk: RecordingDisk) -> None:
         disk.ack(await second.save(7))
         await second.retire()
         await second.write(8)
-        await commit.abort(second.log, second.mine, second.attempt(8), "of no use")
+        await commits.abort(second.log, second.mine, second.attempt(8), "of no use")
         disk.ack(await second.save(9))
         await second.retire()
         disk.ack(await second.save(10))
@@ -185,14 +184,14 @@ def test_negative_control_plan_comes_before_unlink(recording: list[Op]) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log of few records is a long one."""
-    for module in (files, run_log, records, trimming):
+    for module in (run_log, run_log, records, run_log):
         monkeypatch.setattr(module, "SNAPSHOT_EVERY", 3)
 
 
 async def long_log(root: Path, disk: RecordingDisk) -> None:
     """A job whose log is trimmed as it goes on."""
     async with local(root, disk) as store:
-        run, trimmer = await Run.open(store), trimming.Trimmer()
+        run, trimmer = await Run.open(store), run_log.Trimmer()
         for step in range(1, 7):
             disk.ack(await run.save(step))
             await run.retire()

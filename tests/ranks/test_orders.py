@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
-from ckpt.core.ipc.process import Process
+from ckpt.core.ipc.heartbeat import Process
 from ckpt.core.ranks import orders as channel
-from ckpt.core.ranks.board import Board, pack
 from ckpt.core.ranks.orders import LOOKS_PER_S, Order, Orders
-from ckpt.core.ranks.world import World
+from ckpt.core.ranks.world import Board, World, pack
 from ckpt.errors import PeerError
 from processes import eventually
 

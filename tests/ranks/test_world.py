@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt.core.ranks import board
+from ckpt.core.ranks import world
 from ckpt.core.ranks import world as worlds
 from ckpt.core.ranks.world import Mailbox, World, hint_at_restarts
 from ckpt.core.ranks.world import together as all_together
@@ -284,7 +284,7 @@ def test_what_is_too_large_for_one_key_travels_in_pieces(tcp: StoreOf, monkeypat
     def body(world: World) -> Any:
         for value in (small, large):
             assert world.agree("x", value if world.rank else 0, lambda values: values[1]) == value
-        monkeypatch.setattr(board, "MAX_VALUE", 8 << 20)
+        monkeypatch.setattr(worlds, "MAX_VALUE", 8 << 20)
         with pytest.raises(UsageError, match="too much for one message"):
             world.agree("y", large if world.rank else 0)
         return True
@@ -357,7 +357,7 @@ def test_rounds_leave_a_bounded_number_of_keys() -> None:
 
 def test_negative_control_keys_that_nobody_deletes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the clean-up, there are more keys after more rounds."""
-    monkeypatch.setattr(board.Board, "drop", lambda self, keys: None)
+    monkeypatch.setattr(world.Board, "drop", lambda self, keys: None)
     assert keys_after(dist.HashStore(), 20) > keys_after(dist.HashStore(), 10) > 30
 
 
@@ -380,8 +380,8 @@ def test_keys_of_a_turn_that_a_rank_missed_go_later(store: Any) -> None:
 def test_what_dead_processes_said_is_not_believed(store_of: StoreOf) -> None:
     """A launcher keeps its store over restarts: ranks that came less or more often than others meet all the same."""
     for rank, token in ((1, "00" * 8), (2, "11" * 8)):
-        store_of(0).set(f"everystep/worlds/{rank}", board.pack(token))
-    store_of(0).set("everystep/answers/" + "00" * 8, board.pack("22" * 8))
+        store_of(0).set(f"everystep/worlds/{rank}", world.pack(token))
+    store_of(0).set("everystep/answers/" + "00" * 8, world.pack("22" * 8))
 
     def body(world: World) -> Any:
         return world.prefix, world.agree("x", world.rank)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.core.restore.division import RankReads, assign
+from ckpt.core.restore.sources import RankReads, assign
 from ckpt.errors import StoreError
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

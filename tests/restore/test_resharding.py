@@ -28,24 +28,22 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import ckpt.core.format.partition as share_module
-from ckpt.core.checkpoint.commit import acquire, commit, create_run
-from ckpt.core.checkpoint.commit_checks import index_of
+from ckpt.core.checkpoint.commits import acquire, commit, create_run, index_of
 from ckpt.core.checkpoint.write import RankSnapshot as ToWrite
 from ckpt.core.checkpoint.write import WrittenPart, digest_blobs, write_part
-from ckpt.core.format.boxes import Box, intersect
+from ckpt.core.format import boxes as share_module
+from ckpt.core.format.boxes import GLOBAL, Box, Holding, Seat, intersect, share
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import BITS, Layout, TensorSpec, pages
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.ipc.arena import SEALED, Arena, Label
-from ckpt.core.log.log import Commit, RunLog
+from ckpt.core.log.run_log import Commit, RunLog
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.core.state.capture import _spec
 from ckpt.core.state.filler import Filler, Target
 from ckpt.core.state.sharding import StateEntry, indices
 from ckpt.core.state.sharding import pieces as of_rank
-from ckpt.core.state.structure import _spec
 from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.errors import SaveError
 from ckpt.store import Store, open_store
@@ -330,8 +328,8 @@ def check_resharding(case: Case) -> None:
     store = MemoryStore()
     wholes, before = case.wholes, case.before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.core.format.partition.GRAIN", case.grain)
-        patch.setattr("ckpt.core.format.partition.LEAST", 1)
+        patch.setattr("ckpt.core.format.boxes.GRAIN", case.grain)
+        patch.setattr("ckpt.core.format.boxes.LEAST", 1)
         patch.setattr("ckpt.core.format.layout.BLOB", case.blob)
         patch.setattr("ckpt.core.checkpoint.read.FEW", 1 if case.listed else 1000)
         pieces = [staged(wholes, before, rank) for rank in range(before.size)]

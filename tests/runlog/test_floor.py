@@ -10,12 +10,11 @@ import pytest
 from test_log import kept
 from test_log_length import EVERY, Counted, grow, short
 
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format.manifest import new_nonce
-from ckpt.core.log import trimming
-from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.log import run_log
 from ckpt.core.log.records import Record, summary
-from ckpt.core.log.trimming import Trimmer
+from ckpt.core.log.run_log import RunLog, Trimmer, record_key
 from ckpt.errors import FencedError, OutcomeUnknownError, StoreError
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
@@ -375,7 +374,7 @@ def test_in_a_bucket_records_stay_for_a_while(monkeypatch: pytest.MonkeyPatch) -
 
     async def scenario() -> None:
         store, now = Remote(), [100.0]
-        monkeypatch.setattr(trimming.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(run_log.time, "monotonic", lambda: now[0])
         log, mine = await long_log(store, 4 * EVERY + 1)
         trimmer = Trimmer()
         for seconds, first in ((0, 0), (59, 0), (2, 3 * EVERY)):

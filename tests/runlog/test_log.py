@@ -20,10 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.core.checkpoint import commit as commits
-from ckpt.core.checkpoint import commit_checks, retention
-from ckpt.core.checkpoint import settle as settling
-from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint import commits as commits
+from ckpt.core.checkpoint import retention
+from ckpt.core.checkpoint.commits import Role
 from ckpt.core.checkpoint.read import load_manifest, verify
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
@@ -44,8 +43,9 @@ from ckpt.core.format.manifest import (
     rank_of,
     seal,
 )
-from ckpt.core.log.log import MAX_GAP, RunLog, record_key
 from ckpt.core.log.records import Acquire, Commit, Record, RunState, commit_body, expand, fold, in_history, summary
+from ckpt.core.log.run_log import MAX_GAP, RunLog, record_key
+from ckpt.core.writer import parts as settling
 from ckpt.errors import (
     AccessError,
     CorruptError,
@@ -930,7 +930,7 @@ def test_index_of_another_committer_must_have_the_same_bytes(there: str) -> None
     async def scenario() -> None:
         ranks = await Ranks.open()
         parts = [await ranks.write(rank) for rank in range(3)]
-        index = commit_checks.index_of(parts)
+        index = commits.index_of(parts)
         others = {"the same": index, "changed": index[:-1] + b"x", "longer": index + b"x", "shorter": index[:-1]}
         ranks.store.objects[index_key(ranks.attempt())] = others[there]
         if there == "the same":
@@ -989,7 +989,7 @@ def test_negative_control_shares_that_fit_are_not_refused() -> None:
 
     async def scenario() -> None:
         ranks = await Ranks.open()
-        commits.commit_checks.index_of([await ranks.write(rank) for rank in range(3)])
+        commits.index_of([await ranks.write(rank) for rank in range(3)])
 
     asyncio.run(scenario())
 
@@ -1351,9 +1351,7 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
             gone = data_key(chain.attempt(2), 0, 4)
             if how == "aborted":
                 await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
-            assert not commit_checks.vouches(chain.log.state, base) and commit_checks.vouches(
-                chain.log.state, chain.base
-            )
+            assert not commits.vouches(chain.log.state, base) and commits.vouches(chain.log.state, chain.base)
             own = await chain.build(3, base)
         message = f"step 3 builds on {gone}, which no live checkpoint uses: the next save will be whole"
         records = await chain.records()

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_log import kept
 
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format.manifest import new_nonce, unseal
-from ckpt.core.log import files, records, trimming
-from ckpt.core.log import log as logs
-from ckpt.core.log.log import RunLog, record_key
+from ckpt.core.log import records, run_log
+from ckpt.core.log import run_log as logs
 from ckpt.core.log.records import Record, expand, summary
+from ckpt.core.log.run_log import RunLog, record_key
 from ckpt.errors import CorruptError, StoreError
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
@@ -46,7 +46,7 @@ class Counted(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (logs, files, records, trimming):
+    for module in (logs, run_log, records, run_log):
         monkeypatch.setattr(module, "SNAPSHOT_EVERY", EVERY)
     monkeypatch.setattr(records, "KEPT_REQUESTS", 2 * EVERY)
 

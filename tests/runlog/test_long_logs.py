@@ -9,12 +9,11 @@ from typing import Any
 
 import stranger
 import toy
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import read
 from ckpt.core.format.manifest import Attempt, new_nonce
-from ckpt.core.log.log import RunLog, record_key
 from ckpt.core.log.records import SNAPSHOT_EVERY, Acquire, Record, summary
-from ckpt.core.log.trimming import Trimmer
+from ckpt.core.log.run_log import RunLog, Trimmer, record_key
 from ckpt.store import open_store
 from ckpt_backends.memory import MemoryStore
 from kills import STEPS, Chain, Told, Trainer, problems

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt.core.format.values import Path
-from ckpt.core.state import adapter, wrappers
+from ckpt.core.state import wrappers
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.nodes import StatefulNode
 from ckpt.errors import StateError
@@ -29,7 +29,7 @@ def trained(seed: int) -> State:
 
 @pytest.fixture
 def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "objects", [])
+    monkeypatch.setattr(wrappers, "objects", [])
     monkeypatch.setattr(wrappers, "tensors", [])
 
 
@@ -83,6 +83,6 @@ def test_object_is_restored_by_the_adapter_that_owns_it(monkeypatch: pytest.Monk
     state, twin = {"bare": [Bare(3)]}, {"bare": [Bare(0)]}
     with pytest.raises(StateError, match="Bare"):
         Capture(state).read()
-    monkeypatch.setattr(adapter, "objects", [*adapter.objects, BareNode])
+    monkeypatch.setattr(wrappers, "objects", [*wrappers.objects, BareNode])
     Saved(Capture(state).read()).restore(twin)
     assert twin["bare"][0].value == 3

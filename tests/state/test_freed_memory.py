@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import ckpt
-from ckpt.core.snapshot.unchanged import Frozen
+from ckpt.core.snapshot.fill import Frozen
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.fingerprint import SampledPlaces
 from ckpt.core.state.tensors import memory_of

@@ -10,7 +10,7 @@ from torch import nn
 
 import ckpt
 from ckpt.core.state.capture import Capture
-from ckpt.core.state.joint import Joint
+from ckpt.core.state.optimizer_node import Joint
 
 LAYERS = 4
 

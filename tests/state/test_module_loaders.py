@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import ckpt
 from ckpt.core.checkpoint.write import build_table
+from ckpt.core.format.boxes import Seat
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.partition import Seat
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.state.capture import Capture
 from ckpt.errors import MismatchError

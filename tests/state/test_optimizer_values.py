@@ -534,7 +534,7 @@ def test_object_from_a_forged_checkpoint_is_never_made(kind: str, old: str, new:
 
 def test_helper_of_a_resized_job_is_refused_if_ranks_saved_different_ones() -> None:
     """With the same number of ranks each takes its own."""
-    from ckpt.core.format.saved_nodes import SavedNode, joined
+    from ckpt.core.format.values import SavedNode, joined
 
     def node(names: list[str], more: list[Any]) -> SavedNode:
         facts = {"params": [names], "with_state": []}

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckpt
 from ckpt.core.checkpoint import read
-from ckpt.core.format.partition import Seat
+from ckpt.core.format.boxes import Seat
 from ckpt.core.state.capture import Capture
 from ckpt.errors import MismatchError, StateError
 from parallel import free_port, launch

@@ -29,9 +29,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ckpt
 import toy
-from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.checkpoint.lease import key_of
 from ckpt.core.ipc import channel
-from ckpt.core.ipc.watch_requests import Look
+from ckpt.core.ipc.messages import Look
 from ckpt.errors import CorruptError, UsageError
 from ckpt.metrics import Metrics, as_metrics
 from ckpt.store import normalise

@@ -24,11 +24,10 @@ import torch
 
 import ckpt
 import toy
-from ckpt.core.checkpoint.identity import key_of
+from ckpt.core.checkpoint.lease import key_of
 from ckpt.core.ipc import channel
-from ckpt.core.ipc.notes import PressureNote
-from ckpt.core.ipc.watch_requests import TriggerSave
-from ckpt.core.log.log import RunLog
+from ckpt.core.ipc.messages import PressureNote, TriggerSave
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import UsageError
 from ckpt.guard.report import Fault
 from ckpt.store import open_store
@@ -321,7 +320,7 @@ def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
 def test_sigterm_to_two_runs_in_one_process(run_dir: str) -> None:
     """Both have their last step, also the one that has more to do; the process ends with 143."""
     code = """
-from ckpt.core.run.emergency import EmergencySaver
+from ckpt.core.run.closing import EmergencySaver
 other = toy.build()
 tiers = [ckpt.Tier(sys.argv[1] + "-2", every=10_000)]
 cp, cp2 = opened(1000), ckpt.Checkpointer(other, tiers, memory=ckpt.Memory(every=1000))

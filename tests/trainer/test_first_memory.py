@@ -17,7 +17,7 @@ from torch import nn
 import ckpt
 from ckpt.core.ipc.arena import Arena
 from ckpt.core.run import saver
-from ckpt.core.run.supervise.memory import NextArena
+from ckpt.core.run.memory import NextArena
 from ckpt.core.snapshot.stage import Slots
 from processes import killed, run_script
 

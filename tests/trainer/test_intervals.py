@@ -18,8 +18,7 @@ from torch.distributed import HashStore
 import ckpt
 from ckpt.core.cadence.ledger import Decision
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.notes import CadenceNote
-from ckpt.core.ipc.watch_requests import SetCadence
+from ckpt.core.ipc.messages import CadenceNote, SetCadence
 from ckpt.core.ranks import orders as channel
 from ckpt.core.ranks.orders import Order, Orders
 from ckpt.core.ranks.world import World, together

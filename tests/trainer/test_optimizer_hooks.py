@@ -7,8 +7,8 @@ import threading
 import torch
 from torch import nn
 
-from ckpt.core.snapshot import update_gate
-from ckpt.core.snapshot.update_gate import UpdateHook
+from ckpt.core.snapshot import stage
+from ckpt.core.snapshot.stage import UpdateHook
 
 
 def test_a_compiled_step_is_waited_for_as_any_other() -> None:
@@ -37,4 +37,4 @@ def test_a_compiled_step_is_waited_for_as_any_other() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     looked_at = [found() for found in torch._dynamo.convert_frame.input_codes.seen]
     assert looked_at, "what the compiler looks at is found"
-    assert not [code for code in looked_at if code is not None and code.co_filename == update_gate.__file__]
+    assert not [code for code in looked_at if code is not None and code.co_filename == stage.__file__]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.core.ipc.watch_requests import Report
-from ckpt.core.log.log import RunLog
+from ckpt.core.ipc.messages import Report
+from ckpt.core.log.run_log import RunLog
 from ckpt.store import open_store
 from processes import eventually
 

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 import ckpt
 import inside
 from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, memory_ready, open_run, read_back
+from ckpt.core.snapshot.fill import Frozen
 from ckpt.core.snapshot.snapshot import NewSnapshot
-from ckpt.core.snapshot.stage import Stager
-from ckpt.core.snapshot.unchanged import Frozen
-from ckpt.core.snapshot.update_gate import UpdateGate
+from ckpt.core.snapshot.stage import Stager, UpdateGate
 from ckpt.core.state.capture import Capture
 from ckpt.errors import CheckpointError, SaveError
 from processes import eventually

@@ -26,11 +26,10 @@ from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import Layout, pages
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.arena import Arena
-from ckpt.core.snapshot import unchanged
-from ckpt.core.snapshot.fill import LARGE, SlotFiller
+from ckpt.core.snapshot import fill as fill_module
+from ckpt.core.snapshot.fill import FRESH, LARGE, MOST_REST, SAMPLES, CopyRates, Frozen, SlotFiller
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
-from ckpt.core.snapshot.unchanged import FRESH, MOST_REST, SAMPLES, CopyRates, Frozen
 from ckpt.core.state.capture import Capture
 from ckpt.errors import SaveError
 from toy_states import State, differences, freeze
@@ -59,7 +58,7 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
 def keen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests pay, however busy the machine is: what is skipped depends on the state alone."""
     monkeypatch.setattr(CopyRates, "digests_pay", lambda self: True)
-    monkeypatch.setattr(unchanged, "PROBE", 64 << 10)  # less than a whole tensor
+    monkeypatch.setattr(fill_module, "PROBE", 64 << 10)  # less than a whole tensor
 
 
 def adapter(*, all_params: bool = False, **optim: Any) -> State:
@@ -277,7 +276,7 @@ def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
 def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What changed is left alone, for longer each time: few bytes are digested, and none in vain beyond a beginning."""
     digested: list[int] = []
-    monkeypatch.setattr(unchanged, "blob_digest", lambda data: digested.append(data.nbytes) or blob_digest(data))
+    monkeypatch.setattr(fill_module, "blob_digest", lambda data: digested.append(data.nbytes) or blob_digest(data))
 
     def build() -> State:
         model = nn.Linear(SIDE, SIDE)
@@ -291,7 +290,7 @@ def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatc
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 40) == []
     assert cp._run.stager.skipped_bytes == 0
-    assert len(digested) <= 3 * 16 and set(digested) == {unchanged.PROBE}
+    assert len(digested) <= 3 * 16 and set(digested) == {fill_module.PROBE}
 
 
 def test_tensors_of_all_kinds(open_run: Any) -> None:

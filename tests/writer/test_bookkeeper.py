@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ckpt.core.cadence.ledger import Account, SeenFault
-from ckpt.core.checkpoint import ledger_files
+from ckpt.core.checkpoint import lease
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.watch_requests import KeepBooks, RestoreDone
+from ckpt.core.ipc.messages import KeepBooks, RestoreDone
 from ckpt.core.writer import bookkeeper
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.errors import StoreError
@@ -120,7 +120,7 @@ def test_a_new_writer_goes_on_with_the_count(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_read_just_now_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new writer waits for what the old one had put, and overwrites nothing until it knows."""
-    monkeypatch.setattr(ledger_files, "AGAIN_S", 0.1)
+    monkeypatch.setattr(lease, "AGAIN_S", 0.1)
 
     async def test(books: Books) -> None:
         books.begin()
@@ -129,14 +129,14 @@ def test_a_place_that_cannot_be_read_just_now_loses_nothing(tmp_path: Path, monk
         books.keeper.look()
         await books.keeper.finish()
         failures = [StoreError("it does not answer")] * 3
-        get = ledger_files.get_small
+        get = lease.get_small
 
         async def flaky(*arguments: Any) -> Any:
             if failures:
                 raise failures.pop()
             return await get(*arguments)
 
-        monkeypatch.setattr(ledger_files, "get_small", flaky)
+        monkeypatch.setattr(lease, "get_small", flaky)
         books.keeper = Bookkeeper(lambda: books.places, lambda message: None)
         books.begin(again=True)
         books.keeper.keep(now=True)
@@ -171,7 +171,7 @@ def test_a_far_place_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: py
     """The nearest place gets the ledger, steps are counted, and the end comes in time."""
     monkeypatch.setattr(bookkeeper, "LOOK_S", 0.02)
     monkeypatch.setattr(bookkeeper, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(ledger_files, "KEEP_S", 0.05)
+    monkeypatch.setattr(lease, "KEEP_S", 0.05)
 
     async def test(books: Books) -> None:
         async def hang(*arguments: Any, **options: Any) -> None:

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from ckpt.core.ipc.protocol import Request
-from ckpt.core.ipc.requests import KeepSteps
-from ckpt.core.writer import dispatch
-from ckpt.core.writer.dispatch import Caller, Dispatch, handles
+from ckpt.core.ipc.messages import KeepSteps, Request
+from ckpt.core.writer import held_run
+from ckpt.core.writer.held_run import Caller, Dispatch, handles
 
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> object:
     """An object that deals with all requests but one; nobody else does."""
-    monkeypatch.setattr(dispatch, "HANDLERS", {})
+    monkeypatch.setattr(held_run, "HANDLERS", {})
     methods = {}
     for kind in (kind for kind in Request.__subclasses__() if kind is not KeepSteps):
 

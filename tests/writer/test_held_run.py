@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckpt.core.checkpoint import commit
-from ckpt.core.log.log import Acquire
-from ckpt.core.writer.dispatch import Dispatch
-from ckpt.core.writer.held_run import HeldRun
+from ckpt.core.checkpoint import commits
+from ckpt.core.log.run_log import Acquire
+from ckpt.core.writer.held_run import Dispatch, HeldRun
 from ckpt.errors import FencedError, UsageError
 from ckpt_backends.memory import MemoryStore
 from logs import new_log
@@ -30,7 +29,7 @@ def test_what_was_begun_goes_on_as_our_next_epoch_and_as_nobody_elses(ours: bool
         log, mine = await new_log(MemoryStore("file:///near"))
         run.become(mine)
         run.next_nonces = frozenset({"4" * 8, "5" * 8})
-        await commit.acquire(log, "5" * 8 if ours else "6" * 8)
+        await commits.acquire(log, "5" * 8 if ours else "6" * 8)
 
         async def act(owner: Acquire) -> str:
             acted.append(owner)

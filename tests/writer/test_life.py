@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from ckpt.core.checkpoint import commit as commits
+from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.arena import SEALED, Arena, Label
-from ckpt.core.ipc.process import Process
-from ckpt.core.writer.dispatch import Background
-from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.ipc.heartbeat import Process
+from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
 from ckpt.core.writer.life import NEXT, Life, State
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.parts import PartWriter, Settler

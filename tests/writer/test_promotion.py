@@ -10,25 +10,21 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from ckpt.core.checkpoint import commit as commits
-from ckpt.core.checkpoint import open_tier, promote
+from ckpt.core.checkpoint import commits as commits
+from ckpt.core.checkpoint import open_tier
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.settle import settle
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc.notes import DamagedNote, SlotReadNote
-from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.requests import OpenRun, OwnRun, WriteSlot
+from ckpt.core.ipc.messages import DamagedNote, Note, OpenRun, OwnRun, SlotReadNote, WriteSlot
 from ckpt.core.log.records import Commit, Record, commit_body
 from ckpt.core.writer import promotion
 from ckpt.core.writer.bookkeeper import Bookkeeper
-from ckpt.core.writer.dispatch import Background
-from ckpt.core.writer.held_run import HeldRun
+from ckpt.core.writer.held_run import Background, HeldRun
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
+from ckpt.core.writer.parts import settle
 from ckpt.core.writer.persist import Persister
-from ckpt.core.writer.promotion import Turns
-from ckpt.core.writer.throttle import Throttle
+from ckpt.core.writer.promotion import Throttle, Turns
 from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
 from ckpt.store import options_of
 from ckpt_backends.memory import MemoryStore
@@ -258,16 +254,16 @@ def test_what_is_pending_does_not_depend_on_when_one_looks() -> None:
     old = [committed(attempt(1, step)) for step in (10, 15, 20, 30, 40)]
     near = folded(epoch[0], *old, epoch[1])
     far = folded(epoch[0], committed(attempt(1, 10)), epoch[1])
-    found = promote.pending(near, far, 10, before=2)
+    found = promotion.pending(near, far, 10, before=2)
     assert [one.step for one in found] == [40, 30, 20]
     later = folded(epoch[0], *old, epoch[1], *(committed(attempt(2, step)) for step in (50, 60)))
     there = folded(epoch[0], committed(attempt(1, 10)), epoch[1], committed(attempt(2, 50)))
-    assert [one.attempt for one in promote.pending(later, there, 10, before=2)] == [one.attempt for one in found]
+    assert [one.attempt for one in promotion.pending(later, there, 10, before=2)] == [one.attempt for one in found]
     given_up = folded(
         epoch[0], epoch[1], {"type": "ABORT", "id": "x", "body": {"checkpoint": str(attempt(1, 40)), "reason": ""}}
     )
-    assert [one.step for one in promote.pending(near, given_up, 10, before=2)] == [30, 20]
-    assert promote.pending(near, near, 10, before=2) == []
+    assert [one.step for one in promotion.pending(near, given_up, 10, before=2)] == [30, 20]
+    assert promotion.pending(near, near, 10, before=2) == []
 
 
 # -- answers that are wrong, or come to nothing --

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from ckpt.core.format.boxes import partner
 from ckpt.core.format.layout import Layout, TensorSpec, pages
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.format.partition import partner
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.core.ipc.requests import Partner, Push
+from ckpt.core.ipc.messages import Partner, Push
 from ckpt.plugins.replicas import Replicator
 from parallel import free_port, launch
 from processes import eventually, writers

@@ -12,8 +12,8 @@ import pytest
 
 from ckpt.core.checkpoint.encode import ENCODED_A_SECOND, LITTLE, Encoder, Learnt
 from ckpt.core.checkpoint.incremental import Policy
-from ckpt.core.writer import throttle
-from ckpt.core.writer.throttle import IdleCores, Throttle, threads, waiting_s
+from ckpt.core.writer import promotion
+from ckpt.core.writer.promotion import IdleCores, Throttle, threads, waiting_s
 from ckpt_backends.memory import MemoryStore
 
 MANY = 100 * LITTLE
@@ -61,7 +61,7 @@ def starved(pid: int) -> bool:
         held(0.0)
         if look and held.starved:
             return True
-        time.sleep(2 * throttle.LOOK_S)
+        time.sleep(2 * promotion.LOOK_S)
     return False
 
 
@@ -83,32 +83,32 @@ def test_a_trainer_that_has_what_it_wants_holds_nothing_back(alone: int) -> None
 def test_work_rests_while_the_trainer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """In proportion to what was worked, and never long; not at all as soon as the trainer has its cores again."""
     waited, slept, clock = [0.0], list[float](), [0.0]
-    monkeypatch.setattr(throttle, "waiting_s", lambda pid: waited[0])
-    monkeypatch.setattr(throttle.time, "sleep", slept.append)
-    monkeypatch.setattr(throttle.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(promotion, "waiting_s", lambda pid: waited[0])
+    monkeypatch.setattr(promotion.time, "sleep", slept.append)
+    monkeypatch.setattr(promotion.time, "monotonic", lambda: clock[0])
     held = Throttle(lambda: 1)
     for worked, waits in [(0.01, 0.0), (0.01, 0.06), (0.02, 0.12), (10.0, 0.12), (0.01, 0.0)]:
-        clock[0] += 2 * throttle.LOOK_S
+        clock[0] += 2 * promotion.LOOK_S
         waited[0] += waits
         held(worked)
-    assert slept == [throttle.REST * 0.01, throttle.REST * 0.02, throttle.MOST_S]
+    assert slept == [promotion.REST * 0.01, promotion.REST * 0.02, promotion.MOST_S]
 
 
 def test_threads_are_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """At least one, at most a few, and not more than the cores there are for each rank."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert threads() == throttle.MAX_THREADS
-    for ranks, expected in (("8", 2), ("16", 1), ("64", 1), ("", throttle.MAX_THREADS)):
+    assert threads() == promotion.MAX_THREADS
+    for ranks, expected in (("8", 2), ("16", 1), ("64", 1), ("", promotion.MAX_THREADS)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert threads() == expected
 
 
 def test_idle_cores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two questions; a machine of which the clock has not moved counts as idle."""
-    times = type(throttle.psutil.cpu_times())
+    times = type(promotion.psutil.cpu_times())
     now = dict.fromkeys(times._fields, 0.0)
-    monkeypatch.setattr(throttle.psutil, "cpu_times", lambda: times(**now))
+    monkeypatch.setattr(promotion.psutil, "cpu_times", lambda: times(**now))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     idle = IdleCores()
     assert idle() == 8

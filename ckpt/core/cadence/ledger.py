@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
-from ckpt.core.format.typed_json import decoded, typed
+from ckpt.core.format.manifest import decoded, typed
 from ckpt.errors import CorruptError, FormatError
 
 VERSION = 1

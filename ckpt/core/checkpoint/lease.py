@@ -1,4 +1,11 @@
-"""Checks `lease.json`, which the writer renews as long as its trainer lives, to find a trainer that uses the run.
+"""Distinguishes runs that have the same path or URL, as this process sees them.
+
+A path alone does not identify a run. Two containers may mount different folders at one path, and two endpoints may have
+buckets of the same name. The root id of FORMAT.json identifies a run; an empty folder gets one before anything else. A
+copied folder has the same root id, so device and inode of a folder count too. They may change although the folder stays
+the same (FUSE, NFS, a restored backup). Then `Identity.root` and the folder itself decide.
+
+Checks `lease.json`, which the writer renews as long as its trainer lives, to find a trainer that uses the run.
 
 A start must not end a running training. `check_free` reads the lease and decides in this order:
 
@@ -11,28 +18,140 @@ newer version, and an owner that has written no lease yet. Clocks of two machine
 
 A fenced job does not renew the lease. If it does so once more before it has read the log, the owner's next renewal
 replaces its content.
+
+Writes and reads accounts in `ledger/` of the durable tiers.
+
+The lease is written in the same way. Each tier has at most one put in flight, followed by a put of the newest content.
+A tier that hangs therefore delays neither the others nor the caller, and older content never replaces newer content.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt.core.checkpoint.commit import acquire
+from ckpt.core.cadence import ledger
+from ckpt.core.cadence.ledger import Account, Decision
+from ckpt.core.checkpoint import chunks, commits
+from ckpt.core.checkpoint.commits import acquire
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place
-from ckpt.core.format.manifest import new_nonce, seal, unseal
-from ckpt.core.format.typed_json import typed
-from ckpt.core.ipc.process import Process, boot_id, namespace
-from ckpt.core.log.log import RunLog
-from ckpt.errors import CorruptError, FormatError, InUseError, NotFoundError, StoreError, UnreadableError
+from ckpt.core.format.manifest import MAX_FORMAT, new_nonce, read_format, seal, typed, unseal
+from ckpt.core.ipc import channel
+from ckpt.core.ipc.heartbeat import Process, boot_id, namespace
+from ckpt.core.log.run_log import RunLog, infer_root
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    InUseError,
+    NotFoundError,
+    StoreError,
+    UnreadableError,
+)
+from ckpt.events import log
 from ckpt.events import log as logger
-from ckpt.store import LEASE, Store, folder_of, get_small
+from ckpt.store import LEASE, Store, folder_of, get_small, normalise, open_store
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A run as this process sees it.
+
+    root: the root id, "" for a run that is kept in memory only.
+    text: equal for all processes that see the same run at its path or URL.
+    """
+
+    root: str = ""
+    text: str = ""
+
+
+async def identify(spec: Mapping[str, Any], *, create: bool = False) -> Identity | None:
+    """Identify the run of a tier. Return None if there is none, unless it is to be created.
+
+    spec: see `ckpt.tiers.Tier.spec`.
+    Raises FormatError if other files are there, StoreError if it cannot be read or created.
+    """
+    from ckpt.core.checkpoint.open_tier import store_of
+
+    store = store_of(spec, writable=create)
+    try:
+        with contextlib.suppress(NotFoundError):
+            return await _seen(store)
+        if not create:
+            return None
+        await commits.create_run(store)
+        return await _seen(store)
+    finally:
+        await store.aclose()
+
+
+async def _seen(store: Store) -> Identity:
+    try:
+        root: str | None = read_format(await get_small(store, "FORMAT.json", MAX_FORMAT))
+    except CorruptError as error:
+        if (root := await infer_root(store)) is None:
+            raise FormatError(f"{store.url} is not a run, or its log is damaged: {error}") from None
+    assert root is not None
+    return Identity(root, f"{root}\0{_where(store)}")
+
+
+def _where(store: Any) -> str:
+    """Return what distinguishes this folder or endpoint from others of the same path or URL."""
+    if (folder := folder_of(store.url)) is not None:
+        found = os.stat(folder)
+        return f"{found.st_dev}:{found.st_ino}"
+    while hasattr(store, "store"):
+        store = store.store
+    return str(getattr(store, "endpoint", ""))
+
+
+def writer_keys(place: str) -> dict[int, str]:
+    """Return the keys of the writers on this machine that own the run at a path, URL or memory:NAME, by local rank.
+
+    If the run can be read from here, writers of another run with the same path or URL are left out. A bucket is read
+    only if there are several.
+    """
+    found = channel.at_place(channel.run_key(place, 0))
+    several = len({key.rpartition("-")[0] for key in found}) > 1
+    identity = _read_identity(place) if several or (found and folder_of(place) is not None) else None
+    if identity is not None:
+        return channel.siblings(channel.run_key(place, 0, identity.text))
+    return {int(key.rpartition("-")[2]): key for key in found}
+
+
+def _read_identity(place: str) -> Identity | None:
+    """Return the identity of the run at a path or URL, or None if it cannot be read from here."""
+    from ckpt.core.checkpoint.concurrent import run
+
+    async def read() -> Identity:
+        store = open_store(place, patience_s=0)
+        try:
+            return await _seen(store)
+        finally:
+            await store.aclose()
+
+    try:
+        return run(read())
+    except CheckpointError:
+        return None
+
+
+def key_of(folder: str | os.PathLike[str], local_rank: int = 0) -> str:
+    """Return the key of the writer that owns the run in a folder, or would own it."""
+    place = normalise(str(folder))
+    found = _read_identity(place)
+    return channel.run_key(place, local_rank, "" if found is None else found.text)
+
+
+# -- lease.json --
+
 
 VERSION = 1
 MAX_SIZE = 64 << 10
@@ -122,8 +241,8 @@ async def check_free(
     Raises InUseError if a trainer uses the run, UnreadableError if the lease cannot be read now.
     """
     began, first = time.monotonic(), None
-    patience_s = MISSED * interval_s(log.store)
-    while log.state.acquires and (raw := await _read(log)) is not None:
+    patience_s = MISSED * lease_interval_s(log.store)
+    while log.state.acquires and (raw := await _read_lease(log)) is not None:
         lease = None
         with contextlib.suppress(CorruptError, FormatError):
             lease = Lease.parse(raw)
@@ -176,7 +295,7 @@ async def fence(specs: Sequence[dict[str, Any]]) -> None:
             await place.store.aclose()
 
 
-def interval_s(store: Store) -> float:
+def lease_interval_s(store: Store) -> float:
     """Return the seconds between two renewals of a lease in this store."""
     return RENEW_REMOTE_S if store.remote else RENEW_S
 
@@ -203,7 +322,7 @@ def _of_this_process(lease: Lease) -> bool:
     return lease.visible and lease.pid == os.getpid()
 
 
-async def _read(log: RunLog) -> bytes | None:
+async def _read_lease(log: RunLog) -> bytes | None:
     """Return the bytes of the lease, None if there is none."""
     try:
         with contextlib.suppress(NotFoundError):
@@ -217,3 +336,126 @@ async def _read(log: RunLog) -> bytes | None:
     except StoreError as error:
         text = f"cannot check now whether another process trains {log.store.url}, so it was not taken over: {error}"
         raise UnreadableError(text, retryable=error.retryable, advice=UNSEEN) from error
+
+
+# -- ledger/ --
+
+
+KEEP_S, KEEP_REMOTE_S = 10.0, 60.0  # between two puts of an account, into a folder and into a bucket
+LOOK_BACK = 64  # job attempts from which a save interval is derived
+FIND_S, AGAIN_S = 30.0, 2.0  # to read an earlier account
+
+Content = Callable[[OpenTier], bytes | None]  # None: this tier gets nothing
+
+
+@dataclass
+class _Kept:
+    """The puts of one key to one tier. `at`: when it was put last, by the monotonic clock; `waiting`: what to put after
+    the put in flight."""
+
+    at: float = -math.inf
+    failed: bool = False
+    task: asyncio.Task[None] | None = None
+    waiting: Content | None = None
+
+
+class LedgerFiles:
+    """Writes accounts and the lease, in the writer's event loop. `tiers`: returns the present durable tiers."""
+
+    def __init__(self, tiers: Callable[[], list[OpenTier]]) -> None:
+        self._tiers = tiers
+        self._kept: dict[tuple[str, str], _Kept] = {}
+
+    def put(self, key: str, content: Content, interval_s: Callable[[Store], float], *, now: bool = False) -> None:
+        """Put into each tier that this rank is responsible for, without waiting. `interval_s`: seconds between two puts
+        of this key, by store; `now`: put it immediately."""
+        for tier in self._tiers():
+            if not tier.opened or tier.role.place > 0:
+                continue
+            kept = self._kept.setdefault((tier.url, key), _Kept())
+            if not now and time.monotonic() - kept.at < interval_s(tier.store):
+                continue
+            kept.waiting = content
+            if kept.task is None or kept.task.done():
+                kept.task = asyncio.get_running_loop().create_task(self._work(tier, key, kept))
+
+    async def _work(self, tier: OpenTier, key: str, kept: _Kept) -> None:
+        while (content := kept.waiting) is not None:
+            kept.waiting, kept.at = None, time.monotonic()
+            try:
+                await tier.prepare()
+                if (data := content(tier)) is not None:
+                    await tier.log.store.put(key, data)
+                kept.failed = False
+            except Exception as error:  # logged once; training continues
+                if not kept.failed:
+                    log.warning("could not write %s to %s: %s", key, tier.url, error)
+                kept.failed = True
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for puts in flight, nearest tier first."""
+        end = time.monotonic() + timeout_s
+        for tier in self._tiers():
+            tasks = [one.task for (url, _), one in self._kept.items() if url == tier.url and one.task is not None]
+            if running := [task for task in tasks if not task.done()]:
+                await asyncio.wait(running, timeout=max(0.05, end - time.monotonic()))
+
+
+def ledger_interval_s(store: Store) -> float:
+    """Return the seconds between two puts of an account while its trainer lives."""
+    return KEEP_REMOTE_S if store.remote else KEEP_S
+
+
+async def find(tiers: list[OpenTier], key: str) -> Account | None:
+    """Return an account from the nearest tier. Return None if there is none, or if it cannot be read."""
+    end = time.monotonic() + FIND_S
+    while tiers:
+        try:
+            return Account.from_bytes(await get_small(tiers[0].log.store, key, ledger.MAX_SIZE))
+        except NotFoundError:
+            return None
+        except CheckpointError as error:
+            if not isinstance(error, StoreError) or time.monotonic() > end:
+                log.warning("could not read the run metrics of this job attempt: %s", error)
+                return None
+            await asyncio.sleep(AGAIN_S)
+    return None
+
+
+async def account_keys(store: Store) -> list[str]:
+    """Return the keys of all accounts, by job attempt and then by descending rank."""
+    listed = await chunks.listing(store, ledger.PREFIX)
+    return sorted([info.key for info in listed if ledger.is_account(info.key)], key=_order)
+
+
+def _order(key: str) -> tuple[int, int]:
+    number, _, rank = key.removeprefix(ledger.PREFIX).split(".")[:3]
+    return int(number), -int(rank)
+
+
+UNREADABLE = (CorruptError, FormatError, NotFoundError)
+
+
+async def newest_accounts(
+    store: Store, most: int, passing: tuple[type[CheckpointError], ...] = UNREADABLE
+) -> list[Account]:
+    """Return the newest accounts in order, without those that raise such errors."""
+    found: list[Account] = []
+    for key in (await account_keys(store))[-most:]:
+        with contextlib.suppress(*passing):
+            found.append(Account.from_bytes(await chunks.get(store, key, limit=ledger.MAX_SIZE)))
+    return found
+
+
+async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Account]:
+    """Return the accounts of the last job attempts from the nearest tier."""
+    try:
+        return ledger.in_order(await newest_accounts(tiers[0].log.store, most, (CheckpointError,))) if tiers else []
+    except StoreError as error:
+        log.info("could not read the run metrics of earlier job attempts: %s", error)
+        return []
+
+
+def last_decision(accounts: list[Account]) -> Decision | None:
+    """Return the last save intervals, so that the next job attempt need not measure them again."""
+    return next((one.decisions[-1] for one in reversed(accounts) if one.decisions), None)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt.core.format.manifest import STEPS, Attempt, index_key, owner
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, in_history
+from ckpt.core.log.run_log import RunLog
 from ckpt.events import log as logger
 
 UNCLEAR = "may have been taken back"  # part of the reason in an ABORT of a checkpoint whose commit is uncertain

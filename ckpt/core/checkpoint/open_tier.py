@@ -15,18 +15,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt import events
-from ckpt.core.checkpoint import commit, retention
-from ckpt.core.checkpoint.encode import Encoder
+from ckpt.core.checkpoint import commits, retention
+from ckpt.core.checkpoint.encode import Encoder, UploadStats
 from ckpt.core.checkpoint.incremental import Policy
 from ckpt.core.checkpoint.read import verify
-from ckpt.core.checkpoint.upload_stats import UploadStats
 from ckpt.core.format.manifest import Attempt, folder_of, rank_of
 from ckpt.core.format.manifest import owner as owner_of
-from ckpt.core.ipc.notes import DamagedNote, SaidNote
-from ckpt.core.ipc.protocol import Note
-from ckpt.core.log.log import RunLog
+from ckpt.core.ipc.messages import DamagedNote, Note, SaidNote
 from ckpt.core.log.records import Acquire, RunState, words_of
-from ckpt.core.log.trimming import Trimmer
+from ckpt.core.log.run_log import RunLog, Trimmer
 from ckpt.errors import CheckpointError, FencedError, RunGoneError, is_unreadable
 from ckpt.store import Store, is_temporary, open_store, remember_options
 
@@ -49,7 +46,7 @@ class OpenTier:
     log: RunLog
     every: int = 1
     grace_s: float = 0.0
-    role: commit.Role = field(default_factory=commit.Role)
+    role: commits.Role = field(default_factory=commits.Role)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     verified: set[Attempt] = field(default_factory=set)
     in_flight: set[Attempt] = field(default_factory=set)
@@ -254,7 +251,7 @@ class OpenTier:
         if len(history) >= retention.ALWAYS:
             old |= {attempt for attempt in held if attempt < history[retention.ALWAYS - 1].attempt}
         for attempt in sorted(old - self.in_flight):
-            await commit.abort(self.log, owner, attempt, "other nodes do not have their files", held=True)
+            await commits.abort(self.log, owner, attempt, "other nodes do not have their files", held=True)
 
     async def _delete_later(self, keys: Sequence[str]) -> None:
         """Delete files after the grace period. If the writer ends before, the next job attempt deletes them."""
@@ -309,7 +306,7 @@ async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "
         if root:
             log.root = place.root = root
             await log.check_same()
-        await commit.create_run(store)
+        await commits.create_run(store)
         await log.open()
     except CheckpointError as error:
         if not (later and store.remote) and not (again and isinstance(error, RunGoneError)):

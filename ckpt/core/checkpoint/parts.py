@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.core.checkpoint import steady
+from ckpt.core.checkpoint import chunks
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.incremental import WrittenPart as WrittenPart
 from ckpt.core.format.digest import file_digest
@@ -28,8 +28,7 @@ from ckpt.core.format.manifest import (
     manifest_key,
     rank_of,
 )
-from ckpt.core.format.shards import SavedShards
-from ckpt.core.format.table import Table
+from ckpt.core.format.table import SavedShards, Table
 from ckpt.core.log.records import Commit
 from ckpt.errors import CorruptError, FormatError, NotFoundError, TruncatedError
 from ckpt.events import log as logger
@@ -43,14 +42,14 @@ MANY = 64  # ranks; with more, manifests are read in batches, and only what is n
 
 async def read_exact(store: Store, key: str, digest: str, limit: int) -> memoryview:
     """Read a small file. Raise CorruptError unless it has this digest."""
-    raw = await steady.get(store, key, limit=limit)
+    raw = await chunks.get(store, key, limit=limit)
     if file_digest(raw) != digest:
         raise CorruptError(f"{key} is damaged: its digest does not match")
     return raw
 
 
 async def read_header(store: Store, pack: PackInfo) -> memoryview:
-    head = await steady.get(store, pack.key, start=0, length=pack.header_size)
+    head = await chunks.get(store, pack.key, start=0, length=pack.header_size)
     if file_digest(head) != pack.header:
         raise CorruptError(f"{pack.key} is damaged: its header does not match its digest")
     return head
@@ -91,7 +90,7 @@ async def load_parts(store: Store, attempt: Attempt, wanted: Sequence[tuple[int,
 async def read_part(store: Store, attempt: Attempt, rank: int, *, expected: str | None = None) -> tuple[Part, str]:
     """Read one rank's part. Return it and its digest."""
     what = manifest_key(attempt, rank)
-    raw = await steady.get(store, what, limit=MAX_JSON)
+    raw = await chunks.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
     if expected is not None and digest != expected:
         raise CorruptError(f"{what} is damaged: its digest is not the committed one")
@@ -149,7 +148,7 @@ async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str
     if store.remote and len(keys) > FEW:  # a listing replaces many requests
         for folder in sorted({key[: key.rfind("/") + 1] for key in keys}):
             found |= {info.key: info.size async for info in store.list(folder) if info.key in keys}
-    infos = await of_each([key for key in keys if key not in found], functools.partial(steady.head, store))
+    infos = await of_each([key for key in keys if key not in found], functools.partial(chunks.head, store))
     return found | {info.key: info.size for info in infos}
 
 

@@ -4,23 +4,42 @@
 
 Reading needs no torch: bytes go to a sink that the caller provides. Readers of a run need only this module. `blobs`
 reads chunks, and `parts` reads manifests and indexes.
+
+Reads files of a folder into their final memory, in a few long streams through the page cache.
+
+A restore reads nearly all bytes of a few large files. Each thread reads one contiguous stretch, so that the kernel
+reads ahead. Whole pieces of a tensor are read, or decoded, directly into the tensor, and verified there while the bytes
+are still in the processor's cache. Nothing is copied twice.
+
+The page cache measured fastest, even when cold. On Linux 6.18 with a virtual disk, two such streams read 4.6 GB/s for
+0.05 CPU seconds a GB, and O_DIRECT, in ten variants, 2.1 to 3.8 GB/s; cached bytes reach 20 GB/s. Checks of the disk
+itself (`verify`, reading back) bypass the cache: `read.fetch`.
+
+Reads chunks of a checkpoint, and replaces damaged ones by equal bytes from elsewhere, found by digest.
+
+First it searches other checkpoints of the same run, which may have stored the same bytes in another file, then other
+tiers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence, Set
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from ckpt.core.checkpoint.blobs import Sink as Sink
-from ckpt.core.checkpoint.blobs import fetch as fetch
-from ckpt.core.checkpoint.blobs import plan_reads as plan_reads
-from ckpt.core.checkpoint.concurrent import of_each
+from ckpt.core.checkpoint.chunks import Batch, OnDamage, Read, Scratch, deliver, not_its_digest
+from ckpt.core.checkpoint.chunks import Sink as Sink
+from ckpt.core.checkpoint.chunks import fetch as fetch
+from ckpt.core.checkpoint.chunks import fetch as fetch_blobs
+from ckpt.core.checkpoint.chunks import plan_reads as plan_reads
+from ckpt.core.checkpoint.concurrent import all_of, of_each
 from ckpt.core.checkpoint.concurrent import run as run
 from ckpt.core.checkpoint.parts import (
     MANY,
@@ -33,21 +52,32 @@ from ckpt.core.checkpoint.parts import (
     sizes_of_many,
     table_of,
 )
-from ckpt.core.checkpoint.spelling import BEST, Which, number
+from ckpt.core.checkpoint.reference import BEST, Which, number
 from ckpt.core.format.codec import RAW
 from ckpt.core.format.index import Index
+from ckpt.core.format.kernels import Room, memory_at, put
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import Attempt, Part, owner
 from ckpt.core.format.saved_state import SavedState
-from ckpt.core.format.table import Table, merge
-from ckpt.core.log.log import RunLog
-from ckpt.core.log.records import MARK, THE_BEST, Commit
-from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError, TruncatedError, is_unreadable
+from ckpt.core.format.table import Content, Table, merge
+from ckpt.core.log.records import MARK, THE_BEST, Commit, RunState
+from ckpt.core.log.run_log import RunLog
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    NoCheckpointError,
+    NotFoundError,
+    StoreError,
+    TruncatedError,
+    is_unreadable,
+)
 from ckpt.events import log as logger
 from ckpt.store import Store, open_store
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
 
 T = TypeVar("T")
 Note = Callable[[str], None]
@@ -381,3 +411,294 @@ def _distinct(table: Table, blobs: npt.NDArray[np.int64]) -> npt.NDArray[np.int6
     numbers = np.stack([column[some] for column in columns], 1).astype(np.int64).view(np.uint8)
     rows = np.concatenate([numbers, table.digest[some], table.stored_digest[some]], 1)
     return np.sort(np.concatenate([blobs[~swelling], some[np.unique(rows, axis=0, return_index=True)[1]]]))
+
+
+# -- files of a folder, into their final memory --
+
+
+STREAMS = max(2, min(8, len(os.sched_getaffinity(0))))
+LEAST = 64 << 10  # bytes of the smallest piece that is read directly to its address
+
+
+async def fetch_local(
+    store: Store, table: Table, batches: Sequence[Batch], sink: Sink, on_damage: OnDamage, room: Room | None = None
+) -> None:
+    """Like `read.fetch`, for a local store. A chunk with an address in `room` is read to it and verified, and is not
+    passed to `sink`. If it is damaged, `on_damage` is called, and the bytes at the address must not be used."""
+    stretches = _stretches(batches, STREAMS)
+    if not stretches:
+        return
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(len(stretches), "ckpt-read") as pool:
+        work = [loop.run_in_executor(pool, _run, store, table, part, sink, on_damage, room) for part in stretches]
+        await all_of(work)
+
+
+def _stretches(batches: Sequence[Batch], count: int) -> list[Sequence[Batch]]:
+    """Divide the batches into runs with about the same number of bytes."""
+    total, seen = sum(batch.nbytes for batch in batches), 0
+    found: list[list[Batch]] = [[] for _ in range(count)]
+    for batch in batches:
+        found[min(count - 1, seen * count // max(1, total))].append(batch)
+        seen += batch.nbytes
+    return [part for part in found if part]
+
+
+def _run(
+    store: Store,
+    table: Table,
+    batches: Sequence[Batch],
+    sink: Sink,
+    on_damage: OnDamage,
+    room: Room | None,
+) -> None:
+    scratch = Scratch()
+    for batch in batches:
+        places, small = _places(table, batch, room)
+        stored: dict[int, memoryview] = {}
+        lost: dict[int, CorruptError | StoreError] = {}
+        for read, spare in zip(batch.reads, scratch.take(batch), strict=True):
+            views, found = _views(table, read, spare, places, small)
+            try:
+                _scatter(store, read, views)
+            except StoreError:  # missing or partly unreadable: read the chunks separately
+                small.clear()
+                found = _one_by_one(store, table, read, _views(table, read, spare, places, small)[1], lost)
+            stored.update(found)
+            _put(table, read, spare, small, on_damage)
+        blobs = [blob for blob in batch.blobs if blob not in small] if small else batch.blobs
+        deliver(table, blobs, stored, lost, scratch, sink, on_damage, places)
+
+
+def _put(table: Table, read: Read, spare: memoryview, small: dict[int, int], on_damage: OnDamage) -> None:
+    """Copy small chunks to their addresses."""
+    blobs = np.fromiter(small, np.int64, len(small))
+    places = np.fromiter(small.values(), np.int64, len(small))
+    starts = table.offset[blobs] - read.start
+    for i in put(spare, starts, table.stored[blobs], table.stored_digest[blobs], places):
+        blob = int(blobs[i])
+        on_damage((blob,), not_its_digest(table, blob))
+
+
+def _one_by_one(
+    store: Store,
+    table: Table,
+    read: Read,
+    places: dict[int, memoryview],
+    lost: dict[int, CorruptError | StoreError],
+) -> dict[int, memoryview]:
+    """Read the chunks of a read separately, and return those that can be read."""
+    found: dict[int, memoryview] = {}
+    for blob, place in places.items():
+        start, length = int(table.offset[blob]), int(table.stored[blob])
+        try:
+            _scatter(store, Read(read.pack, start, length, (blob,)), [place])
+        except StoreError as error:
+            lost[blob] = error
+        else:
+            found[blob] = place
+    return found
+
+
+def _scatter(store: Store, read: Read, views: Sequence[memoryview]) -> None:
+    near: Any = store  # stores that are not remote have this method
+    near.scatter(read.pack, read.start, views)
+
+
+def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, memoryview], dict[int, int]]:
+    """Return the memory for large chunks, which are read or decoded into it, and the addresses of small ones, which are
+    copied from one long read."""
+    if room is None:
+        return {}, {}
+    blobs = np.array(batch.blobs, np.int64)
+    found, length = room(blobs), table.length[blobs]
+    large, alone = length >= LEAST, len(batch.reads) == 1 and bool((table.base[blobs] < 0).all())
+    big = (found > 0) & large
+    small = (found > 0) & ~large & (table.codec[blobs] == RAW) & alone
+    places = zip(blobs[big].tolist(), found[big].tolist(), length[big].tolist(), strict=True)
+    return (
+        {blob: memory_at(address, size) for blob, address, size in places},
+        dict(zip(blobs[small].tolist(), found[small].tolist(), strict=True)),
+    )
+
+
+def _views(
+    table: Table, read: Read, spare: memoryview, places: dict[int, memoryview], small: Container[int]
+) -> tuple[list[memoryview], dict[int, memoryview]]:
+    """Return where the bytes of a read go, in order, and the memory of each chunk that is not small.
+
+    Raw chunks go to their addresses, and the bytes between them to spare memory, at the same offset as in the read.
+    Stored bytes that several chunks share (equal pieces are stored once) go to spare memory too, and their addresses
+    are removed.
+    """
+    views: list[memoryview] = []
+    found: dict[int, memoryview] = {}
+    done = 0
+    blobs = list(read.blobs)
+    starts = table.offset[blobs]
+    ends = starts + table.stored[blobs]
+    shared = np.zeros(len(blobs), np.bool_)
+    meets = np.maximum.accumulate(ends)[:-1] > starts[1:]  # in ascending order of their starts
+    shared[1:] |= meets
+    shared[:-1] |= ends[:-1] > starts[1:]
+    sizes = table.stored[blobs].tolist()
+    raw = (table.codec[blobs] == RAW).tolist()
+    for blob, offset, size, plain, several in zip(blobs, starts.tolist(), sizes, raw, shared.tolist(), strict=True):
+        if blob in small:
+            continue
+        at = offset - read.start
+        if plain and several:
+            places.pop(blob, None)  # it is passed to the sink instead
+        if plain and blob in places:
+            if at > done:
+                views.append(spare[done:at])
+            views.append(places[blob])
+            found[blob] = places[blob]
+            done = at + size
+        else:
+            found[blob] = spare[at : at + size]
+    if done < read.length:
+        views.append(spare[done : read.length])
+    return views, found
+
+
+# -- repair while reading --
+
+
+NEARBY = 8  # checkpoints of a tier that are searched
+
+Lost = dict[int, CorruptError | StoreError]
+
+
+async def fetch_repaired(
+    store: Store,
+    attempt: Attempt,
+    table: Table,
+    blobs: Sequence[int],
+    sink: Sink,
+    others: Sequence[str] = (),
+    room: Room | None = None,
+) -> list[str]:
+    """Pass all of these chunks to `sink`, each verified. Return a description of chunks that came from elsewhere.
+
+    Raise CorruptError or StoreError if a chunk cannot be found anywhere. If a tier that may have the missing bytes
+    cannot be read now, that error is raised (`is_unreadable`) instead.
+
+    others: URLs of tiers with the same checkpoint.
+    room: addresses that chunks may be read to instead. Chunks from elsewhere still go to `sink`.
+    """
+    missing: Lost = {}
+
+    def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
+        missing.update(dict.fromkeys(lost, error))
+
+    batches = plan_reads(table, blobs, far=True)  # long reads, also from a folder
+    if store.remote or not hasattr(store, "scatter"):
+        await fetch_blobs(store, table, batches, sink, on_damage=note)
+    else:
+        await fetch_local(store, table, batches, sink, note, room)
+        # `scatter` reads once. The other function retries transient errors.
+        again = [blob for blob, error in missing.items() if isinstance(error, StoreError)]
+        for blob in again:
+            del missing[blob]
+        if again:
+            await fetch_blobs(store, table, plan_reads(table, again, far=True), sink, on_damage=note)
+    repaired, unreadable = list[str](), list[StoreError]()
+    if missing:
+        first = next(iter(missing.values()))
+        for url in (store.url, *others):
+            if missing:
+                await _search(store, url, attempt, table, missing, sink, repaired, unreadable)
+        for text in repaired:
+            logger.warning("step %d in %s: %s; the first error: %s", attempt.step, store.url, text, first)
+    if missing:
+        errors = [*missing.values(), *unreadable]
+        raise next((error for error in errors if is_unreadable(error)), errors[0])
+    return repaired
+
+
+async def _search(
+    store: Store,
+    url: str,
+    attempt: Attempt,
+    table: Table,
+    missing: Lost,
+    sink: Sink,
+    repaired: list[str],
+    unreadable: list[StoreError],
+) -> None:
+    """Search one tier while chunks are missing. Errors there are logged. `unreadable`: gets the errors that do not
+    prove damage there."""
+    try:
+        async with opened(url) as other:
+            state = (await open_run(url, other)).state
+            for commit in _candidates(state, attempt, url == store.url):
+                if missing:
+                    await _take(other, commit, attempt, table, missing, sink, repaired, unreadable)
+    except (CorruptError, FormatError, NoCheckpointError, StoreError) as error:
+        _note_unreadable(error, unreadable)
+        logger.warning("step %d cannot be repaired from %s: %s", attempt.step, url, error)
+
+
+def _note_unreadable(error: CheckpointError, unreadable: list[StoreError]) -> None:
+    if isinstance(error, StoreError) and is_unreadable(error):
+        unreadable.append(error)
+
+
+def _candidates(state: RunState, attempt: Attempt, here: bool) -> list[Commit]:
+    same = state.commits.get(attempt) or state.held.get(attempt)
+    others = [c for c in state.lineage() if c.attempt != attempt]
+    others.sort(key=lambda c: abs(c.step - attempt.step))  # nearby steps are most alike
+    return [*([same] if same is not None and not here else []), *others[:NEARBY]]
+
+
+async def _take(
+    other: Store,
+    commit: Commit,
+    attempt: Attempt,
+    table: Table,
+    missing: Lost,
+    sink: Sink,
+    repaired: list[str],
+    unreadable: list[StoreError],
+) -> None:
+    """Read the missing chunks that one checkpoint has."""
+    found: list[int] = []
+    try:
+        async for theirs in tables_of(other, commit, {table.name_of(blob) for blob in missing}):
+            found += await _take_of(other, theirs, table, missing, sink, unreadable)
+            if not missing:
+                break
+    except (CorruptError, FormatError, StoreError) as error:
+        _note_unreadable(error, unreadable)
+        logger.warning("cannot repair from step %d of %s: %s", commit.step, other.url, error)
+    if found:
+        names = list(dict.fromkeys(table.name_of(blob) for blob in sorted(found)))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        pieces = "1 damaged piece" if len(found) == 1 else f"{len(found)} damaged pieces"
+        where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"
+        repaired.append(f"{pieces} ({', '.join(names[:3])}{more}) came from {where}")
+
+
+async def _take_of(
+    other: Store, theirs: Table, table: Table, missing: Lost, sink: Sink, unreadable: list[StoreError]
+) -> set[int]:
+    """Read missing chunks by digest, and return those that were found."""
+    wanted: dict[Content, list[int]] = {}
+    for blob in missing:
+        wanted.setdefault(table.content(blob), []).append(blob)
+    keys = zip(map(bytes, theirs.digest), theirs.length.tolist(), strict=True)
+    alike = {blob: wanted[key] for blob, key in enumerate(keys) if key in wanted and blob < theirs.owned}
+    done: set[int] = set()
+
+    def take(blob: int, data: memoryview) -> None:
+        for same in alike[blob]:
+            if same not in done:
+                sink(same, data)
+                done.add(same)
+
+    reads = plan_reads(theirs, alike, far=other.remote)
+    await fetch_blobs(other, theirs, reads, take, on_damage=lambda blobs, error: _note_unreadable(error, unreadable))
+    for blob in done:
+        del missing[blob]
+    return done

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from ckpt.core.checkpoint.read import packs_of
 from ckpt.core.format.manifest import STEPS, Attempt, in_deletion_order, index_key, manifest_key
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_packs, words_of
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, CorruptError, InvalidArgumentError, NoCheckpointError, StoreError
 from ckpt.events import log as logger
 from ckpt.failpoints import point

@@ -11,7 +11,7 @@ The index is derived from the bytes of the manifests, so two committers write eq
     names, name_ends                  each name once, sorted, as UTF-8 text, and where it ends
     tensor_name, tensor_instance      one row for each tensor, ascending: number of its name; the rank it belongs to,
                                       -1: all ranks together
-    tensor_dtype, tensor_pattern      number in `ckpt.core.format.shards.DTYPES`; how the tensor is divided
+    tensor_dtype, tensor_pattern      number in `ckpt.core.format.table.DTYPES`; how the tensor is divided
     tensor_accelerated                1 if a rank had it on an accelerator
     tensor_content                    16 bytes, equal for tensors with the same bytes that are cut into the same chunks
     pattern_shape, pattern_dim_ends   shape of the whole tensor, and where it ends
@@ -45,15 +45,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt.core.format.boxes import Box, Dims, Effort, TangledError, times_covered
+from ckpt.core.format.boxes import GLOBAL, Box, Dims, Effort, TangledError, times_covered
 from ckpt.core.format.columns import I64, ODD, Bytes, ColumnFile, Columns, end_to_end, reading, spans, starts_of
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.core.format.layout import MAX_DIMS, OWN, TensorSpec, check_components
 from ckpt.core.format.manifest import MAX_JSON, MAX_WORLD, SharedLayout, canonical
-from ckpt.core.format.partition import GLOBAL
-from ckpt.core.format.saved_nodes import JOINED_KIND
-from ckpt.core.format.shards import DTYPES, MAX_DIM, SavedShards
-from ckpt.core.format.table import Table, texts
+from ckpt.core.format.table import DTYPES, MAX_DIM, SavedShards, Table, texts
+from ckpt.core.format.values import JOINED_KIND
 from ckpt.errors import CorruptError
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ about half the time (docs/figures.md). Without it, xxhash and memmove do the sam
 
 The library is compiled when everystep is installed (hatch_build.py). It is used only if it was compiled from exactly
 the source next to this file, and if a test gives the same results as Python.
+
+Copies verified bytes from read buffers to their final addresses, many pieces per call.
 """
 
 from __future__ import annotations
@@ -13,14 +15,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import platform
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpt.core.format.columns import I64, Bytes
 from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.events import log
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 SMALL = 4096  # bytes; fewer are not worth a call. The library needs more than 240.
 
@@ -79,3 +87,41 @@ def _copies(library: Kernels, source: Any, at: int) -> bool:
     expected[at : at + len(source)] = source
     digest = library.copy_digest(room.ctypes.data + at, source.ctypes.data, len(source))
     return digest == blob_digest(source.data) and bool((room == expected).all())
+
+
+# -- copies to final addresses --
+
+
+Room = Callable[[I64], I64]
+"""`room(blobs)`: the address of memory for the plain bytes of each of these chunks, of exactly their size; 0 for chunks
+without such an address."""
+
+
+def address_of(memory: memoryview) -> int:
+    """Return the address of memory. The caller must keep the memory alive."""
+    found: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+    return found.ctypes.data
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Return the memory at an address. The owner of the address must keep it alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+def put(memory: memoryview, starts: I64, lengths: I64, digests: Bytes | None, places: I64) -> list[int]:
+    """Copy pieces of `memory` to addresses. Return the numbers of pieces that do not match their digests. The bytes at
+    their addresses must not be used.
+
+    `digests`: None if they are unknown.
+    """
+    base, wrong, library = address_of(memory), list[int](), find()
+    expected = itertools.repeat(None) if digests is None else map(bytes, digests)
+    rows = zip(starts.tolist(), lengths.tolist(), places.tolist(), expected, strict=False)
+    for i, (start, length, place, digest) in enumerate(rows):
+        if digest is not None and length >= SMALL and library is not None:
+            right = library.copy_digest(place, base + start, length) == digest
+        elif right := digest is None or blob_digest(memory[start : start + length]) == digest:
+            ctypes.memmove(place, base + start, length)  # without the GIL, and while the bytes are in the cache
+        if not right:
+            wrong.append(i)
+    return wrong

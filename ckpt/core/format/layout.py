@@ -51,7 +51,7 @@ class TensorSpec:
 
     `name`: fully qualified. `dtype`: key of `BITS`. `shape`: of the piece. `whole`, `offsets`: shape of the tensor and
     position of the piece in it; None and () if the piece is the whole tensor. `instance` distinguishes tensors of the
-    same name on different ranks (see `ckpt.core.format.partition`).
+    same name on different ranks (see `ckpt.core.format.boxes`).
     """
 
     name: str

@@ -16,6 +16,8 @@ manifests, so two committers write the same bytes.
 Every JSON file is written in a canonical form (sorted keys, no spaces). Its field `digest` is the SHA-256 of its other
 fields. A file is damaged if its bytes are not exactly the canonical form of their contents. This detects any
 flipped bit.
+
+Parses untrusted JSON into values of known types.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
+import msgspec
 import zstandard
 
 from ckpt.core.format.digest import file_digest
@@ -351,7 +354,7 @@ class Part:
     `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64.
     `packs`: all data files that the table names, including those of older checkpoints. `needs`: the older checkpoints
     that it builds on, in order. `chain`: the number of increments since the last full one; 0 for a full one. `full`:
-    the last full one; empty for a full one. `replicas`: see `ckpt.core.format.replicas`.
+    the last full one; empty for a full one. `replicas`: see `ckpt.core.format.columns`.
 
     `info`: the user's notes. `parents`: checkpoints of other runs that this one continues, as
     `<root id>/<checkpoint id>`. `content`: for a checkpoint of only some tensors, the options `only` and `cast`.
@@ -440,3 +443,26 @@ class Part:
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(f"{what} is not a manifest: {error}") from None
         return part
+
+
+# -- JSON with types --
+
+
+T = TypeVar("T")
+
+
+def decoded(raw: bytes | memoryview) -> Any:
+    """Parse JSON. Raise ValueError if it is invalid, or has a number that JSON does not allow."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def typed(kind: type[T], data: object) -> T:
+    """Convert data to a dataclass. Unknown fields are ignored, and missing ones get their default. Raise ValueError if
+    a field has another type or a number is not finite."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(data), type=kind)  # NaN becomes null
+    except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from None

@@ -19,16 +19,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckpt.core.format.boxes import Box, Effort
+from ckpt.core.format.boxes import GLOBAL, Box, Effort
 from ckpt.core.format.columns import I64, end_to_end, starts_of
 from ckpt.core.format.index import Index, Share, View, build
 from ckpt.core.format.index import Key as Key
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.partition import GLOBAL
-from ckpt.core.format.saved_nodes import ORDERS, SHARED_KINDS, SavedNode, check_node, joined
-from ckpt.core.format.shards import DTYPE_NUMBER
-from ckpt.core.format.table import Table, empty, merge
-from ckpt.core.format.values import Json, Path, unlike
+from ckpt.core.format.table import DTYPE_NUMBER, Table, empty, merge
+from ckpt.core.format.values import ORDERS, SHARED_KINDS, Json, Path, SavedNode, check_node, joined, unlike
 from ckpt.errors import CorruptError
 
 KEPT = 1 << 19  # maximum chunks of the tables that are kept for later requests

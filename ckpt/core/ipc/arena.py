@@ -1,4 +1,18 @@
-"""The arena: shared memory with the snapshots, which outlives the trainer.
+"""Measures the memory that a process can still allocate, and protects a process from the out-of-memory killer.
+
+Memory is that of the machine, or of the tightest cgroup around the process. Any ancestor may have a limit, in v1 or v2
+(Slurm limits the job and the step, Kubernetes the container). Kernel files that are missing or cannot be parsed are
+ignored. All figures are bytes. No function here raises.
+
+A robust, process-shared mutex, which detects the death of a process within milliseconds.
+
+When a thread dies while it owns the mutex, for any reason, the kernel gives the mutex to a waiter and reports the death
+(EOWNERDEAD), before it frees the memory of the process. Measured delay after SIGKILL: 0.1-5 ms at any size. With 3 GB
+of resident memory, a pidfd or the end of a pipe reported the death 1.8 s later.
+
+It uses glibc through ctypes, because Python has no such lock. The mutex is in shared memory that both processes map.
+
+The arena: shared memory with the snapshots, which outlives the trainer.
 
 It is a memfd that is passed as a descriptor. So no /dev/shm quota applies, and it is freed when all processes that map
 it have ended. The pages of a slot are allocated before it is used, because the first access to a new page can take
@@ -22,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -33,12 +48,210 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
 
 from ckpt.core.format.layout import pages
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc.mutex import Got, RobustMutex
+from ckpt.core.ipc.heartbeat import number_in_proc
 from ckpt.errors import CorruptError
 from ckpt.store import PAGE
+
+PROC, SYS = Path("/proc"), Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 60  # without a limit, v1 shows 2**63 less a page
+SPARED = -500  # oom_score_adj, from -1000 (never killed) to 1000 (killed first)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRoom:
+    """Memory in bytes, of the machine or of the tightest cgroup. `where`: "machine" or the cgroup's folder."""
+
+    available: int
+    total: int
+    where: str
+
+    @property
+    def share(self) -> float:
+        return self.available / self.total if self.total else 0.0
+
+
+def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryRoom:
+    """Return the memory that a process can allocate without swapping."""
+    rooms = [_of_machine(proc)]
+    for chain in cgroup_chains(proc, sys, pid):
+        rooms += [found for folder in chain if (found := _of_cgroup(folder))]
+    return min(rooms, key=lambda one: one.available)
+
+
+def spare_from_oom(pid: int | str = "self", *, proc: Path = PROC, score: int = SPARED) -> bool:
+    """Make the kernel kill other processes first. Return True if it will, False without the necessary privilege.
+
+    Killing the writer frees little memory, because its snapshots are shared with the trainer, and it must save them.
+    """
+    file = proc / str(pid) / "oom_score_adj"
+    with contextlib.suppress(OSError, ValueError):
+        if int(file.read_bytes()) > score:
+            file.write_text(f"{score}\n")
+        return int(file.read_bytes()) <= score
+    return False
+
+
+def _of_machine(proc: Path) -> MemoryRoom:
+    found = read_table(proc / "meminfo")
+    total, available = found.get("MemTotal:", 0) << 10, found.get("MemAvailable:")
+    if total <= 0 or available is None:  # from system calls, which do not count reclaimable caches
+        page = os.sysconf("SC_PAGE_SIZE")
+        return MemoryRoom(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page, "machine")
+    return MemoryRoom(min(available << 10, total), total, "machine")
+
+
+def _of_cgroup(folder: Path) -> MemoryRoom | None:
+    """Return the memory left in a cgroup with a limit. memory.high is a limit too: above it, the kernel throttles."""
+    files = [folder / name for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    limit = min((found for file in files if (found := read_number(file)) is not None), default=NO_LIMIT)
+    if limit >= NO_LIMIT:
+        return None
+    used = read_number(folder / "memory.current")
+    if used is None and (used := read_number(folder / "memory.usage_in_bytes")) is None:
+        return None
+    stat = read_table(folder / "memory.stat")  # in v1, only the `total_` values include child cgroups
+    cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+    return MemoryRoom(max(0, min(limit - used + cache, limit)), limit, str(folder))
+
+
+def cgroup_chains(proc: Path, sys: Path, pid: int | str, controller: str = "memory") -> list[list[Path]]:
+    """Return the cgroup folders of a process for v1 and for v2, its own first and the mount's root last."""
+    paths = {}
+    for line in read(proc / str(pid) / "cgroup").splitlines():
+        number, _, rest = line.partition(b":")
+        controllers, _, path = rest.partition(b":")
+        if controller.encode() in controllers.split(b","):
+            paths[controller] = os.fsdecode(path)
+        elif number == b"0" and not controllers:
+            paths["unified"] = os.fsdecode(path)
+    unified = sys / "unified" if os.path.isdir(sys / "unified") else sys
+    roots = {controller: sys / controller, "unified": unified}
+    return [_chain(root, paths.get(name, "/")) for name, root in roots.items() if name in paths or not paths]
+
+
+def _chain(root: Path, path: str) -> list[Path]:
+    """Return the existing folders from a cgroup to the root. In a container, the root may be the container's cgroup,
+    while the path begins at the machine's root. So the longest suffix of the path that exists is used."""
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts:  # not visible in this container
+        parts = []
+    while parts and not os.path.isdir(root.joinpath(*parts)):
+        parts.pop(0)
+    return [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def read(file: Path) -> bytes:
+    with contextlib.suppress(OSError, ValueError):
+        return file.read_bytes()
+    return b""
+
+
+def read_number(file: Path) -> int | None:
+    """Return the number in a file, None for a word like "max" or a missing file."""
+    text = read(file).strip()
+    return int(text) if text.isdigit() and len(text) < 20 else None
+
+
+def read_table(file: Path) -> dict[str, int]:
+    """Parse lines with a name, a number and possibly a unit. Other lines are ignored."""
+    found = {}
+    for line in read(file).splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[1].isdigit() and len(words[1]) < 20:
+            found[words[0].decode("ascii", "replace")] = int(words[1])
+    return found
+
+
+# -- the mutex --
+
+
+_SHARED = 1
+_ROBUST = 1
+_KIND = 16  # offset of the kind in a glibc mutex, on 64-bit machines
+_OWNER = 0x3FFFFFFF  # mask of its first word: the number of the owning thread
+
+_libc = ctypes.CDLL(None)  # releases the GIL while it waits
+
+
+class Got(Enum):
+    """The result of a lock: it was free, its owner died, or it is busy."""
+
+    FREE = "free"
+    OWNER_DIED = "owner died"
+    BUSY = "busy"
+
+
+class RobustMutex:
+    """A mutex at `offset` of a shared mapping. The thread that locked it must unlock it, before the mapping ends."""
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self._anchor = ctypes.c_char.from_buffer(memory, offset)  # keeps the mapping alive
+        self._address = ctypes.c_void_p(ctypes.addressof(self._anchor))
+
+    def initialise(self) -> None:
+        """Initialize the mutex, once, in the process that creates the memory."""
+        attributes = ctypes.create_string_buffer(64)
+        _check(_libc.pthread_mutexattr_init(attributes))
+        _check(_libc.pthread_mutexattr_setpshared(attributes, _SHARED))
+        _check(_libc.pthread_mutexattr_setrobust(attributes, _ROBUST))
+        _check(_libc.pthread_mutex_init(self._address, attributes))
+
+    def is_sound(self) -> bool:
+        """Return False if damage to the memory has changed the kind of the mutex. glibc must not use such a mutex,
+        because it would end the process."""
+        return self._word(_KIND) == _sound_kind()
+
+    def is_orphaned(self) -> bool:
+        """Return True if the owning thread does not exist, so that it will never be unlocked. Then the memory was
+        damaged, because the kernel releases the mutexes of a dying thread before it removes the thread."""
+        if number_in_proc(os.getpid()) != os.getpid():
+            return False  # /proc belongs to another PID namespace: it lists threads under other numbers
+        owner = self._word(0) & _OWNER
+        return bool(owner) and not os.path.exists(f"/proc/{owner}") and owner == self._word(0) & _OWNER
+
+    def _word(self, offset: int) -> int:
+        return ctypes.c_uint32.from_address((self._address.value or 0) + offset).value
+
+    def lock(self) -> Got:
+        """Wait until the owner unlocks or dies."""
+        return self._got(_libc.pthread_mutex_lock(self._address))
+
+    def try_lock(self) -> Got:
+        return self._got(_libc.pthread_mutex_trylock(self._address))
+
+    def unlock(self) -> None:
+        _check(_libc.pthread_mutex_unlock(self._address))
+
+    def _got(self, code: int) -> Got:
+        if code == errno.EBUSY:
+            return Got.BUSY
+        if code == errno.EOWNERDEAD:
+            _check(_libc.pthread_mutex_consistent(self._address))  # this thread owns it now, and it is usable again
+            return Got.OWNER_DIED
+        _check(code)
+        return Got.FREE
+
+
+@lru_cache(1)
+def _sound_kind() -> int:
+    mutex = RobustMutex(mmap.mmap(-1, mmap.PAGESIZE), 0)
+    mutex.initialise()
+    return mutex._word(_KIND)
+
+
+def _check(code: int) -> None:
+    if code:
+        raise OSError(code, os.strerror(code), "robust mutex")
+
+
+# -- the arena --
+
 
 EMPTY, FILLING, SEALED = 0, 1, 2
 MAX_SLOTS = 16
@@ -68,7 +281,7 @@ _TOUCHING_THREADS = 2
 _PIECE = 8 << 20  # bytes of one call; other threads that map memory wait until it ends
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc_errno = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +424,9 @@ class Arena:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + _DATA + slot * self.slot_size
         for at in range(0, self.slot_size, _PIECE):
             length = min(_PIECE, self.slot_size - at)
-            if not wanted() or _libc.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(length), _POPULATE_WRITE):
+            if not wanted() or _libc_errno.madvise(
+                ctypes.c_void_p(start + at), ctypes.c_size_t(length), _POPULATE_WRITE
+            ):
                 return
 
     def data(self, slot: int, size: int | None = None) -> memoryview:
@@ -292,7 +507,7 @@ class Arena:
         self.set_label(slot, Label(EMPTY))
         start = _DATA + slot * self.slot_size
         flags = _KEEP_SIZE | _PUNCH_HOLE
-        failed: int = _libc.fallocate(self.fd, flags, ctypes.c_long(start), ctypes.c_long(self.slot_size))
+        failed: int = _libc_errno.fallocate(self.fd, flags, ctypes.c_long(start), ctypes.c_long(self.slot_size))
         return 0 if failed else self.slot_size
 
     def sealed(self) -> list[tuple[int, Label]]:
@@ -343,7 +558,7 @@ def _prefer(memory: mmap.mmap, node: int) -> None:
     if number is not None and 0 <= node < 64:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         nodes = ctypes.c_ulong(1 << node)
-        _libc.syscall(
+        _libc_errno.syscall(
             number, ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), _PREFERRED, ctypes.byref(nodes), 65, 0
         )
 
@@ -362,7 +577,7 @@ def _take(fd: int, memory: mmap.mmap, start: int, length: int) -> None:
     """Touch bytes that no process uses yet. Raise MemoryError if there is too little memory. To get huge pages, it is
     not enough to reserve them."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start
-    if not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_WRITE):
+    if not _libc_errno.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_WRITE):
         return
     try:
         os.posix_fallocate(fd, start, length)  # an old kernel: reserve, then touch

@@ -1,6 +1,6 @@
 """The connection between trainer and writer: length-prefixed JSON and descriptors over a Unix socket, without pickle.
 
-The messages are in `ckpt.core.ipc.protocol`.
+The messages are in `ckpt.core.ipc.messages`.
 
 A trainer finds a writer by the name of an abstract socket, not by a file. So no folder must be configured, and none can
 be deleted. The kernel gives a name to only one process at a time, until that process ends. If another user of the
@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt.core.ipc.process import boot_id, namespace, number_in_proc
-from ckpt.core.ipc.protocol import (
+from ckpt.core.ipc.heartbeat import boot_id, namespace, number_in_proc
+from ckpt.core.ipc.messages import (
     MOST_BYTES,
     Incoming,
     Message,
@@ -150,7 +150,7 @@ class Channel:
 def run_key(place: str, local_rank: int, identity: str = "") -> str:
     """Return the key of a run's writer on this host, by which a restarted trainer finds it.
 
-    identity: `ckpt.core.checkpoint.identity.Identity.text`. A path or URL alone does not identify a run.
+    identity: `ckpt.core.checkpoint.lease.Identity.text`. A path or URL alone does not identify a run.
     """
     return f"{_digest(place, str(os.getuid()))}{_digest(identity)}-{local_rank}"
 

@@ -3,8 +3,8 @@
 Fixed intervals need no order, because every rank computes from its step number whether a save is scheduled. All other
 saves use orders. Any rank can post one, and every rank executes it, including the one that posted it:
 
-    save       save the first step that is not below `step`, to every tier     `ckpt.core.run.emergency`
-    persist    a training loop hangs: make the steps in memory durable         `ckpt.core.run.emergency`
+    save       save the first step that is not below `step`, to every tier     `ckpt.core.run.closing`
+    persist    a training loop hangs: make the steps in memory durable         `ckpt.core.run.closing`
     interval   from `step` on, save at other intervals                         `ckpt.core.run.save_plan`
 
 **Types.** `Order` is one order. `Orders` is this rank's end of the channel. Save and interval orders change
@@ -49,7 +49,7 @@ in turn. The names of its cases are in parentheses.
 - *A restart with another number of ranks*: keys begin with the name of the meeting (`ckpt.core.ranks.world`), which is
   new.
 
-Orders stay in the store, because there are few. Scores (`ckpt.core.run.kept_steps`) are not orders, because all ranks
+Orders stay in the store, because there are few. Scores (`ckpt.core.run.restoring`) are not orders, because all ranks
 wait for them. Posts of departing ranks (`ckpt.core.run.closing`) are not: N closing ranks would cause N x N requests.
 """
 
@@ -60,8 +60,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpt.core.ranks.board import Board, Json, pack, unpack
-from ckpt.core.ranks.world import World
+from ckpt.core.ranks.world import Board, Json, World, pack, unpack
 from ckpt.errors import PeerError
 from ckpt.events import log
 

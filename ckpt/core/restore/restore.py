@@ -31,18 +31,29 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from ckpt.core.checkpoint import losses, read, steady
+from ckpt.core.checkpoint import chunks, losses, read
 from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.checkpoint.losses import Loss, Skipped, passed_over
 from ckpt.core.format.columns import I64
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.values import Json
-from ckpt.core.log.log import Acquire, Commit, RunLog, in_history
+from ckpt.core.log.run_log import Acquire, Commit, RunLog, in_history
 from ckpt.core.ranks.transfer import Transfer
 from ckpt.core.ranks.world import World, together
-from ckpt.core.restore.division import Work, divided, fitting, known, verified, wanted_tensors, wishes
-from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.core.restore.sources import (
+    HeldSnapshot,
+    MemorySource,
+    RestoreSource,
+    StoreSource,
+    Work,
+    divided,
+    fitting,
+    known,
+    verified,
+    wanted_tensors,
+    wishes,
+)
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.filler import Filler
 from ckpt.core.state.placement import Placement, comes_from_user, mismatch
@@ -262,7 +273,7 @@ class Candidates:
 
 async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
     """Read the log of a run, and the losses by damaged records. Retry failures, because this job has opened the run."""
-    until = time.monotonic() + steady.WINDOW_S
+    until = time.monotonic() + chunks.WINDOW_S
     while True:
         try:
             log = await read.open_run(url)
@@ -273,7 +284,7 @@ async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
         except (FormatError, NoCheckpointError, StoreError) as error:
             if time.monotonic() >= until or (error.retryable and folder_of(url) is None):  # retried long enough
                 raise
-        await asyncio.sleep(steady.LONGEST_PAUSE_S / 2)
+        await asyncio.sleep(chunks.LONGEST_PAUSE_S / 2)
 
 
 def _held(attempt: Attempt, parts: list[HeldSnapshot]) -> Json:

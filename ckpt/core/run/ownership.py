@@ -16,14 +16,13 @@ from typing import Any
 
 import msgspec
 
-from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint.commits import Role
+from ckpt.core.format.boxes import partner
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.format.partition import partner
-from ckpt.core.ipc.notes import HeldNote
-from ckpt.core.ipc.requests import Partner
-from ckpt.core.log.log import Acquire
+from ckpt.core.ipc.messages import HeldNote, Partner
+from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import Mailbox, World, together
-from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
+from ckpt.core.run.writer_supervisor import WriterSupervisor
 from ckpt.errors import CheckpointError, UsageError, from_wire, to_wire
 from ckpt.events import log
 from ckpt.failpoints import point

@@ -2,7 +2,7 @@
 
 Each rank saves only a slice of a replicated tensor, so a checkpoint is correct only if all ranks hold the same values.
 Therefore each part contains digests of the whole tensors, and the writer that commits compares them (see
-`format.replicas`). `step()` samples some elements of each tensor. For steps that go to a tier, all elements of the
+`format.columns`). `step()` samples some elements of each tensor. For steps that go to a tier, all elements of the
 tensors that only optimizers change are digested in the background. If ranks differ, the checkpoint fails.
 
 At the start of a run, every `EVERY` steps and after such a failure, the ranks also compare digests directly. If tensors
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt.core.format.boxes import Holding
+from ckpt.core.format.columns import Replicas, Row, replicas
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.format.partition import Holding
-from ckpt.core.format.replicas import Replicas, Row, replicas
 from ckpt.core.ranks.world import Mailbox
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot.snapshot import NewSnapshot

@@ -24,12 +24,11 @@ from ckpt.core.cadence import cadence
 from ckpt.core.cadence.cadence import MEMORY
 from ckpt.core.cadence.ledger import Decision
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.notes import CadenceNote
-from ckpt.core.ipc.watch_requests import CadenceOf, SetCadence
+from ckpt.core.ipc.messages import CadenceNote, CadenceOf, SetCadence
 from ckpt.core.ranks.orders import Order, Orders
 from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.writer_link import start_thread
-from ckpt.core.run.supervise.writer_supervisor import WriterSupervisor
+from ckpt.core.run.writer_link import start_thread
+from ckpt.core.run.writer_supervisor import WriterSupervisor
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.store import folder_of

@@ -15,7 +15,7 @@ A snapshot is one object (`ckpt.core.snapshot.snapshot`) with one `WriteState` f
     COMMITTED  the writer has committed it       thread of the writer's replies    -
     FAILED     the snapshot or the write failed  the same                          raised once; save() retries
 
-COMMITTED is final. A slot is pinned from WRITING until its bytes are stored (`supervise.writes`). Tiers are
+COMMITTED is final. A slot is pinned from WRITING until its bytes are stored (`run.memory`). Tiers are
 independent: one may be COMMITTED while another is FAILED. States need no lock, because a single thread performs each
 transition. `_lock` only guards the list of saves that `wait` waits for.
 
@@ -29,7 +29,7 @@ Interruptions and faults:
   interrupted save may not have been submitted. Then `forgo_begun` fails it, and `stage_last` reads the state again.
 - An optimizer steps during a copy. Its hook waits (`UpdateGate`). `TrainingRun.moved_on` detects an optimizer that
   started before the copy.
-- The writer dies. The snapshot stays sealed, or fails; its writes fail or go to the next writer (`supervise.writes`).
+- The writer dies. The snapshot stays sealed, or fails; its writes fail or go to the next writer (`run.memory`).
 - Memory has no room for one snapshot. A step for memory alone is skipped. A step for a tier is written from the live
   state while training waits (`ckpt.core.snapshot.direct`). It is never sealed, and counts as staged once COMMITTED.
 - Another rank is a step ahead or behind. Each rank seals its own steps; a checkpoint needs the same step on all ranks.
@@ -47,14 +47,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from ckpt.core.checkpoint.concurrent import run as run_async
+from ckpt.core.format.columns import DIFFER
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.format.replicas import DIFFER
-from ckpt.core.log.log import Acquire
+from ckpt.core.log.run_log import Acquire
+from ckpt.core.run.memory import WriteInFlight
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
-from ckpt.core.run.supervise.writer_link import HUNG_UP
-from ckpt.core.run.supervise.writes import WriteInFlight
 from ckpt.core.run.training_run import TrainingRun
+from ckpt.core.run.writer_link import HUNG_UP
 from ckpt.core.snapshot.device import events_behind, wait_for
 from ckpt.core.snapshot.direct import write_directly
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState

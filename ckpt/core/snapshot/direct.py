@@ -20,10 +20,10 @@ from torch import Tensor
 from ckpt.core.checkpoint.open_tier import open_place
 from ckpt.core.checkpoint.write import RankSnapshot, build_table, drop, finish_part, page_aligned, upload_from
 from ckpt.core.format.boxes import boxes_of_run
+from ckpt.core.format.columns import Replicas
 from ckpt.core.format.digest import blob_hasher, file_digest
 from ckpt.core.format.layout import BLOB
 from ckpt.core.format.manifest import Attempt, PackInfo, data_key, folder_of, metadata_of
-from ckpt.core.format.replicas import Replicas
 from ckpt.core.state.capture import Reading
 from ckpt.core.state.tensors import as_bytes
 

@@ -1,18 +1,29 @@
-"""The kinds of entries of a state: how each is read, and how it is restored.
+"""The settings of optimizers and schedulers, compared to report which ones a checkpoint overrides.
+
+Objects with `state_dict()` and `load_state_dict()`, and wrappers that add these methods.
+
+The wrappers are for random number generators and gradient scalers.
+
+The kinds of entries of a state: how each is read, and how it is restored.
 
 Reading returns `StateEntry`s (a name, a live tensor) and plain values. Entries that stay the same from step to step are
 cached and only compared by identity, because reading happens between two steps of training. Restoring has two halves.
 `prepare` matches every tensor and finds every mismatch before anything is changed. `finish`, after the tensors are
 filled, sets plain values and attaches created tensors.
 
-Modules are in `ckpt.core.state.module_node`, optimizers in `ckpt.core.state.optimizer_node`. Adapters have nodes for
-the kinds that the core does not know (`ckpt.core.state.adapter`).
+Modules are in `ckpt.core.state.nodes`, optimizers in `ckpt.core.state.optimizer_node`. Adapters have nodes for
+the kinds that the core does not know (`ckpt.core.state.wrappers`).
+
+Reads modules and restores them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,19 +33,261 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from ckpt.core.format.saved_nodes import SavedNode
-from ckpt.core.format.values import Json, Path, encode, kind_of, show
-from ckpt.core.state.names import Names
-from ckpt.core.state.placement import Placement
-from ckpt.core.state.settings import overridden, scheduler_settings
-from ckpt.core.state.sharding import StateEntry, is_dtensor, local
-from ckpt.core.state.special_values import ObjectEncoder, encode_constant
-from ckpt.core.state.stateful import RNG, Resizable, Stateful
-from ckpt.core.state.tensors import dims_of_expansion, from_array, kind_of_tensor, once
-from ckpt.core.state.wrappers import inside, is_wrapped, sign, take_apart
+from ckpt.core.format.values import Json, Path, SavedNode, encode, kind_of, show
+from ckpt.core.state.placement import Placement, facts_of, matching
+from ckpt.core.state.sharding import (
+    NamedModule,
+    Names,
+    Replicas,
+    StateEntry,
+    is_dtensor,
+    local,
+    named_modules,
+    replicated_by_ddp,
+    reshard,
+    storage_of,
+    unwrap,
+)
+from ckpt.core.state.tensors import (
+    ObjectEncoder,
+    device_in_use,
+    dims_of_expansion,
+    encode_constant,
+    from_array,
+    kind_of_tensor,
+    once,
+)
+from ckpt.core.state.wrappers import WrapperForm, inside, is_wrapped, sign, take_apart
+from ckpt.errors import CorruptError, StateError
+
+Settings = list[dict[str, Any]]  # of each group, in order
+
+
+def settings_of(optimizer: Any) -> Settings:
+    """Return the numeric settings of each group, as JSON has them, with the learning rate before any schedule."""
+    found = []
+    for group in optimizer.param_groups:
+        several = {k: list(v) if type(v) is tuple else v for k, v in group.items()}
+        plain = {k: v for k, v in several.items() if all(map(_is_number, v if type(v) is list else [v]))}
+        plain["lr"] = plain.pop("initial_lr", plain.get("lr"))
+        found.append(plain)
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (bool, int, float) and math.isfinite(value) and abs(value) < 1 << 53  # type: ignore[arg-type]
+
+
+def overruled(then: Settings, now: Settings, in_effect: Settings) -> str:
+    """Return the settings that the script has changed since the run began, but that are not `in_effect` after a
+    restore, because the checkpoint overrides them. Return "" if there are none."""
+    differ: dict[str, list[str]] = {}
+    for number, (old, new, real) in enumerate(zip(then, now, in_effect, strict=False)):
+        for name in sorted(old.keys() & new.keys() & real.keys()):
+            if old[name] != new[name] != real[name]:
+                differ.setdefault(f"{name} {real[name]}, not the script's {new[name]}", []).append(str(number))
+    return "; ".join(
+        text if len(groups) == len(in_effect) else f"{text} (group {', '.join(groups)})"
+        for text, groups in differ.items()
+    )
+
+
+PROGRESS = {
+    "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_step_count", "_last_lr",
+    "_get_lr_called_within_step", "_is_initial",
+}  # fmt: skip
+"""The keys of a scheduler's state_dict() that change during training."""
+
+
+def scheduler_settings(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's numeric settings by name, including those of schedulers inside it."""
+    found: dict[str, Any] = {}
+
+    def collect(start: str, values: Any) -> None:
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            several = list(value) if isinstance(value, tuple) else value
+            if isinstance(key, str) and key in PROGRESS:
+                continue
+            if _is_number(value) or (isinstance(several, list) and several and all(map(_is_number, several))):
+                found[f"{start}{key}"] = several
+            elif isinstance(several, dict | list):
+                collect(f"{start}{key}.", several)
+
+    try:
+        collect("", scheduler.state_dict())
+    except Exception:  # user code; the next save raises the error
+        return {}
+    return found
+
+
+def overridden(script: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return which settings of the script the checkpoint overrides, "" if none."""
+    differ = [key for key in sorted(script.keys() & now.keys()) if script[key] != now[key]]
+    return "; ".join(f"{key} {now[key]}, not the script's {script[key]}" for key in differ)
+
+
+# -- objects with a state_dict --
+
+
+_LIVE = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}  # a scaler's tensors on the device, by saved name
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Any object with a state that can be saved and loaded, for example a scheduler or a data loader."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@runtime_checkable
+class Resizable(Stateful, Protocol):
+    """An object whose state must be divided again when the number of ranks changes, for example a data loader.
+
+    `load_state_dicts` is called instead of `load_state_dict`, with the states of all ranks that saved, in rank order.
+    """
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int, /) -> Any: ...
+
+
+class Generator:
+    """Adds state_dict() and load_state_dict() to a generator."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._get, self._put = get, put
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._put(state["state"])
+
+
+class Scaler:
+    """A GradScaler whose two device numbers stay tensors. Its own state_dict() reads them, which makes the host wait
+    for all work queued on the device."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler: Any = self._scaler
+        live = {key: getattr(scaler, name, None) for key, name in _LIVE.items()}  # a disabled scaler has neither
+        if not all(isinstance(one, Tensor) for one in live.values()):
+            return dict(scaler.state_dict())  # no tensor is on a device yet
+        settings = {
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+        }
+        return {**settings, **live}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        plain = {key: one.item() if isinstance(one, Tensor) else one for key, one in state.items()}
+        self._scaler.load_state_dict(plain)
+
+
+def adapt(value: object) -> Generator | Scaler | None:
+    """Return a wrapper for a generator or scaler. Return None for all other objects."""
+    if isinstance(value, torch.Generator):
+        return Generator(value.get_state, lambda state: value.set_state(state.cpu()))
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(value, np.random.RandomState):
+        return Generator(lambda: value.get_state(legacy=False), value.set_state)
+    if isinstance(value, random.Random):
+        return Generator(value.getstate, value.setstate)
+    if isinstance(value, GradScaler) and type(value).state_dict is GradScaler.state_dict:
+        return Scaler(value)
+    return None
+
+
+class RNG:
+    """The random number generators of Python, numpy (global), torch and every accelerator."""
+
+    def __init__(self) -> None:
+        self._numbers: tuple[int, ...] = ()  # Python's state and its array, cached because few trainings use it
+        self._array = np.array((), np.uint64)
+
+    def state_dict(self) -> dict[str, Any]:
+        version, numbers, gauss = random.getstate()
+        if numbers != self._numbers:
+            self._numbers, self._array = numbers, np.array(numbers, np.uint64)
+        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        state: dict[str, Any] = {
+            "python": (version, self._array, gauss),
+            "numpy": (name, keys, int(position), int(has_gauss), float(cached)),
+            "torch": torch.get_rng_state(),
+        }
+        if _in_use():
+            module = torch.get_device_module()
+            state["accelerator"] = [module.get_rng_state(i) for i in range(torch.accelerator.device_count())]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        try:
+            self._load(state)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+            raise CorruptError(f"not the state of random number generators: {error}") from error
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
+        """Load after the number of ranks has changed: each rank continues the stream of the same rank number.
+
+        Ranks beyond those that saved start new streams, seeded from the saved ones. If all ranks had the same stream,
+        they have the same stream again.
+        """
+        self.load_state_dict(states[rank % len(states)])
+        try:
+            marks = {_mark(state) for state in states}
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CorruptError(f"not the states of random number generators: {error}") from error
+        if rank >= len(states) and len(marks) > 1:
+            seed = int.from_bytes(hashlib.sha256(_mark(states[rank % len(states)]) + b"%d" % rank).digest()[:8], "big")
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed % 2**63)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        version, numbers, gauss = state["python"]
+        python = version, tuple(int(n) for n in numbers), gauss
+        random.Random().setstate(python)  # check all of it before changing anything
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"].cpu())
+        random.setstate(python)
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"].cpu())
+        saved = state.get("accelerator", [])
+        if saved and torch.accelerator.is_available():
+            module = torch.get_device_module()
+            for i, one in enumerate(saved[: torch.accelerator.device_count()]):
+                module.set_rng_state(one.cpu(), i)
+
+
+def _in_use() -> bool:
+    """Return True if an accelerator was initialized by other code. A training on the CPU leaves it alone."""
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return there is not None and (there.type != "cuda" or device_in_use())
+
+
+def _mark(state: dict[str, Any]) -> bytes:
+    """Return a digest that differs if two states differ."""
+    found = hashlib.sha256(
+        repr((state["python"][0], state["python"][2], state["numpy"][0], state["numpy"][2:])).encode()
+    )
+    for array in (state["python"][1], state["numpy"][1]):
+        found.update(np.asarray(array).tobytes())
+    for tensor in (state["torch"], *state.get("accelerator", ())):
+        found.update(tensor.cpu().numpy().tobytes())
+    return found.digest()
+
+
+# -- kinds of entries --
 
 
 @dataclass
@@ -357,3 +610,111 @@ def write_back(live: Any, value: Any) -> Any:
         np.copyto(live, value)
         return live
     return value
+
+
+# -- modules --
+
+
+TWO_TENSORS = (
+    "two tensors of the module get this name, so one of them would be lost. Rename one of them; wrappers such as "
+    "torch.compile's add nothing to the names of the tensors in them"
+)
+
+
+class ModuleNode:
+    """Reads and restores the parameters and persistent buffers of an `nn.Module`, in place. It calls none of the
+    module's own code: an adapter reads any other entries of its `state_dict()`."""
+
+    def __init__(self, path: Path, module: nn.Module) -> None:
+        self.path = path
+        self.whole, self.module = module, unwrap(module)  # `module` identifies it, with or without wrappers
+        self._replicas: dict[int, Replicas] = {}
+        self._there, self._memories = Places(), Memories()
+        self._piece: Contents | None = None
+        self._forms: dict[str, WrapperForm] = {}  # forms of the wrapper tensors, by name
+
+    @property
+    def kind(self) -> str:
+        return "module"
+
+    def read(self, names: Names) -> Contents:
+        if self._piece is None:
+            reshard(self.whole)
+        if self._piece is None or self.changed():
+            self._piece = None  # if reading fails midway, the next call must read again
+            self._piece = self._read(list(named_modules(self.whole)))
+        return self._piece
+
+    def changed(self) -> bool:
+        """Return True if tensors were replaced or moved since the last reading. Reshard it first if necessary."""
+        if not self._differs():
+            return False
+        reshard(self.whole)
+        return self._differs()
+
+    def _differs(self) -> bool:
+        return self._there.differs() or self._memories.changed()
+
+    def _read(self, modules: Sequence[NamedModule]) -> Contents:
+        owners: list[dict[str, Any]] = []
+        places: list[tuple[dict[str, Any], str, Tensor]] = []
+        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []  # child modules, and tensors that are None
+        self._there, self._memories = Places(), Memories()
+        self._replicas = replicated_by_ddp(self.whole)
+        live: dict[str, tuple[list[StateEntry], WrapperForm | None]] = {}
+        for prefix, _, module in modules:
+            members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+            owners += members
+            children += [(module._modules, key, child) for key, child in module._modules.items()]
+            for owner in members[1:]:
+                for key, tensor in owner.items():
+                    name = self._saved_as(f"{prefix}.{key}" if prefix else key)
+                    if name is None or key in module._non_persistent_buffers_set:
+                        continue
+                    if tensor is None:  # it may be set later
+                        children.append((owner, key, None))
+                        continue
+                    if name in live and not is_one(live[name][0][0].owner.tensor, tensor):
+                        raise StateError(f"{self._name(name)}: {TWO_TENSORS}")
+                    live[name] = take_apart(self._entry(name, tensor))
+                    places.append((owner, key, tensor))
+        self._there, self._memories = Places([*children, *places], owners), Memories([t for _, _, t in places])
+        self._forms = {name: form for name, (_, form) in live.items() if form is not None}
+        return Contents([e for entries, _ in live.values() for e in entries], facts=facts_of(self._forms.values()))
+
+    def _saved_as(self, name: str) -> str | None:
+        """Return the name of a tensor in the checkpoint. Return None if it is not saved directly."""
+        return name
+
+    def _entry(self, name: str, tensor: Tensor) -> StateEntry:
+        replicas = self._replicas.get(id(tensor))
+        return StateEntry(self._name(name), tensor, isinstance(tensor, nn.Parameter), replicas)
+
+    def _name(self, key: str) -> str:
+        return show((*self.path, key))
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        own = {entry.name: entry for entry in self.read(Names()).fixed}
+        names = placement.compare(self.path, saved.names, own)
+        for name in matching(names, own, saved.facts, saved.names, placement):
+            placement.fill(name, own[name])
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        return True
+
+
+def memory_id(tensor: Tensor) -> object:
+    """Return a key that is equal for tensors in the same storage."""
+    return storage_of(tensor) or id(tensor)
+
+
+def view_id(tensor: Tensor) -> object:
+    """Return a key that is equal for the same view of the same storage."""
+    if (memory := memory_id(tensor)) == id(tensor):
+        return memory
+    return memory, local(tensor).storage_offset(), tensor.shape, local(tensor).stride()
+
+
+def is_one(a: Tensor, b: Tensor) -> bool:
+    """Return True for the same tensor, or the same view of the same storage."""
+    return a is b or view_id(a) == view_id(b)

@@ -1,12 +1,15 @@
-"""Reads optimizers and restores them."""
+"""Presents several optimizers as one, for pipeline stages that are on this rank but elsewhere on several ranks.
+
+Reads optimizers and restores them.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from operator import is_
 from typing import Any
 
@@ -14,20 +17,137 @@ import torch
 from torch import Tensor
 
 from ckpt.core.format.columns import ODD
-from ckpt.core.format.saved_nodes import DICTS, KINDS, PLAIN, SavedNode, is_optimizer
-from ckpt.core.format.values import Json, Path, decode, encode, encode_key, kind_of, part_of, show, splitter
-from ckpt.core.state.joint import IN_TURN, Joint
-from ckpt.core.state.names import Names, Span, span_of
-from ckpt.core.state.nodes import Collector, Contents, Memories, Places, write_back
-from ckpt.core.state.placement import Placement, references
-from ckpt.core.state.rewrap import MomentPlaces, facts_of, forms_of, matching
-from ckpt.core.state.settings import overruled, settings_of
-from ckpt.core.state.sharding import Division, Replicas, StateEntry, is_dtensor, is_plain_share, local, members
-from ckpt.core.state.special_values import ObjectDecoder, ObjectEncoder, as_plain, decode_constant
+from ckpt.core.format.values import (
+    DICTS,
+    KINDS,
+    PLAIN,
+    Json,
+    Path,
+    SavedNode,
+    decode,
+    encode,
+    encode_key,
+    is_optimizer,
+    kind_of,
+    part_of,
+    show,
+    splitter,
+)
+from ckpt.core.state.nodes import Collector, Contents, Memories, Places, overruled, settings_of, write_back
+from ckpt.core.state.placement import MomentPlaces, Placement, facts_of, forms_of, matching, references
+from ckpt.core.state.sharding import (
+    Division,
+    Names,
+    Replicas,
+    Span,
+    StateEntry,
+    is_dtensor,
+    is_plain_share,
+    local,
+    members,
+    span_of,
+)
 from ckpt.core.state.tensors import PLAIN as PLAIN_TENSORS
-from ckpt.core.state.tensors import dims_of_expansion, kind_of_tensor, of_kind, order_of, plain_kind
+from ckpt.core.state.tensors import (
+    ObjectDecoder,
+    ObjectEncoder,
+    as_plain,
+    decode_constant,
+    dims_of_expansion,
+    kind_of_tensor,
+    of_kind,
+    order_of,
+    plain_kind,
+)
 from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 from ckpt.errors import CorruptError, MismatchError, StateError
+
+IN_TURN = ("params", "param_names")  # the keys of a group that are concatenated
+
+
+class Joint(torch.optim.Optimizer):
+    """Presents optimizers with equal groups of different parameters as a single optimizer.
+
+    It is a view: reads and writes go to the parts. It steps when all parts have stepped. `parts`: in order.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        """Join optimizers. Raise ValueError if their numbers of groups differ."""
+        if len({len(one.param_groups) for one in parts}) != 1:
+            raise ValueError("optimizers with other numbers of groups are not alike")
+        self.parts = tuple(parts)
+        self.defaults = getattr(parts[0], "defaults", {})
+        self.state = _States(self.parts)  # type: ignore[assignment]
+
+    @property
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
+        return [_Group(alike) for alike in zip(*(one.param_groups for one in self.parts), strict=True)]
+
+
+class _Group(MutableMapping[str, Any]):
+    """The groups with the same index in all parts."""
+
+    def __init__(self, alike: Sequence[dict[str, Any]]) -> None:
+        self._alike = alike
+
+    def __getitem__(self, key: str) -> Any:
+        if key in IN_TURN:
+            return [one for group in self._alike for one in group[key]]
+        return self._alike[0][key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        for group in self._alike:
+            group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        for group in self._alike:
+            del group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._alike[0])
+
+    def __len__(self) -> int:
+        return len(self._alike[0])
+
+
+class _States(MutableMapping[Tensor, dict[str, Any]]):
+    """The state of all parameters. Check for a parameter first: torch's defaultdict would create a missing entry."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        for part in self._parts:
+            if param in part.state:
+                values: dict[str, Any] = part.state[param]
+                return values
+        raise KeyError(param)
+
+    def __setitem__(self, param: Tensor, values: dict[str, Any]) -> None:
+        home = next(part for part in self._parts if any(p is param for g in part.param_groups for p in g["params"]))
+        home.state[param] = values
+
+    def __delitem__(self, param: Tensor) -> None:
+        for part in self._parts:
+            part.state.pop(param, None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain.from_iterable(part.state for part in self._parts)
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._parts)
+
+    def values(self) -> Any:
+        """Return the values of all parts in order, without lookups."""
+        return chain.from_iterable(part.state.values() for part in self._parts)
+
+    def clear(self) -> None:
+        for part in self._parts:
+            part.state.clear()
+
+
+# -- optimizers --
+
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
 DEPTH = 3  # how many containers deep an optimizer may contain others

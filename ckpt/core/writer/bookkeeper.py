@@ -2,7 +2,7 @@
 
     the trainer's heartbeat and messages, saves, faults
         -> Account (ckpt.core.cadence.ledger) -> ledger/ in the durable tiers
-        -> the cost of saves (ckpt.core.cadence.overhead) -> save intervals
+        -> the cost of saves (ckpt.core.cadence.cadence) -> save intervals
 
 The trainer sends no message for a step. The writer reads the last steps from shared memory every half second.
 """
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import ParamSpec
 
 from ckpt.core.cadence import cadence, ledger
-from ckpt.core.cadence.cadence import MEMORY, Auto, SaveCost, TierCadence
+from ckpt.core.cadence.cadence import MEMORY, Auto, Meter, SaveCost, TierCadence
 from ckpt.core.cadence.ledger import (
     TOGETHER_S,
     Account,
@@ -33,17 +33,12 @@ from ckpt.core.cadence.ledger import (
     SeenFault,
     StepRow,
 )
-from ckpt.core.cadence.overhead import Meter
-from ckpt.core.checkpoint import lease, ledger_files
-from ckpt.core.checkpoint.lease import Lease
-from ckpt.core.checkpoint.ledger_files import LedgerFiles, find, read_back
+from ckpt.core.checkpoint import lease
+from ckpt.core.checkpoint.lease import Lease, LedgerFiles, find, read_back
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.ipc.heartbeat import Heartbeat, StepDone
-from ckpt.core.ipc.notes import CadenceNote
-from ckpt.core.ipc.process import Process, boot_id, namespace
-from ckpt.core.ipc.protocol import Note
-from ckpt.core.ipc.watch_requests import CadenceOf, KeepBooks, RestoreDone
-from ckpt.core.writer.dispatch import handles
+from ckpt.core.ipc.heartbeat import Heartbeat, Process, StepDone, boot_id, namespace
+from ckpt.core.ipc.messages import CadenceNote, CadenceOf, KeepBooks, Note, RestoreDone
+from ckpt.core.writer.held_run import handles
 from ckpt.events import log
 from ckpt.store import LEASE
 
@@ -369,7 +364,7 @@ class Bookkeeper:
         if account is self.account:
             self.keep(now=True)
         else:
-            self._filing.put(account.key, lambda tier: account.to_bytes(), ledger_files.interval_s, now=True)
+            self._filing.put(account.key, lambda tier: account.to_bytes(), lease.ledger_interval_s, now=True)
 
     @harmless
     def ended(self, how: str) -> None:
@@ -402,8 +397,8 @@ class Bookkeeper:
         if account is None or held is None or self._taking_up:
             return
         held.step = account.step
-        self._filing.put(LEASE, lambda tier: self._renewal(held, tier), lease.interval_s, now=now)
-        self._filing.put(account.key, lambda tier: self._whole(account).to_bytes(), ledger_files.interval_s, now=now)
+        self._filing.put(LEASE, lambda tier: self._renewal(held, tier), lease.lease_interval_s, now=now)
+        self._filing.put(account.key, lambda tier: self._whole(account).to_bytes(), lease.ledger_interval_s, now=now)
 
     def _renewal(self, held: Lease, tier: OpenTier) -> bytes | None:
         """Return the next content of the lease. A job that has been fenced renews nothing."""

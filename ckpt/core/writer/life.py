@@ -1,4 +1,9 @@
-"""The life of a writer: which trainer it serves, who may inherit its memory, and when it leaves.
+"""The connections of the writer. It listens under the name of the run on this machine while it holds memory.
+
+A thread reads each connection. A task of the event loop handles each request. Tasks begin in the order in which
+requests arrive.
+
+The life of a writer: which trainer it serves, who may inherit its memory, and when it leaves.
 
     state       what it means                                          next
     SERVING     a trainer lives and may save                           DRAINING, FENCED, LEAVING
@@ -49,6 +54,7 @@ import asyncio
 import contextlib
 import os
 import select
+import socket
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -58,22 +64,144 @@ from typing import Any, Protocol
 from ckpt import events, failpoints
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc import channel as link
-from ckpt.core.ipc import requests
-from ckpt.core.ipc.arena import Arena
+from ckpt.core.ipc import messages
+from ckpt.core.ipc.arena import Arena, Got, room
 from ckpt.core.ipc.channel import Channel
-from ckpt.core.ipc.free_memory import room
-from ckpt.core.ipc.mutex import Got
-from ckpt.core.ipc.process import Process
+from ckpt.core.ipc.heartbeat import Process
+from ckpt.core.ipc.messages import Incoming, Request, failure
 from ckpt.core.writer.bookkeeper import Bookkeeper
-from ckpt.core.writer.dispatch import Answer, Background, Caller, check_version, handles
-from ckpt.core.writer.held_run import LOST_S, HeldRun, PresentTrainer
+from ckpt.core.writer.held_run import (
+    LOST_S,
+    Answer,
+    Background,
+    Caller,
+    Dispatch,
+    HeldRun,
+    PresentTrainer,
+    check_version,
+    handles,
+)
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.parts import PartWriter
 from ckpt.core.writer.persist import Drain, Persister
-from ckpt.core.writer.server import Server
-from ckpt.errors import FencedError, InUseError
+from ckpt.errors import CheckpointError, FencedError, InUseError, ProtocolError, WriterError
 from ckpt.units import duration
+
+AGAIN_S = 1.0  # pause after a connection could not be accepted, for lack of descriptors
+
+
+class Server:
+    """Serves the connections of the writer. `path`: the path of its socket, "" if it has none."""
+
+    def __init__(self, path: str, listener: socket.socket, trainer: PresentTrainer, background: Background) -> None:
+        self._path, self._trainer, self._background = path, trainer, background
+        self._listener: socket.socket | None = listener
+        self._dispatch: Dispatch | None = None
+        self.left = asyncio.Event()  # once set, no trainer is accepted
+        self.finished = asyncio.Event()
+
+    async def run(self, dispatch: Dispatch) -> None:
+        """Serve until the name is released. Replies and work go on until `finished`."""
+        assert self._listener is not None and self._trainer.channel is not None
+        self._dispatch = dispatch
+        self._listener.setblocking(False)
+        self._listen()
+        self._background.thread(self._read, self._trainer.channel)
+        await self.left.wait()
+
+    def leave(self) -> None:
+        """Release the name, so that the next trainer starts its own writer."""
+        self.left.set()
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        call_myself(link.LEAVING)
+        self._background.loop.remove_reader(listener)
+        listener.close()
+        with contextlib.suppress(OSError):
+            if self._path and os.path.getsize(self._path) == 0:
+                os.unlink(self._path)
+
+    def check_stays(self) -> None:
+        """Raise WriterError for a trainer that connects while this writer leaves. The trainer then waits for the name
+        and starts its own writer."""
+        if self.left.is_set():
+            raise WriterError("this writer is about to leave")
+
+    # -- connections --
+
+    def _listen(self) -> None:
+        if self._listener is not None:
+            self._background.loop.add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # out of descriptors, for example: clients wait
+            self._background.loop.remove_reader(listener)
+            self._background.loop.call_later(AGAIN_S, self._listen)
+            return
+        if link.same_user(sock):
+            sock.setblocking(True)
+            self._background.thread(self._read, Channel(sock))
+        else:
+            sock.close()
+
+    def _read(self, channel: Channel) -> None:
+        assert self._dispatch is not None
+        while (incoming := channel.receive()) is not None:
+            try:
+                request = self._dispatch.request(incoming)
+            except ProtocolError as error:
+                incoming.drop()
+                events.log.warning("refused: %s", error)
+                _reply(channel, incoming.id, failure(error))
+                continue
+            self._background.post(self._on_request, self._dispatch, channel, incoming, request)
+        self._background.post(self._on_lost, channel)
+
+    def _on_lost(self, channel: Channel) -> None:
+        channel.close()
+        self._trainer.hung_up(channel)
+
+    def _on_request(self, dispatch: Dispatch, channel: Channel, incoming: Incoming, request: Request[object]) -> None:
+        self._background.spawn(self._answer(dispatch, channel, incoming, request))
+
+    async def _answer(self, dispatch: Dispatch, channel: Channel, incoming: Incoming, request: Request[object]) -> None:
+        value: object
+        try:
+            self._trainer.check_not_fenced(channel)
+            value = await dispatch.answer(request, Caller(channel, incoming.fds))
+        except Exception as error:
+            if self.left.is_set() and isinstance(error, RuntimeError):  # the worker threads have ended already
+                error = WriterError("this writer is about to leave")
+            elif not isinstance(error, CheckpointError):
+                events.log.exception("the writer failed at %r", incoming.op)
+            value = failure(error)
+        _reply(channel, incoming.id, *(value if isinstance(value, Answer) else (value,)))
+
+
+def _reply(channel: Channel, number: int | None, value: object, fds: tuple[int, ...] = ()) -> None:
+    """Reply to a request that has a number. If the reply cannot be sent, send the error instead."""
+    if number is not None:
+        with contextlib.suppress(OSError):
+            try:
+                channel.reply(number, value, fds)
+            except (ProtocolError, TypeError, ValueError) as error:
+                channel.reply(number, failure(error))
+
+
+def call_myself(name: str) -> None:
+    """Set the name of this process, as shown by `ps` and read by `link.writers_of`."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)
+
+
+# -- the life of a writer --
+
 
 OWNER_S = 10.0  # between two checks of who owns the run
 RETRY_S = 5.0  # between two tries to make memory durable
@@ -117,7 +245,7 @@ class TrainerWatch(Protocol):
         drained: set once what is in memory is durable; never, if the next trainer comes first.
         """
 
-    def hand_over(self) -> list[requests.Json]:
+    def hand_over(self) -> list[messages.Json]:
         """Stop watching: another trainer comes. Return the reports that no trainer has received yet."""
 
     def stop(self) -> None:
@@ -163,8 +291,8 @@ class Life:
         await crashed.wait()
         self.died(adoptions)
 
-    @handles(requests.WatchArena)
-    def watch_arena(self, request: requests.WatchArena) -> None:
+    @handles(messages.WatchArena)
+    def watch_arena(self, request: messages.WatchArena) -> None:
         arena = self.held_memory.arenas[request.arena]
         self.background.thread(self._wait_owner_died, arena, self.trainer.adoptions)
 
@@ -276,8 +404,8 @@ class Life:
 
     # -- a trainer comes --
 
-    @handles(requests.Greeting)
-    async def greet(self, request: requests.Greeting, caller: Caller) -> Answer:
+    @handles(messages.Greeting)
+    async def greet(self, request: messages.Greeting, caller: Caller) -> Answer:
         """Serve this trainer from now on, unless ours lives. Raises InUseError for a trainer that this process cannot
         see, and WriterError if this writer leaves."""
         check_version(request)
@@ -291,7 +419,7 @@ class Life:
         if trainer.left and lives:
             memory.foreign.update(memory.arenas)  # that process may copy into them until it ends
         shown = list(memory.arenas.values())
-        reply = requests.GreetingReply(
+        reply = messages.GreetingReply(
             **self._held(shown, process),
             writing_on=[(one.pid, one.started) for one in trainer.writing_on if one != process],
             lost=lost,
@@ -305,8 +433,8 @@ class Life:
             self._await_death()
         return Answer(reply, tuple(arena.fd for arena in shown))
 
-    @handles(requests.Lend)
-    async def lend(self, request: requests.Lend, caller: Caller) -> Answer:
+    @handles(messages.Lend)
+    async def lend(self, request: messages.Lend, caller: Caller) -> Answer:
         """Describe this writer's memory to another trainer. It gets the arenas themselves, and may keep them."""
         check_version(request)
         if request.digest:
@@ -317,7 +445,7 @@ class Life:
         shown = [] if request.look or request.fenced else self.held_memory.all()
         held = self._held(shown, Process.of(link.peer_pid(caller.channel.sock)))
         held["sees"] = bool(request.proof) and self.run.sees(request.proof)
-        return Answer(requests.LendReply(**held), tuple(arena.fd for arena in shown))
+        return Answer(messages.LendReply(**held), tuple(arena.fd for arena in shown))
 
     def _held(self, shown: list[Arena], process: Process) -> dict[str, Any]:
         trainer, memory = self.trainer, self.held_memory
@@ -337,8 +465,8 @@ class Life:
 
     # -- another job owns the run --
 
-    @handles(requests.OwnRun)
-    async def own(self, request: requests.OwnRun) -> list[requests.PartsHere]:
+    @handles(messages.OwnRun)
+    async def own(self, request: messages.OwnRun) -> list[messages.PartsHere]:
         if self._checking is None:
             self._checking = self.background.spawn(self._check_owner_regularly())
         found = await self.opener.own(request)
@@ -388,8 +516,8 @@ class Life:
         await self.persister.finish_begun()
         self.server.finished.set()
 
-    @handles(requests.Leave)
-    async def on_leave(self, request: requests.Leave, caller: Caller) -> None:
+    @handles(messages.Leave)
+    async def on_leave(self, request: messages.Leave, caller: Caller) -> None:
         """Finish the writes that began, clean up and leave. Until they have ended, a new trainer may inherit the memory
         as after a death. With `keep`, continue as after a death."""
         trainer = self.trainer

@@ -14,17 +14,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from ckpt.core.checkpoint.write import digest_blobs
+from ckpt.core.format.columns import Replicas
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.format.replicas import Replicas
-from ckpt.core.ipc import requests
-from ckpt.core.ipc.arena import Arena, ArenaKeeper, Label
-from ckpt.core.ipc.free_memory import room
-from ckpt.core.ipc.requests import Digest
-from ckpt.core.log.log import Acquire, in_history
-from ckpt.core.writer.dispatch import Answer, Caller, handles
-from ckpt.core.writer.held_run import PresentTrainer
+from ckpt.core.ipc import messages
+from ckpt.core.ipc.arena import Arena, ArenaKeeper, Label, room
+from ckpt.core.ipc.messages import Digest
+from ckpt.core.log.run_log import Acquire, in_history
+from ckpt.core.writer.held_run import Answer, Caller, PresentTrainer, handles
 from ckpt.errors import SaveError, SkippedError, WriterError
 from ckpt.events import log
 
@@ -113,10 +111,10 @@ class HeldMemory:
         for key, arena in list(self.arenas.items()):
             for slot in range(arena.slots):
                 arena.give_up(slot)
-            self.release(requests.ReleaseArena(key))
+            self.release(messages.ReleaseArena(key))
 
-    @handles(requests.ReleaseArena)
-    def release(self, request: requests.ReleaseArena) -> None:
+    @handles(messages.ReleaseArena)
+    def release(self, request: messages.ReleaseArena) -> None:
         """Release an arena that this writer holds."""
         key = request.arena
         arena = self.arenas.pop(key, None)
@@ -202,8 +200,8 @@ class HeldMemory:
 
     # -- requests --
 
-    @handles(requests.MakeArena)
-    async def make(self, request: requests.MakeArena) -> Answer:
+    @handles(messages.MakeArena)
+    async def make(self, request: messages.MakeArena) -> Answer:
         begun = self._trainer.adoptions
         arena = await asyncio.to_thread(
             make_arena, request.slots, request.slot_size, request.least, ranks=request.ranks, node=request.node
@@ -219,8 +217,8 @@ class HeldMemory:
     async def _kept(self, key: str) -> None:
         await asyncio.to_thread(self.keeping[key].begun.wait, KEEP_S)
 
-    @handles(requests.AttachArena)
-    async def attach(self, request: requests.AttachArena, caller: Caller) -> None:
+    @handles(messages.AttachArena)
+    async def attach(self, request: messages.AttachArena, caller: Caller) -> None:
         """Hold an arena of the trainer. Refuse if this writer now serves another trainer, which would never release
         it."""
         if self._trainer.channel not in (caller.channel, None):
@@ -232,6 +230,6 @@ class HeldMemory:
             _make_ready(arena)
         await self._kept(arena.id.hex())
 
-    @handles(requests.KnowLayout)
-    def know_layout(self, request: requests.KnowLayout) -> None:
+    @handles(messages.KnowLayout)
+    def know_layout(self, request: messages.KnowLayout) -> None:
         self.keep_layout(Layout.from_json(request.layout))

@@ -13,20 +13,16 @@ from typing import Any
 
 from ckpt import events
 from ckpt.core.cadence.ledger import Decision
-from ckpt.core.checkpoint import commit
-from ckpt.core.checkpoint.lease import Lease, check_free
-from ckpt.core.checkpoint.ledger_files import last_decision, read_back
+from ckpt.core.checkpoint import commits
+from ckpt.core.checkpoint.lease import Lease, check_free, last_decision, read_back
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place, renew
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc import requests, watch_requests
-from ckpt.core.ipc.notes import SaidNote
-from ckpt.core.ipc.requests import PartsHere, TierFound
+from ckpt.core.ipc import messages
+from ckpt.core.ipc.messages import PartsHere, SaidNote, TierFound
 from ckpt.core.writer.bookkeeper import Bookkeeper
-from ckpt.core.writer.dispatch import Caller, handles
-from ckpt.core.writer.held_run import HeldRun, PresentTrainer, acquire_of
+from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, acquire_of, handles
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.promotion import Promoter
-from ckpt.core.writer.throttle import IdleCores, Throttle, threads
+from ckpt.core.writer.promotion import IdleCores, Promoter, Throttle, threads
 from ckpt.errors import OutcomeUnknownError, SaveError, StoreError
 
 LOOK_BACK = 4  # number of earlier job attempts that are searched for save intervals
@@ -43,8 +39,8 @@ class TierOpener:
     throttle: Throttle
     held_memory: HeldMemory
 
-    @handles(requests.OpenRun)
-    async def open(self, request: requests.OpenRun) -> requests.OpenRunReply:
+    @handles(messages.OpenRun)
+    async def open(self, request: messages.OpenRun) -> messages.OpenRunReply:
         """Open the tiers of a run. With `check`, raises InUseError if another job trains the run."""
         run, begun = self.run, self.trainer.adoptions
         run.linger_s, run.commit_s = request.linger_s, request.commit_s
@@ -68,7 +64,7 @@ class TierOpener:
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
         found = [_found(tier) for tier in tiers]
         decision = await self._last_cadence(request.auto) if request.auto else None
-        return requests.OpenRunReply(found, {} if decision is None else asdict(decision))
+        return messages.OpenRunReply(found, {} if decision is None else asdict(decision))
 
     def _as_it_stands(self, error: StoreError, url: str, tiers: Sequence[OpenTier]) -> StoreError:
         """Return an error that names the newest step known without this tier, and how to continue without it. We do not
@@ -113,8 +109,8 @@ class TierOpener:
                 tier.set_every(every)
         return decision
 
-    @handles(requests.AcquireRun)
-    async def acquire(self, request: requests.AcquireRun) -> list[int]:
+    @handles(messages.AcquireRun)
+    async def acquire(self, request: messages.AcquireRun) -> list[int]:
         """Append the next owner to the logs. With `restored`, it is a rollback by the present owner."""
         run, begun = self.run, self.trainer.adoptions
         nonce, back = request.nonce, None if request.restored is None else Attempt.parse(request.restored)
@@ -126,10 +122,10 @@ class TierOpener:
         async with run.taking:
             run.check_still(begun)
             floor = max([request.floor, *(t.log.state.epoch for t in tiers)])
-            taken = [await commit.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
+            taken = [await commits.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
         return sorted({a.epoch for a in taken} or {floor + 1})
 
-    async def own(self, request: requests.OwnRun) -> list[PartsHere]:
+    async def own(self, request: messages.OwnRun) -> list[PartsHere]:
         """Act as the new owner, set this rank's roles in committing, and recover its tiers."""
         run, owner, begun = self.run, acquire_of(request.owner), self.trainer.adoptions
         async with run.taking:
@@ -139,13 +135,13 @@ class TierOpener:
             run.become(owner)
             run.next_nonces = frozenset(request.next_nonces)
         for tier, (ranks, place, world) in zip(run.tiers, request.roles, strict=True):
-            tier.role = commit.Role(tuple(ranks), place, world)
+            tier.role = commits.Role(tuple(ranks), place, world)
         return [parts for i in request.recover for parts in await self._recover(i, run.tiers[i])]
 
     async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:
         """Finish or abort unfinished checkpoints in a tier. Return the parts here if the tier is node-local."""
         mine, wanted = self.run.mine(), self.promoter.wanted(tier)
-        await commit.recover(tier.log, mine, frozenset(tier.in_flight | wanted), partial=tier.role.partial)
+        await commits.recover(tier.log, mine, frozenset(tier.in_flight | wanted), partial=tier.role.partial)
         await tier.drop_uploads(mine, wanted)
         if not tier.role.partial:
             return []
@@ -154,29 +150,29 @@ class TierOpener:
 
     # -- once it is open --
 
-    @handles(watch_requests.KeepBooks)
-    def keep_books(self, request: watch_requests.KeepBooks, caller: Caller) -> None:
+    @handles(messages.KeepBooks)
+    def keep_books(self, request: messages.KeepBooks, caller: Caller) -> None:
         self.books.begin(request, caller.fds, self.trainer.pid)
 
-    @handles(watch_requests.SetCadence)
-    def set_cadence(self, request: watch_requests.SetCadence) -> None:
+    @handles(messages.SetCadence)
+    def set_cadence(self, request: messages.SetCadence) -> None:
         for tier in self.run.tiers:
             tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
         self.books.decided(Decision(**request.decision))
 
-    @handles(requests.Distrust)
-    def distrust(self, request: requests.Distrust) -> None:
+    @handles(messages.Distrust)
+    def distrust(self, request: messages.Distrust) -> None:
         """Stop building on present checkpoints, all of which are from earlier terms, because damage was found."""
         for tier in (tier for tier in self.run.tiers if tier.url == request.url):
             tier.encoder.distrust(Attempt(self.run.mine().epoch, 0, ""))
 
-    @handles(requests.Complete)
-    async def complete(self, request: requests.Complete) -> None:
+    @handles(messages.Complete)
+    async def complete(self, request: messages.Complete) -> None:
         """Commit these attempts, because the other nodes hold their parts too."""
         tier = self.run.tiers[request.tier]
         for attempt in request.attempts:
             try:
-                await commit.complete(tier.log, self.run.mine(), Attempt.parse(attempt))
+                await commits.complete(tier.log, self.run.mine(), Attempt.parse(attempt))
             except SaveError as error:  # a checkpoint that it builds on is gone, so it was aborted
                 events.log.warning("%s: %s", tier.url, error)
 

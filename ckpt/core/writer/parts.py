@@ -1,5 +1,7 @@
 """Writes this rank's part of a checkpoint to a tier, from memory or a nearer tier, and commits it with the parts of the
 other ranks, or aborts it.
+
+Commits a checkpoint once the store has every rank's part. Ranks do not communicate: the parts decide.
 """
 
 from __future__ import annotations
@@ -7,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckpt import events
-from ckpt.core.checkpoint import commit, retention
-from ckpt.core.checkpoint.byte_source import Bases, ByteSource, InMemory, bases_in, bases_near, no_bases
-from ckpt.core.checkpoint.commit_checks import WHOLE_NEXT
+from ckpt.core.checkpoint import commits, retention
+from ckpt.core.checkpoint.commits import WHOLE_NEXT, Role, abort, commit_or_end, given_up
+from ckpt.core.checkpoint.encode import Encoder
+from ckpt.core.checkpoint.incremental import Bases, ByteSource, InMemory, bases_in, bases_near, no_bases
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.settle import settle
+from ckpt.core.checkpoint.parts import ranks_in, sound_parts
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.core.format.digest import blob_digest
 from ckpt.core.format.layout import Layout
@@ -24,12 +28,13 @@ from ckpt.core.format.manifest import Attempt, folder_of, manifest_key
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.format.table import Table
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.notes import HeldNote, SaidNote, SlotReadNote
-from ckpt.core.ipc.requests import Retract
-from ckpt.core.writer.dispatch import Background, handles
-from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.ipc.messages import HeldNote, Retract, SaidNote, SlotReadNote
+from ckpt.core.log.records import Acquire, RunState
+from ckpt.core.log.run_log import RunLog
+from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.errors import CheckpointError, CorruptError, FencedError, FullError, RunGoneError, SaveError, StoreError
+from ckpt.store import Store
 
 FAR_PATIENCE = 6  # factor of the timeout for other ranks' parts in slow tiers
 OUT_OF_TURN = -1
@@ -87,7 +92,9 @@ class Settler:
         part, run = written.part, self.run
         number = run.tiers.index(tier) if tier in run.tiers else -1
         role = (
-            tier.role if part.world == tier.role.world else commit.Role(tuple(range(part.world)), part.rank, part.world)
+            tier.role
+            if part.world == tier.role.world
+            else commits.Role(tuple(range(part.world)), part.rank, part.world)
         )
         held = HeldNote(number, part.attempt)
         await run.as_owner(
@@ -114,12 +121,12 @@ class Settler:
         """Abort a checkpoint because this rank's part will not come, so that other ranks do not wait for it."""
         if tier.role.world > 1 and isinstance(error, Exception) and not isinstance(error, FencedError):
             with contextlib.suppress(CheckpointError):
-                await commit.abort(tier.log, self.run.mine(), attempt, f"rank {rank}: {error}")
+                await commits.abort(tier.log, self.run.mine(), attempt, f"rank {rank}: {error}")
 
     async def _make_room(self, tier: OpenTier, attempt: Attempt) -> None:
         """Abort a checkpoint that was written when the disk became full, and free its space."""
         with contextlib.suppress(CheckpointError):
-            await commit.abort(tier.log, self.run.mine(), attempt, "no space left")
+            await commits.abort(tier.log, self.run.mine(), attempt, "no space left")
             if attempt in tier.log.state.aborted:
                 listed = [info.key async for info in tier.log.store.list(folder_of(attempt))]
                 await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == attempt])
@@ -130,7 +137,7 @@ class Settler:
         part, attempt = written.part, Attempt.parse(written.part.attempt)
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
-                await commit.abort(tier.log, self.run.mine(), attempt, f"rank {part.rank}: {error}")
+                await commits.abort(tier.log, self.run.mine(), attempt, f"rank {part.rank}: {error}")
             if attempt in tier.log.state.aborted:
                 own = [pack.key for pack in part.packs if owner_of(pack.key) == attempt]
                 await retention.delete_unused(tier.log, [manifest_key(attempt, part.rank), *own])
@@ -146,7 +153,7 @@ class Settler:
                 try:
                     async with tier.busy:
                         await tier.prepare()
-                        await commit.retract(tier.log, self.run.mine(), attempt, request.reason)
+                        await commits.retract(tier.log, self.run.mine(), attempt, request.reason)
                 except CheckpointError as error:
                     failures.append(error)
         if failures:
@@ -319,6 +326,105 @@ async def _table_of(near: OpenTier, attempt: Attempt, rank: int) -> Table | None
     if mine is None:
         return None
     try:
-        return (await commit.load_part(near.store, attempt, rank, expected=mine[1])).table
+        return (await commits.load_part(near.store, attempt, rank, expected=mine[1])).table
     except (CorruptError, StoreError):
         return None
+
+
+# -- commit --
+
+
+STAGGER_S = 5.0  # how much longer each further rank's writer waits for the first one before it commits instead
+POLL_S = (0.01, 0.5)  # seconds between two checks, initial and maximum
+FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same for remote stores, where each check is a request
+REPORT_S, FAR_REPORT_S = 10.0, 60.0  # after which a rank that has not saved its part is reported
+GROWTH, FAR_GROWTH = 1.3, 2.0  # growth of the time between two checks
+
+
+def _is_checkpoint(state: RunState, attempt: Attempt) -> bool:
+    """Return True if it is committed, or was until retention retired it. Raise SaveError if it was aborted."""
+    if attempt in state.commits or (attempt in state.retired and attempt not in state.reasons):
+        return True
+    if state.ended(attempt):
+        raise given_up(state, attempt)
+    return False
+
+
+async def settle(
+    log: RunLog,
+    owner: Callable[[], Acquire],
+    own: WrittenPart,
+    role: Role,
+    *,
+    deadline_s: float,
+    encoder: Encoder | None = None,
+    on_held: Callable[[], None] = lambda: None,
+    on_slow: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Commit the checkpoint when all parts are there, or wait until another rank's writer has committed it.
+
+    Raise SaveError if it is aborted, or if parts are missing after `deadline_s`. `encoder`: the encoder of this tier,
+    which has a record of damage there. `on_held` is called when this disk has all its parts, but the checkpoint also
+    needs those of other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
+    """
+    attempt = Attempt.parse(own.part.attempt)
+    remote = log.store.remote
+    stagger_s, poll_s = (FAR_STAGGER_S, FAR_POLL_S) if remote else (STAGGER_S, POLL_S)
+    report_s = FAR_REPORT_S if remote else REPORT_S
+    started, pause, told, reported = time.monotonic(), poll_s[0], False, role.place > 0 or len(role.ranks) == 1
+    while True:
+        waited = time.monotonic() - started
+        if waited >= role.place * stagger_s:
+            parts = await _present(log.store, attempt, own, role)
+            if parts is not None and attempt not in log.state.held:
+                kind, distrusted = "HELD" if role.partial else "COMMIT", encoder.distrusted if encoder else None
+                await commit_or_end(log, owner(), parts, kind=kind, distrusted=distrusted)
+        elif role.world > 1:
+            await log.refresh()
+        if _is_checkpoint(log.state, attempt):
+            return
+        log.check_owner(owner())
+        if attempt in log.state.held and not told:
+            told = True
+            on_held()
+        if waited > report_s and not reported and attempt not in log.state.held:
+            reported = True
+            if missing := await _missing(log.store, attempt, own, role):
+                on_slow(f"step {attempt.step} is not in {log.store.url} yet: rank {missing} has not saved its part")
+        if waited > deadline_s:
+            await _too_late(log, owner(), own, role, deadline_s)
+        await asyncio.sleep(pause)
+        pause = min(pause * (FAR_GROWTH if remote else GROWTH), poll_s[1])
+        if role.place * stagger_s <= waited:
+            await log.refresh()
+
+
+async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart] | None:
+    """Return the parts that belong in this tier, None while some are missing."""
+    if role.ranks == (own.part.rank,):
+        return [own]
+    keys = [info.key async for info in store.list(folder_of(attempt))]
+    ready = ranks_in(keys)
+    if not ready.issuperset(role.ranks):
+        return None
+    found = await sound_parts(store, attempt, keys, own)
+    return [found[rank] for rank in role.ranks] if found.keys() >= set(role.ranks) else None
+
+
+async def _missing(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> str:
+    """Return the ranks whose parts are not there, as text."""
+    keys = [info.key async for info in store.list(folder_of(attempt))]
+    ready = (await sound_parts(store, attempt, keys, own)).keys()  # a damaged part counts as missing
+    return ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
+
+
+async def _too_late(log: RunLog, mine: Acquire, own: WrittenPart, role: Role, deadline_s: float) -> None:
+    attempt = Attempt.parse(own.part.attempt)
+    missing = await _missing(log.store, attempt, own, role)
+    what = f"the parts of ranks {missing}" if missing else "the word that the disks of other nodes hold theirs"
+    reason = f"{what} did not come within {deadline_s:g} s"
+    if not role.partial:
+        await abort(log, mine, attempt, reason)
+        if attempt in log.state.commits:
+            return  # committed at the last moment
+    raise SaveError(f"step {attempt.step} was not committed: {reason}")

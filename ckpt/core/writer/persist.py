@@ -13,20 +13,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ckpt import events
-from ckpt.core.checkpoint import commit
+from ckpt.core.checkpoint import commits
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.manifest import Attempt
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.notes import SlotReadNote
-from ckpt.core.ipc.requests import Persist, SavedInTier, WriteSlot, WriteSlotReply
+from ckpt.core.ipc.messages import Persist, SavedInTier, SlotReadNote, WriteSlot, WriteSlotReply
 from ckpt.core.writer.bookkeeper import Bookkeeper
-from ckpt.core.writer.dispatch import Background, handles
-from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.parts import OUT_OF_TURN, PartWriter, Settler, own_bytes
-from ckpt.core.writer.promotion import Promoter
-from ckpt.core.writer.throttle import Throttle
+from ckpt.core.writer.promotion import Promoter, Throttle
 from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, SkippedError
 
 FAR_QUEUE = 1  # number of checkpoints that may wait for a write from memory to a slow tier
@@ -133,7 +130,7 @@ class Persister:
     async def _stored_before(self, tier: OpenTier, near: OpenTier | None, attempt: Attempt) -> WrittenPart | None:
         if attempt in tier.log.state.commits:
             return None
-        written = await commit.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
+        written = await commits.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
         if written is not None:
             tier.in_flight.add(attempt)
             return written

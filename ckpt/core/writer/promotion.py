@@ -1,29 +1,301 @@
-"""Copies checkpoints from a nearer tier to a further one, so that memory is free sooner, and after a crash."""
+"""Limits the cores of background work, and throttles it while the training waits for a core.
+
+Low priority alone is not enough: a shared core has less cache and memory bandwidth for each side, and if all cores are
+busy, even the lowest priority gets some time. The kernel counts how long each thread was ready to run but did not run
+(`schedstat`). While that grows for the trainer, background work sleeps.
+
+Copies a checkpoint's files from one store to another, byte for byte, and verifies each chunk.
+
+    pending -> copy_part of every rank -> commit
+
+Names are the same in all tiers, so files copied before a crash are found and not copied again. Nothing counts in the
+target before its log records it.
+
+Copies checkpoints from a nearer tier to a further one, so that memory is free sooner, and after a crash.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
+import os
+import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
 
 from ckpt import events
-from ckpt.core.checkpoint import commit, promote
-from ckpt.core.checkpoint.byte_source import InStore
+from ckpt.core.checkpoint import chunks, commits
+from ckpt.core.checkpoint.incremental import InStore
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.parts import layout_of
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
-from ckpt.core.format.manifest import Attempt, data_number, folder_of, is_data, rank_of
-from ckpt.core.ipc.requests import Resume
-from ckpt.core.log.log import Commit
-from ckpt.core.writer.dispatch import Background, handles
-from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.checkpoint.parts import layout_of, load_part
+from ckpt.core.checkpoint.write import CHUNK, RankSnapshot, WrittenPart, upload_from
+from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.manifest import (
+    MAX_JSON,
+    Attempt,
+    PackInfo,
+    data_number,
+    folder_of,
+    is_data,
+    manifest_key,
+    rank_of,
+)
+from ckpt.core.format.table import Table
+from ckpt.core.ipc.messages import Resume
+from ckpt.core.log.run_log import Commit, RunLog, RunState
+from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.parts import PartWriter, Settler
-from ckpt.errors import CheckpointError, RunGoneError, SaveError, SkippedError
+from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError, RunGoneError, SaveError, SkippedError
+from ckpt.store import PAGE, Store, get_small
 from ckpt.units import duration
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+LOOK_S = 0.1  # interval between two checks
+STARVED = 0.05  # seconds per second that threads of the trainer may wait for a core
+REST = 3.0  # seconds of sleep per second of work, while the trainer waits too long
+MOST_S = 0.5
+LEAST_S = 0.5  # minimum sample, in core-seconds, to estimate how idle the cores are
+MAX_THREADS = 4  # maximum number of background threads per rank
+
+
+def threads() -> int:
+    """Return the number of threads for the background work of a rank, by the cores and ranks of this node."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks)))
+
+
+class IdleCores:
+    """Estimates how many cores were idle since the last call."""
+
+    def __init__(self) -> None:
+        self._times, self._share = psutil.cpu_times(), 1.0
+
+    def __call__(self) -> float:
+        now = psutil.cpu_times()
+        idle, total = now.idle - self._times.idle, sum(now) - sum(self._times)
+        if total > LEAST_S:  # after a shorter time, keep the last estimate
+            self._times, self._share = now, max(idle / total, 0.0)
+        return self._share * len(os.sched_getaffinity(0))
+
+
+class Throttle:
+    """Slows down background threads. `pid`: returns the id of the process that must not wait for a core. If it is 0 or
+    the process has ended, nothing is throttled."""
+
+    def __init__(self, pid: Callable[[], int]) -> None:
+        self._pid, self._lock = pid, threading.Lock()
+        self._looked, self._waited, self.starved = 0.0, 0.0, False
+        self._hurried = 0
+
+    @contextlib.contextmanager
+    def hurry(self) -> Iterator[None]:
+        """Throttle nothing inside the block, because an urgent request waits for the work."""
+        self._hurried += 1
+        try:
+            yield
+        finally:
+            self._hurried -= 1
+
+    def __call__(self, seconds: float) -> None:
+        """Sleep if the trainer waits for cores. A thread calls this after `seconds` of work."""
+        if self._hurried:
+            return
+        self._look()
+        if self.starved:
+            time.sleep(min(REST * seconds, MOST_S))
+
+    def _look(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked < LOOK_S:
+                return
+            waited = waiting_s(self._pid())
+            grown, passed = waited - self._waited, now - self._looked
+            # After a long pause, or with another process, the two values are not comparable.
+            self.starved = 0 < grown > STARVED * passed and passed < 10 * LOOK_S
+            self._looked, self._waited = now, waited
+
+
+def waiting_s(pid: int) -> float:
+    """Return the total time for which the threads of a process were ready but did not run; 0 if unknown."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/task/{task}/schedstat") as f:
+                total += int(f.read().split()[1])
+    return total / 1e9
+
+
+# -- copies from store to store --
+
+
+BACKLOG = 3  # checkpoints that a new job attempt still copies to another tier
+
+OnBytes = Callable[[int], None] | None
+
+
+def pending(near: RunState, far: RunState, every: int, *, before: int) -> list[Commit]:
+    """Return the checkpoints that are scheduled for another tier and are not there yet, newest first. Pure.
+
+    Only checkpoints of earlier terms count, because these are the same on all ranks. Of these, only the last few that
+    are newer than everything in the other tier are returned: after a long outage of a bucket, a run does not copy all
+    that it missed.
+    """
+    history = [c for c in near.lineage() if c.attempt.epoch < before]
+    there = [a for a in far.commits if a.epoch < before and a in {c.attempt for c in history}]
+    newest = max(there, default=None)
+    due = [c for c in history if c.step % every == 0 and (newest is None or c.attempt > newest)]
+    return [c for c in due[:BACKLOG] if not far.ended(c.attempt)]
+
+
+async def copy_part(
+    source: Store,
+    target: Store,
+    attempt: Attempt,
+    rank: int,
+    *,
+    expected: str | None = None,
+    used: Set[str] = frozenset(),
+    on_bytes: OnBytes = None,
+) -> WrittenPart:
+    """Copy one rank's manifest and the data files that it uses, including those of older checkpoints.
+
+    Complete files in the target stay. Raise CorruptError if the source is damaged, or if a data file that the target
+    uses has other bytes.
+
+    expected: the digest of the manifest, if known.
+    used: data files that checkpoints in the target use.
+    """
+    written = await load_part(source, attempt, rank, expected=expected)
+    key = manifest_key(attempt, rank)
+    if await _holds(target, key, written.digest):
+        if on_bytes is not None:
+            on_bytes(sum(pack.size for pack in written.part.packs))
+        return written  # the manifest is copied last, so its data files are complete
+    for pack in written.part.packs:
+        await _copy_pack(source, target, pack, written.table, pack.key in used, on_bytes)
+    await _put_once(target, key, await chunks.get(source, key, limit=MAX_JSON))
+    return written
+
+
+async def _holds(store: Store, key: str, digest: str) -> bool:
+    try:
+        return file_digest(await get_small(store, key, MAX_JSON)) == digest
+    except (NotFoundError, CorruptError):
+        return False
+
+
+async def _put_once(target: Store, key: str, data: memoryview) -> None:
+    try:
+        await target.put(key, data, create=True)
+    except ExistsError:
+        if not await _holds(target, key, file_digest(data)):
+            raise
+
+
+async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table, used: bool, on_bytes: OnBytes) -> None:
+    try:
+        there = (await target.head(pack.key)).size
+    except NotFoundError:
+        there = -1
+    if used and there >= 0 and (there != pack.size or not await _same(target, pack, table)):
+        raise CorruptError(
+            f"{target.url} has a damaged or different {pack.key} in use: repair it with `ckpt repair`, or copy "
+            "to a new location"
+        )
+    if there == pack.size and (target.remote or used):
+        if on_bytes is not None:
+            on_bytes(pack.size)
+        return  # objects appear whole or not at all; a file has its full size before its first byte
+    if there >= 0:
+        await target.delete(pack.key)
+    await upload_from(target, pack.key, pack.size, VerifiedRanges(source, pack, table).read, on_bytes)
+
+
+async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
+    """Return True if a data file matches its entries in a table."""
+    sound = VerifiedRanges(store, pack, table)
+    try:
+        for offset in range(0, pack.size, CHUNK):
+            await sound.read(offset, min(CHUNK, pack.size - offset))
+    except CorruptError:
+        return False
+    return True
+
+
+class VerifiedRanges:
+    """Reads ranges of a data file, and verifies every chunk that they touch."""
+
+    def __init__(self, source: Store, pack: PackInfo, table: Table) -> None:
+        self._source, self._pack = source, pack
+        in_pack = table.pack == table.packs.index(pack.key) if pack.key in table.packs else np.zeros(0, np.bool_)
+        order = np.argsort(table.offset[in_pack], kind="stable")
+        self._starts: npt.NDArray[np.int64] = table.offset[in_pack][order]
+        self._stops: npt.NDArray[np.int64] = self._starts + table.stored[in_pack][order]
+        self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[in_pack][order]]
+
+    async def read(self, offset: int, length: int) -> memoryview:
+        """Read a range. Raise CorruptError if anything in it is damaged."""
+        first = int(np.searchsorted(self._stops, offset, "right"))
+        last = int(np.searchsorted(self._starts, offset + length, "left"))
+        start, stop = offset, offset + length
+        if last > first:
+            start, stop = min(start, int(self._starts[first])), max(stop, int(self._stops[last - 1]))
+        head = self._pack.header_size if offset < self._pack.header_size else 0
+        if head:
+            start, stop = 0, max(stop, head)
+        room = memoryview(mmap.mmap(-1, stop - start + 2 * PAGE))
+        data = await chunks.get(self._source, self._pack.key, start=start, length=stop - start, into=room)
+        await asyncio.to_thread(self._check, data, start, first, last, head)
+        return data[offset - start : offset - start + length]
+
+    def _check(self, data: memoryview, start: int, first: int, last: int, head: int) -> None:
+        if head and file_digest(data[:head]) != self._pack.header:
+            raise CorruptError(f"{self._pack.key} is damaged: its header does not match its digest")
+        for i in range(first, last):
+            low, high = int(self._starts[i]), int(self._stops[i])
+            if blob_digest(data[low - start : high - start]) != self._digests[i]:
+                raise CorruptError(
+                    f"{self._pack.key} is damaged: {high - low} bytes at {low} do not match their digest"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The number of files of a checkpoint, and their bytes."""
+
+    files: int
+    nbytes: int
+
+
+async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) -> Size:
+    """Return how much must be copied. Raise CorruptError or NotFoundError if the checkpoint is incomplete.
+
+    `counted`: data files that another checkpoint copies already. Those of this checkpoint are added.
+    """
+    packs: dict[str, int] = {}
+    for rank, digest in commit.parts:  # one at a time, because there may be thousands
+        written = await load_part(log.store, commit.attempt, rank, expected=digest)
+        packs |= {pack.key: pack.size for pack in written.part.packs}
+    if counted is not None:
+        packs = {key: size for key, size in packs.items() if key not in counted}
+        counted.update(packs)
+    return Size(len(packs) + len(commit.parts) + 1, sum(packs.values()))
+
+
+# -- promotion --
+
 
 STILL_S = 30.0  # time without a byte after which a tier counts as unresponsive rather than slow
 
@@ -101,20 +373,20 @@ class Promoter:
         tier.in_flight.add(attempt)
         tier.waiting += 1
         try:
-            if (unsettled := len(tier.in_flight) - tier.waiting) >= promote.BACKLOG:
+            if (unsettled := len(tier.in_flight) - tier.waiting) >= BACKLOG:
                 free()
                 raise left_out(tier, attempt, f"has yet to get other ranks' parts of {unsettled} steps before it")
             known = self.parts.stored.get((near.url, attempt))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {attempt.step} is not in {near.url} either")
             free()
-            async with self.turns[tier.url].turn(tier, attempt, promote.BACKLOG - 1), tier.busy:
+            async with self.turns[tier.url].turn(tier, attempt, BACKLOG - 1), tier.busy:
                 await tier.prepare()
                 self._check_wanted(tier, attempt)
                 if tier.log.state.ended(attempt):
                     tier.in_flight.discard(attempt)
                     return None
-                here = await commit.stored_part(near.store, attempt, rank)
+                here = await commits.stored_part(near.store, attempt, rank)
                 if here is None:
                     raise SaveError(f"step {attempt.step} is no longer in {near.url}")
                 written = await self._transfer(tier, near, here)
@@ -132,7 +404,7 @@ class Promoter:
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenPart) -> WrittenPart:
         """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
         attempt, part = Attempt.parse(here.part.attempt), here.part
-        there = await commit.stored_part(tier.store, attempt, part.rank)
+        there = await commits.stored_part(tier.store, attempt, part.rank)
         if there is not None:
             return there
         layout, source = layout_of(part, here.table), InStore(near.store, here.table)
@@ -142,7 +414,7 @@ class Promoter:
         plain = not part.needs and not here.table.codec.any() and len(part.packs) == 1
         if plain and set(left) <= {part.packs[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
             with tier.flow.writing(attempt.step, part.packs[0].size):
-                written = await promote.copy_part(near.store, tier.store, attempt, part.rank, on_bytes=tier.flow.add)
+                written = await copy_part(near.store, tier.store, attempt, part.rank, on_bytes=tier.flow.add)
             tier.encoder.remember(written)
             return written
         first = max([self.run.first_number, *(data_number(key) + 1 for key in left)])
@@ -156,7 +428,7 @@ class Promoter:
         if attempt in self.held_memory.retracted:
             raise SaveError(f"step {attempt.step} was given up: {self.held_memory.retracted[attempt]}")
         if attempt in state.aborted or (attempt in state.retired and attempt in state.reasons):
-            raise commit.given_up(state, attempt)
+            raise commits.given_up(state, attempt)
 
     # -- after a start --
 
@@ -169,7 +441,7 @@ class Promoter:
 
     def pending(self, near: OpenTier, tier: OpenTier) -> list[Commit]:
         """Return checkpoints whose copy from one tier to the other a crash has interrupted."""
-        return promote.pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().epoch)
+        return pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().epoch)
 
     @handles(Resume)
     def begin_to_resume(self, request: Resume) -> None:
@@ -208,7 +480,9 @@ class Promoter:
         tier.in_flight.add(one.attempt)
         try:
             async with tier.busy:
-                here = [await commit.load_part(near.store, one.attempt, rank, expected=digest) for rank, digest in mine]
+                here = [
+                    await commits.load_part(near.store, one.attempt, rank, expected=digest) for rank, digest in mine
+                ]
                 await tier.prepare()
                 try:
                     written = [await self._transfer(tier, near, part) for part in here]
@@ -233,4 +507,4 @@ def _rank(tier: OpenTier) -> int:
 
 
 def left_out(tier: OpenTier, attempt: Attempt, why: str) -> SkippedError:
-    return SkippedError(f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which {why}")
+    return SkippedError(f"step {attempt.step} {commits.LEFT_OUT} {tier.url}, which {why}")

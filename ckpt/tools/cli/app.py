@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import click
 
-from ckpt.core.checkpoint.spelling import split
+from ckpt.core.checkpoint.reference import split
 from ckpt.errors import CheckpointError, ExistsError, FullError, OutcomeUnknownError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.store import folder_of, normalise

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from ckpt.core.checkpoint import spelling
+from ckpt.core.checkpoint import reference
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def checkpoint_argument(name: str = "url", run: str = "RUN") -> Callable[[Callab
         @click.option("--step", type=click.IntRange(min=0), metavar="STEP", help=f"The same as {run}@STEP.")
         @functools.wraps(command)
         def with_step(*, step: int | None, **given: Any) -> T:
-            given[name], which = spelling.split(given[name], step)
+            given[name], which = reference.split(given[name], step)
             return command(step=which, **given)
 
         return with_step
@@ -46,7 +46,7 @@ class WholeRun(click.ParamType):  # type: ignore[type-arg]
     name = "run"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        url, which = spelling.split(str(value))
+        url, which = reference.split(str(value))
         if which is not None:
             self.fail(f"{value} names one checkpoint, but this command needs a whole run: give {url}", param, ctx)
         return str(value)

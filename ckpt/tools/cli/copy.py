@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.errors import UsageError
 from ckpt.store import normalise, open_store, remember_options
 from ckpt.tools.cli.arguments import checkpoint_argument, folders
@@ -28,7 +28,7 @@ from ckpt.tools.cli.terminal import (
 from ckpt.tools.cli.upkeep import TITLES, Found, cells, item_json, show_end
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
-    from ckpt.core.log.log import Commit, RunLog
+    from ckpt.core.log.run_log import Commit, RunLog
     from ckpt.tools.maintain.copy_run import CopyPlan
 
 
@@ -96,7 +96,7 @@ def show_copy(found: Found) -> None:
 
 
 async def _copy(src: str, dst: str, step: Which, every: bool, take_over: bool, yes: bool, as_json: bool) -> Found:
-    from ckpt.core.checkpoint.commit import written_run
+    from ckpt.core.checkpoint.commits import written_run
     from ckpt.tools.maintain import copy_run
 
     async with opened(src) as source:

@@ -55,9 +55,9 @@ def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], every: bool
 
 
 async def _diff(a: str, b: str, only: Sequence[str], at: tuple[str, ...]) -> Found:
-    from ckpt.core.checkpoint import describe
-    from ckpt.core.checkpoint.describe import jsonable
+    from ckpt.tools import describe
     from ckpt.tools.convert import tensor_diff
+    from ckpt.tools.describe import jsonable
 
     async with open_either(a, at) as one, open_either(b, at) as two:
         (here, entries_a), (there, entries_b) = (sides_of(origin, only) for origin in (one, two))
@@ -101,7 +101,7 @@ def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str
 
 def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the selected tensors by label, and the selected plain values."""
-    from ckpt.core.checkpoint import describe
+    from ckpt.tools import describe
     from ckpt.tools.convert.source import entry_matches, matches
 
     tensors = describe.all_names(origin.tensors, origin.names)

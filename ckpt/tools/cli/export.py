@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.tools.cli.arguments import checkpoint_argument, files
 from ckpt.tools.cli.origins import only_option, open_run
 from ckpt.tools.cli.quantity import ByteSize

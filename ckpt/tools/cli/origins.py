@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.core.checkpoint import spelling, steady
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint import chunks, reference
+from ckpt.core.checkpoint.reference import Which
 from ckpt.errors import FormatError, UsageError
 from ckpt.store import normalise
 from ckpt.tools.cli.terminal import opened, print_err
@@ -89,7 +89,7 @@ async def open_files(
         with parse_torch.naming_file(path):
             return FilesOrigin(admit(foreign, only, skip=skip_objects), before)
 
-    origin = await steady.files(parsed)
+    origin = await chunks.files(parsed)
     try:
         yield origin
     finally:
@@ -99,8 +99,8 @@ async def open_files(
 @contextlib.asynccontextmanager
 async def open_either(text: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
     """Open a run, or files of another library."""
-    foreign = await steady.files(_is_foreign, text)
-    async with open_files(text, at, skip_objects=True) if foreign else open_run(*spelling.split(text)) as origin:
+    foreign = await chunks.files(_is_foreign, text)
+    async with open_files(text, at, skip_objects=True) if foreign else open_run(*reference.split(text)) as origin:
         for note in origin.view().notes if foreign else ():
             print_err(f"{text}: {note}")
         yield origin

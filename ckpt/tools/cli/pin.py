@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.tools.cli.arguments import checkpoint_argument
 from ckpt.tools.cli.ls import pinned_text
 from ckpt.tools.cli.terminal import act, example, opened, plan_options, print_json, put

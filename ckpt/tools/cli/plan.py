@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckpt.core.cadence.model import positive
+from ckpt.core.cadence.cadence import positive
 from ckpt.errors import UsageError
 from ckpt.store import folder_of
 from ckpt.tools.cli.quantity import Quantity

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckpt.core.cadence.model import DAY_S
+from ckpt.core.cadence.cadence import DAY_S
 
 _SI = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _IEC = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", 1)}

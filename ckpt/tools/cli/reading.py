@@ -9,8 +9,8 @@ from typing import TypeVar
 from ckpt.core.cadence import ledger
 from ckpt.core.cadence.ledger import Account, Decision
 from ckpt.core.checkpoint.concurrent import of_each
-from ckpt.core.format.typed_json import decoded
-from ckpt.core.log.log import RunLog
+from ckpt.core.format.manifest import decoded
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, NotFoundError, is_unreadable
 from ckpt.guard import report
 from ckpt.guard.report import Fault

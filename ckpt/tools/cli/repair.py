@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.errors import StoreError, UnreadableError, is_unreadable
 from ckpt.store import normalise
 from ckpt.tools.cli.arguments import checkpoint_argument
@@ -34,7 +34,7 @@ from ckpt.tools.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from ckpt.core.log.log import Commit, RunLog
+    from ckpt.core.log.run_log import Commit, RunLog
     from ckpt.tools.maintain.damage import AuditResult, PackDamage
     from ckpt.tools.maintain.repair import Repaired
 

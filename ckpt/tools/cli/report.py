@@ -13,8 +13,8 @@ import click
 
 from ckpt.core.cadence.ledger import Account
 from ckpt.core.checkpoint.concurrent import of_each
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import RunState
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, is_unreadable
 from ckpt.guard.report import Fault
 from ckpt.store import folder_of, normalise, open_store

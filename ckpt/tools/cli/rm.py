@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.tools.cli.arguments import checkpoint_argument
 from ckpt.tools.cli.terminal import act, count_of, example, human, opened, plan_options, print_table, put
 from ckpt.tools.cli.upkeep import (

@@ -10,15 +10,16 @@ from typing import Any
 
 import click
 
-from ckpt.core.checkpoint import describe, ledger_files, read
+from ckpt.core.checkpoint import lease, read
 from ckpt.core.checkpoint.parts import MANY, sizes_of_many
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.index import Index
 from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.log.records import Commit
 from ckpt.errors import CheckpointError
 from ckpt.store import Store
+from ckpt.tools import describe
 from ckpt.tools.cli.arguments import checkpoint_argument
 from ckpt.tools.cli.reading import cadence_lines
 from ckpt.tools.cli.terminal import (
@@ -127,7 +128,7 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
             "full": commit.full,
             "needs": list(map(str, commit.needs)),
             "needs_there": all(need in log.state.commits for need in commit.needs),
-            "cadence": cadence_lines(await ledger_files.newest_accounts(log.store, RECENT, (CheckpointError,))),
+            "cadence": cadence_lines(await lease.newest_accounts(log.store, RECENT, (CheckpointError,))),
             **contents,
         }
 

@@ -22,7 +22,7 @@ import click
 
 from ckpt.core.checkpoint import losses
 from ckpt.core.checkpoint.losses import Loss
-from ckpt.core.log.log import Commit, RunLog
+from ckpt.core.log.run_log import Commit, RunLog
 from ckpt.errors import FormatError, NoCheckpointError
 from ckpt.store import exists, folder_of, open_store, remember_options
 from ckpt.tools.cli import STOPPED

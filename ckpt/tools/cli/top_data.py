@@ -18,11 +18,10 @@ from dataclasses import replace
 
 from ckpt.core.cadence import ledger
 from ckpt.core.cadence.ledger import Account
-from ckpt.core.checkpoint.identity import writer_keys
-from ckpt.core.checkpoint.ledger_files import account_keys
+from ckpt.core.checkpoint.lease import account_keys, writer_keys
 from ckpt.core.ipc import channel as link
-from ckpt.core.ipc.watch_requests import Look
-from ckpt.core.log.log import RunLog
+from ckpt.core.ipc.messages import Look
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, FormatError, NoCheckpointError, UsageError
 from ckpt.guard import report
 from ckpt.guard.report import Fault

@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 from msgspec import structs
 
-from ckpt.core.checkpoint.identity import writer_keys
+from ckpt.core.checkpoint.lease import writer_keys
 from ckpt.core.ipc import channel
-from ckpt.core.ipc.watch_requests import TriggerSave
+from ckpt.core.ipc.messages import TriggerSave
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.store import normalise
 from ckpt.tools.cli.arguments import folders

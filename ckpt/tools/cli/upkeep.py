@@ -16,7 +16,7 @@ import click
 from ckpt.tools.cli.terminal import OnBytes, human, print_err, print_few, print_json, progress, put
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
-    from ckpt.core.log.log import RunLog
+    from ckpt.core.log.run_log import RunLog
     from ckpt.tools.maintain.prune import Item
 
 Found = dict[str, Any]

@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from ckpt.core.checkpoint import losses, read, spelling, steady
+from ckpt.core.checkpoint import chunks, losses, read, reference
 from ckpt.core.checkpoint.parts import MANY, load_index
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.manifest import MAX_FORMAT, read_format
-from ckpt.core.log.log import Commit, RunLog
+from ckpt.core.log.run_log import Commit, RunLog
 from ckpt.errors import CorruptError, NotFoundError, StoreError, is_unreadable
 from ckpt.tools.cli import UNREADABLE
 from ckpt.tools.cli.arguments import checkpoint_argument
@@ -103,7 +103,7 @@ async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, A
         damaged, lost = log.state.damaged, [one.reason for one in await losses.of_log(log) if one.attempts]
         problems = lost if lost and len(damaged) == 1 else losses.one_by_one(damaged) + lost
         try:
-            read_format(await steady.get(log.store, "FORMAT.json", limit=MAX_FORMAT))
+            read_format(await chunks.get(log.store, "FORMAT.json", limit=MAX_FORMAT))
         except (CorruptError, StoreError) as error:  # the log contains the same information
             what = "FORMAT.json is lost" if isinstance(error, NotFoundError) else str(error)
             (away if is_unreadable(error) else problems).append(what)
@@ -124,7 +124,7 @@ def to_verify(log: RunLog, step: Which, every: bool) -> list[Commit]:
     """Return the checkpoints to verify. Raises NoCheckpointError if there is none and no log record is damaged."""
     if every and log.state.commits:
         return newest_first(log)
-    if spelling.number(step) is None and log.state.damaged and not log.state.lineage():
+    if reference.number(step) is None and log.state.damaged and not log.state.lineage():
         return []
     return [read.choose(log, step)]
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from msgspec import structs
 
-from ckpt.core.format.saved_nodes import ORDERS
-from ckpt.core.format.values import Json, Path, show
+from ckpt.core.format.values import ORDERS, Json, Path, show
 from ckpt.core.state.tensors import order_of
 from ckpt.tools.convert.parse_entries import AnyTensor, Parts, Values, is_tensor
 from ckpt.tools.convert.source import OriginEntry

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.core.checkpoint import steady
+from ckpt.core.checkpoint import chunks
 from ckpt.core.format.boxes import Box, Dims, TangledError, times_covered
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import BITS, TensorSpec, check_components, check_tensors
@@ -156,7 +156,7 @@ class FilesOrigin:
         return False  # these files have no digests
 
     async def read(self, wants: Sequence[Want]) -> None:
-        await steady.files(self._read, wants)
+        await chunks.files(self._read, wants)
 
     def _read(self, wants: Sequence[Want]) -> None:
         assembly, pieces = Assembly(), self._foreign.pieces
@@ -230,7 +230,7 @@ class FilesOrigin:
         """Check that everything was read from one version of the files."""
         folder = self._foreign.folder
         try:
-            same = self._before == await steady.files(lambda: {n: stamp_of(os.stat(folder / n)) for n in self._before})
+            same = self._before == await chunks.files(lambda: {n: stamp_of(os.stat(folder / n)) for n in self._before})
         except OSError:  # a file is missing
             same = False
         if not same:

@@ -10,20 +10,19 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from ckpt.core.checkpoint import read, read_repair
-from ckpt.core.checkpoint.describe import Entries, entries_of
-from ckpt.core.checkpoint.put import Room, address_of
+from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.read import Sink
-from ckpt.core.checkpoint.spelling import Which
+from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.columns import I64
-from ckpt.core.format.saved_nodes import SHARED_KINDS
+from ckpt.core.format.kernels import Room, address_of
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.table import Table
-from ckpt.core.format.values import show
-from ckpt.core.log.log import RunLog
+from ckpt.core.format.values import SHARED_KINDS, show
 from ckpt.core.log.records import Commit
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CorruptError
 from ckpt.tools.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
+from ckpt.tools.describe import Entries, entries_of
 
 DCP = "dcp"  # kind of the single entry of a checkpoint that torch's DCP saved (`ckpt.dcp`)
 MOST_ROWS = 1 << 19  # most table rows kept for later reads
@@ -194,7 +193,7 @@ class RunOrigin:
         """Read verified chunks of a table, and pass each to `sink` or put it into the memory that `room` returns."""
         await asyncio.to_thread(self._announce, table, blobs)
         try:
-            found = await read_repair.fetch(self._log.store, self._attempt, table, blobs, sink, self._others, room)
+            found = await read.fetch_repaired(self._log.store, self._attempt, table, blobs, sink, self._others, room)
         except CorruptError as error:
             raise CorruptError(
                 f"{error}. Give another location of the run (--from) or an older step (RUN@STEP), or see `ckpt repair`"

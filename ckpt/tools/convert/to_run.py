@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt.core.checkpoint import read
-from ckpt.core.checkpoint.commit import acquire, commit
+from ckpt.core.checkpoint.commits import acquire, commit
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part
-from ckpt.core.format.boxes import Box, Dims
+from ckpt.core.format.boxes import GLOBAL, Box, Dims
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
@@ -29,8 +29,7 @@ from ckpt.core.format.manifest import (
     metadata_of,
     new_format,
 )
-from ckpt.core.format.partition import GLOBAL
-from ckpt.core.log.log import RunLog
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import UsageError
 from ckpt.store import Store, open_store
 from ckpt.tools.convert.output import Literal, OutFile, Output, Sums, TensorRun

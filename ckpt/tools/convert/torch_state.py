@@ -25,11 +25,9 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from ckpt.core.format.saved_nodes import ORDERS
-from ckpt.core.format.values import Json, decode, part_of, plain_dtype, show, splitter
+from ckpt.core.format.values import ORDERS, Json, decode, part_of, plain_dtype, show, splitter
 from ckpt.core.state.placement import references
-from ckpt.core.state.special_values import as_plain
-from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE
+from ckpt.core.state.tensors import DTYPE_NAME, TORCH_DTYPE, as_plain
 from ckpt.errors import CorruptError, UsageError
 from ckpt.tools.convert.output import Literal, OutFile, TensorRun
 from ckpt.tools.convert.source import DESCRIPTION, MAX_DESCRIPTION, Origin, OriginEntry, RankView, describe, fingerprint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt.core.cadence.model import least_interval, steps_apart
+from ckpt.core.cadence.cadence import least_interval, steps_apart
 from ckpt.store import folder_of
 from ckpt.tools.doctor.findings import GB, PROBLEM, Finding, JobSize, TierFindings
 from ckpt.tools.doctor.machine import Speed

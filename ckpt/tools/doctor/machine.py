@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.core.ipc import free_memory
+from ckpt.core.ipc import arena
 from ckpt.tools.doctor.findings import ADVICE, GB, MIB, PROBLEM, Finding, JobSize, judge, read_text
 
 
@@ -51,7 +51,7 @@ def cpus(proc: Path, sys_: Path) -> Finding:
 
 def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
     """Compare free memory with the snapshots of the local ranks: three, and one being written to a tier."""
-    room = free_memory.room(proc, sys_ / "fs" / "cgroup")
+    room = arena.room(proc, sys_ / "fs" / "cgroup")
     text = f"{room.available / GB:.1f} of {room.total / GB:.1f} GB available"
     text += "" if room.where == "machine" else " (a cgroup's limit)"
     if not job.state:
@@ -66,7 +66,7 @@ def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
 
 def cgroup_files(controller: str, name: str, proc: Path, sys_: Path) -> Iterator[Path]:
     """Yield a file of the cgroups that contain this process, v1 and v2, nearest first."""
-    for chain in free_memory.cgroup_chains(proc, sys_ / "fs" / "cgroup", "self", controller):
+    for chain in arena.cgroup_chains(proc, sys_ / "fs" / "cgroup", "self", controller):
         yield from (file for folder in chain if (file := folder / name).is_file())
 
 
@@ -124,7 +124,7 @@ class Speed:
 
 def speed(device_rates: Sequence[float], job: JobSize) -> Speed:
     """Measure how fast snapshots are copied here."""
-    room = free_memory.room().available
+    room = arena.room().available
     if device_rates:
         return Speed(sum(device_rates[: job.local]), True, cpu_count(), room)
     return Speed(copy_rate() if job.state else 0.0, False, cpu_count(), room)

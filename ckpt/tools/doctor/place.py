@@ -21,8 +21,8 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt.core.checkpoint.store_trial import PREFIX
-from ckpt.core.log.log import RunLog
+from ckpt.core.checkpoint.commits import PREFIX
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NoCheckpointError
 from ckpt.store import Store, exists, folder_of, normalise, open_store, options_of, url_of
 from ckpt.tools.doctor.findings import PROBLEM, Finding, OnBytes, TierFindings, cleaner, judge, worst

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.core.checkpoint.store_trial import PREFIX
+from ckpt.core.checkpoint.commits import PREFIX
 from ckpt.errors import NotFoundError, StoreError
 from ckpt.tools.doctor.findings import ADVICE, PROBLEM, Finding, clock_difference, judge
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.core.checkpoint import steady
-from ckpt.core.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
+from ckpt.core.checkpoint import chunks
+from ckpt.core.checkpoint.chunks import FAR_READ, PARALLEL, READ, near
 from ckpt.core.checkpoint.concurrent import all_of, of_each
 from ckpt.core.checkpoint.parts import MANY, layout_of, read_exact, read_header, table_of
 from ckpt.core.format.digest import blob_digest, file_digest
@@ -39,8 +39,8 @@ from ckpt.core.format.manifest import (
     read_format,
 )
 from ckpt.core.format.table import Table
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Commit
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
 from ckpt.tools.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDamage, PackDamage
@@ -87,7 +87,7 @@ class Audit:
         """Read the size of a file again, because a listing may have been made while the folder was unavailable."""
         self.sizes.pop(key, None)
         with contextlib.suppress(NotFoundError):
-            self.sizes[key] = (await steady.head(self.store, key)).size
+            self.sizes[key] = (await chunks.head(self.store, key)).size
 
     def _ranges_of(self, table: Table) -> Ranges:
         """Return all ranges that a table references."""
@@ -165,7 +165,7 @@ class Audit:
             return missing
         start, end = pieces[0].offset, max(p.offset + p.stored for p in pieces)
         try:
-            view = await steady.get(self.store, pieces[0].pack, start=start, length=end - start)
+            view = await chunks.get(self.store, pieces[0].pack, start=start, length=end - start)
         except StoreError as error:
             if is_unreadable(error):
                 raise
@@ -245,7 +245,7 @@ class Audit:
 
     async def _format(self) -> None:
         try:
-            read_format(await steady.get(self.store, "FORMAT.json", limit=MAX_FORMAT))
+            read_format(await chunks.get(self.store, "FORMAT.json", limit=MAX_FORMAT))
         except (CorruptError, NotFoundError) as error:
             self.found.files.append(
                 FileDamage(

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
-from ckpt.core.checkpoint import promote
-from ckpt.core.checkpoint.commit import acquire
-from ckpt.core.checkpoint.commit import commit as append_commit
+from ckpt.core.checkpoint.commits import acquire, check_empty
+from ckpt.core.checkpoint.commits import commit as append_commit
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.parts import MANY, load_part
 from ckpt.core.checkpoint.retention import files_of
-from ckpt.core.checkpoint.store_trial import check_empty
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format.manifest import Attempt, folder_of, new_nonce
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Acquire, Commit, RunState, in_history
+from ckpt.core.log.run_log import RunLog
+from ckpt.core.writer import promotion
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -96,7 +95,7 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
             left_out.append(Item(commit.attempt, why=why))
         else:
             try:
-                size = await promote.measure(source, commit, counted)
+                size = await promotion.measure(source, commit, counted)
                 copy.append(Item(commit.attempt, size.nbytes, size.files))
             except (NotFoundError, CorruptError) as error:
                 left_out.append(Item(commit.attempt, why=str(await _blame(source, commit.attempt, error))))
@@ -160,7 +159,7 @@ def leads(far: RunState, newest: Attempt, take_over: bool) -> bool:
 async def _missing(log: RunLog, commit: Commit) -> str:
     """Return what is wrong with a checkpoint according to its metadata, or an empty string."""
     try:
-        await promote.measure(log, commit)
+        await promotion.measure(log, commit)
     except (CorruptError, NotFoundError) as error:
         return f"it is in the target, but damaged there: {error}"
     return ""
@@ -245,7 +244,7 @@ async def _copy_files(
 
     async def copy_rank(part: tuple[int, str]) -> WrittenPart:
         rank, digest = part
-        await promote.copy_part(source, target, commit.attempt, rank, expected=digest, used=used, on_bytes=on_bytes)
+        await promotion.copy_part(source, target, commit.attempt, rank, expected=digest, used=used, on_bytes=on_bytes)
         # read again for the sizes of its files
         return await load_part(target, commit.attempt, rank, expected=digest, compact=many)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt.core.checkpoint import read
-from ckpt.core.log.log import Commit, RunLog
+from ckpt.core.log.run_log import Commit, RunLog
 from ckpt.errors import NotFoundError, StoreError
 from ckpt.store import Store
 

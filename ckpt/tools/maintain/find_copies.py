@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from ckpt.core.checkpoint import packs, read, steady
+from ckpt.core.checkpoint import chunks, read, write
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.parts import MANY, read_header
 from ckpt.core.format.codec import DELTA, RAW, word_of
@@ -102,7 +102,7 @@ class CopyFinder:
         if location in self._absent:
             raise NotFoundError(f"{piece.pack} is not in {store.url}")
         try:
-            view = await steady.get(store, piece.pack, start=piece.offset, length=piece.stored)
+            view = await chunks.get(store, piece.pack, start=piece.offset, length=piece.stored)
         except NotFoundError:
             self._absent.add(location)
             raise
@@ -217,7 +217,7 @@ def _blobs_header(info: PackInfo, layout: Layout, tiles: dict[int, tuple[Audited
         return None
     zeros = memoryview(bytes(max(int(sheet.table.stored[row]) for sheet, row in tiles.values())))
     items = [
-        packs.Encoded(row, int(sheet.table.codec[row]), zeros[: int(sheet.table.stored[row])])
+        write.Encoded(row, int(sheet.table.codec[row]), zeros[: int(sheet.table.stored[row])])
         for sheet, row in tiles.values()
     ]
-    return packs.pack_header(layout, items, metadata_of(info.key))
+    return write.pack_header(layout, items, metadata_of(info.key))

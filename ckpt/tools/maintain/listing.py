@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ckpt.core.format.manifest import STEPS, Attempt, is_data, owner, rank_of
-from ckpt.core.log.log import Commit, RunLog
 from ckpt.core.log.records import MARK
+from ckpt.core.log.run_log import Commit, RunLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from ckpt.core.checkpoint import read, retention
 from ckpt.core.checkpoint.retention import Sweep
 from ckpt.core.checkpoint.retention import default_grace_s as default_grace_s
 from ckpt.core.format.manifest import Attempt, by_owner, in_deletion_order, owner
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Commit, Record, RunState, live_packs
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UnreadableError, is_unreadable
 from ckpt.failpoints import point
 from ckpt.store import Store, is_temporary

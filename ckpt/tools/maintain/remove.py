@@ -13,8 +13,8 @@ from functools import partial
 from ckpt.core.checkpoint import retention
 from ckpt.core.checkpoint.retention import Sweep
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.log.log import RunLog
 from ckpt.core.log.records import Commit, RunState
+from ckpt.core.log.run_log import RunLog
 from ckpt.errors import NoCheckpointError, UsageError, is_unreadable
 from ckpt.tools.maintain.prune import Item, RunFiles, refuse, sweep
 

@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckpt.core.checkpoint import steady
+from ckpt.core.checkpoint import chunks
 from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.checkpoint.parts import read_header
 from ckpt.core.checkpoint.write import CHUNK, page_aligned
@@ -124,7 +124,7 @@ async def alike(audit: Audit, info: PackInfo) -> list[Store]:
     found = []
     for other in audit.others:
         try:
-            same_size = (await steady.head(other.store, info.key)).size == info.size
+            same_size = (await chunks.head(other.store, info.key)).size == info.size
             await read_header(other.store, info)
         except (CorruptError, StoreError) as error:
             if is_unreadable(error):
@@ -197,14 +197,14 @@ class _Rewrite:
         there, end = min(self.pack.there or 0, self.info.size), start + len(view)
         if start < there:
             part = view[: min(end, there) - start]
-            part[:] = await steady.get(self.store, self.info.key, start=start, length=len(part))
+            part[:] = await chunks.get(self.store, self.info.key, start=start, length=len(part))
         for a, b in without([(max(start, there), end)], [(low, high) for low, high, _ in self._patches]):
             if not self._alike:
                 raise CorruptError(
                     f"no location has the {b - a} bytes at {a} of {self.info.key}, so the old file stays"
                 )
             part = view[a - start : b - start]
-            part[:] = await steady.get(self._alike[0], self.info.key, start=a, length=len(part))
+            part[:] = await chunks.get(self._alike[0], self.info.key, start=a, length=len(part))
 
 
 def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

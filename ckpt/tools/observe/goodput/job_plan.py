@@ -1,4 +1,4 @@
-"""Forecast for a whole job at any scale: its size, its tiers and the result (`ckpt.core.cadence.model`). Pure.
+"""Forecast for a whole job at any scale: its size, its tiers and the result (`ckpt.core.cadence.cadence`). Pure.
 
     PlannedJob, numbers -> tiers() -> cadences() -> plan() -> Plan
 
@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from ckpt.core.cadence.cadence import FLEET_GPU_S
-from ckpt.core.cadence.ledger import Account, in_order
-from ckpt.core.cadence.model import (
+from ckpt.core.cadence.cadence import (
+    FLEET_GPU_S,
     Costs,
     Forecast,
     TierCost,
@@ -27,6 +26,7 @@ from ckpt.core.cadence.model import (
     predict,
     steps_apart,
 )
+from ckpt.core.cadence.ledger import Account, in_order
 from ckpt.errors import UsageError
 from ckpt.tools.observe.goodput.accounting import settled
 

@@ -14,7 +14,7 @@ from ckpt.units import duration, moment
 
 LONG_S = 3600.0  # a longer break may have been intended, which deserves a note
 COMPARABLE = 3  # fewest steps of an attempt that define its usual step time
-ENOUGH = 4  # fewest steps without a save, as in ckpt.core.cadence.overhead
+ENOUGH = 4  # fewest steps without a save, as in ckpt.core.cadence.cadence
 FAR, FAR_S = 5.0, 0.5  # multiples of a usual step, and seconds: a single step that is longer contains other work
 
 

@@ -16,15 +16,12 @@ from dataclasses import dataclass, replace
 import psutil
 
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.ipc import watch_requests as watch
-from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena
-from ckpt.core.ipc.free_memory import room
-from ckpt.core.ipc.heartbeat import Beat, Heartbeat, StepDone
-from ckpt.core.ipc.process import number_in_proc
-from ckpt.core.ipc.requests import Json
+from ckpt.core.ipc import messages as watch
+from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, room
+from ckpt.core.ipc.heartbeat import Beat, Heartbeat, StepDone, number_in_proc
+from ckpt.core.ipc.messages import Json
 from ckpt.core.writer.bookkeeper import Bookkeeper
-from ckpt.core.writer.dispatch import Caller, handles
-from ckpt.core.writer.held_run import HeldRun, PresentTrainer
+from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.persist import Drain
 from ckpt.errors import CheckpointError

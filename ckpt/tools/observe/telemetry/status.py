@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ckpt.core.format.typed_json import typed
+from ckpt.core.format.manifest import typed
 from ckpt.errors import CorruptError
 
 VERSION = 1

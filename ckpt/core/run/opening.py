@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckpt.core.cadence.cadence import MEMORY, Auto
-from ckpt.core.checkpoint.commit import Role
+from ckpt.core.checkpoint.commits import Role
 from ckpt.core.checkpoint.lease import check_unused, fence
 from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.checkpoint.read import run
 from ckpt.core.format.manifest import Attempt, nonce_of
-from ckpt.core.ipc import channel, requests
-from ckpt.core.ipc.requests import Json
-from ckpt.core.log.log import Acquire, in_history
+from ckpt.core.ipc import channel, messages
+from ckpt.core.ipc.messages import Json
+from ckpt.core.log.run_log import Acquire, in_history
 from ckpt.core.ranks.world import World
 from ckpt.core.restore.sources import HeldSnapshot
-from ckpt.core.run.supervise.memory import HeldElsewhere, SnapshotMemory, as_digests
-from ckpt.core.run.supervise.writer_link import REQUEST_S, CurrentWriter, WriterClient
-from ckpt.core.run.supervise.writes import KnownLayouts
+from ckpt.core.run.memory import HeldElsewhere, KnownLayouts, SnapshotMemory, as_digests
+from ckpt.core.run.writer_link import REQUEST_S, CurrentWriter, WriterClient
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import (
     CheckpointError,
@@ -82,7 +81,7 @@ class RunOpener:
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
         """Make the writer open the tiers, without changing anything in them. `writers`: how many writers of this
         trainer have died."""
-        request = requests.OpenRun(
+        request = messages.OpenRun(
             tiers=[tier.spec() for tier in self.tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
             commit_s=self._commit_s,
@@ -143,10 +142,10 @@ class RunOpener:
         mine = self._spoken_for()
         if not mine and (self.roles or self._world.rank > 0):
             return []  # other ranks take ownership of all tiers
-        request = requests.AcquireRun(nonce, floor, str(restored) if restored else None, mine)
+        request = messages.AcquireRun(nonce, floor, str(restored) if restored else None, mine)
         return self._writer.insist(lambda client: client.ask(request))  # idempotent, because the nonce is the same
 
-    def own(self, owner: Acquire, *, recover: bool) -> list[requests.PartsHere]:
+    def own(self, owner: Acquire, *, recover: bool) -> list[messages.PartsHere]:
         """Set the owner that all ranks have agreed on. Return the checkpoints for which this storage has only some
         parts, in the tiers that this rank recovers."""
         with self._writer.lock:
@@ -156,33 +155,33 @@ class RunOpener:
         self._held.count_anew()
         return self._writer.insist(lambda client: self._own(client, recover=recover))
 
-    def _own(self, client: WriterClient, *, recover: bool) -> list[requests.PartsHere]:
+    def _own(self, client: WriterClient, *, recover: bool) -> list[messages.PartsHere]:
         roles = [(list(role.ranks), role.place, role.world) for role in self.roles]
         recovered = self._spoken_for() if recover else []
-        return client.ask(requests.OwnRun(_row(self.owner), roles, recovered, self._next_nonces), OPEN_S)
+        return client.ask(messages.OwnRun(_row(self.owner), roles, recovered, self._next_nonces), OPEN_S)
 
     def _spoken_for(self) -> list[int]:
         return [i for i, role in enumerate(self.roles) if role.place == 0]
 
-    def is_ours(self, owner: requests.Owner) -> bool:
+    def is_ours(self, owner: messages.Owner) -> bool:
         """Return True if this owner belongs to our history, or is the next owner of our job."""
         ours = {(one.epoch, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
         return owner[:2] in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
         """Resume interrupted copies to further tiers, after recovery has finished in all tiers."""
-        self._writer.send(requests.Resume())
+        self._writer.send(messages.Resume())
 
     def complete(self, tier: int, attempts: list[Attempt]) -> None:
         """Commit these checkpoints, because all nodes store their parts."""
-        self._writer.send(requests.Complete(tier, [str(a) for a in attempts]))
+        self._writer.send(messages.Complete(tier, [str(a) for a in attempts]))
 
     def distrust(self, url: str) -> None:
         """Make the next checkpoint of a tier a full one, because a restore found damage there."""
-        self._writer.send(requests.Distrust(url))
+        self._writer.send(messages.Distrust(url))
 
 
-def _row(acquire: Acquire) -> requests.Owner:
+def _row(acquire: Acquire) -> messages.Owner:
     return acquire.epoch, acquire.nonce, str(acquire.restored) if acquire.restored else None
 
 
@@ -195,7 +194,7 @@ RESPAWN_LIMIT = 3  # deaths of writers within RESPAWN_WINDOW_S, after which no f
 RESPAWN_WINDOW_S = 60.0
 TOLD = 4096  # bytes at the end of a writer's log that are searched for its last line
 
-Greeted = tuple[requests.GreetingReply, list[int]]
+Greeted = tuple[messages.GreetingReply, list[int]]
 Found = tuple[WriterClient, Greeted | None]
 """A writer, with its greeting reply and the descriptors of its arenas; None if it was just started."""
 
@@ -224,7 +223,7 @@ class Intruder:
     def __init__(self, tiers: list[Tier], takeover: bool) -> None:
         self._tiers, self._takeover, self._fenced = tiers, takeover, False
 
-    def make_way(self, found: WriterClient, hello: requests.LendReply, what: str = "") -> None:
+    def make_way(self, found: WriterClient, hello: messages.LendReply, what: str = "") -> None:
         """Wait until the writer has released its memory, or is about to. `what`: a prefix of the run's name.
 
         Raises InUseError if the trainer is still alive, or the error that prevents access to the tiers.
@@ -241,7 +240,7 @@ class Intruder:
         end = time.monotonic() + FREED_S
         while time.monotonic() < end:
             try:
-                if not found.ask(requests.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
+                if not found.ask(messages.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
                     return
             except WriterError:
                 return
@@ -298,7 +297,7 @@ class WriterFinder:
             self._meanwhile()
             client.greet(OPEN_S, OPEN_S)
         except BaseException:
-            client.send(requests.Leave())
+            client.send(messages.Leave())
             client.close()
             raise
         return client
@@ -333,7 +332,7 @@ class WriterFinder:
         if self._tiers and self._tiers[0].url in hello.lost:  # deleted since our check, or the writer sees another one
             for fd in fds:
                 os.close(fd)
-            found.send(requests.Leave(keep=True))
+            found.send(messages.Leave(keep=True))
             found.close()
             raise RunGoneError.of(self._tiers[0].url)
         return found, (hello, fds)
@@ -346,10 +345,10 @@ class WriterFinder:
                 self._intruder.make_way(found, reply)
             time.sleep(0.1)
 
-    def _look(self, found: WriterClient) -> requests.LendReply:
+    def _look(self, found: WriterClient) -> messages.LendReply:
         """Query a writer about its trainer. If it does not reply, and the tiers prove that no job trains, kill it."""
         try:
-            return found.ask_patiently(requests.Lend(look=True), HELLO_S, PATIENT_S)[0]
+            return found.ask_patiently(messages.Lend(look=True), HELLO_S, PATIENT_S)[0]
         except DeadlineError as error:
             if not self._tiers:
                 raise InUseError(f"{found.described()}, does not answer: end it to start without its memory") from None
@@ -388,7 +387,7 @@ class WriterFinder:
             self._run.open_again(fresh, writers=self._respawns)
         except (WriterError, StoreError, DeadlineError) as error:
             log.warning("%s", error)
-            fresh.send(requests.Leave())
+            fresh.send(messages.Leave())
             fresh.close()
             return None
         return fresh
@@ -412,7 +411,7 @@ class WriterFinder:
         """Raise FencedError if the writer that has the name serves another job."""
         found = None
         with contextlib.suppress(CheckpointError):
-            found = channel.ask_once(self._key, requests.Lend(look=True), HELLO_S)
+            found = channel.ask_once(self._key, messages.Lend(look=True), HELLO_S)
         if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
             raise FencedError(f"process {found.trainer} on this machine has opened this run")
 
@@ -434,7 +433,7 @@ class Lent:
     """Memory borrowed from another writer, and that writer's reply."""
 
     held: HeldElsewhere
-    reply: requests.LendReply
+    reply: messages.LendReply
 
 
 class HeldSnapshots:
@@ -502,7 +501,7 @@ class HeldSnapshots:
         inherited = self._memory.inherited
         with contextlib.suppress(CheckpointError):  # the writer has digests of all it wrote or found after a death
             everything = self._layouts.differ_from(self._world.size)
-            reply = self._writer.ask(requests.Lend(look=True, digest=everything), REQUEST_S)
+            reply = self._writer.ask(messages.Lend(look=True, digest=everything), REQUEST_S)
             inherited.digests.update(as_digests(reply.digests))
         layouts = {**inherited.layouts, **self._layouts.known}
         ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests, damaged=inherited.damaged)
@@ -531,7 +530,7 @@ class HeldSnapshots:
         """Return True if this rank is responsible for the writer that another local rank has left."""
         return local_rank % self._world.local_size == self._world.local_rank
 
-    def _former(self, is_ours: Callable[[requests.LendReply], bool]) -> list[str]:
+    def _former(self, is_ours: Callable[[messages.LendReply], bool]) -> list[str]:
         """Return the keys of former writers that hold our run. `is_ours` decides by their replies."""
         ours, found = self._key.rpartition("-")[0], list[str]()
         keys = [key for key in channel.at_place(self._key) if key.rpartition("-")[0] != ours]
@@ -540,16 +539,16 @@ class HeldSnapshots:
         with _proof(self._run.tiers) as proof:
             for key in (key for key in keys if self._share(int(key.rpartition("-")[2]))):
                 with contextlib.suppress(CheckpointError):  # for example a writer of another version
-                    reply = channel.ask_once(key, requests.Lend(proof), FORMER_S)
+                    reply = channel.ask_once(key, messages.Lend(proof), FORMER_S)
                     if reply is not None and is_ours(reply):
                         found.append(key)
         return found
 
-    def _in_our_folder(self, reply: requests.LendReply) -> bool:
+    def _in_our_folder(self, reply: messages.LendReply) -> bool:
         """Return True for a writer that holds the run of our nearest tier, in the same folder."""
         return bool(self._run.near) and reply.sees and self._run.near.items() <= reply.roots.items()
 
-    def _of_our_run(self, reply: requests.LendReply) -> bool:
+    def _of_our_run(self, reply: messages.LendReply) -> bool:
         """Return True for a writer that holds this run in any of its tiers. Requires that the run is open."""
         return bool((self._run.roots.items() & reply.roots.items()) - (set() if reply.sees else self._run.near.items()))
 
@@ -599,7 +598,7 @@ class HeldSnapshots:
         try:
             compare = self._layouts.differ_from(self._world.size)
             patient_s = REQUEST_S if compare else PATIENT_S  # digests of a large memory take a while
-            reply, fds = client.ask_patiently(requests.Lend(digest=compare), HELLO_S, patient_s)
+            reply, fds = client.ask_patiently(messages.Lend(digest=compare), HELLO_S, patient_s)
             return Lent(HeldElsewhere.of(reply, fds), reply)
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)

@@ -1,4 +1,14 @@
-"""Takes ownership of a run, commits and aborts checkpoints, and recovers unfinished ones after a crash.
+"""Checks before a COMMIT: manifests fit together, all elements are covered, sources are live. No reads or writes.
+
+Tests with one small object whether a remote store has the guarantees that a run needs, before a run is created
+there.
+
+An error names the missing guarantee as docs/guide/storage.md does.
+
+The object has a name that `ckpt doctor` recognizes, and is deleted afterwards. Each try writes its own bytes, so that a
+retried request after a lost reply is not mistaken for another process's object.
+
+Takes ownership of a run, commits and aborts checkpoints, and recovers unfinished ones after a crash.
 
 A checkpoint exists once its COMMIT record is durable. Before that, the verified parts of every rank already form a
 consistent checkpoint, because all ranks use the same checkpoint id. So recovery commits complete checkpoints and aborts
@@ -9,23 +19,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from ckpt.core.checkpoint import commit_checks
 from ckpt.core.checkpoint.concurrent import AT_ONCE, of_each
 from ckpt.core.checkpoint.losses import UNCLEAR, records
 from ckpt.core.checkpoint.parts import load_part as load_part
 from ckpt.core.checkpoint.parts import sound_parts
 from ckpt.core.checkpoint.parts import stored_part as stored_part
 from ckpt.core.checkpoint.retention import delete_in_order, files_of, remember_packs
-from ckpt.core.checkpoint.store_trial import check_empty, check_ranges, created_twice, try_out
 from ckpt.core.checkpoint.write import WrittenPart
+from ckpt.core.format import columns
 from ckpt.core.format.digest import file_digest
+from ckpt.core.format.index import Share, build
 from ckpt.core.format.manifest import (
     MAX_FORMAT,
+    MAX_NEEDS,
     STEPS,
     Attempt,
     by_owner,
@@ -36,9 +49,10 @@ from ckpt.core.format.manifest import (
     owner,
     seal,
 )
-from ckpt.core.log.log import RunLog, infer_root
 from ckpt.core.log.records import Acquire, Commit, Record, RunState, commit_body
+from ckpt.core.log.run_log import RunLog, infer_root
 from ckpt.errors import (
+    AccessError,
     CheckpointError,
     CorruptError,
     ExistsError,
@@ -51,7 +65,194 @@ from ckpt.errors import (
 )
 from ckpt.events import log as logger
 from ckpt.failpoints import point
-from ckpt.store import Store, get_small, open_store
+from ckpt.store import Store, exists, get_small, open_store
+
+WHOLE_NEXT = "the next save will be whole"  # in the reason of a failed save, where every rank's writer finds it
+
+# -- sources of an increment --
+
+
+def check_files(
+    state: RunState,
+    attempt: Attempt,
+    packs: Iterable[str],
+    used: Mapping[Attempt, Set[str]],
+    *,
+    copied: bool = False,
+) -> None:
+    """Raise SaveError unless each data file was written by this checkpoint, or is used by a live checkpoint.
+
+    No PLAN deletes a data file that a live checkpoint uses. The COMMIT that follows this state keeps the file from then
+    on.
+
+    used: the files of live checkpoints, as far as they could be read.
+    copied: the data files were copied here with the checkpoint. Then it may also name files of checkpoints that have
+        not ended here, because no clean-up deletes these.
+    """
+    safe = set[str]().union(*(used[a] for a in used.keys() & state.commits.keys()))
+    for key in sorted(packs):
+        of = owner(key)
+        if of != attempt and key not in safe and not (copied and of is not None and not state.ended(of)):
+            then = "" if copied else f": {WHOLE_NEXT}"
+            raise SaveError(f"step {attempt.step} builds on {key}, which no live checkpoint uses{then}")
+
+
+def check_live(state: RunState, attempt: Attempt, needs: Iterable[Attempt]) -> None:
+    """Raise SaveError unless every checkpoint that a HELD one builds on is live in this state."""
+    for base in needs:
+        if base not in state.commits:
+            raise SaveError(f"step {attempt.step} builds on step {base.step}, which was retired")
+
+
+def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> None:
+    """Raise SaveError if a rank built on a checkpoint that the committing writer had found damaged before.
+
+    Checkpoints in flight at that time are at most `distrusted`, and pass. So do emergency saves: no later save could
+    replace them, and the damage may be repaired.
+    """
+    if any(one.part.reason != "due" for one in parts):
+        return
+    attempt = Attempt.parse(parts[0].part.attempt)
+    needs = sorted({Attempt.parse(need) for one in parts for need in one.part.needs})
+    if distrusted is not None and attempt > distrusted and needs and needs[0] <= distrusted:
+        raise SaveError(f"step {attempt.step} builds on step {needs[0].step}, which is damaged: {WHOLE_NEXT}")
+
+
+def vouches(state: RunState, base: WrittenPart) -> bool:
+    """Return True if a checkpoint may build on this manifest, because it belongs to a live checkpoint."""
+    part = base.part
+    found = state.commits.get(Attempt.parse(part.attempt))
+    return found is not None and (part.rank, base.digest) in found.parts
+
+
+def check_needs(attempt: Attempt, needs: Collection[Attempt]) -> None:
+    """Raise SaveError if the sources could not be recorded."""
+    if len(needs) > MAX_NEEDS:
+        raise SaveError(
+            f"step {attempt.step} builds on {len(needs)} older checkpoints, which is too many: it must be full"
+        )
+    if needs and max(needs) >= attempt:
+        raise SaveError(f"step {attempt.step} builds on step {max(needs).step}, which is not older: it must be full")
+
+
+# -- the manifests of the ranks --
+
+
+def check_replicas(parts: Sequence[WrittenPart]) -> None:
+    """Raise SaveError listing the tensors that should be replicated but differ between ranks."""
+    try:
+        found = columns.differing((w.part.rank, w.part.replicas) for w in parts)
+    except CorruptError as error:
+        raise SaveError(str(error)) from error
+    if found:
+        raise SaveError(columns.in_words(found))
+
+
+def index_of(parts: Sequence[WrittenPart]) -> bytes:
+    """Return the index of these parts. Raise SaveError if the ranks disagree about what they saved.
+
+    On a disk that only some nodes see, the parts are those of some ranks. Then tensors may be incomplete.
+    """
+    ordered = sorted(parts, key=lambda w: w.part.rank)
+    shares = [Share(w.part.rank, w.part.world, w.part.layout, w.part.values, w.table) for w in ordered]
+    try:
+        return build(shares, partial=not is_whole(parts)).to_bytes()
+    except CorruptError as error:
+        raise SaveError(str(error)) from error
+
+
+def all_finite(values: list[bool | None]) -> bool | None:
+    """Return False if any rank saw a NaN, None if that is unknown for a rank, and True otherwise."""
+    return False if False in values else None if None in values else True
+
+
+def is_whole(parts: Sequence[WrittenPart]) -> bool:
+    worlds = {w.part.world for w in parts}
+    return len(worlds) == 1 and {w.part.rank for w in parts} == set(range(worlds.pop()))
+
+
+# -- the guarantees of a store --
+
+
+PREFIX = "doctor-"  # prefix of all test objects
+CREATE, READ, RANGES = "create if absent", "read after write", "ranges"
+START, LENGTH = 7, 13  # a range with neither the beginning nor the end of the object
+
+
+async def check_empty(store: Store) -> None:
+    """Raise FormatError if the store has files other than a run or test objects."""
+    async for info in store.list():
+        if info.key == "FORMAT.json":
+            return  # another rank or job created the run first
+        if not info.key.startswith(PREFIX):  # `ckpt doctor` or another start is testing the store
+            if await exists(store, "FORMAT.json"):
+                return
+            raise FormatError(
+                f"{store.url} is not empty and not a run: it has {info.key}, but no FORMAT.json. Choose another "
+                "location"
+            )
+
+
+async def try_out(store: Store) -> None:
+    """Test the guarantees. Raise StoreError with the store, the missing guarantee, and the observed behaviour."""
+    folder = f"{PREFIX}{int(time.time())}-{secrets.token_hex(4)}/"
+    key = f"{folder}probe"
+    first, second = secrets.token_hex(32).encode(), secrets.token_hex(32).encode()
+    try:
+        await store.put(key, first, create=True)
+        try:
+            await store.put(key, second, create=True)
+        except ExistsError:
+            pass
+        else:
+            raise created_twice(store)
+        try:
+            found = bytes(await store.get(key))
+        except NotFoundError:
+            raise refused(store, READ, "an object that was just stored cannot be found") from None
+        if found != first:
+            raise refused(store, CREATE, "it reports that an object exists, but overwrites it")
+        if key not in [info.key async for info in store.list(folder)]:
+            raise refused(store, READ, "an object that was just stored is not listed")
+        await check_ranges(store, key, first)
+    finally:
+        with contextlib.suppress(CheckpointError):
+            await store.delete(key)
+
+
+async def check_ranges(store: Store, key: str, whole: bytes) -> None:
+    """Raise StoreError unless a range of an object is read correctly."""
+    request = f"a request for {LENGTH} bytes of an object from byte {START}"
+    try:
+        got = bytes(await store.get(key, start=START, length=LENGTH))
+    except (AccessError, NotFoundError):
+        raise
+    except StoreError as error:
+        if error.retryable:
+            raise
+        raise refused(store, RANGES, f"{request} fails ({error})") from None
+    if got != whole[START : START + LENGTH]:
+        raise refused(store, RANGES, f"{request} returns other bytes")
+
+
+def created_twice(store: Store) -> StoreError:
+    return refused(store, CREATE, "an object can be created twice, so two jobs could overwrite each other's commits")
+
+
+def refused(store: Store, guarantee: str, did: str) -> StoreError:
+    inner: Any = store
+    while hasattr(inner, "store"):
+        inner = inner.store
+    endpoint = getattr(inner, "endpoint", "")
+    return StoreError(
+        f"{store.url}{endpoint and f' at {endpoint}'} cannot store a run, because it does not guarantee {guarantee}: "
+        f"{did}. Nothing was saved there. Use a folder, S3, gs:// or az://, or another store that guarantees {CREATE}, "
+        f"{READ} and {RANGES}"
+    )
+
+
+# -- own a run, commit, abort, recover --
+
 
 PROBES = 3  # a retry after a lost reply finds the same bytes and may report success, so one probe is not enough
 LEFT_OUT = "was left out in"  # part of the reason of an ABORT that is not a failure: the tier was too slow
@@ -164,10 +365,10 @@ async def commit(
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
-    commit_checks.check_needs(said.attempt, said.needs)
-    index = await asyncio.to_thread(commit_checks.index_of, parts)
+    check_needs(said.attempt, said.needs)
+    index = await asyncio.to_thread(index_of, parts)
     if fitting and len(parts) > 1:  # after the index: a tensor of another shape differs, too
-        await asyncio.to_thread(commit_checks.check_replicas, parts)
+        await asyncio.to_thread(check_replicas, parts)
     when = time.time() if at is None else at
     found, attempt = replace(said, index=file_digest(index), time=when), said.attempt
     log.check_owner(mine)
@@ -182,9 +383,9 @@ async def commit(
         if state.ended(attempt) or (kind == "HELD" and attempt in state.held):
             return None
         # A data file may belong to a retired checkpoint, if a live checkpoint that was built on it still uses the file.
-        commit_checks.check_files(state, attempt, packs, used or {}, copied=copied)
+        check_files(state, attempt, packs, used or {}, copied=copied)
         if kind == "HELD":
-            commit_checks.check_live(state, attempt, found.needs)  # its COMMIT repeats this check
+            check_live(state, attempt, found.needs)  # its COMMIT repeats this check
         return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
 
     state = await log.append(make, owner=mine)
@@ -255,7 +456,7 @@ async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> N
         except NotFoundError:
             raise SaveError(
                 f"step {attempt.step} builds on {key}, which is gone from {store.url}: the files of the run were "
-                f"deleted, or replaced by an earlier copy of it: {commit_checks.WHOLE_NEXT}"
+                f"deleted, or replaced by an earlier copy of it: {WHOLE_NEXT}"
             ) from None
 
     await of_each(sorted(borrowed), check)
@@ -268,7 +469,7 @@ def _said_by(parts: Sequence[WrittenPart]) -> Commit:
         parts[0].part.world,
         tuple((w.part.rank, w.digest) for w in parts),
         "",
-        commit_checks.all_finite([w.part.finite for w in parts]),
+        all_finite([w.part.finite for w in parts]),
         next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
         tuple(sorted({Attempt.parse(need) for w in parts for need in w.part.needs})),
     )
@@ -284,7 +485,7 @@ async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
         held = state.held.get(attempt)
         if held is None or state.ended(attempt):
             return None
-        commit_checks.check_live(state, attempt, held.needs)
+        check_live(state, attempt, held.needs)
         return Record("COMMIT", commit_body(replace(held, time=time.time())), f"commit:{attempt}")
 
     try:
@@ -313,7 +514,7 @@ async def commit_or_end(
 ) -> None:
     """Commit these parts. If they cannot form a checkpoint, abort it and raise. `distrusted`: see `Encoder`."""
     try:
-        commit_checks.check_trusted(parts, distrusted)
+        check_trusted(parts, distrusted)
         await commit_fitting(log, mine, parts, kind=kind)
     except SaveError as error:
         await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
@@ -397,17 +598,17 @@ async def recover(
 
 
 def _kind(parts: list[WrittenPart]) -> str:
-    return "COMMIT" if commit_checks.is_whole(parts) else "HELD"
+    return "COMMIT" if is_whole(parts) else "HELD"
 
 
 async def _is_to_land(log: RunLog, attempt: Attempt, parts: list[WrittenPart], partial: bool) -> tuple[bool, str]:
     """Return (True, "") if a checkpoint must be committed, else (False, reason)."""
     state = log.state
-    if not parts or not (commit_checks.is_whole(parts) or partial):
+    if not parts or not (is_whole(parts) or partial):
         return False, "not whole when the run was opened"
     if not _may_have_ended(state, attempt):
         return True, ""
-    index = commit_checks.index_of(parts)
+    index = index_of(parts)
     with contextlib.suppress(NotFoundError, CorruptError):
         if bytes(await get_small(log.store, index_key(attempt), len(index))) == index:
             return True, ""

@@ -28,10 +28,21 @@ import ckpt
 import ckpt_backends
 from ckpt.core.ipc import channel as link
 from ckpt.core.ipc.channel import Channel
-from ckpt.core.ipc.notes import FencedNote
-from ckpt.core.ipc.process import Process, number_in_proc
-from ckpt.core.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, encode, message_of, reply_of, table
-from ckpt.core.ipc.requests import Greeting, GreetingReply
+from ckpt.core.ipc.heartbeat import Process, number_in_proc
+from ckpt.core.ipc.messages import (
+    PROTOCOL,
+    REPLY,
+    FencedNote,
+    Greeting,
+    GreetingReply,
+    Incoming,
+    Note,
+    Request,
+    encode,
+    message_of,
+    reply_of,
+    table,
+)
 from ckpt.errors import (
     CheckpointError,
     ClosedError,

@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ckpt.core.ipc import notes, requests
-from ckpt.core.ipc.protocol import Note
-from ckpt.core.log.log import Acquire
+from ckpt.core.ipc import messages
+from ckpt.core.ipc.messages import Note
+from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.memory import SnapshotMemory
-from ckpt.core.run.supervise.opening import HeldSnapshots, Intruder, RunOpener, WriterFinder
-from ckpt.core.run.supervise.writer_link import CurrentWriter, StandingRequests, WriterClient
-from ckpt.core.run.supervise.writes import Acknowledgements, KnownLayouts, Writes
+from ckpt.core.run.memory import Acknowledgements, KnownLayouts, SnapshotMemory, Writes
+from ckpt.core.run.opening import HeldSnapshots, Intruder, RunOpener, WriterFinder
+from ckpt.core.run.writer_link import CurrentWriter, StandingRequests, WriterClient
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, FencedError, WriterError
 from ckpt.events import log
@@ -50,7 +49,7 @@ class WriterSupervisor:
         self._tiers, self._stager = tiers, stager
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
         self._adopted = False
-        self.faults: list[requests.Json] = []  # of earlier job attempts, not yet reported to a trainer
+        self.faults: list[messages.Json] = []  # of earlier job attempts, not yet reported to a trainer
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self.writer = writer = CurrentWriter()
         self.memory = SnapshotMemory(writer, stager, world, tiers, memory, node)
@@ -97,7 +96,7 @@ class WriterSupervisor:
     def give_up(self) -> None:
         """Disconnect, because the run could not be opened. Memory of an earlier job attempt stays with its writer."""
         self.writer.closing = True
-        self.client.send(requests.Leave(keep=bool(self.memory.inherited.arenas)))
+        self.client.send(messages.Leave(keep=bool(self.memory.inherited.arenas)))
         self.client.close()
         self.memory.close()
 
@@ -117,9 +116,9 @@ class WriterSupervisor:
 
     def _hear_all(self) -> None:
         """Register handlers for notes on memory and on the run. Other parts register their own handlers."""
-        self.hear(notes.SlotReadNote, self._on_read)
-        self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
-        self.hear(notes.FencedNote, self._on_fenced)
+        self.hear(messages.SlotReadNote, self._on_read)
+        self.hear(messages.SaidNote, lambda note: log.warning("%s", note.text))
+        self.hear(messages.FencedNote, self._on_fenced)
 
     def hear(self, kind: type[N], handler: Callable[[N], None]) -> None:
         """Call `handler` with notes of this type. Notes without a handler are dropped."""
@@ -129,13 +128,13 @@ class WriterSupervisor:
         if (handler := self._hears.get(type(note))) is not None:
             handler(note)
 
-    def _on_read(self, note: notes.SlotReadNote) -> None:
+    def _on_read(self, note: messages.SlotReadNote) -> None:
         if note.attempt:
             self.writes.on_stored(note)
         else:
             self.memory.on_read(note.arena, note.slot)
 
-    def _on_fenced(self, note: notes.FencedNote) -> None:
+    def _on_fenced(self, note: messages.FencedNote) -> None:
         error = FencedError(note.text)
         with self.writer.lock:
             self._lose(error)
@@ -159,7 +158,7 @@ class WriterSupervisor:
             return
         with writer.lock:
             if writer.closing:
-                fresh.send(requests.Leave())
+                fresh.send(messages.Leave())
                 fresh.close()
                 return
             for user in writer.users:
@@ -212,7 +211,7 @@ class WriterSupervisor:
         end = time.monotonic() + timeout_s
         if self.failure is None:
             try:
-                leave = requests.Leave(keep=True)
+                leave = messages.Leave(keep=True)
                 self.writer.insist(lambda client: client.ask(leave, max(0.1, end - time.monotonic())), end)
             except FencedError:
                 pass  # another job owns the run
@@ -232,7 +231,7 @@ class WriterSupervisor:
         try:
             if self.failure is None:
                 with contextlib.suppress(WriterError):  # it died; the caller has already waited for its writes
-                    self.client.ask(requests.Leave(failed=failed), max(timeout_s, 0.1))
+                    self.client.ask(messages.Leave(failed=failed), max(timeout_s, 0.1))
         finally:
             self.client.close()
             self.acknowledgements.on_no_writer(WriterError("the writer had died when the Checkpointer was closed"))

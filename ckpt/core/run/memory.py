@@ -1,5 +1,9 @@
 """The arenas of a rank: the one it stages into, the next one, and those of earlier job attempts, which are released
 when newer snapshots supersede them.
+
+Tracks this rank's snapshots in the writer, which gets their layouts, holds them, and writes them to tiers.
+
+A writer that replaces a dead one gets all of these requests again.
 """
 
 from __future__ import annotations
@@ -7,23 +11,26 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from ckpt.core.format.columns import Replicas
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import Attempt
-from ckpt.core.ipc import requests
+from ckpt.core.ipc import messages
 from ckpt.core.ipc.arena import MAX_SLOTS, Arena
-from ckpt.core.ipc.process import Process
-from ckpt.core.log.log import Acquire
+from ckpt.core.ipc.heartbeat import Process
+from ckpt.core.ipc.messages import SlotReadNote
+from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import World
-from ckpt.core.run.supervise.writer_link import REQUEST_S, CurrentWriter, WriterClient, WriterUser, start_thread
+from ckpt.core.run.writer_link import REQUEST_S, CurrentWriter, WriterClient, WriterUser, start_thread
 from ckpt.core.snapshot.stage import Stager
-from ckpt.errors import CheckpointError, CorruptError, SkippedError, WriterError
+from ckpt.errors import CheckpointError, CorruptError, SaveError, SkippedError, WriterError
 from ckpt.events import log
+from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
 
 
@@ -51,7 +58,7 @@ class HeldElsewhere:
     damaged: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, hello: requests.LendReply, fds: list[int]) -> HeldElsewhere:
+    def of(cls, hello: messages.LendReply, fds: list[int]) -> HeldElsewhere:
         """Return the memory that a writer has sent."""
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
         acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
@@ -132,7 +139,7 @@ class SnapshotMemory(WriterUser):
     def on_new_writer(self, client: WriterClient) -> None:
         self._stager.on_writer(client.pid)
         self._attached = [
-            client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
+            client.send(messages.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
         ]
         for arena_id, slot in list(self._read_before):  # the writer that was reading them has died
             self.on_read(arena_id.hex(), slot)
@@ -147,7 +154,7 @@ class SnapshotMemory(WriterUser):
 
     # -- memory of earlier job attempts --
 
-    def inherit(self, hello: requests.GreetingReply, fds: list[int]) -> None:
+    def inherit(self, hello: messages.GreetingReply, fds: list[int]) -> None:
         """Map the memory of the writer that was found. The newest arena that this rank staged into is reused, and all
         others are only read. No slot is overwritten while the previous trainer may write to it or the writer reads
         it."""
@@ -168,7 +175,7 @@ class SnapshotMemory(WriterUser):
     def adopt(self) -> None:
         """Stage into the inherited arena. If it cannot be locked, it is only read. Damaged arenas are released."""
         for key in self.inherited.damaged:
-            self._writer.send(requests.ReleaseArena(key))
+            self._writer.send(messages.ReleaseArena(key))
         if self._arriving is not None:
             try:
                 self._use(self._arriving)
@@ -205,7 +212,7 @@ class SnapshotMemory(WriterUser):
             self.inherited.arenas.append(arena)
             self._spares.append(arena)
             self._foreign.add(arena.id)
-            self._writer.ask(requests.AttachArena(foreign=True), fds=(arena.fd,))
+            self._writer.ask(messages.AttachArena(foreign=True), fds=(arena.fd,))
 
     def _use(self, arena: Arena) -> None:
         """Stage into this arena. The writer that is then current watches it."""
@@ -216,7 +223,7 @@ class SnapshotMemory(WriterUser):
             client = client or self._writer.client
             if self._watched != (client, arena.id):
                 self._watched = client, arena.id
-                client.send(requests.WatchArena(arena.id.hex()))
+                client.send(messages.WatchArena(arena.id.hex()))
 
     # -- more memory --
 
@@ -259,14 +266,14 @@ class SnapshotMemory(WriterUser):
         arena = self._stager.arena
         if self._copied and arena is not None:
             for slot, label in arena.sealed()[:1]:
-                self._writer.send(requests.Push(arena.id.hex(), slot, str(label.attempt)))
+                self._writer.send(messages.Push(arena.id.hex(), slot, str(label.attempt)))
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
             return
         with self._writer.lock:
             busy = self._writer.in_use()
             for arena in self.all_arenas():
                 if arena not in (self._stager.arena, self._arriving) and arena.id not in busy:
-                    self._writer.send(requests.ReleaseArena(arena.id.hex()))
+                    self._writer.send(messages.ReleaseArena(arena.id.hex()))
                     arena.close()
             self._spares = [arena for arena in self._spares if arena.id in busy]
             self.inherited.arenas = []
@@ -325,7 +332,7 @@ NONE_KEPT = ", so none is kept there: only steps that are due in a tier are save
 NO_ROOM = "Until then a step is saved only if a tier has scheduled it, and training waits for that write"
 
 
-def as_digests(rows: list[requests.Digest]) -> Digests:
+def as_digests(rows: list[messages.Digest]) -> Digests:
     return {(Attempt.parse(attempt), rank): KnownDigests(bytes.fromhex(d), late) for attempt, rank, d, late in rows}
 
 
@@ -362,7 +369,7 @@ class NextArena:
             self._asked_size, self._asked = size, wanted
             self.drop(release=True)
             self._making = self._writer.send(
-                requests.MakeArena(self._slots, size, self._least, self._ranks, self._node())
+                messages.MakeArena(self._slots, size, self._least, self._ranks, self._node())
             )
 
     def drop(self, *, release: bool = False) -> None:
@@ -378,7 +385,7 @@ class NextArena:
                 for fd in fds:
                     os.close(fd)
                 if client is not None:
-                    client.send(requests.ReleaseArena(key))
+                    client.send(messages.ReleaseArena(key))
 
         if making is not None:
             making.add_done_callback(close)
@@ -416,7 +423,7 @@ class NextArena:
             arena = Arena.attach(fds[0])
         except OSError as error:
             os.close(fds[0])
-            self._writer.send(requests.ReleaseArena(key))
+            self._writer.send(messages.ReleaseArena(key))
             self._refused_size = self._asked
             refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v")
             self._say_short(f"{refusal}. {NO_ROOM}")
@@ -444,3 +451,253 @@ class NextArena:
         if not self._said_short:
             log.warning("memory is short: %s", what)
         self._said_short = True
+
+
+# -- snapshots in the writer --
+
+
+MOST_TRIES = 3  # number of writers that try one write, because the write may be what kills them
+MOST_S = 3600.0  # timeout to append to a run log; the store has its own retries
+
+
+@dataclass
+class WriteInFlight:
+    """The write of one slot to one tier."""
+
+    attempt: Attempt
+    arena: Arena | None  # None if its bytes were stored without a slot
+    slot: int
+    tier: int
+    done: Callable[[CheckpointError | None, WriteInFlight], None]  # gets the write: a cycle would keep the arena alive
+    tries: int = 0
+    stored: bool = False  # its bytes are in the store, so the slot can be reused
+    nbytes: int = 0  # size of the snapshot, and of the bytes stored for it; set when the write is done
+    nbytes_stored: int = 0
+    replicas: Replicas = field(default_factory=dict)  # digests of replicated tensors, for its part
+
+
+class Writes(WriterUser):
+    """The writes of this rank that are under way. If the writer dies, the next one gets them."""
+
+    def __init__(self, writer: CurrentWriter, stager: Stager) -> None:
+        self._writer, self._stager = writer, stager
+        self._writes: list[WriteInFlight] = []
+        self._retracts: dict[Attempt, str] = {}
+        self._kept: messages.KeepSteps | None = None  # the last request to keep steps, for the next writer
+
+    def write(self, write: WriteInFlight) -> None:
+        """Request the write of a sealed slot, and pin it until its bytes are stored. Calls `write.done` at the end."""
+        with self._writer.lock:
+            if write.arena is not None:
+                self._stager.slots.pin(write.arena, write.slot)
+            if self._writer.failure is not None:
+                self._release(write)
+                write.done(self._writer.failure, write)
+                return
+            self._writes.append(write)
+            self._send(self._writer.client, write)
+        point("save.requested")
+
+    def _send(self, client: WriterClient, write: WriteInFlight) -> None:
+        write.tries += 1
+        place = "" if write.arena is None else write.arena.id.hex(), write.slot
+        future = client.send(messages.WriteSlot(write.tier, *place, str(write.attempt), write.stored, write.replicas))
+        future.add_done_callback(lambda f: self._on_written(write, f))
+
+    def _on_written(self, write: WriteInFlight, future: Future[tuple[messages.WriteSlotReply, list[int]]]) -> None:
+        error = future.exception()
+        with self._writer.lock:
+            if isinstance(error, WriterError) and write.tries <= MOST_TRIES and not self._writer.closing:
+                return  # the next writer gets it
+            if write not in self._writes:
+                return
+            self._writes.remove(write)
+            self._release(write)
+        if error is None:
+            reply, _ = future.result()
+            write.nbytes, write.nbytes_stored = reply.nbytes, reply.stored
+        elif not isinstance(error, CheckpointError):
+            error = SaveError(str(error))
+        write.done(error, write)
+
+    def on_stored(self, note: SlotReadNote) -> None:
+        with self._writer.lock:
+            for write in self._writes:
+                if (write.tier, str(write.attempt)) == (note.tier, note.attempt):
+                    self._release(write)
+
+    def _release(self, write: WriteInFlight) -> None:
+        """Unpin the slot of a write, once."""
+        if not write.stored:
+            write.stored = True
+            if write.arena is not None:
+                self._stager.slots.unpin(write.arena.id, write.slot)
+
+    def retract(self, attempt: Attempt, reason: str) -> None:
+        """Retract a snapshot: it must not become a checkpoint, or must not remain one."""
+        with self._writer.lock:
+            self._retracts[attempt] = reason  # kept until done, because the writer may die before
+            self._send_retract(self._writer.client, attempt, reason)
+
+    def _send_retract(self, client: WriterClient, attempt: Attempt, reason: str) -> None:
+        def done(future: Future[tuple[None, list[int]]]) -> None:
+            if not isinstance(future.exception(), WriterError):
+                self._retracts.pop(attempt, None)
+
+        client.send(messages.Retract(str(attempt), reason)).add_done_callback(done)
+
+    def keep_steps(self, notes: Mapping[int, str]) -> None:
+        """Keep these steps in every tier regardless of their age. This replaces the steps kept before."""
+        with self._writer.lock:
+            self._kept = messages.KeepSteps(list(notes.items()))
+            self._writer.client.send(self._kept)
+
+    def note_down(self, timeout_s: float) -> None:
+        """Wait until the run logs contain the kept steps. Raises StoreError if one cannot be written now, and
+        DeadlineError."""
+        if (kept := self._kept) is not None and self._writer.failure is None:
+            self._writer.insist(lambda client: client.ask(kept, max(0.1, min(timeout_s, MOST_S))))
+
+    def on_new_writer(self, client: WriterClient) -> None:
+        if self._kept is not None:
+            client.send(self._kept)
+        for attempt, reason in list(self._retracts.items()):
+            self._send_retract(client, attempt, reason)
+        for write in list(self._writes):
+            self._send(client, write)
+
+    def on_no_writer(self, error: CheckpointError) -> None:
+        for write in self._writes:
+            self._release(write)
+            write.done(error, write)
+        self._writes.clear()
+
+    def in_use(self) -> set[bytes]:
+        return {write.arena.id for write in self._writes if write.arena is not None}
+
+
+MOST_LAYOUTS = 64  # number of layouts kept before unused ones are dropped
+NEWEST = 8  # number of newest layouts that are always kept
+
+
+class KnownLayouts(WriterUser):
+    """Layouts that the writer has. `known`: those of this rank and of the memory in its writer, by digest."""
+
+    def __init__(self, writer: CurrentWriter, memory: SnapshotMemory) -> None:
+        self._writer, self._memory = writer, memory
+        self.known: dict[str, Layout] = {}
+        self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # done when the writer has the layout
+
+    def heard(self, digest: str) -> Future[tuple[None, list[int]]] | None:
+        """Return a future that is done when the writer has this layout; None if it had it before."""
+        return self._heard.get(digest)
+
+    def differ_from(self, world: int) -> bool:
+        """Return True if a layout is for another number of ranks. Then a restore compares replicated tensors."""
+        return any(layout.world not in (1, world) for layout in self.known.values())
+
+    def take(self, layouts: Mapping[str, Layout]) -> None:
+        """Send the layouts of another writer to ours."""
+        with self._writer.lock:
+            for digest, layout in layouts.items():
+                if digest not in self.known:
+                    self.known[digest] = layout
+                    self._writer.send(messages.KnowLayout(layout.to_json()))
+
+    def tell(self, layout: Layout) -> None:
+        """Send a layout to the writer, before a slot is sealed with it."""
+        if layout.digest in self.known:
+            return
+        said = layout.to_json()  # slow, so not under the lock, which a signal handler may need
+        with self._writer.lock:
+            if len(self.known) > MOST_LAYOUTS:
+                self._forget_unused()
+            self._heard[layout.digest] = self._writer.send(messages.KnowLayout(said))
+            self.known[layout.digest] = layout  # last, because Ctrl-C may interrupt this
+
+    def _forget_unused(self) -> None:
+        """Drop layouts that no snapshot uses. A state whose shapes keep changing creates many."""
+        used = {label.layout for arena in self._memory.arenas() for _, label in arena.sealed()}
+        used |= {*list(self.known)[-NEWEST:]}
+        self.known = {digest: layout for digest, layout in self.known.items() if digest in used}
+        self._heard = {digest: heard for digest, heard in self._heard.items() if digest in used}
+
+    def on_new_writer(self, client: WriterClient) -> None:
+        for layout in self.known.values():
+            client.send(messages.KnowLayout(layout.to_json()))
+
+
+Done = Callable[[CheckpointError | None], None]
+
+
+@dataclass(frozen=True)
+class AwaitedSlot:
+    """A sealed slot. `done` is called when a writer holds it and has its layout, or with the error if none will."""
+
+    attempt: Attempt
+    layout: str
+    arena: Arena
+    slot: int
+    done: Done
+
+
+class Acknowledgements(WriterUser):
+    """Reports for each snapshot of this rank when a process that survives the trainer holds it."""
+
+    def __init__(self, writer: CurrentWriter, layouts: KnownLayouts) -> None:
+        self._writer, self._layouts = writer, layouts
+        self._awaited: dict[tuple[bytes, int], AwaitedSlot] = {}
+
+    def acknowledge(self, attempt: Attempt, arena: Arena, slot: int, done: Done) -> None:
+        """Call `done` when a writer holds the slot and its layout: immediately, unless the writer has died or the
+        layout is new. `done` gets an error if no further writer starts, or if the slot is reused before that."""
+        label = arena.label(slot)
+        layout = "" if label is None else label.layout
+        with self._writer.lock:
+            before = self._awaited.pop((arena.id, slot), None)
+            self._awaited[arena.id, slot] = AwaitedSlot(attempt, layout, arena, slot, done)
+        if before is not None:
+            before.done(_used_again(before))
+        heard = self._layouts.heard(layout)
+        if heard is not None and not heard.done():
+            heard.add_done_callback(lambda _: self.settle())  # no reference to the slot, as futures keep callbacks
+        self.settle()
+
+    def settle(self) -> None:
+        """Report all snapshots for which it is known whether a writer holds them."""
+        with self._writer.lock:  # the next writer gets the memory while this is locked
+            found = [(key, one, self._state(one)) for key, one in self._awaited.items()]
+            known = [(key, one, error) for key, one, (is_known, error) in found if is_known]
+            for key, _, _ in known:
+                del self._awaited[key]
+        for _, one, error in known:
+            one.done(error)
+
+    def _state(self, one: AwaitedSlot) -> tuple[bool, CheckpointError | None]:
+        """Return True if it is known whether a writer holds this snapshot, and the error if none ever will."""
+        writer, heard = self._writer, self._layouts.heard(one.layout)
+        error: CheckpointError | None = writer.lost or writer.failure
+        if writer.closing:
+            error = error or WriterError("the Checkpointer was closed before a writer held the snapshot")
+        if heard is not None and not heard.done():
+            return error is not None, error
+        refusal = None if heard is None else heard.exception()
+        if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):
+            return True, refusal  # the run belongs to another job, for example
+        if not one.arena.is_kept():
+            return error is not None, error
+        label = one.arena.label(one.slot)
+        return True, None if label is not None and label.attempt == one.attempt else _used_again(one)
+
+    def on_no_writer(self, error: CheckpointError) -> None:
+        with self._writer.lock:
+            found, self._awaited = list(self._awaited.values()), {}
+        for one in found:
+            one.done(error)
+
+
+def _used_again(one: AwaitedSlot) -> SaveError:
+    return SaveError(
+        f"step {one.attempt.step} was only in the trainer's memory, because the writer had died, and a newer step took "
+        "its place before another writer held it"
+    )

@@ -1,4 +1,10 @@
-"""The run log: numbered records, each created only if absent. The state of a run is a fold over them.
+"""The files of a run log, one for each record, and which of them count.
+
+Every SNAPSHOT has a number that is a multiple of SNAPSHOT_EVERY. The *floor* is the number of the older of the two
+newest intact SNAPSHOTs, or 0 if there are fewer than two. Records below the floor are deleted. A writer that was
+suspended before its put may create such a file again; no reader counts it.
+
+The run log: numbered records, each created only if absent. The state of a run is a fold over them.
 
     log/000000000042.json    {"seq", "prev", "root", "term", "id", "type", "body", "digest"}
 
@@ -6,7 +12,7 @@
 the record, so that a writer whose reply was lost finds its own record. The record types are in `log.records`.
 
 A record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT. A reader starts at the newest intact one and reads
-the records that follow. Records below the floor are deleted (`log.files`, `log.trimming`), so their numbers are free
+the records that follow. Records below the floor are deleted (`log.run_log`, `log.run_log`), so their numbers are free
 again. Three rules follow:
 
 - After a put, the writer lists the log again. If the number is below the floor, the record does not count.
@@ -18,6 +24,11 @@ retry raises OutcomeUnknownError and writes nothing.
 
 A damaged or missing record does not make a run unreadable. It is skipped and listed in `damaged`. Nothing is deleted
 from such a run, because the record may have protected it, and no SNAPSHOT is made of the rest.
+
+Deletes the records below the floor, so that the log stays short.
+
+The owner of the run does it in the background, after a save. Readers start at one of the two newest SNAPSHOTs, so they
+miss nothing. A slow reader whose records are deleted starts again at a newer SNAPSHOT.
 """
 
 from __future__ import annotations
@@ -26,11 +37,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from random import SystemRandom
+from types import MappingProxyType
+from typing import Any
 
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import MAX_FORMAT, read_format, seal, unseal
-from ckpt.core.log.files import MAX_RECORD, NOTHING, Listed, LogFiles, is_snapshot_number, record_key, sequence
 from ckpt.core.log.records import (
     SNAPSHOT_EVERY,
     TITLES,
@@ -39,6 +52,7 @@ from ckpt.core.log.records import (
     Commit,
     Record,
     RunState,
+    expand,
     fold,
     in_history,
     live_packs,
@@ -46,6 +60,7 @@ from ckpt.core.log.records import (
 )
 from ckpt.errors import (
     AccessError,
+    CheckpointError,
     CorruptError,
     ExistsError,
     FencedError,
@@ -61,6 +76,147 @@ from ckpt.errors import (
 from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import Store, get_small
+
+MAX_RECORD = 256 << 20  # bytes
+MAX_RELISTS = 8  # listings in a row in which a SNAPSHOT was deleted before it was read
+NOTHING: Mapping[int, bytes] = MappingProxyType({})
+
+
+def record_key(seq: int) -> str:
+    return f"log/{seq:012d}.json"
+
+
+def sequence(key: str) -> int | None:
+    """Return the number of a record by its name, None for anything else."""
+    name = key.removeprefix("log/").removesuffix(".json")
+    return int(name) if len(name) == 12 and name.isdigit() and name.isascii() else None
+
+
+def is_snapshot_number(seq: int) -> bool:
+    """Return True if the record with this number is a SNAPSHOT, unless the log was damaged when it was put."""
+    return seq > 0 and seq % SNAPSHOT_EVERY == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A listing of the log.
+
+    sizes        bytes of each record that counts, by number
+    below        numbers of files below the floor
+    snapshots    numbers of the two newest intact SNAPSHOTs, newest first; fewer if there are fewer
+    """
+
+    sizes: dict[int, int]
+    below: Sequence[int]
+    snapshots: Sequence[int]
+
+    @property
+    def floor(self) -> int:
+        return self.snapshots[1] if len(self.snapshots) > 1 else 0
+
+
+class LogFiles:
+    """Reads the files of one log. `root`: the id of the run."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.root = ""
+        self._intact: dict[int, bool] = {}  # numbers of SNAPSHOTs that were read, and whether they are intact
+        self._ordinary: set[int] = set()  # multiples at which an intact record of another type was read
+        self._states: dict[int, RunState] = {}  # parsed SNAPSHOTs of the last listing, for `RunLog._restart`
+
+    async def list_records(self, own: Mapping[int, bytes] = NOTHING) -> Listed:
+        """List the log, and read the SNAPSHOTs that are new. `own`: a record that was just put.
+
+        A listing needs no order and may come in pages. It contains every file that exists during the whole call. Files
+        that are created or deleted during the call may be missing, so callers compare the floors of two listings.
+        """
+        for _ in range(MAX_RELISTS):
+            sizes = {n: info.size async for info in self.store.list("log/") if (n := sequence(info.key)) is not None}
+            sizes.update({seq: len(raw) for seq, raw in own.items()})
+            snapshots, vanished = list[int](), None
+            for seq in sorted(filter(is_snapshot_number, sizes), reverse=True):
+                if seq not in self._intact:
+                    try:
+                        raw = own[seq] if seq in own else await self.read(seq, sizes[seq])
+                    except StoreError as error:
+                        if error.retryable or not snapshots:
+                            raise
+                        continue  # a bad sector in the older one: the newest is enough
+                    if raw is None and sizes[seq] <= MAX_RECORD:
+                        vanished = seq
+                        break  # deleted during the call, so there are newer ones
+                    state = self.snapshot(seq, raw)
+                    self._intact[seq] = state is not None
+                    if state is not None:
+                        self._states[seq] = state
+                if self._intact[seq]:
+                    snapshots.append(seq)
+                if len(snapshots) == 2:
+                    break
+            if vanished is None:
+                floor = snapshots[1] if len(snapshots) > 1 else 0
+                self._states = {seq: state for seq, state in self._states.items() if seq in snapshots}
+                below = [seq for seq in sizes if seq < floor]
+                return Listed({seq: size for seq, size in sizes.items() if seq >= floor}, below, snapshots)
+        raise self._not_found(record_key(vanished or 0))
+
+    def _not_found(self, key: str) -> StoreError:
+        """Return the error for a log file that is listed but that the store cannot find."""
+        return StoreError(f"{key} in {self.store.url} is listed, but cannot be read now", retryable=True)
+
+    async def read(self, seq: int, size: int | None) -> bytes | None:
+        """Return the bytes of a record, or None if it is missing or too large.
+
+        A damaged record of a remote store is read twice, because it may have been damaged in transit. A pipe, a link or
+        a folder under a record's name is listed as empty: the record is lost.
+        """
+        if size is None or size > MAX_RECORD:
+            return None
+        if size == 0:
+            return b""
+        raw = await self._get(record_key(seq))
+        return raw if not self.store.remote or self._is_sound(seq, raw) else await self._get(record_key(seq))
+
+    async def _get(self, key: str) -> bytes | None:
+        try:
+            return bytes(await self.store.get(key))
+        except NotFoundError:
+            return None
+
+    def _is_sound(self, seq: int, raw: bytes | None) -> bool:
+        try:
+            self.unsealed(seq, raw)
+        except CorruptError:
+            return False
+        return True
+
+    def unsealed(self, seq: int, raw: bytes | None) -> dict[str, Any]:
+        """Decode a record. Raise CorruptError unless it has this number and belongs to this run."""
+        if raw is None:
+            raise CorruptError("missing")
+        record = unseal(raw, f"log record {seq}")
+        if record.get("seq") != seq or record.get("root") != self.root:
+            raise CorruptError(f"log record {seq} belongs to another run or number")
+        return record
+
+    def snapshot(self, seq: int, raw: bytes | None) -> RunState | None:
+        """Return the state that a SNAPSHOT describes, with itself, or None if it is damaged or of another type."""
+        try:
+            record = self.unsealed(seq, raw)
+            if record["type"] != "SNAPSHOT":
+                self._ordinary.add(seq)  # the log was damaged when this was put
+                return None
+            state = expand(record["body"], seq)
+            state.requests[str(record["id"])] = seq
+        except (CorruptError, FormatError, KeyError, TypeError):
+            return None
+        state.next_seq, state.last = seq + 1, file_digest(raw or b"")
+        return state
+
+
+# -- the log --
+
 
 __all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "infer_root", "live_packs", "record_key"]
 
@@ -436,3 +592,61 @@ async def infer_root(store: Store) -> str | None:
         if isinstance(root, str):
             return root
     return None
+
+
+# -- trimming --
+
+
+GRACE_S = 60.0  # in a remote store, between a new floor and the deletion
+AT_ONCE = 64  # files
+
+
+class Trimmer:
+    """Trims the log of a store."""
+
+    def __init__(self) -> None:
+        self._floor, self._since = 0, 0.0  # the newest floor, and when it was first listed
+        self._done = False  # True if everything below it is deleted
+
+    async def step(self, log: RunLog, owner: Acquire | None) -> None:
+        """Delete the records below a new floor. An error is logged, and the next step tries again.
+
+        owner: the owner on whose behalf this runs; None skips the check. If a record that counts is damaged, nothing is
+            deleted.
+        """
+        newest = (log.state.next_seq - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
+        if newest <= SNAPSHOT_EVERY or log.state.damaged or (self._done and newest == self._floor + SNAPSHOT_EVERY):
+            return
+        try:
+            log.check_owner(owner)
+            seen = await log.list_records()
+            if seen.floor != self._floor:
+                self._floor, self._since, self._done = seen.floor, time.monotonic(), False
+            if log.store.remote and time.monotonic() < self._since + GRACE_S:
+                return  # a reader elsewhere may still be reading what it listed
+            if not seen.below or await _stays(log, seen):
+                await _delete(log, seen)
+                self._done = True
+        except FencedError:
+            pass  # the next save raises it
+        except CheckpointError as error:
+            logger.warning("%s: could not delete old log records, retrying later: %s", log.store.url, error)
+
+
+async def _stays(log: RunLog, seen: Listed) -> bool:
+    """Return True if both SNAPSHOTs are still intact.
+
+    No fsync is needed. Each put syncs the folder, and many records were put after the older SNAPSHOT.
+    """
+    for seq in seen.snapshots:
+        if log.snapshot(seq, await log.read(seq, seen.sizes[seq])) is None:
+            return False
+    return True
+
+
+async def _delete(log: RunLog, seen: Listed) -> None:
+    keys = [record_key(seq) for seq in sorted(seen.below)]
+    for start in range(0, len(keys), AT_ONCE):
+        await log.check_same()
+        await log.store.delete_many(keys[start : start + AT_ONCE])
+        point("log.trimming")

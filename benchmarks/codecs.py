@@ -7,11 +7,11 @@ The states (benchmarks/states.py) are trained first, for a few minutes, and kept
 
   1  whole states, tensor class by tensor class: bytes stored / bytes, and GB/s of a core
   2  increments against a base that is 1, 10 and 100 steps older, by the codec alone
-  3  the same through a Checkpointer and a folder: bytes of packs, and the time to restore a full one and an increment
-  4  training time that a save takes, with compression and without
+  3  the same through a Checkpointer and a folder: bytes of data files, and the time to restore a full one and an
+  increment 4  training time that a save takes, with compression and without
 
-Ratios are exact, and everything that was encoded is decoded and compared. Tensors are cut into blobs as the library
-cuts them, of 4 MiB at most. "entropy" is the least for a coder that takes every byte of a blob's planes by itself
+Ratios are exact, and everything that was encoded is decoded and compared. Tensors are cut into chunks as the library
+cuts them, of 4 MiB at most. "entropy" is the least for a coder that takes every byte of a chunk's planes by itself
 (order 0; planes of the words, or of their XOR with those of a base): with repeats one can go below it. Speeds are
 GB of plain bytes a CPU second on one pinned core, the contenders in turns; they depend on the machine, their ratios
 less. ZipNN changes what it is given to compress, so it gets a copy, which is not counted.
@@ -51,7 +51,7 @@ import ckpt
 import files_of_run
 import states
 from ckpt.core.format import codec
-from ckpt.core.format.layout import BLOB
+from ckpt.core.format.layout import CHUNK
 from ckpt.core.state.tensors import DTYPE_NAME
 from states import LAGS, Size, Tensors
 
@@ -111,11 +111,11 @@ TIMED = (
 RESTORED = ("adamw", "mixed")
 
 
-# -- blobs --
+# -- chunks --
 
 
 @dataclass(frozen=True)
-class Blob:
+class Chunk:
     plain: Bytes
     dtype: str
 
@@ -128,35 +128,35 @@ class Blob:
         return len(self.plain)
 
 
-Blobs = dict[str, list[Blob]]  # by the tensor's name
+Chunks = dict[str, list[Chunk]]  # by the tensor's name
 
 
 def raw_of(tensor: torch.Tensor) -> Bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def cut(tensors: Tensors) -> Blobs:
-    """As the library does: at tensor boundaries, into blobs of at most 4 MiB."""
+def cut(tensors: Tensors) -> Chunks:
+    """As the library does: at tensor boundaries, into chunks of at most 4 MiB."""
     found = {}
     for name, tensor in tensors.items():
         raw, dtype = raw_of(tensor), DTYPE_NAME[tensor.dtype]
-        found[name] = [Blob(raw[at : at + BLOB], dtype) for at in range(0, len(raw), BLOB)]
+        found[name] = [Chunk(raw[at : at + CHUNK], dtype) for at in range(0, len(raw), CHUNK)]
     return found
 
 
-def class_of(name: str, blobs: list[Blob]) -> str:
-    return f"{name.partition('/')[0]} {blobs[0].dtype}"
+def class_of(name: str, chunks: list[Chunk]) -> str:
+    return f"{name.partition('/')[0]} {chunks[0].dtype}"
 
 
-def by_class(blobs: Blobs) -> dict[str, list[Blob]]:
+def by_class(chunks: Chunks) -> dict[str, list[Chunk]]:
     found = defaultdict(list)
-    for name, some in blobs.items():
+    for name, some in chunks.items():
         found[class_of(name, some)] += some
     return dict(found)
 
 
-def size_of(blobs: Blobs) -> int:
-    return sum(b.size for some in blobs.values() for b in some)
+def size_of(chunks: Chunks) -> int:
+    return sum(b.size for some in chunks.values() for b in some)
 
 
 def entropy_of(plain: Bytes, word: int) -> float:
@@ -174,24 +174,24 @@ def entropy_of(plain: Bytes, word: int) -> float:
 class Ours:
     """ckpt.core.format.codec, without a base; with `bases`, against those."""
 
-    def __init__(self, bases: dict[int, Blob] | None = None) -> None:
+    def __init__(self, bases: dict[int, Chunk] | None = None) -> None:
         self.bases = bases
 
-    def base(self, blob: Blob) -> Bytes | None:
-        return None if self.bases is None else self.bases[id(blob)].plain
+    def base(self, chunk: Chunk) -> Bytes | None:
+        return None if self.bases is None else self.bases[id(chunk)].plain
 
     @property
     def id(self) -> int:
         return codec.PLANES if self.bases is None else codec.DELTA
 
-    def prepare(self, blob: Blob) -> Any:
-        return blob.plain
+    def prepare(self, chunk: Chunk) -> Any:
+        return chunk.plain
 
-    def compress(self, blob: Blob, given: Any) -> bytes:
-        return codec.encode(self.id, given, blob.word, self.base(blob))
+    def compress(self, chunk: Chunk, given: Any) -> bytes:
+        return codec.encode(self.id, given, chunk.word, self.base(chunk))
 
-    def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
-        codec.decode(self.id, stored, blob.size, self.base(blob), memoryview(into))
+    def decompress(self, chunk: Chunk, stored: bytes, into: bytearray) -> Any:
+        codec.decode(self.id, stored, chunk.size, self.base(chunk), memoryview(into))
         return into
 
 
@@ -199,13 +199,13 @@ class Zstd:
     def __init__(self, level: int) -> None:
         self.compressor, self.reader = zstandard.ZstdCompressor(level), zstandard.ZstdDecompressor()
 
-    def prepare(self, blob: Blob) -> Any:
-        return blob.plain
+    def prepare(self, chunk: Chunk) -> Any:
+        return chunk.plain
 
-    def compress(self, blob: Blob, given: Any) -> bytes:
+    def compress(self, chunk: Chunk, given: Any) -> bytes:
         return self.compressor.compress(given)
 
-    def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
+    def decompress(self, chunk: Chunk, stored: bytes, into: bytearray) -> Any:
         return self.reader.decompress(stored)
 
 
@@ -214,15 +214,15 @@ class Blosc:
         self.blosc2 = importlib.import_module("blosc2")
         self.blosc2.set_nthreads(1)
 
-    def prepare(self, blob: Blob) -> Any:
-        return blob.plain
+    def prepare(self, chunk: Chunk) -> Any:
+        return chunk.plain
 
-    def compress(self, blob: Blob, given: Any) -> bytes:
+    def compress(self, chunk: Chunk, given: Any) -> bytes:
         b = self.blosc2
-        found: bytes = b.compress(given, typesize=blob.word, clevel=1, filter=b.Filter.SHUFFLE, codec=b.Codec.ZSTD)
+        found: bytes = b.compress(given, typesize=chunk.word, clevel=1, filter=b.Filter.SHUFFLE, codec=b.Codec.ZSTD)
         return found
 
-    def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
+    def decompress(self, chunk: Chunk, stored: bytes, into: bytearray) -> Any:
         self.blosc2.decompress(stored, dst=into)
         return into
 
@@ -234,15 +234,15 @@ class Zip:
         make = importlib.import_module("zipnn").ZipNN
         self.by_dtype = {d: make(bytearray_dtype=name, threads=1) for d, name in self.NAMES.items()}
 
-    def prepare(self, blob: Blob) -> Any:
-        return bytearray(blob.plain)  # it writes to what it compresses
+    def prepare(self, chunk: Chunk) -> Any:
+        return bytearray(chunk.plain)  # it writes to what it compresses
 
-    def compress(self, blob: Blob, given: Any) -> bytes:
-        found: bytes = self.by_dtype[blob.dtype].compress(given)
+    def compress(self, chunk: Chunk, given: Any) -> bytes:
+        found: bytes = self.by_dtype[chunk.dtype].compress(given)
         return found
 
-    def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
-        return self.by_dtype[blob.dtype].decompress(stored)
+    def decompress(self, chunk: Chunk, stored: bytes, into: bytearray) -> Any:
+        return self.by_dtype[chunk.dtype].decompress(stored)
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -265,13 +265,13 @@ def contenders() -> dict[str, Any]:
     return found
 
 
-def stored_size(who: Any, blob: Blob) -> int:
+def stored_size(who: Any, chunk: Chunk) -> int:
     """Bytes it takes, raw if that is less. Whatever was compressed is read back and compared."""
-    stored = who.compress(blob, who.prepare(blob))
-    found = who.decompress(blob, stored, bytearray(blob.size))
-    if bytes(found) != blob.plain.tobytes():
-        raise AssertionError(f"{type(who).__name__} changed a blob of {blob.dtype}")
-    return min(len(stored), blob.size)
+    stored = who.compress(chunk, who.prepare(chunk))
+    found = who.decompress(chunk, stored, bytearray(chunk.size))
+    if bytes(found) != chunk.plain.tobytes():
+        raise AssertionError(f"{type(who).__name__} changed a chunk of {chunk.dtype}")
+    return min(len(stored), chunk.size)
 
 
 @contextmanager
@@ -285,20 +285,20 @@ def pinned() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def speeds(whos: dict[str, Any], blobs: list[Blob], rounds: int) -> dict[str, Json]:
-    """GB of plain bytes a CPU second; everybody compresses and reads back the same blobs, in turns."""
+def speeds(whos: dict[str, Any], chunks: list[Chunk], rounds: int) -> dict[str, Json]:
+    """GB of plain bytes a CPU second; everybody compresses and reads back the same chunks, in turns."""
     taken: dict[str, dict[str, list[float]]] = {name: {"compress": [], "decompress": []} for name in whos}
-    total, order = sum(b.size for b in blobs), list(whos)
+    total, order = sum(b.size for b in chunks), list(whos)
     for turn in range(rounds + 1):  # the first one warms up
         for name in order:
             who, times = whos[name], {"compress": 0.0, "decompress": 0.0}
-            for blob in blobs:
-                given, into = who.prepare(blob), bytearray(blob.size)
+            for chunk in chunks:
+                given, into = who.prepare(chunk), bytearray(chunk.size)
                 began = time.process_time()
-                stored = who.compress(blob, given)
+                stored = who.compress(chunk, given)
                 times["compress"] += time.process_time() - began
                 began = time.process_time()
-                who.decompress(blob, stored, into)
+                who.decompress(chunk, stored, into)
                 times["decompress"] += time.process_time() - began
             for what, seconds in times.items() if turn else ():
                 taken[name][what].append(seconds)
@@ -312,18 +312,18 @@ def speeds(whos: dict[str, Any], blobs: list[Blob], rounds: int) -> dict[str, Js
 # -- part 1: whole states --
 
 
-def sizes(whos: dict[str, Any], blobs: list[Blob]) -> Json:
-    raw = sum(b.size for b in blobs)
-    found: Json = {"mib": raw / MIB, "entropy": sum(entropy_of(b.plain, b.word) for b in blobs) / raw}
-    return found | {name: sum(stored_size(who, b) for b in blobs) / raw for name, who in whos.items()}
+def sizes(whos: dict[str, Any], chunks: list[Chunk]) -> Json:
+    raw = sum(b.size for b in chunks)
+    found: Json = {"mib": raw / MIB, "entropy": sum(entropy_of(b.plain, b.word) for b in chunks) / raw}
+    return found | {name: sum(stored_size(who, b) for b in chunks) / raw for name, who in whos.items()}
 
 
 def whole_states(plan: Plan, folder: Path, whos: dict[str, Any]) -> Json:
     """Ratios by state and class; "state" is all of it."""
     found: Json = {}
     for kind in plan.kinds:
-        blobs = cut(states.snapshot(folder, plan.size, kind, 0))
-        classes = {label: sizes(whos, some) for label, some in by_class(blobs).items()}
+        chunks = cut(states.snapshot(folder, plan.size, kind, 0))
+        classes = {label: sizes(whos, some) for label, some in by_class(chunks).items()}
         mib = sum(f["mib"] for f in classes.values())
         state: Json = {"mib": mib}
         for column in ("entropy", *whos):
@@ -332,7 +332,7 @@ def whole_states(plan: Plan, folder: Path, whos: dict[str, Any]) -> Json:
     return found
 
 
-def timed_blobs(plan: Plan, folder: Path) -> Iterator[tuple[str, list[Blob]]]:
+def timed_chunks(plan: Plan, folder: Path) -> Iterator[tuple[str, list[Chunk]]]:
     for kind, label in TIMED:
         if kind in plan.kinds:
             some = by_class(cut(states.snapshot(folder, plan.size, kind, 0)))[label]
@@ -345,7 +345,7 @@ def timed_blobs(plan: Plan, folder: Path) -> Iterator[tuple[str, list[Blob]]]:
 
 
 def whole_speeds(plan: Plan, folder: Path, whos: dict[str, Any]) -> Json:
-    return {label: speeds(whos, blobs, plan.rounds) for label, blobs in timed_blobs(plan, folder)}
+    return {label: speeds(whos, chunks, plan.rounds) for label, chunks in timed_chunks(plan, folder)}
 
 
 # -- part 2: increments --
@@ -364,35 +364,35 @@ class Tally:
     estimated: int = 0  # by what samples say
 
 
-def weigh(tally: Tally, blob: Blob, base: Blob | None) -> None:
-    """Count a blob in. `base`: None for a tensor that came into being later."""
-    tally.raw += blob.size
+def weigh(tally: Tally, chunk: Chunk, base: Chunk | None) -> None:
+    """Count a chunk in. `base`: None for a tensor that came into being later."""
+    tally.raw += chunk.size
     if base is None:
-        whole = stored_size(Ours(), blob)
+        whole = stored_size(Ours(), chunk)
         for name in ("entropy", "delta", "whole", "chosen", "estimated"):
             setattr(tally, name, getattr(tally, name) + whole)
         return
-    if np.array_equal(blob.plain, base.plain):
-        tally.unchanged += blob.size
+    if np.array_equal(chunk.plain, base.plain):
+        tally.unchanged += chunk.size
         return
-    word = blob.word
-    delta, whole = stored_size(Ours({id(blob): base}), blob), stored_size(Ours(), blob)
-    tally.entropy += entropy_of(blob.plain ^ base.plain, word)
+    word = chunk.word
+    delta, whole = stored_size(Ours({id(chunk): base}), chunk), stored_size(Ours(), chunk)
+    tally.entropy += entropy_of(chunk.plain ^ base.plain, word)
     tally.delta += delta
     tally.whole += whole
     tally.chosen += delta if delta < WHOLE_SHARE * whole else whole
-    ratio = codec.estimate(codec.DELTA, blob.plain, word, base.plain)
-    seems = ratio < WHOLE_SHARE * min(1.0, codec.estimate(codec.PLANES, blob.plain, word))
+    ratio = codec.estimate(codec.DELTA, chunk.plain, word, base.plain)
+    seems = ratio < WHOLE_SHARE * min(1.0, codec.estimate(codec.PLANES, chunk.plain, word))
     tally.estimated += delta if seems else whole
 
 
-def increment(base: Blobs, now: Blobs) -> dict[str, Tally]:
+def increment(base: Chunks, now: Chunks) -> dict[str, Tally]:
     """What a class takes at a lag, and what choosing between delta and whole makes of it."""
     found: dict[str, Tally] = defaultdict(Tally)
     for name, some in now.items():
-        for i, blob in enumerate(some):
+        for i, chunk in enumerate(some):
             older = base[name][i] if name in base else None
-            weigh(found[class_of(name, some)], blob, older)
+            weigh(found[class_of(name, some)], chunk, older)
     return dict(found)
 
 
@@ -490,8 +490,11 @@ def opened(state: Json, tiers: list[Any], memory: ckpt.Memory | None = None) -> 
 
 def save(cp: ckpt.Checkpointer, step: int, folder: Path) -> Json:
     began = time.perf_counter()
-    attempt = cp.save(step).wait_durable(LIMIT_S).id
-    return {"seconds": time.perf_counter() - began, "packs": files_of_run.size(folder, files_of_run.DATA, of=attempt)}
+    checkpoint = cp.save(step).wait_durable(LIMIT_S).id
+    return {
+        "seconds": time.perf_counter() - began,
+        "files": files_of_run.size(folder, files_of_run.DATA, of=checkpoint),
+    }
 
 
 def changed_bytes(base: Tensors, now: Tensors) -> int:
@@ -504,7 +507,7 @@ def common(base: Tensors, now: Tensors) -> Tensors:
 
 
 def saved(plan: Plan, folder: Path, scratch: Path) -> Json:
-    """Bytes of packs of a full checkpoint and the increments after it, and whether each came back."""
+    """Bytes of data files of a full checkpoint and the increments after it, and whether each came back."""
     found: Json = {}
     for kind in plan.kinds:
         base = states.snapshot(folder, plan.size, kind, 0)
@@ -517,9 +520,9 @@ def saved(plan: Plan, folder: Path, scratch: Path) -> Json:
             for lag, tensors in shots.items():
                 live.become(tensors)
                 by_lag[lag] = save(cp, FULL_ONES + lag, place)
-                by_lag[lag]["ratio"] = by_lag[lag]["packs"] / live.nbytes
+                by_lag[lag]["ratio"] = by_lag[lag]["files"] / live.nbytes
                 if lag:
-                    by_lag[lag]["of_changed"] = by_lag[lag]["packs"] / max(1, changed_bytes(base, tensors))
+                    by_lag[lag]["of_changed"] = by_lag[lag]["files"] / max(1, changed_bytes(base, tensors))
         for lag, tensors in shots.items():
             loaded = ckpt.load(str(place), step=FULL_ONES + lag)
             by_lag[lag]["right"] = all(
@@ -597,7 +600,7 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
     process, a period; it is work that training may have to wait for, and less disturbed than times are.
     """
     compression, incremental = WAYS[way]
-    period, lost, packs, late = 2 * plan.half, list[float](), list[int](), 0
+    period, lost, files, late = 2 * plan.half, list[float](), list[int](), 0
     state = {"model": training.model, "optim": training.optimizers[0]}
     every = NEVER if way == "no saves" else period
     tiers = [tier(place, compression, incremental=incremental, every=every)]
@@ -612,11 +615,11 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
             with_save, one = half(training, cp, start, plan.half)
             late += one is not None and one.status != "durable"
             lost.append(with_save - half(training, cp, start + plan.half, plan.half)[0])
-            packs.append(
+            files.append(
                 files_of_run.size(place, files_of_run.DATA, of=one.wait_durable(LIMIT_S).id) if one is not None else 0
             )
         stalls, writer_s = list(cp.stats.stalls)[first:] or [0.0], (cpu_of(writers) - before) / plan.periods
-    return {"lost_s": lost, "stall_s": stalls, "packs": packs, "late": late, "writer_s": [writer_s]}
+    return {"lost_s": lost, "stall_s": stalls, "files": files, "late": late, "writer_s": [writer_s]}
 
 
 def cpu_of(processes: set[psutil.Process]) -> float:
@@ -648,13 +651,13 @@ def training_lost(plan: Plan, scratch: Path) -> Json:
             shutil.rmtree(scratch / f"lost-{turn}")
     found = {}
     for way in WAYS:
-        lost, stalls, packs, writer = (
-            [n for one in all_of[way] for n in one[key]] for key in ("lost_s", "stall_s", "packs", "writer_s")
+        lost, stalls, files, writer = (
+            [n for one in all_of[way] for n in one[key]] for key in ("lost_s", "stall_s", "files", "writer_s")
         )
         found[way] = {
             "lost_s": lost,
             "stall_s": statistics.median(stalls),
-            "ratio": statistics.median(packs) / size,
+            "ratio": statistics.median(files) / size,
             "writer_s": statistics.median(writer),
             "late": sum(one["late"] for one in all_of[way]),
         }
@@ -721,14 +724,14 @@ def show_increments(found: Json) -> None:
         states_rows.append(line)
     lags = [f"lag {lag}" for lag in LAGS]
     show(
-        "Deltas alone: bytes stored / bytes (entropy of the planes); share of bytes in unchanged blobs",
+        "Deltas alone: bytes stored / bytes (entropy of the planes); share of bytes in unchanged chunks",
         ["", *lags, *(f"same, {lag}" for lag in LAGS)],
         rows,
     )
     columns = [column for lag in lags for column in (lag, "goal")]
     show(
         f"Increments: references, deltas if below {WHOLE_SHARE} of the whole form; bytes stored / bytes",
-        ["", *columns, "by estimate(), more", "most / changed blobs", "goal"],
+        ["", *columns, "by estimate(), more", "most / changed chunks", "goal"],
         states_rows,
     )
 
@@ -749,7 +752,7 @@ def show_saved(found: Json) -> None:
         rows.append([*line, "yes" if all(f["right"] for f in by_lag.values()) else "NO"])
     columns = [column for lag in LAGS for column in (f"lag {lag}", "goal")]
     show(
-        "Through a Checkpointer: bytes of packs / bytes of the state",
+        "Through a Checkpointer: bytes of data files / bytes of the state",
         ["", "full", "goal", *columns, "most / changed tensors", "goal", "right"],
         rows,
     )
@@ -796,7 +799,7 @@ def show_lost(found: Json) -> None:
             "goal",
             "writer's CPU",
             "a step waits",
-            "packs / state",
+            "data files / state",
             "late",
         ],
         rows,

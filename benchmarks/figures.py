@@ -532,7 +532,9 @@ def shown(key: str, value: float | None) -> str:
     return f"{value / GIB:.2f} GiB" if abs(value) > 0.0995 * GIB else f"{value / MIB:.0f} MiB"
 
 
-def times(ratio: float) -> str:
+def times(ratio: float | None) -> str:
+    if ratio is None:
+        return "-"
     return f"{ratio:.2f} x" if ratio < 99.5 else f"{ratio:.0f} x"
 
 
@@ -563,7 +565,7 @@ def library_table(found: Json, *, markdown: bool = False) -> str:
         rows.append([name, *cells, "yes" if one["fsync"] else "no", {True: "yes", False: "NO"}.get(one["equal"], "-")])
     rows.append(["best peer", *(shown(key, best.get(key, {}).get("value")) for key in COLUMNS), "", ""])
     ratios = (best.get(key, {}).get("ratio") for key in COLUMNS)
-    rows.append([f"{OURS} / best peer", *("-" if r is None else times(r) for r in ratios), "", ""])
+    rows.append([f"{OURS} / best peer", *map(times, ratios), "", ""])
     told = table("The libraries, medians", ["", *COLUMNS.values(), "fsync", "equal"], rows, markdown=markdown)
     who: dict[str, list[str]] = {}
     for key, one in best.items():

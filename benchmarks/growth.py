@@ -33,7 +33,7 @@ from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.write import RankSnapshot, write_part
 from ckpt.core.format.boxes import Seat
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, Part
+from ckpt.core.format.manifest import CheckpointId, Part
 from ckpt.core.log.run_log import RunLog, Trimmer
 from ckpt.core.state.capture import Capture
 from ckpt.store import Store, open_store
@@ -72,11 +72,11 @@ def trained(mib: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]
     return model, optim
 
 
-def metadata(root: Path, attempt: str) -> int:
+def metadata(root: Path, checkpoint: str) -> int:
     """Bytes on disk of one checkpoint that are no tensors."""
-    part = Part.from_bytes(files_of_run.files(root, files_of_run.MANIFEST, of=attempt)[0].read_bytes(), "a part")
-    small = files_of_run.size(root, files_of_run.MANIFEST, files_of_run.INDEX, of=attempt)
-    return small + sum(pack.header_size for pack in part.packs)
+    part = Part.from_bytes(files_of_run.files(root, files_of_run.MANIFEST, of=checkpoint)[0].read_bytes(), "a part")
+    small = files_of_run.size(root, files_of_run.MANIFEST, files_of_run.INDEX, of=checkpoint)
+    return small + sum(file.header_size for file in part.files)
 
 
 def save(mib: float, tensors: int) -> Json:
@@ -118,7 +118,7 @@ def a_layout(tensors: int, rank: int = 0, world: int = 1) -> tuple[Layout, list[
 
 async def whole_save(store: Store, log: RunLog, mine: Any, step: int, layout: Layout, values: list[Any]) -> None:
     data = memoryview(bytearray(layout.arrangement.data_size))
-    snapshot = RankSnapshot(Attempt(mine.epoch, step, NONCE), layout, data, values, finite=True)
+    snapshot = RankSnapshot(CheckpointId(mine.term, step, NONCE), layout, data, values, finite=True)
     await commits.commit_or_end(log, mine, [await write_part(store, snapshot)], kind="COMMIT")
 
 
@@ -176,16 +176,16 @@ def ranks(world: int, tensors: int) -> Json:
 
     async def work(root: Path) -> Json:
         store, log, mine = await begun(root)
-        plans, attempt = [], Attempt(mine.epoch, 1, NONCE)
+        plans, checkpoint = [], CheckpointId(mine.term, 1, NONCE)
         for rank in range(world):
             began = time.perf_counter()
             layout, values = a_layout(tensors, rank, world)
             plans.append(time.perf_counter() - began)
             data = memoryview(bytearray(layout.arrangement.data_size))
-            await write_part(store, RankSnapshot(attempt, layout, data, values, finite=True))
+            await write_part(store, RankSnapshot(checkpoint, layout, data, values, finite=True))
         keys = [info.key async for info in store.list()]
         began = time.perf_counter()
-        parts = list((await parts_of.sound_parts(store, attempt, keys)).values())
+        parts = list((await parts_of.sound_parts(store, checkpoint, keys)).values())
         await commits.commit_or_end(log, mine, parts, kind="COMMIT")
         committed_s = time.perf_counter() - began
         await store.aclose()

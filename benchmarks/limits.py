@@ -222,7 +222,7 @@ def disk_limits(nbytes: int, folder: Path) -> Iterator[Limit]:
 
 
 def digest(memory: mmap.mmap, threads: int) -> None:
-    """XXH3-128, as of every blob (see ckpt/core/format/digest.py)."""
+    """XXH3-128, as of every chunk (see ckpt/core/format/digest.py)."""
     with memoryview(memory) as view:
         parts = shares(len(memory), threads)
         at_once([partial(digest_part, view, a, b) for a, b in parts])

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import Attempt, data_key, index_key, manifest_key, new_format, read_format
+from ckpt.core.format.manifest import CheckpointId, data_key, index_key, manifest_key, new_format, read_format
 from ckpt.core.log.records import KEPT_REQUESTS, SNAPSHOT_EVERY, Commit, Record, commit_body, fold, summary
 from ckpt.core.log.run_log import RunLog, Trimmer, record_key
 from ckpt.store import open_store
@@ -32,13 +32,13 @@ def spoken() -> Iterator[Record]:
     step = 0
     while True:
         step += 1
-        attempt, base = Attempt(1, step, NONCE), Attempt(1, step - 1, NONCE)
+        checkpoint, base = CheckpointId(1, step, NONCE), CheckpointId(1, step - 1, NONCE)
         needs = (base,) if step % 10 != 1 else ()
         digest = f"{step:064x}"
-        yield Record("COMMIT", commit_body(Commit(attempt, 1, ((0, digest),), digest, True, needs=needs)),
-                     f"commit:{attempt}:0")  # fmt: skip
+        yield Record("COMMIT", commit_body(Commit(checkpoint, 1, ((0, digest),), digest, True, needs=needs)),
+                     f"commit:{checkpoint}:0")  # fmt: skip
         if step > KEEP:
-            old = Attempt(1, step - KEEP, NONCE)
+            old = CheckpointId(1, step - KEEP, NONCE)
             files = [data_key(old, 0), manifest_key(old, 0), index_key(old)]
             yield Record("PLAN", {"retire": [str(old)], "delete": files}, f"plan:{NONCE}:{step}")
 

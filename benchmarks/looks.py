@@ -1,7 +1,7 @@
 """What the commands read of a checkpoint of thousands of ranks, and the memory that each takes: a task of `scale.py`.
 
 Each is called as a person calls it, in a process of its own, and every request to the folder is counted but those for
-packs, which have no more bytes than their headers: what reads tensors is measured without them.
+data files, which have no more bytes than their headers: what reads tensors is measured without them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ONE = "model.layers.0.attention_norm.weight"
 
 @dataclass
 class Counted:
-    """Requests to folders, but those for packs, and their bytes."""
+    """Requests to folders, but those for data files, and their bytes."""
 
     requests: int = 0
     nbytes: int = 0
@@ -90,7 +90,7 @@ def loaded(url: str) -> None:
 
 
 def repaired(url: str) -> None:
-    """All that `ckpt repair` reads but packs."""
+    """All that `ckpt repair` reads but data files."""
 
     async def look() -> None:
         log = await read.open_run(url)
@@ -109,7 +109,7 @@ LOOKS: dict[str, Callable[[str], None]] = {
     f"restore --only {ONE}": one_tensor,
     f"ckpt.load, {ONE}": loaded,
     f"ckpt.dcp, {ONE}": through_dcp,
-    "repair, all but packs": repaired,
+    "repair, all but data files": repaired,
 }
 
 

@@ -191,10 +191,10 @@ def rounds(folder: Path, count: int) -> tuple[Row, list[Row]]:
     """The disk, and all ways, each once in every round."""
     run, disk = folder / "run", Row("the disk")
     rows = {name: Row(name) for name in (*COMMANDS, *THEIRS)}
-    pack = max(files_of(run), key=lambda path: path.stat().st_size)
+    file = max(files_of(run), key=lambda path: path.stat().st_size)
     for number in range(count):
         say(f"round {number + 1} of {count}")
-        timed(disk, run, folder / "copy", lambda: copy_to(pack, folder / "copy"))
+        timed(disk, run, folder / "copy", lambda: copy_to(file, folder / "copy"))
         for name, words in COMMANDS.items():
             out = Path(words[1].format(out=folder / "out"))
             timed(

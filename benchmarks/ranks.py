@@ -237,12 +237,12 @@ class Ours:
             try:
                 commit = read.choose(log)
                 manifest = await read.load_manifest(log.store, commit)
-                return manifest.layout(rank).arrangement.data_size, str(commit.attempt)
+                return manifest.layout(rank).arrangement.data_size, str(commit.checkpoint)
             finally:
                 await log.store.aclose()
 
-        staged, attempt = read.run(look())
-        return staged, sum(file.stat().st_size for file in Path(self.url).glob(f"*/{attempt}.{rank}.*"))
+        staged, checkpoint = read.run(look())
+        return staged, sum(file.stat().st_size for file in Path(self.url).glob(f"*/{checkpoint}.{rank}.*"))
 
     def close(self) -> None:
         self.cp.close()

@@ -4,9 +4,9 @@
     python benchmarks/scale.py --growth                  how each cost grows instead, see growth.py
 
 The ranks are simulated, one at a time: the measured ones hold real DTensors on a mesh of all ranks (torch's fake
-process group sends nothing), the others are described by the same pure functions, and all write the real files. Packs
-have their sizes and headers, and no bytes else. Each task runs in a process of its own, on one core, and says the most
-memory that it had; a process that has imported torch and the library has some 350 MB before it begins.
+process group sends nothing), the others are described by the same pure functions, and all write the real files. Data
+files have their sizes and headers, and no bytes else. Each task runs in a process of its own, on one core, and says the
+most memory that it had; a process that has imported torch and the library has some 350 MB before it begins.
 
 The state is that of a transformer, parallel in three dimensions: PP 8 x TP 8 x FSDP 1, 8, ... 64, parameters and
 AdamW's moments; what is divided by tensor parallelism alone (norms) is cut into slices across those ranks.
@@ -60,8 +60,8 @@ from ckpt.core.format.boxes import GLOBAL, Dims, Holding, Seat, share
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
-    Attempt,
-    PackInfo,
+    CheckpointId,
+    DataFile,
     data_key,
     manifest_key,
     metadata_of,
@@ -78,7 +78,7 @@ from ckpt.store import open_store
 Json = dict[str, Any]
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 GROWTH = RESULTS.with_name("growth.json")
-ATTEMPT = Attempt(1, 1000, "0badcafe")
+CHECKPOINT = CheckpointId(1, 1000, "0badcafe")
 ROUNDS = 3
 OPEN_S = 0.2  # for the log of any run
 GOALS = {"cold_s": 2.0, "cached_s": 0.1, "record_mb": 64.0, "reshard_s": 2.0}
@@ -191,7 +191,7 @@ def state_of(world: World, rank: int) -> dict[str, Any]:
         "model": net,
         "optim": optimizer,
         "tokens": 10**12,
-        "data": {"epoch": 3, "at": 17},
+        "data": {"term": 3, "at": 17},
         "rng": torch.Generator(),
     }
 
@@ -275,18 +275,18 @@ def write_ranks(world: World, root: str, first: int, last: int) -> int:
 async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np.random.Generator) -> int:
     layout = layout_of(world, rank, like.layout)
     arrangement = layout.arrangement
-    key = data_key(ATTEMPT, rank)
+    key = data_key(CHECKPOINT, rank)
     header = arrangement.header(metadata_of(key))
-    table = write.build_table(layout, key, rng.bytes(16 * len(arrangement.blobs)))
-    pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
+    table = write.build_table(layout, key, rng.bytes(16 * len(arrangement.chunks)))
+    data_file = DataFile(key, len(header) + arrangement.data_size, len(header), file_digest(header))
     (root / key).parent.mkdir(parents=True, exist_ok=True)
     with open(root / key, "wb") as file:
         file.write(header)
-        file.truncate(pack.size)
+        file.truncate(data_file.size)
     store: Any = Folder(root)
-    snapshot = write.RankSnapshot(ATTEMPT, layout, memoryview(b""), like.values, finite=True)
-    await write.finish_part(store, snapshot, table, [pack], reason="due")
-    return (root / manifest_key(ATTEMPT, rank)).stat().st_size
+    snapshot = write.RankSnapshot(CHECKPOINT, layout, memoryview(b""), like.values, finite=True)
+    await write.finish_part(store, snapshot, table, [data_file], reason="due")
+    return (root / manifest_key(CHECKPOINT, rank)).stat().st_size
 
 
 def write_all(world: World, root: Path) -> None:
@@ -320,14 +320,14 @@ class Clock:
 
 
 def plan(world: World, rank: int) -> Json:
-    """From the state to a layout and its place in memory and pack; and again, when nothing has changed."""
+    """From the state to a layout and its place in memory and data_file; and again, when nothing has changed."""
     with as_rank(rank, world.size):
         state, clock = state_of(world, rank), Clock()
         capture = Capture(state, Seat(rank, world.size))
         reading = capture.read()
         clock.lap("read")
         arrangement = reading.layout.arrangement
-        found = len(arrangement.header({})), len(arrangement.blobs), reading.layout.digest
+        found = len(arrangement.header({})), len(arrangement.chunks), reading.layout.digest
         clock.lap("arrange")
         cached = []
         for _ in range(20):
@@ -353,7 +353,7 @@ def take_over(root: Path) -> Json:
         mine = await commits.acquire(log, "0badcafe")
         clock, cpu = Clock(), time.process_time()
         keys = [info.key async for info in store.list()]
-        parts = list((await parts_of.sound_parts(store, ATTEMPT, keys)).values())
+        parts = list((await parts_of.sound_parts(store, CHECKPOINT, keys)).values())
         clock.lap("read_s")
         await commits.commit_or_end(log, mine, parts, kind="COMMIT")
         clock.lap("merge_s")
@@ -383,7 +383,7 @@ def reshard(root: Path, world: World, rank: int) -> Json:
         clock = Clock()
         commit = read.run(newest(url))
         clock.lap("log")
-        source = StoreSource(url, commit.attempt, commit)
+        source = StoreSource(url, commit.checkpoint, commit)
         source.open([])
         clock.lap("index")
         placement = capture.place(source.saved)
@@ -393,10 +393,10 @@ def reshard(root: Path, world: World, rank: int) -> Json:
         clock.lap("tables")
         filler = Filler(source.saved, placement.fills)
         clock.lap("fill")
-        batches = read.plan_reads(source.saved.table, filler.blobs, far=True)
+        batches = read.plan_reads(source.saved.table, filler.chunks, far=True)
         clock.lap("reads")
     return {
-        "reshard_s": clock.total, **clock.steps, "tensors": len(placement.fills), "blobs": len(filler.blobs),
+        "reshard_s": clock.total, **clock.steps, "tensors": len(placement.fills), "blobs": len(filler.chunks),
         "tables_read": len(set(source.saved.table.columns.rank.tolist())), "batches": len(batches),
     }  # fmt: skip
 
@@ -419,10 +419,10 @@ def names_of_a_stage(root: Path, layers: int) -> Json:
     clock.lap("tables")
     filler = Filler(narrowed, fills)
     clock.lap("fill")
-    batches = read.plan_reads(narrowed.table, filler.blobs, far=True)
+    batches = read.plan_reads(narrowed.table, filler.chunks, far=True)
     clock.lap("reads")
     return {
-        "reshard_s": clock.total, **clock.steps, "tensors": len(fills), "blobs": len(filler.blobs),
+        "reshard_s": clock.total, **clock.steps, "tensors": len(fills), "blobs": len(filler.chunks),
         "tables_read": len(set(narrowed.table.columns.rank.tolist())), "batches": len(batches),
     }  # fmt: skip
 
@@ -598,7 +598,7 @@ def show_all(found: Json) -> None:
     head = ["", "in all", "goal", "log, index, place, tables, fill, reads", "tables", "blobs", "peak"]
     show("What one rank does before it reads the first tensor", head, reshards)
     head = ["", "CPU", "peak", "requests", "read", "parts", "tables"]
-    show("What commands read beside packs", head, looks.rows({size: f["looks"] for size, f in found.items()}))
+    show("What commands read beside data files", head, looks.rows({size: f["looks"] for size, f in found.items()}))
 
 
 def show_growth(found: Json) -> None:

@@ -160,7 +160,7 @@ class Ours(WithState):
 
 
 class OurStore(WithState):
-    """The same without Checkpointer and writer: pack, digests and commit from this process, and back."""
+    """The same without Checkpointer and writer: data file, digests and commit from this process, and back."""
 
     def __init__(self, state: dict[str, torch.Tensor], asked: Json) -> None:
         super().__init__(state, asked)
@@ -201,9 +201,9 @@ class OurStore(WithState):
     async def _put(self) -> None:
         from ckpt.core.checkpoint import commits
         from ckpt.core.checkpoint.write import RankSnapshot, write_part
-        from ckpt.core.format.manifest import Attempt
+        from ckpt.core.format.manifest import CheckpointId
 
-        snapshot = RankSnapshot(Attempt(self.mine.epoch, 1, self.mine.nonce), self.layout, self.flat, [None])
+        snapshot = RankSnapshot(CheckpointId(self.mine.term, 1, self.mine.nonce), self.layout, self.flat, [None])
         await commits.commit(self.log, self.mine, [await write_part(self.store, snapshot)])
 
     def get(self) -> None:
@@ -213,10 +213,10 @@ class OurStore(WithState):
         from ckpt.core.checkpoint import read
 
         manifest = await read.load_manifest(self.store, read.choose(self.log))
-        table, header = manifest.table, manifest.parts[0].packs[0].header_size
+        table, header = manifest.table, manifest.parts[0].files[0].header_size
 
-        def sink(blob: int, data: memoryview) -> None:
-            at = int(table.offset[blob]) - header
+        def sink(chunk: int, data: memoryview) -> None:
+            at = int(table.offset[chunk]) - header
             self.flat[at : at + len(data)] = data
 
         await read.fetch(self.store, table, read.plan_reads(table, range(len(table.length)), far=True), sink)

@@ -1,9 +1,9 @@
 """Named points at which a test can inject a failure.
 
-`point("pack.written")` marks a moment that matters for safety. In normal runs it costs one comparison with None. In
+`point("file.written")` marks a moment that matters for safety. In normal runs it costs one comparison with None. In
 tests, the environment variable `CKPT_FAIL` arms points, each as `[process/]name:action[:nth]`, separated by commas:
 
-    CKPT_FAIL=writer/pack.written:kill:2        SIGKILL the writer when it reaches the point the second time
+    CKPT_FAIL=writer/data file.written:kill:2        SIGKILL the writer when it reaches the point the second time
     CKPT_FAIL=trainer/stage.copied:stop         SIGSTOP the trainer
     CKPT_FAIL=writer/log.linked:eio             raise OSError(EIO)
 
@@ -29,9 +29,9 @@ TRAINER_POINTS = (
     "run.taken",  # the log names us as owner, the writers are not notified
 )
 WRITER_POINTS = (
-    "pack.opened",
-    "pack.written",
-    "pack.synced",
+    "data_file.opened",
+    "data_file.written",
+    "data_file.synced",
     "part.stored",
     "index.stored",
     "log.synced",  # the record's temporary file is durable
@@ -46,7 +46,7 @@ WRITER_POINTS = (
     "mirror.taken",  # another rank's snapshot is in our memory, not sealed yet
 )
 INCREMENT_POINTS = (  # in a writer that stores an increment or compresses
-    "packs.stored",  # all of its packs are durable
+    "data_files.stored",  # all of its data files are durable
 )
 OFFLINE_POINTS = (  # in a command that converts a checkpoint
     "export.window",  # some bytes are about to be written

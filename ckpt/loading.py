@@ -17,7 +17,7 @@ from ckpt.core.checkpoint import losses, read, reference
 from ckpt.core.checkpoint.losses import Skipped
 from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.boxes import Box
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.values import Json, decode, show
 from ckpt.core.log.run_log import Commit
@@ -40,11 +40,16 @@ class Loaded(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, url: str, attempt: Attempt, saved: SavedState, names: dict[str, Key], skipped: Sequence[Skipped] = ()
+        self,
+        url: str,
+        checkpoint: CheckpointId,
+        saved: SavedState,
+        names: dict[str, Key],
+        skipped: Sequence[Skipped] = (),
     ) -> None:
-        self.url, self.step, self._saved, self._names = url, attempt.step, saved, names
+        self.url, self.step, self._saved, self._names = url, checkpoint.step, saved, names
         self.skipped = list(skipped)
-        self._attempt = attempt
+        self._checkpoint = checkpoint
         self._cache: dict[Key, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -85,7 +90,7 @@ class Loaded(Mapping[str, Tensor]):
         box, dropped = _box(name, spec.shape, index)
         tensor = empty(replace(spec, shape=box[1]), "cpu")
         with self._lock:
-            read.run(fill_from_store(self.url, self._attempt, self._saved, {key: [Target(tensor, box)]}))
+            read.run(fill_from_store(self.url, self._checkpoint, self._saved, {key: [Target(tensor, box)]}))
         return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:
@@ -94,10 +99,10 @@ class Loaded(Mapping[str, Tensor]):
         names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
             raise InvalidArgumentError(f"no tensor of step {self.step} has a name that starts with {start!r}")
-        return Loaded(self.url, self._attempt, self._saved, names, self.skipped)
+        return Loaded(self.url, self._checkpoint, self._saved, names, self.skipped)
 
     def plain(self, path: str, *, rank: int = 0) -> Any:
-        """Return the plain values that one rank saved under an entry of the state, for example `plain("epoch")`.
+        """Return the plain values that one rank saved under an entry of the state, for example `plain("term")`.
 
         Tensor subclasses made of other tensors are returned as dicts of those, objects of optimizers as dicts of their
         attributes, and enum members as names, because their classes may not be installed. Raises KeyError if nothing is
@@ -134,7 +139,7 @@ class Loaded(Mapping[str, Tensor]):
                 saved = self._saved
                 made = {key: empty(saved.tensors[key].spec, "cpu", order=saved.order(key)) for key in missing}
                 fills = {key: [Target.whole(tensor)] for key, tensor in made.items()}
-                read.run(fill_from_store(self.url, self._attempt, self._saved, fills))
+                read.run(fill_from_store(self.url, self._checkpoint, self._saved, fills))
                 self._cache.update(made)
             return {key: self._cache[key] for key in keys}
 
@@ -222,7 +227,7 @@ def load(
     names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
     if not names and only is not None:
         raise InvalidArgumentError(f"no tensor of step {commit.step} in {location} matches {only!r}")
-    return Loaded(location, commit.attempt, saved, names, skipped)
+    return Loaded(location, commit.checkpoint, saved, names, skipped)
 
 
 async def _open(location: str, which: Which) -> tuple[Commit, SavedState, list[Skipped]]:
@@ -235,7 +240,7 @@ async def _open(location: str, which: Which) -> tuple[Commit, SavedState, list[S
             if missed := losses.passed_over(damage, None, acquires, step=step):
                 raise NoCheckpointError(f"{error}. {losses.listed(missed)}") from None
             raise
-        missed = losses.passed_over(damage, commit.attempt, acquires, step=step)
+        missed = losses.passed_over(damage, commit.checkpoint, acquires, step=step)
         return commit, await read.load_saved(log.store, commit), missed
     finally:
         await log.store.aclose()

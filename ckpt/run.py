@@ -89,7 +89,7 @@ class Run:
             plan = upkeep.plan_prune(log, stock, retention_rule)
             if not (plan.give_up or plan.delete):
                 return ()
-            land = partial(upkeep.prune, log, stock, retention_rule, plan.check.attempt)
+            land = partial(upkeep.prune, log, stock, retention_rule, plan.check.checkpoint)
             return await _carry_out(log, stock, plan.check, land, grace_s)
 
         return self._do(do)
@@ -109,7 +109,7 @@ class Run:
             stock = await upkeep.take_stock(log)
             commit = read.choose(log, step)
             plan = plan_removal(log, stock, commit)
-            land = partial(remove, log, stock, commit.attempt, plan.check.attempt)
+            land = partial(remove, log, stock, commit.checkpoint, plan.check.checkpoint)
             await _carry_out(log, stock, plan.check, land, grace_s)
 
         self._do(do)
@@ -123,7 +123,7 @@ class Run:
 
         async def do(log: RunLog) -> tuple[Verdict, ...]:
             commits = log.state.commits.values() if step is None else [read.choose(log, step)]
-            ordered = sorted(commits, key=lambda commit: commit.attempt, reverse=True)
+            ordered = sorted(commits, key=lambda commit: commit.checkpoint, reverse=True)
             return tuple([await examine(log, commit, data=data) for commit in ordered])
 
         return self._do(do)
@@ -161,7 +161,7 @@ class Run:
         return self._do(do)
 
     def _set_pin(self, step: int | str, note: str | None) -> None:
-        self._do(lambda log: retention.set_keep(log, read.choose(log, step).attempt, note))
+        self._do(lambda log: retention.set_keep(log, read.choose(log, step).checkpoint, note))
 
     def _do(self, work: Callable[[RunLog], Coroutine[Any, Any, T]]) -> T:
         async def opened() -> T:
@@ -189,4 +189,4 @@ async def _carry_out(
             f"nothing was deleted, because step {check.step} of {log.store.url}, which would remain, is damaged: "
             f"{problems[0]}"
         )
-    return tuple(sorted(attempt.step for attempt in landed.retire))
+    return tuple(sorted(checkpoint.step for checkpoint in landed.retire))

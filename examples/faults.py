@@ -52,7 +52,7 @@ from torch.nn import functional
 
 import ckpt
 from ckpt.core.checkpoint.lease import key_of
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import channel
 from ckpt.errors import CorruptError
 from ckpt.guard.report import Fault, incidents
@@ -634,7 +634,7 @@ class Faults:
         """Steps that were on disk with the parts of all ranks, those included that have been cleaned up since."""
         records = [json.loads(path.read_text()) for path in (self.run / "log").glob("*.json")]
         bodies = [record["body"] for record in records if record["type"] == "COMMIT"]
-        return {Attempt.parse(body["checkpoint"]).step for body in bodies if len(body["manifests"]) == RANKS}
+        return {CheckpointId.parse(body["checkpoint"]).step for body in bodies if len(body["manifests"]) == RANKS}
 
     def accounts(self) -> list[Fault]:
         """What was written about faults; `ckpt faults` shows the same."""

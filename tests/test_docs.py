@@ -63,7 +63,7 @@ def test_what_a_document_names_is_there(page: Path) -> None:
 
 
 def test_negative_control_what_is_gone_is_seen() -> None:
-    text = "`core/format/nothing.py`, `log.run_log.RunLog.nothing`, `log.run_log.Nothing`; `log.run_log.RunLog` is there"
+    text = "`core/format/nothing.py`, `log.run_log.RunLog.nothing`, `log.run_log.Nothing`, `log.run_log.RunLog`"
     assert missing(text) == {"core/format/nothing.py", "log.run_log.RunLog.nothing", "log.run_log.Nothing"}
 
 

@@ -277,7 +277,7 @@ def told(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 def test_failures_and_faults_are_told(run_dir: str) -> None:
     """A write that fails, by its tier and with its error; after a SIGKILL the next start hears of that, and of its own
     exception before it ends. Nobody asked for a log: what went wrong is on stderr all the same, and nothing else."""
-    first = run_script(FAILING, run_dir, 5, fail="writer/pack.written:eio:1")
+    first = run_script(FAILING, run_dir, 5, fail="writer/data_file.written:eio:1")
     assert first.returncode == -signal.SIGKILL, first.stderr
     said = [line for line in first.stderr.splitlines() if not line.startswith("everystep writer:")]
     assert said and all("step 2 was not written" in line for line in said)

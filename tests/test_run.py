@@ -61,8 +61,8 @@ def test_keep_prune_and_delete(run: ckpt.Run) -> None:
 
 
 def test_nothing_goes_while_what_stays_is_damaged(run: ckpt.Run) -> None:
-    pack = data_file(folder(run), 5)
-    flip(pack, pack.stat().st_size // 2)
+    file = data_file(folder(run), 5)
+    flip(file, file.stat().st_size // 2)
     before = tree(folder(run))
     for work in (lambda: run.prune(2), lambda: run.delete(3)):
         with pytest.raises(CorruptError, match="nothing was deleted, because step 5"):

@@ -176,7 +176,7 @@ def test_a_writer_is_like_one_that_was_spawned(run_dir: str, monkeypatch: pytest
 
 def test_a_writer_that_is_forked_is_armed(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail points are those of its own environment."""
-    monkeypatch.setenv("CKPT_FAIL", "writer/pack.written:enospc:1")
+    monkeypatch.setenv("CKPT_FAIL", "writer/data_file.written:enospc:1")
     with ckpt.Checkpointer({"x": 1}, run_dir, options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)
         with pytest.raises(ckpt.errors.SaveError, match=r"[Nn]o space"):

@@ -85,7 +85,7 @@ class LocalUpload:
         disk = self._store.disk
         try:
             disk.truncate(self._buffered, self._size)
-            point("pack.written")
+            point("data_file.written")
             disk.fsync(self._buffered)
             if self._final != self._path:  # while it is locked
                 disk.replace(self._path, self._final)
@@ -93,7 +93,7 @@ class LocalUpload:
         finally:
             self._close()
         disk.fsync_dir(os.path.dirname(self._path))
-        point("pack.synced")
+        point("data_file.synced")
 
     async def abort(self) -> None:
         await self._store.run(self._abort)

@@ -39,7 +39,7 @@ class Lightning(Peer):
     def checkpoint(self, step: int) -> dict[str, Any]:
         """What `Trainer.save_checkpoint` gives its plugin, for a model without callbacks."""
         return {
-            "epoch": 0,
+            "term": 0,
             "global_step": step,
             "pytorch-lightning_version": "2.6.6",
             "state_dict": self.training.model.state_dict(),

@@ -15,9 +15,9 @@ from ckpt.core.checkpoint.lease import check_free
 from ckpt.core.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, OpenTier
 from ckpt.core.checkpoint.parts import load_parts
 from ckpt.core.checkpoint.write import WrittenPart
-from ckpt.core.format.manifest import STEPS, Attempt
+from ckpt.core.format.manifest import STEPS, CheckpointId
 from ckpt.core.format.manifest import owner as owner_of
-from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState, live_packs
+from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState, live_files
 from ckpt.dcp import rank_write
 from ckpt.dcp.incarnation import Incarnation, Known, forget, known, note_owner, owner_known
 from ckpt.dcp.rank_write import Content, RankShare, Receipt
@@ -93,8 +93,8 @@ async def _is_gone(log: RunLog, root: str) -> bool:
 
 
 async def _remove_rest(tier: Tier, log: RunLog, place: Known) -> None:
-    for attempt in sorted(place.open):
-        await OpenTier(tier.url, tier.keeping, log).remove_rest(attempt)
+    for checkpoint in sorted(place.open):
+        await OpenTier(tier.url, tier.keeping, log).remove_rest(checkpoint)
 
 
 def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
@@ -110,7 +110,7 @@ def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
 class Saving:
     """One save, from its plan to its end. `errors`: by URL, of tiers that cannot be written to now."""
 
-    attempt: Attempt
+    checkpoint: CheckpointId
     owner: Acquire
     world: int
     tiers: list[Tier]
@@ -143,7 +143,7 @@ async def begin(tiers: Sequence[Tier], job: Incarnation, step: int, world: int) 
     if not any(isinstance(error, NoCheckpointError) for error in saving.errors.values()):
         note_owner(urls, job, owner)
     for url in saving.urls:
-        known(url).open.add(saving.attempt)
+        known(url).open.add(saving.checkpoint)
     return saving
 
 
@@ -159,11 +159,11 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
             there = [each[nonce] for each in found if nonce in each]
             for log, each in zip(logs, found, strict=True):
                 log.check_owner(each.get(nonce))
-            if not again and len(there) == len(logs) and len({a.epoch for a in there}) == 1:
+            if not again and len(there) == len(logs) and len({a.term for a in there}) == 1:
                 return there[0]
         for log in logs:  # for a Checkpointer that trains there
             await check_free(log, lambda text: logger.warning("%s", text))
-        floor = max(log.state.epoch for log in logs)
+        floor = max(log.state.term for log in logs)
         while True:
             turn += 1
             acquires = [
@@ -173,9 +173,9 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
                 for log, each in zip(logs, found, strict=True)
             ]
             found = [{**each, a.nonce: a} for each, a in zip(found, acquires, strict=True)]
-            if len({a.epoch for a in acquires}) == 1:
+            if len({a.term for a in acquires}) == 1:
                 break
-            floor = max(a.epoch for a in acquires)  # another job came between: use one term for all tiers
+            floor = max(a.term for a in acquires)  # another job came between: use one term for all tiers
         for log, acquire in zip(logs, acquires, strict=True):
             await commits.recover(log, acquire)
         return acquires[0]
@@ -183,7 +183,7 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
 
 async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -> Saving | None:
     """Begin a save; return None if this step was aborted in this term."""
-    saving = Saving(Attempt(owner.epoch, step, owner.nonce), owner, world, cadence(tiers, step))
+    saving = Saving(CheckpointId(owner.term, step, owner.nonce), owner, world, cadence(tiers, step))
     read_back = []
     for tier in saving.tiers:
         try:
@@ -192,11 +192,11 @@ async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -
                 for left in sorted(known(tier.url).open):
                     await commits.abort(log, owner, left, "another save began before this one ended")
                 known(tier.url).open.clear()
-                if saving.attempt in log.state.aborted:
+                if saving.checkpoint in log.state.aborted:
                     return None
-                _check_step(log, saving.attempt)
+                _check_step(log, saving.checkpoint)
                 await _clear(log, owner, known(tier.url))
-                if _wants_read_back(log, tier, saving.attempt, world):
+                if _wants_read_back(log, tier, saving.checkpoint, world):
                     read_back.append(tier.url)
         except (StoreError, CorruptError, FormatError, NoCheckpointError) as error:
             saving.errors[tier.url] = _with_help(error, tier.url)
@@ -222,7 +222,7 @@ async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
     def decide(state: RunState) -> retention.Sweep | None:
         if state.damaged or not state.commits.keys() <= used.keys():
             return None  # unreadable checkpoints may use them
-        live = live_packs(state, listed, set[str]().union(*used.values()))
+        live = live_files(state, listed, set[str]().union(*used.values()))
         return retention.Sweep(delete=tuple(key for key in listed if key not in live and owner_of(key) in aborted))
 
     landed = await retention.land(log, mine, decide)
@@ -231,28 +231,28 @@ async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
     place.cleared |= aborted
 
 
-def _check_step(log: RunLog, attempt: Attempt) -> None:
+def _check_step(log: RunLog, checkpoint: CheckpointId) -> None:
     state = log.state
-    if state.ended(attempt):
-        raise UsageError(f"this job has already saved step {attempt.step} to {log.store.url}")
-    done = [a for a in (*state.commits, *state.retired) if (a.epoch, a.nonce) == (attempt.epoch, attempt.nonce)]
+    if state.ended(checkpoint):
+        raise UsageError(f"this job has already saved step {checkpoint.step} to {log.store.url}")
+    done = [a for a in (*state.commits, *state.retired) if (a.term, a.nonce) == (checkpoint.term, checkpoint.nonce)]
     newest = max(done, default=None)
-    if newest is not None and newest > attempt:
+    if newest is not None and newest > checkpoint:
         raise UsageError(
-            f"step {attempt.step} cannot follow step {newest.step}, which this job saved before: steps must increase. "
+            f"step {checkpoint.step} cannot follow step {newest.step}, which this job has saved: steps must increase. "
             "Use dcp.load to go back"
         )
 
 
-def _wants_read_back(log: RunLog, tier: Tier, attempt: Attempt, world: int) -> bool:
+def _wants_read_back(log: RunLog, tier: Tier, checkpoint: CheckpointId, world: int) -> bool:
     """Return True if older checkpoints would expire after this save and no recent one was read back."""
-    fake = Commit(attempt, world, (), "")
-    state = replace(log.state, commits={**log.state.commits, attempt: fake})
-    recent = {c.attempt for c in state.lineage()[: READ_BACK_EVERY if log.store.remote else 1]}
-    return bool(retention.choose(state, tier.keeping, {attempt})) and known(tier.url).read_back not in recent
+    fake = Commit(checkpoint, world, (), "")
+    state = replace(log.state, commits={**log.state.commits, checkpoint: fake})
+    recent = {c.checkpoint for c in state.lineage()[: READ_BACK_EVERY if log.store.remote else 1]}
+    return bool(retention.choose(state, tier.keeping, {checkpoint})) and known(tier.url).read_back not in recent
 
 
-async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: Attempt | None) -> RankShare:
+async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: CheckpointId | None) -> RankShare:
     """Return the coordinator's data of this save for a rank whose planner kept an older share. `restored`: the
     checkpoint that this process loaded since. The job then has another name, which only the coordinator knows.
     Raises FencedError if another job owns the run."""
@@ -263,20 +263,20 @@ async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: 
         try:
             async with opened(tier) as log:
                 newest = owner or _own(log, job, restored)
-                attempt = Attempt(newest.epoch, step, newest.nonce)
-                if _wants_read_back(log, tier, attempt, share.world):
+                checkpoint = CheckpointId(newest.term, step, newest.nonce)
+                if _wants_read_back(log, tier, checkpoint, share.world):
                     read_back.append(tier.url)
                 owner = newest
         except StoreError:
             continue  # writing there fails as well, and reports it
     if owner is None:
         raise SaveError(f"cannot read the owner of the run from {', '.join(tier.url for tier in due)}")
-    attempt = Attempt(owner.epoch, step, owner.nonce)
+    checkpoint = CheckpointId(owner.term, step, owner.nonce)
     urls = tuple(tier.url for tier in due)
-    return replace(share, attempt=str(attempt), tiers=urls, read_back=tuple(read_back))
+    return replace(share, checkpoint=str(checkpoint), tiers=urls, read_back=tuple(read_back))
 
 
-def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
+def _own(log: RunLog, job: Incarnation, restored: CheckpointId | None) -> Acquire:
     """Return the newest term if it belongs to this job."""
     acquires = log.state.acquires
     if not acquires:
@@ -294,7 +294,7 @@ def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
 async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Receipt:
     """Write a rank's share to all its tiers. A tier that fails does not stop the others; if none remains, or the state
     cannot be saved at all, the checkpoint is aborted and the error raised."""
-    attempt = Attempt.parse(share.attempt)
+    checkpoint = CheckpointId.parse(share.checkpoint)
     written: dict[str, WrittenPart] = {}
     errors: dict[str, CheckpointError] = {}
     try:
@@ -304,9 +304,9 @@ async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Re
                     store = store_of(tier)
                     stack.push_async_callback(store.aclose)
                     back = tier.url in share.read_back
-                    written[tier.url] = await rank_write.write(store, attempt, content, read_back=back)
+                    written[tier.url] = await rank_write.write(store, checkpoint, content, read_back=back)
                     if back:
-                        known(tier.url).read_back = attempt
+                        known(tier.url).read_back = checkpoint
             except (StoreError, CorruptError) as error:
                 errors[tier.url] = _with_help(error, tier.url)
         rank_write.check_alike(list(written.values()))
@@ -316,7 +316,7 @@ async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Re
         await give_up_share(tiers, share, error)
         raise
     return Receipt(
-        share.attempt,
+        share.checkpoint,
         share.rank,
         {url: one.digest for url, one in written.items()},
         {url: to_wire(error) for url, error in errors.items()},
@@ -327,28 +327,31 @@ async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Re
 # -- end --
 
 
-async def give_up(tier: Tier, owner: Acquire, attempt: Attempt, reason: str) -> None:
+async def give_up(tier: Tier, owner: Acquire, checkpoint: CheckpointId, reason: str) -> None:
     """Abort a checkpoint in one tier if possible; otherwise the next save or job does."""
     try:
         async with opened(tier) as log:
-            await commits.abort(log, owner, attempt, reason)
-        known(tier.url).open.discard(attempt)
+            await commits.abort(log, owner, checkpoint, reason)
+        known(tier.url).open.discard(checkpoint)
     except CheckpointError as error:
-        logger.warning("could not abort checkpoint %s in %s: %s", attempt, tier.url, error)
+        logger.warning("could not abort checkpoint %s in %s: %s", checkpoint, tier.url, error)
 
 
 async def give_up_share(tiers: Sequence[Tier], share: RankShare, error: BaseException) -> None:
     """Abort the checkpoint in all tiers, because a rank cannot write its share."""
-    attempt, reason = Attempt.parse(share.attempt), f"rank {share.rank}: {str(error) or type(error).__name__}"
+    checkpoint, reason = (
+        CheckpointId.parse(share.checkpoint),
+        f"rank {share.rank}: {str(error) or type(error).__name__}",
+    )
     for tier in tiers:
-        await give_up(tier, Acquire(attempt.epoch, attempt.nonce, None), attempt, reason)
+        await give_up(tier, Acquire(checkpoint.term, checkpoint.nonce, None), checkpoint, reason)
 
 
 async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:
     """Commit what the ranks wrote in each tier that has all of it. Raises SaveError or FencedError for tiers that have
     not."""
     errors: dict[str, Exception] = dict(saving.errors)
-    attempt = saving.attempt
+    checkpoint = saving.checkpoint
     for tier in saving.tiers:
         if tier.url in errors:
             continue
@@ -357,7 +360,7 @@ async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:
         except Exception as error:
             errors[tier.url] = error
             if not isinstance(error, FencedError):
-                await give_up(tier, saving.owner, attempt, str(error))
+                await give_up(tier, saving.owner, checkpoint, str(error))
     fenced = [error for error in errors.values() if isinstance(error, FencedError)]
     if fenced:
         raise fenced[0]
@@ -365,21 +368,21 @@ async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:
         what = "; ".join(f"{url}: {error}" for url, error in errors.items())
         there = " and ".join(tier.url for tier in saving.tiers if tier.url not in errors)
         where = f"It is in {there}" if there else "It is in no tier"
-        raise SaveError(f"step {attempt.step} was not written to {what}. {where}") from next(iter(errors.values()))
+        raise SaveError(f"step {checkpoint.step} was not written to {what}. {where}") from next(iter(errors.values()))
 
 
 async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> None:
-    url, attempt = tier.url, saving.attempt
+    url, checkpoint = tier.url, saving.checkpoint
     for receipt in receipts:
-        if receipt.attempt != str(attempt):
-            raise SaveError(f"rank {receipt.rank} wrote checkpoint {receipt.attempt}, but this is {attempt}")
+        if receipt.checkpoint != str(checkpoint):
+            raise SaveError(f"rank {receipt.rank} wrote checkpoint {receipt.checkpoint}, but this is {checkpoint}")
         if url in receipt.errors:
             raise SaveError(f"rank {receipt.rank}: {from_wire(receipt.errors[url])}")
     if sorted(r.rank for r in receipts) != list(range(saving.world)):
         raise SaveError(f"only {len(receipts)} of {saving.world} ranks sent a receipt")
     async with opened(tier) as log:
         try:
-            parts = await load_parts(log.store, attempt, [(r.rank, r.parts[url]) for r in receipts])
+            parts = await load_parts(log.store, checkpoint, [(r.rank, r.parts[url]) for r in receipts])
         except NotFoundError as error:
             raise SaveError(
                 f"{error}: files that a rank wrote to {url} are not visible here. DCP needs a folder or bucket that "
@@ -388,9 +391,9 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
             ) from None
         await commits.commit_fitting(log, saving.owner, parts)
         place = known(url)
-        place.open.discard(attempt)
+        place.open.discard(checkpoint)
         if all(url in receipt.read_back for receipt in receipts):
-            place.verified = {attempt}
+            place.verified = {checkpoint}
         try:
             await _tidy(log, saving.owner, tier, place)
         # the checkpoint is committed; if a newer job took ownership, the next save reports it

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.format.manifest import CheckpointId, new_nonce
 from ckpt.core.log.run_log import Acquire, Trimmer
 
 
@@ -22,7 +22,7 @@ class Incarnation:
     """A job. `restored`: the checkpoint that it continues from, None: the newest. `number`: greater for newer ones."""
 
     nonce: str
-    restored: Attempt | None
+    restored: CheckpointId | None
     number: int = field(compare=False)
 
     def name(self, turn: int) -> str:
@@ -36,10 +36,10 @@ class Known:
 
     root: str = ""
     trusted: bool = False  # it was seen to create objects only if absent
-    open: set[Attempt] = field(default_factory=set)  # begun here, and neither committed nor aborted
-    verified: set[Attempt] = field(default_factory=set)
-    read_back: Attempt | None = None  # the last one whose share was read back here
-    cleared: set[Attempt] = field(default_factory=set)  # aborted, and all its files are deleted
+    open: set[CheckpointId] = field(default_factory=set)  # begun here, and neither committed nor aborted
+    verified: set[CheckpointId] = field(default_factory=set)
+    read_back: CheckpointId | None = None  # the last one whose share was read back here
+    cleared: set[CheckpointId] = field(default_factory=set)  # aborted, and all its files are deleted
     sweeps: int = 0
     leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # names, and when they may be deleted
     trimmer: Trimmer = field(default_factory=Trimmer)
@@ -61,11 +61,11 @@ def incarnation_of(urls: Sequence[str]) -> Incarnation:
         return newest
 
 
-def went_back(roots: Mapping[str, str], attempt: Attempt) -> None:
+def went_back(roots: Mapping[str, str], checkpoint: CheckpointId) -> None:
     """Record that a checkpoint was loaded: later saves continue from it. `roots`: ids of the runs that were read, by
     URL; they may differ from the ones known."""
     with _lock:
-        _incarnations.update(dict.fromkeys(roots, Incarnation(new_nonce(), attempt, next(_numbers))))
+        _incarnations.update(dict.fromkeys(roots, Incarnation(new_nonce(), checkpoint, next(_numbers))))
     for url, root in roots.items():
         if known(url).root not in ("", root):
             forget(url)
@@ -78,7 +78,7 @@ def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
         _incarnations.update(dict.fromkeys(urls, replace(incarnation, number=next(_numbers))))
 
 
-def forget(url: str, *, open: set[Attempt] | None = None) -> None:
+def forget(url: str, *, open: set[CheckpointId] | None = None) -> None:
     """Forget a tier whose run is gone. `open`: checkpoints whose files may remain there."""
     with _lock:
         _known[url] = Known(open=open or set())

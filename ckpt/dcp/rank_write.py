@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part, upload_from
-from ckpt.core.format.digest import blob_hasher, file_digest
+from ckpt.core.format.digest import chunk_hasher, file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, PackInfo, data_key, metadata_of
+from ckpt.core.format.manifest import CheckpointId, DataFile, data_key, metadata_of
 from ckpt.core.format.values import is_text
 from ckpt.core.state.tensors import DTYPE_NAME, as_bytes, check, check_memory
 from ckpt.dcp.objects import warn_once
@@ -41,7 +41,7 @@ class RankShare:
     """
 
     token: str
-    attempt: str
+    checkpoint: str
     rank: int
     world: int
     tiers: tuple[str, ...]
@@ -55,7 +55,7 @@ class Receipt:
     """What a rank sends to the coordinator. `parts`: by URL, the digest of the manifest there; `errors`: by URL, why
     there is none, as of `errors.to_wire`; `read_back`: tiers where everything was read back and is intact."""
 
-    attempt: str
+    checkpoint: str
     rank: int
     parts: dict[str, str]
     errors: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -160,11 +160,11 @@ class Stream:
     def __init__(self, content: Content, header: bytes) -> None:
         self._content = content
         self._arrangement = content.layout.arrangement
-        self._blobs = iter(self._arrangement.blobs)
+        self._chunks = iter(self._arrangement.chunks)
         self._rest = memoryview(header)
         self._number, self._bytes = -1, memoryview(b"")
         self._position = 0
-        self._hash = blob_hasher()  # of the current chunk
+        self._hash = chunk_hasher()  # of the current chunk
         self._lock = asyncio.Lock()
         self.digests = bytearray()
 
@@ -189,13 +189,13 @@ class Stream:
         return room
 
     def _next(self) -> memoryview:
-        blob = next(self._blobs)
-        if blob.tensor != self._number:
+        chunk = next(self._chunks)
+        if chunk.tensor != self._number:
             self._bytes = memoryview(b"")  # free the previous tensor first
-            self._number, self._bytes = blob.tensor, self._content.bytes_of(blob.tensor)
-        start = blob.offset - self._arrangement.offsets[blob.tensor]
-        self._hash = blob_hasher()
-        return self._bytes[start : start + blob.length]
+            self._number, self._bytes = chunk.tensor, self._content.bytes_of(chunk.tensor)
+        start = chunk.offset - self._arrangement.offsets[chunk.tensor]
+        self._hash = chunk_hasher()
+        return self._bytes[start : start + chunk.length]
 
 
 def _room(length: int) -> memoryview:
@@ -206,20 +206,20 @@ def _room(length: int) -> memoryview:
     return memoryview(made)[:length]
 
 
-async def write(store: Store, attempt: Attempt, content: Content, *, read_back: bool) -> WrittenPart:
+async def write(store: Store, checkpoint: CheckpointId, content: Content, *, read_back: bool) -> WrittenPart:
     """Store a share, and read it back if requested. Raises CorruptError if it differs."""
     layout = content.layout
-    key = data_key(attempt, layout.rank)
+    key = data_key(checkpoint, layout.rank)
     header = layout.arrangement.header(metadata_of(key))
     size = len(header) + layout.arrangement.data_size
     stream = Stream(content, header)
     await upload_from(store, key, size, stream.piece, first=len(header))
-    pack = PackInfo(key, size, len(header), file_digest(header))
+    file = DataFile(key, size, len(header), file_digest(header))
     table = build_table(layout, key, bytes(stream.digests))
     snapshot = RankSnapshot(
-        attempt, layout, memoryview(b""), [None]
+        checkpoint, layout, memoryview(b""), [None]
     )  # its bytes are written, and it has no plain values
-    written = await finish_part(store, snapshot, table, [pack], reason="due")
+    written = await finish_part(store, snapshot, table, [file], reason="due")
     if read_back:
         await read.fetch(store, table, read.plan_reads(table, range(table.owned), far=store.remote), None)
     return written

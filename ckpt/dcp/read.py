@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from ckpt.core.checkpoint import chunks, losses, read
 from ckpt.core.format.layout import TensorSpec
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.log.run_log import Acquire, RunLog, RunState, in_history, infer_root
 from ckpt.core.restore.sources import fill_from_store
@@ -58,7 +58,7 @@ class Found:
     has it."""
 
     url: str
-    attempt: Attempt
+    checkpoint: CheckpointId
     saved: SavedState
     others: tuple[str, ...]
     roots: dict[str, str]
@@ -66,7 +66,7 @@ class Found:
     def key(self, name: str) -> Key:
         key = self.saved.labels.get(name)
         if key is None:
-            raise MismatchError(f"{name} is not in step {self.attempt.step} of {self.url}")
+            raise MismatchError(f"{name} is not in step {self.checkpoint.step} of {self.url}")
         return key
 
 
@@ -95,24 +95,26 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
             "pass a checkpoint_id, or remove the tier",
             retryable=first.retryable,
         ) from first
-    for attempt in _candidates(states, step):
-        having = [url for url, state in states.items() if attempt in state.commits]
+    for checkpoint in _candidates(states, step):
+        having = [url for url, state in states.items() if checkpoint in state.commits]
         away: StoreError | None = None
         for url in having:
             try:
                 async with read.opened(url) as store:
-                    saved = await read.load_saved(store, states[url].commits[attempt], [u for u in having if u != url])
+                    saved = await read.load_saved(
+                        store, states[url].commits[checkpoint], [u for u in having if u != url]
+                    )
             except CheckpointError as error:
                 first = first or error
                 if isinstance(error, StoreError) and is_unreadable(error):
                     away = away or error
-                logger.warning("step %d cannot be read from %s: %s", attempt.step, url, error)
+                logger.warning("step %d cannot be read from %s: %s", checkpoint.step, url, error)
                 continue
-            mine = (attempt.epoch, attempt.nonce)
-            roots = {u: log.root for u, log in logs.items() if mine in {(a.epoch, a.nonce) for a in log.state.acquires}}
-            return Found(url, attempt, saved, tuple(u for u in urls if u != url), roots)
+            mine = (checkpoint.term, checkpoint.nonce)
+            roots = {u: log.root for u, log in logs.items() if mine in {(a.term, a.nonce) for a in log.state.acquires}}
+            return Found(url, checkpoint, saved, tuple(u for u in urls if u != url), roots)
         if away is not None:
-            text = f"step {attempt.step} cannot be read now: {away}. To use an older step, pass its checkpoint_id"
+            text = f"step {checkpoint.step} cannot be read now: {away}. To use an older step, pass its checkpoint_id"
             raise UnreadableError(text, retryable=away.retryable) from away
     if first is not None:
         raise first
@@ -125,7 +127,7 @@ async def latest(urls: Sequence[str]) -> int | None:
     there = [url for url in urls if await _again(url, lambda url=url: _is_run(url))]  # type: ignore[misc]
     with contextlib.suppress(NoCheckpointError):
         if there:
-            return (await find(there, None)).attempt.step
+            return (await find(there, None)).checkpoint.step
     return None
 
 
@@ -174,12 +176,12 @@ async def _again(url: str, read_folder: Callable[[], Awaitable[T]]) -> T:
         await asyncio.sleep(chunks.FIRST_PAUSE_S)
 
 
-def _candidates(states: dict[str, RunState], step: int | None) -> Iterator[Attempt]:
+def _candidates(states: dict[str, RunState], step: int | None) -> Iterator[CheckpointId]:
     """Yield checkpoints in the order to try. A tier that was unreachable may lack a rollback that others have."""
     acquires: dict[int, Acquire] = {}
     for acquire in (a for state in states.values() for a in state.acquires):
-        if acquires.get(acquire.epoch, acquire).restored is None:
-            acquires[acquire.epoch] = acquire
+        if acquires.get(acquire.term, acquire).restored is None:
+            acquires[acquire.term] = acquire
     commits = {a: commit for state in states.values() for a, commit in state.commits.items()}
     history = in_history(acquires.values(), commits)
     if step is None:
@@ -251,7 +253,7 @@ def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -
     _read(found, {found.key(name): [Target.whole(room)] for name, room in rooms.items()})
     if not trusted:
         for name, room in rooms.items():
-            check_object(f"{name} of step {found.attempt.step}", room.numpy().data)
+            check_object(f"{name} of step {found.checkpoint.step}", room.numpy().data)
     targets = [_target(planner.resolve_tensor(item).detach(), item) for item in tensors]
     fills: dict[Key, list[Target]] = {}
     for item, target in zip(tensors, targets, strict=True):
@@ -264,7 +266,7 @@ def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -
 
 
 def _read(found: Found, fills: dict[Key, list[Target]]) -> None:
-    read.run(fill_from_store(found.url, found.attempt, found.saved, fills, found.others))
+    read.run(fill_from_store(found.url, found.checkpoint, found.saved, fills, found.others))
 
 
 def _names(items: Sequence[ReadItem]) -> list[str]:

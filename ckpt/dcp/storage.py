@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckpt.core.checkpoint import read
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.dcp import coordinator, in_flight, incarnation
 from ckpt.dcp import read as dcp_source
 from ckpt.dcp.rank_write import RankShare, Receipt, content_of
@@ -49,7 +49,7 @@ from ckpt.tiers import Memory, Tier
 __all__ = ["StorageReader", "StorageWriter", "latest"]
 
 Places = str | Path | Tier | Sequence[str | Path | Tier]
-CheckpointId = str | os.PathLike[str] | int | None
+StepOrPath = str | os.PathLike[str] | int | None
 
 RECEIPT = "(receipt)"  # name under which a rank's Receipt travels to the coordinator
 MAX_STEP = 10**18
@@ -70,7 +70,7 @@ class _Now(threading.local):
 
     def clear(self, default: int | None) -> None:
         self.step: int | None = default
-        self.id: CheckpointId = default
+        self.id: StepOrPath = default
         self.job: incarnation.Incarnation | None = None
         self.saving: coordinator.Saving | None = None
 
@@ -108,14 +108,14 @@ class StorageWriter(storage.StorageWriter):
         return tuple(tier.url for tier in self._tiers)
 
     @property
-    def checkpoint_id(self) -> CheckpointId:
+    def checkpoint_id(self) -> StepOrPath:
         return self._now.id
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StepOrPath) -> bool:
         return _is_id(checkpoint_id)
 
-    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+    def reset(self, checkpoint_id: StepOrPath = None) -> None:
         self._now.clear(self._default)
         in_flight.watch(self._default if checkpoint_id is None else checkpoint_id)
         if checkpoint_id is not None:
@@ -148,7 +148,7 @@ class StorageWriter(storage.StorageWriter):
         saving = self._now.saving = read.run(coordinator.begin(self._tiers, job, step, len(plans)))
         names = [{item.index.fqn for item in plan.items} for plan in plans]
         everything, token = set[str]().union(*names), secrets.token_hex(8)
-        share = RankShare(token, str(saving.attempt), 0, len(plans), saving.urls, saving.read_back, job=job.nonce)
+        share = RankShare(token, str(saving.checkpoint), 0, len(plans), saving.urls, saving.read_back, job=job.nonce)
         return [
             replace(plan, storage_data=replace(share, rank=rank, names=tuple(sorted(everything - names[rank]))))
             for rank, plan in enumerate(plans)
@@ -183,8 +183,8 @@ class StorageWriter(storage.StorageWriter):
         if then is not None:
             restored = None if then == own else own.restored
             share = read.run(coordinator.renewed(share, self._tiers, step, restored))
-        if Attempt.parse(share.attempt).step != step:
-            raise PeerError(f"rank {share.rank} saves step {step}, but the coordinator {share.attempt}")
+        if CheckpointId.parse(share.checkpoint).step != step:
+            raise PeerError(f"rank {share.rank} saves step {step}, but the coordinator {share.checkpoint}")
         if not set(share.tiers) <= set(self._urls):
             raise PeerError(f"rank {share.rank} saves to {', '.join(self._urls)}, but the coordinator to {share.tiers}")
         return share
@@ -220,20 +220,20 @@ class StorageReader(storage.StorageReader):
     def __init__(self, places: Places, *, step: int | None = None, trusted: bool = False, resume: bool = True) -> None:
         self._tiers = _tiers(places)
         self._default = self._step = None if step is None else step_of(step)
-        self._id: CheckpointId = step
+        self._id: StepOrPath = step
         self._trusted, self._resume = trusted, resume
         self._found: dcp_source.Found | None = None
         self._load_id = str(uuid.uuid4())
 
     @property
-    def checkpoint_id(self) -> CheckpointId:
+    def checkpoint_id(self) -> StepOrPath:
         return self._id
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StepOrPath) -> bool:
         return _is_id(checkpoint_id)
 
-    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+    def reset(self, checkpoint_id: StepOrPath = None) -> None:
         self._found = None
         self._step = self._default if checkpoint_id is None else step_of(checkpoint_id)
         self._id = self._default if checkpoint_id is None else checkpoint_id
@@ -247,7 +247,7 @@ class StorageReader(storage.StorageReader):
 
     def storage_meta(self) -> StorageMeta:
         """Return the checkpoint to load, by default the step that was found, and the id of this load."""
-        step = self._id if self._id is not None or self._found is None else self._found.attempt.step
+        step = self._id if self._id is not None or self._found is None else self._found.checkpoint.step
         return StorageMeta(checkpoint_id=None if step is None else str(step), load_id=self._load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -256,7 +256,7 @@ class StorageReader(storage.StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._found is not None
-        return replace(plan, storage_data=str(self._found.attempt))
+        return replace(plan, storage_data=str(self._found.checkpoint))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: check that all ranks found the same checkpoint, because a save may have just ended."""
@@ -271,7 +271,7 @@ class StorageReader(storage.StorageReader):
             raise UsageError("call read_metadata() first")
         dcp_source.fill(found, plan, planner, trusted=self._trusted)
         if self._resume:
-            incarnation.went_back(found.roots, found.attempt)
+            incarnation.went_back(found.roots, found.checkpoint)
         self._found, self._step, self._id = None, self._default, self._default  # for the next load
         done: Future[None] = Future()
         done.set_result(None)

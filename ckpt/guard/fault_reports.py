@@ -65,7 +65,7 @@ class FaultReporter:
         owner = self.run.owner
         beat = watchdog.heartbeat.read()
         fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
-        fault.attempt = "" if owner is None else f"{owner.epoch}.{owner.nonce}"
+        fault.checkpoint = "" if owner is None else f"{owner.term}.{owner.nonce}"
         if beat.step >= 0:
             fault.steps[str(watchdog.rank)] = beat.step
         return fault
@@ -88,7 +88,7 @@ class FaultReporter:
 
     def in_memory(self, fault: Fault, seconds: float) -> None:
         """Add the steps in memory, which a restart will find."""
-        steps = {label.attempt.step for _, _, label in self.held_memory.ring() if label.attempt is not None}
+        steps = {label.checkpoint.step for _, _, label in self.held_memory.ring() if label.checkpoint is not None}
         fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
 
     async def save(self, fault: Fault, began: float, deadline_s: float, *, far: bool = False) -> None:

@@ -109,7 +109,7 @@ class Fault:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
-    attempt: str = ""
+    checkpoint: str = ""
     steps: dict[str, int] = field(default_factory=dict)
     suspects: list[int] = field(default_factory=list)
     stacks: dict[str, list[str]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
         one_limit = (
             bool(last) and fault.kind == last[-1].kind == "deadline" and fault.rank not in {f.rank for f in last}
         )
-        same = (one_end or one_limit) and fault.attempt == last[-1].attempt
+        same = (one_end or one_limit) and fault.checkpoint == last[-1].checkpoint
         if same and fault.when - last[-1].when < TOGETHER_S:
             last.append(fault)
         else:

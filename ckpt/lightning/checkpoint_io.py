@@ -31,7 +31,7 @@ from ckpt.core.checkpoint.commits import acquire, commit, create_run, written_ru
 from ckpt.core.checkpoint.lease import check_free
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.write import RankSnapshot, page_aligned, write_part
-from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.format.manifest import CheckpointId, new_nonce
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.tensors import TORCH_DTYPE
 from ckpt.errors import NoCheckpointError, RunGoneError, UsageError
@@ -229,15 +229,15 @@ async def _write(url: str, frozen: Any, step: int) -> None:
     async with written_run(url) as log:
         await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train there
         mine = await acquire(log, new_nonce())
-        attempt = Attempt(mine.epoch, step, mine.nonce)
+        checkpoint = CheckpointId(mine.term, step, mine.nonce)
         try:
-            written = await write_part(log.store, RankSnapshot(attempt, layout, data, values))
+            written = await write_part(log.store, RankSnapshot(checkpoint, layout, data, values))
             await commit(log, mine, [written])
         except RunGoneError:
-            await OpenTier(url, retention.Keep(1), log).remove_rest(attempt)
+            await OpenTier(url, retention.Keep(1), log).remove_rest(checkpoint)
             raise
         if len(log.state.commits) > retention.ALWAYS:  # a path that is written repeatedly, for example last.ckpt
-            await retention.retire(log, mine, retention.Keep(last=1), {attempt})
+            await retention.retire(log, mine, retention.Keep(last=1), {checkpoint})
 
 
 async def _is_empty(url: str) -> bool:

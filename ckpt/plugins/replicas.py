@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.core.format.layout import Layout, pages
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import messages
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.core.ranks.transfer import addresses, listen
@@ -57,7 +57,7 @@ class Replicator:
         self._rank = 0
         self._next: tuple[Arena, int, Label, Layout] | None = None
         self._wake = asyncio.Event()
-        self._withdrawn: list[Attempt] = []
+        self._withdrawn: list[CheckpointId] = []
         self._warned = False
 
     # -- taking --
@@ -108,10 +108,10 @@ class Replicator:
             raise ValueError(f"a header of {size} bytes")
         header = json.loads(bytes(await _read(sock, size)))
         if "drop" in header:
-            self._discard(int(header["rank"]), Attempt.parse(header["drop"]))
+            self._discard(int(header["rank"]), CheckpointId.parse(header["drop"]))
             return
         rank, layout = int(header["rank"]), Layout.from_json(header["layout"])
-        attempt, values_size = Attempt.parse(header["attempt"]), int(header["values_size"])
+        checkpoint, values_size = CheckpointId.parse(header["checkpoint"]), int(header["values_size"])
         arena = await self._arena_for(rank, int(header["slots"]), int(header["slot_size"]))
         data_size = layout.arrangement.data_size
         if not values_size >= 0 or not arena.fits(data_size, values_size):
@@ -123,7 +123,7 @@ class Replicator:
         finite = header["finite"]
         if finite is not None and type(finite) is not bool:
             raise ValueError("the flag finite of a snapshot is not a bool")
-        label = Label(FILLING, order, attempt, layout.digest, data_size, values_size, float(header["time"]), finite)
+        label = Label(FILLING, order, checkpoint, layout.digest, data_size, values_size, float(header["time"]), finite)
         arena.set_label(slot, label)
         self._memory.keep_layout(layout)
         await _read_into(sock, arena.data(slot, data_size))
@@ -134,11 +134,11 @@ class Replicator:
         arena.set_label(slot, _sealed(label) if whole else Label(EMPTY))
         self._fresh.add(rank)
 
-    def _discard(self, rank: int, attempt: Attempt) -> None:
+    def _discard(self, rank: int, checkpoint: CheckpointId) -> None:
         """Drop a snapshot that its sender has withdrawn."""
         arena = self.arenas.get(rank)
         for slot, label in arena.sealed() if arena is not None else ():
-            if arena is not None and label.attempt == attempt:
+            if arena is not None and label.checkpoint == checkpoint:
                 arena.set_label(slot, Label(EMPTY))
 
     async def _arena_for(self, rank: int, slots: int, slot_size: int) -> Arena:
@@ -164,7 +164,7 @@ class Replicator:
         """Send this snapshot next, and skip one that is still waiting."""
         slot, arena, layouts = request.slot, self._memory.arenas[request.arena], self._memory.layouts
         label = arena.label(slot)
-        if label is None or str(label.attempt) != request.attempt or label.layout not in layouts:
+        if label is None or str(label.checkpoint) != request.checkpoint or label.layout not in layouts:
             return
         self._next = (arena, slot, label, layouts[label.layout])
         self._wake.set()
@@ -175,11 +175,11 @@ class Replicator:
     @handles(messages.Retract)
     def take_back(self, request: messages.Retract) -> None:
         """Drop a snapshot that turned out to be inconsistent, and its copy."""
-        attempt = Attempt.parse(request.attempt)
-        if self._next is not None and self._next[2].attempt == attempt:
+        checkpoint = CheckpointId.parse(request.checkpoint)
+        if self._next is not None and self._next[2].checkpoint == checkpoint:
             self._next = None
         if self._partner is not None:
-            self._withdrawn.append(attempt)
+            self._withdrawn.append(checkpoint)
             self._wake.set()
 
     async def _send(self) -> None:
@@ -202,8 +202,8 @@ class Replicator:
                 await asyncio.sleep(RETRY_S)
                 self._wake.set()  # send the interrupted one again
 
-    async def _send_drop(self, sock: socket.socket, attempt: Attempt) -> None:
-        header = json.dumps({"rank": self._rank, "drop": str(attempt)}).encode()
+    async def _send_drop(self, sock: socket.socket, checkpoint: CheckpointId) -> None:
+        header = json.dumps({"rank": self._rank, "drop": str(checkpoint)}).encode()
         loop = asyncio.get_running_loop()
         await asyncio.wait_for(loop.sock_sendall(sock, _SIZE.pack(len(header)) + header), SILENCE_S)
 
@@ -231,7 +231,7 @@ class Replicator:
         header = json.dumps(
             {
                 "rank": self._rank,
-                "attempt": str(label.attempt),
+                "checkpoint": str(label.checkpoint),
                 "layout": layout.to_json(),
                 "values_size": label.values_size,
                 "time": label.time,

@@ -109,8 +109,8 @@ class LargeObjectTests(OverStores):
         """Of several concurrent uploads of one name, one succeeds, and its bytes are stored."""
         if not self.creates_uploads:
             pytest.skip("the store does not guarantee it")
-        attempts = [upload((store, other)[i % 2], "packs/p", b"%d" % i * 9000) for i in range(6)]
-        results = await asyncio.gather(*attempts, return_exceptions=True)
+        checkpoints = [upload((store, other)[i % 2], "packs/p", b"%d" % i * 9000) for i in range(6)]
+        results = await asyncio.gather(*checkpoints, return_exceptions=True)
         winners = [i for i, result in enumerate(results) if result is None]
         assert len(winners) == 1
         assert all(isinstance(result, ExistsError) for result in results if result is not None)

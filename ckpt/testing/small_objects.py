@@ -54,8 +54,8 @@ class SmallObjectTests(OverStores):
     async def test_one_of_many_creators_wins(self, store: Store, other: Store) -> None:
         """Create-if-absent is atomic: of twenty concurrent calls, in two stores, one succeeds, and its bytes are
         stored."""
-        attempts = [(store, other)[i % 2].put("log/1.json", b"%d" % i * 100, create=True) for i in range(20)]
-        results = await asyncio.gather(*attempts, return_exceptions=True)
+        checkpoints = [(store, other)[i % 2].put("log/1.json", b"%d" % i * 100, create=True) for i in range(20)]
+        results = await asyncio.gather(*checkpoints, return_exceptions=True)
         winners = [i for i, result in enumerate(results) if result is None]
         assert len(winners) == 1
         assert sum(isinstance(result, ExistsError) for result in results) == 19

@@ -13,7 +13,7 @@ from ckpt.core.format import values
 from ckpt.core.format.codec import CODECS
 from ckpt.core.format.columns import I64
 from ckpt.core.format.layout import TensorSpec
-from ckpt.core.format.manifest import Attempt, canonical, owner
+from ckpt.core.format.manifest import CheckpointId, canonical, owner
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.table import Table
 from ckpt.errors import CorruptError
@@ -59,9 +59,9 @@ class Storages:
     `used`: bytes that a restore reads from each data file, each range counted once.
     """
 
-    def __init__(self, attempt: Attempt, keys: Iterable[Key]) -> None:
+    def __init__(self, checkpoint: CheckpointId, keys: Iterable[Key]) -> None:
         """Count a range that several tensors share for the first of them in `keys`."""
-        self._attempt, self._place = attempt, {key: i for i, key in enumerate(keys)}
+        self._checkpoint, self._place = checkpoint, {key: i for i, key in enumerate(keys)}
         self._stored, self._reads, self._depth = (np.zeros(len(self._place), np.int64) for _ in range(3))
         self._held = np.zeros((len(self._place), len(HELD)), np.int64)
         self.used: dict[str, int] = {}
@@ -79,7 +79,7 @@ class Storages:
         rows = np.flatnonzero(tensors >= 0)
         rows = rows[np.argsort(tensors[rows], kind="stable")]
         tensor, ranges = tensors[rows], _ranges(table)
-        own = np.array([owner(key) == self._attempt for key in table.packs], np.bool_)[table.pack[rows]]
+        own = np.array([owner(key) == self._checkpoint for key in table.files], np.bool_)[table.file[rows]]
         there = stored[rows] > 0
         form = np.where(there & ~own, REFERENCE, table.codec[rows])
         anew = np.flatnonzero(there & own)
@@ -89,7 +89,7 @@ class Storages:
         np.add.at(self._held, (tensor, form), 1)
         self._count_reads(table, rows, tensor, ranges)
         at = np.unique(ranges, return_index=True)[1]
-        for key, nbytes in zip(table.packs, np.bincount(table.pack[at], stored[at], len(table.packs)), strict=True):
+        for key, nbytes in zip(table.files, np.bincount(table.file[at], stored[at], len(table.files)), strict=True):
             if nbytes:
                 self.used[key] = self.used.get(key, 0) + int(nbytes)
 
@@ -104,7 +104,7 @@ class Storages:
 
 def _ranges(table: Table) -> I64:
     """Return for each chunk the number of its byte range."""
-    columns = np.stack([table.pack, table.offset, table.stored], 1)
+    columns = np.stack([table.file, table.offset, table.stored], 1)
     return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 

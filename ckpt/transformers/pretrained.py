@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ckpt.core.checkpoint import read
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.regular_file import read_regular, write_regular
 from ckpt.core.format.values import splitter
 from ckpt.core.state.sharding import local, named_buffers, named_modules, named_parameters
@@ -149,9 +149,9 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         check_memory(local(tensor), (name,))
         raw = as_bytes(local(tensor).contiguous())
-        parts = [blob_digest(raw[at : at + CHUNK].cpu().numpy().data) for at in range(0, len(raw), CHUNK)]
+        parts = [chunk_digest(raw[at : at + CHUNK].cpu().numpy().data) for at in range(0, len(raw), CHUNK)]
         total.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + b"".join(parts))
-    return blob_digest(b"\n".join(total)).hex()
+    return chunk_digest(b"\n".join(total)).hex()
 
 
 # -- afterwards --

@@ -32,7 +32,7 @@ from ckpt.core.checkpoint.read import load_manifest, verify
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, new_nonce, owner
+from ckpt.core.format.manifest import CheckpointId, new_nonce, owner
 from ckpt.core.log.run_log import Acquire, RunLog
 from ckpt.errors import CorruptError, FencedError, StoreError
 from ckpt.store import Store, open_store, options_of, remember_options
@@ -291,7 +291,7 @@ async def opened_run(store: Store) -> tuple[RunLog, Acquire]:
 
 
 async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> WrittenPart:
-    snapshot = RankSnapshot(Attempt(mine.epoch, step, mine.nonce), of, memoryview(content(of, step)), [None])
+    snapshot = RankSnapshot(CheckpointId(mine.term, step, mine.nonce), of, memoryview(content(of, step)), [None])
     written = await write_part(log.store, snapshot)
     await commits.commit(log, mine, [written])
     return written
@@ -299,11 +299,11 @@ async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> WrittenPart
 
 async def restored(store: Store, log: RunLog, step: int) -> bytes:
     manifest = await load_manifest(store, read.choose(log, step))
-    table, pack = manifest.table, manifest.parts[0].packs[0]
+    table, file = manifest.table, manifest.parts[0].files[0]
     found = bytearray(manifest.layout().arrangement.data_size)
 
     def sink(blob: int, data: memoryview) -> None:
-        at = int(table.offset[blob]) - pack.header_size
+        at = int(table.offset[blob]) - file.header_size
         found[at : at + len(data)] = data
 
     await read.fetch(store, table, read.plan_reads(table, range(len(table.length))), sink)
@@ -370,17 +370,17 @@ def test_a_run_from_start_to_end(rgw: Rgw, engine: str) -> None:
 
 
 def test_negative_control_a_changed_byte_is_seen(rgw: Rgw) -> None:
-    """One bit of a pack, changed in the bucket: restoring fails, and says which file."""
+    """One bit of a file, changed in the bucket: restoring fails, and says which file."""
     place, of = new_place(rgw), layout({"w": 3 * MIB})
 
     async def work(store: Store) -> None:
         log, mine = await opened_run(store)
-        pack = (await save(log, mine, 1, of)).part.packs[0]
+        file = (await save(log, mine, 1, of)).part.files[0]
         assert await restored(store, log, 1) == content(of, 1)
-        data = bytearray(await store.get(pack.key))
+        data = bytearray(await store.get(file.key))
         data[-5] ^= 1
-        await store.put(pack.key, data)
-        with pytest.raises(CorruptError, match=pack.key):
+        await store.put(file.key, data)
+        with pytest.raises(CorruptError, match=file.key):
             await restored(store, log, 1)
         assert await verify(store, read.choose(log)) != []
 
@@ -395,12 +395,12 @@ def test_two_owners_of_one_run(rgw: Rgw) -> None:
         log, old = await opened_run(store)
         await save(log, old, 1, of)
         other, new = await opened_run(store)
-        assert new.epoch > old.epoch
+        assert new.term > old.term
         with pytest.raises(FencedError):
             await save(log, old, 2, of)
         await save(other, new, 2, of)
         await other.refresh()
-        assert [commit.attempt.epoch for commit in other.state.commits.values()] == [old.epoch, new.epoch]
+        assert [commit.attempt.term for commit in other.state.commits.values()] == [old.term, new.term]
 
     using(place, work)
 

@@ -1,7 +1,7 @@
 """Increments, without processes: what is planned, what a table may say, and that what is fetched is what was saved.
 
-A job here saves states into a place in memory, by the library's own encoder, log and retention, with small blobs and
-small packs, so that a few kilobytes have all that gigabytes have.
+A job here saves states into a place in memory, by the library's own encoder, log and retention, with small chunks and
+small data files, so that a few kilobytes have all that gigabytes have.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.core.checkpoint import chunks as blobs_module
+from ckpt.core.checkpoint import chunks as chunks_module
 from ckpt.core.checkpoint import commits, encode, incremental, open_tier, read, retention, write
 from ckpt.core.checkpoint.encode import Encoder
-from ckpt.core.checkpoint.incremental import BlobPlan, InMemory, Policy, Previous, bases_in, plan_blobs
+from ckpt.core.checkpoint.incremental import ChunkPlan, InMemory, Policy, Previous, bases_in, plan_chunks
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import Encoded, Packer, RankSnapshot, WrittenPart, digest_blobs
+from ckpt.core.checkpoint.write import DataFileWriter, Encoded, RankSnapshot, WrittenPart, digest_chunks
 from ckpt.core.format import layout as plan
 from ckpt.core.format import table as tables
 from ckpt.core.format.codec import CODECS, DELTA, PLANES, RAW, word_of
 from ckpt.core.format.codec import encode as coded
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import BITS, Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
+from ckpt.core.format.manifest import CheckpointId, DataFile, Part, new_nonce, owner
 from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
@@ -47,7 +47,7 @@ from ckpt.tools.maintain import copy_run
 from ckpt_backends.memory import MemoryStore
 from run_files import DATA, MANIFEST, checkpoint_id, data_key, kind_of, manifest_key, select
 
-BLOB = 8192
+CHUNK = 8192
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 PURE = settings(QUICK, max_examples=150)
 State = dict[str, tuple[str, int, bytes]]  # of each tensor: its dtype, how many elements, and what they are
@@ -55,18 +55,18 @@ State = dict[str, tuple[str, int, bytes]]  # of each tensor: its dtype, how many
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blobs, packs, windows and reads that are a few kilobytes."""
+    """Chunks, data files, windows and reads that are a few kilobytes."""
     for module in (plan, incremental):
-        monkeypatch.setattr(module, "BLOB", BLOB)
+        monkeypatch.setattr(module, "CHUNK", CHUNK)
     monkeypatch.setattr(encode, "SMALL", 64)
     monkeypatch.setattr(encode, "LITTLE", 64)
     for module in (encode, encode):
         monkeypatch.setattr(module, "LEAST", 0)
-    monkeypatch.setattr(write, "PACK", (2 * BLOB, 8 * BLOB))
-    monkeypatch.setattr(encode, "WINDOW", 3 * BLOB)
+    monkeypatch.setattr(write, "PACK", (2 * CHUNK, 8 * CHUNK))
+    monkeypatch.setattr(encode, "WINDOW", 3 * CHUNK)
     monkeypatch.setattr(encode, "SELF_CHECK", 3)
-    monkeypatch.setattr(blobs_module, "READ", 3 * BLOB)
-    monkeypatch.setattr(blobs_module, "GAP", 300)
+    monkeypatch.setattr(chunks_module, "READ", 3 * CHUNK)
+    monkeypatch.setattr(chunks_module, "GAP", 300)
 
 
 # -- a job --
@@ -91,7 +91,7 @@ class Job:
     log: RunLog
     mine: Acquire
     encoders: list[Encoder]
-    saved: dict[Attempt, State] = field(default_factory=dict)
+    saved: dict[CheckpointId, State] = field(default_factory=dict)
 
     @classmethod
     async def open(cls, policy: Policy = Policy(), world: int = 1) -> Job:  # noqa: B008
@@ -102,15 +102,15 @@ class Job:
         return cls(log, await commits.acquire(log, new_nonce()), [Encoder(policy) for _ in range(world)])
 
     async def write(self, step: int, state: State, rank: int = 0, number: int = 0) -> WrittenPart:
-        attempt = Attempt(self.mine.epoch, step, self.mine.nonce)
+        checkpoint = CheckpointId(self.mine.term, step, self.mine.nonce)
         layout = layout_of(state, rank, len(self.encoders))
         data = data_of(layout, state)
 
         encoder = self.encoders[rank]
-        previous = await encoder.previous(self.log, attempt, layout)
+        previous = await encoder.previous(self.log, checkpoint, layout)
         return await encoder.write(
             self.log.store,
-            RankSnapshot(attempt, layout, data, [None]),
+            RankSnapshot(checkpoint, layout, data, [None]),
             InMemory(layout, data),
             previous,
             numbers=itertools.count(number),
@@ -120,58 +120,58 @@ class Job:
     async def save(self, step: int, state: State) -> Commit:
         written = [await self.write(step, state, rank) for rank in range(len(self.encoders))]
         found = await commits.commit(self.log, self.mine, written)
-        self.saved[found.attempt] = dict(state)
+        self.saved[found.checkpoint] = dict(state)
         return found
 
     async def retire(self, last: int) -> None:
-        newest = self.log.state.lineage()[0].attempt
+        newest = self.log.state.lineage()[0].checkpoint
         await retention.retire(self.log, self.mine, Keep(last), {newest})
 
     async def table(self, commit: Commit) -> Table:
         return (await read.load_manifest(self.log.store, commit)).table
 
 
-async def fetched(store: MemoryStore, table: Table, blobs: Iterable[int]) -> dict[int, bytes]:
+async def fetched(store: MemoryStore, table: Table, chunks: Iterable[int]) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
 
-    def sink(blob: int, data: memoryview) -> None:
-        assert blob not in found, "handed over twice"
-        found[blob] = bytes(data)
+    def sink(chunk: int, data: memoryview) -> None:
+        assert chunk not in found, "handed over twice"
+        found[chunk] = bytes(data)
 
-    await read.fetch(store, table, read.plan_reads(table, blobs), sink)
+    await read.fetch(store, table, read.plan_reads(table, chunks), sink)
     return found
 
 
 def expected(table: Table, state: State) -> dict[int, bytes]:
-    """What every blob of the shards has to be."""
+    """What every chunk of the shards has to be."""
     found: dict[int, bytes] = {}
     for i, shard in enumerate(table.shards):
         at = 0
-        for blob in table.blobs(i):
-            length = int(table.length[blob])
-            found[blob] = state[shard.name][2][at : at + length]
+        for chunk in table.chunks(i):
+            length = int(table.length[chunk])
+            found[chunk] = state[shard.name][2][at : at + length]
             at += length
         assert at == len(state[shard.name][2])
     return found
 
 
 async def check(job: Job, pick: Callable[[int], list[int]]) -> None:
-    """All that is live is what was saved, read whole, and by the blobs that `pick` takes of so many."""
+    """All that is live is what was saved, read whole, and by the chunks that `pick` takes of so many."""
     for commit in job.log.state.lineage():
         table = await job.table(commit)
-        assert {s.name for s in table.shards} == set(job.saved[commit.attempt])
-        wanted = expected(table, job.saved[commit.attempt])
+        assert {s.name for s in table.shards} == set(job.saved[commit.checkpoint])
+        wanted = expected(table, job.saved[commit.checkpoint])
         assert await fetched(job.log.store, table, range(table.owned)) == wanted  # type: ignore[arg-type]
         some = pick(table.owned)
         assert await fetched(job.log.store, table, some) == {b: wanted[b] for b in some}  # type: ignore[arg-type]
         bases = await fetched(job.log.store, table, range(table.owned, len(table.length)))  # type: ignore[arg-type]
-        assert all(blob_digest(data) == table.digest[blob].tobytes() for blob, data in bases.items())
+        assert all(chunk_digest(data) == table.digest[chunk].tobytes() for chunk, data in bases.items())
         assert await read.verify(job.log.store, commit) == []
 
 
 async def check_files(job: Job) -> None:
-    """Every pack that a live table names is there, and after a clean-up no other is."""
-    named = {key for commit in job.log.state.commits.values() for key in (await job.table(commit)).packs}
+    """Every data file that a live table names is there, and after a clean-up no other is."""
+    named = {key for commit in job.log.state.commits.values() for key in (await job.table(commit)).files}
     there = set(select([info.key async for info in job.log.store.list()], DATA))
     assert named <= there, f"gone: {named - there}"
     assert there <= named, f"nobody needs {there - named}"
@@ -180,7 +180,7 @@ async def check_files(job: Job) -> None:
 # -- states that change --
 
 DTYPES = sorted(BITS)
-COUNTS = [0, 1, 7, 100, BLOB // 4, BLOB // 4 + 1, 5000]
+COUNTS = [0, 1, 7, 100, CHUNK // 4, CHUNK // 4 + 1, 5000]
 
 
 def content(dice: np.random.Generator, dtype: str, count: int) -> bytes:
@@ -291,8 +291,8 @@ async def live(seed: int, policy: Policy, world: int, steps: int, keep: int, own
 def test_what_is_fetched_is_what_was_saved(
     seed: int, policy: Policy, world: int, steps: int, keep: int, owners: int
 ) -> None:
-    """Whatever the state consists of, however it changes, and whichever checkpoints have gone meanwhile: all blobs,
-    and any of them alone, have every bit; every pack that is named is there, and no other after a clean-up."""
+    """Whatever the state consists of, however it changes, and whichever checkpoints have gone meanwhile: all chunks,
+    and any of them alone, have every bit; every data file that is named is there, and no other after a clean-up."""
     asyncio.run(live(seed, policy, world, steps, keep, owners))
 
 
@@ -314,7 +314,7 @@ def test_what_is_fetched_is_what_was_saved_long(
 
 
 def test_lives_have_all_that_they_are_about() -> None:
-    """The states of the test above do make references, every codec and bases of old packs."""
+    """The states of the test above do make references, every codec and bases of old data files."""
     seen: set[int] = set()
     referred = based = shared = 0
 
@@ -324,9 +324,9 @@ def test_lives_have_all_that_they_are_about() -> None:
         for commit in job.log.state.lineage():
             table = await job.table(commit)
             seen.update(table.codec.tolist())
-            referred += any(owner(key) != commit.attempt for key in table.packs)
+            referred += any(owner(key) != commit.checkpoint for key in table.files)
             based += len(table.length) > table.owned
-            places = list(zip(table.pack.tolist(), table.offset.tolist(), table.stored.tolist(), strict=True))
+            places = list(zip(table.file.tolist(), table.offset.tolist(), table.stored.tolist(), strict=True))
             places = [p for p in places if p[2]]
             shared += len(set(places)) < len(places)
 
@@ -339,16 +339,16 @@ def test_lives_have_all_that_they_are_about() -> None:
 
 def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """References that are planned by rows in the wrong order, without a look at digests, do not pass."""
-    right = plan_blobs
+    right = plan_chunks
 
-    def wrong(layout: Layout, digests: Any, previous: Previous | None, **more: Any) -> BlobPlan:
+    def wrong(layout: Layout, digests: Any, previous: Previous | None, **more: Any) -> ChunkPlan:
         found = right(layout, digests, previous, **more)
         taken = found.taken.copy()
         here = np.flatnonzero(taken >= 0)
         taken[here] = np.roll(taken[here], 1)
         return replace(found, taken=taken)
 
-    monkeypatch.setattr(encode, "plan_blobs", wrong)
+    monkeypatch.setattr(encode, "plan_chunks", wrong)
     failures = 0
     for seed in range(8):
         try:
@@ -359,10 +359,10 @@ def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.Mo
 
 
 def test_negative_control_a_clean_up_that_forgets_references_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If only a checkpoint's own files counted as used, packs would go that live tables name."""
+    """If only a checkpoint's own files counted as used, data files would go that live tables name."""
     right = retention.files_of
 
-    async def wrong(log: RunLog, of: Iterable[Commit]) -> dict[Attempt, set[str]]:
+    async def wrong(log: RunLog, of: Iterable[Commit]) -> dict[CheckpointId, set[str]]:
         return {a: {k for k in keys if owner(k) == a} for a, keys in (await right(log, of)).items()}
 
     monkeypatch.setattr(retention, "files_of", wrong)
@@ -395,26 +395,26 @@ def noise(layout: Layout, seed: int) -> bytes:
 
 
 def digests_of(layout: Layout, data: bytes) -> Any:
-    return np.frombuffer(digest_blobs(layout, memoryview(data)), np.uint8).reshape(-1, 16)
+    return np.frombuffer(digest_chunks(layout, memoryview(data)), np.uint8).reshape(-1, 16)
 
 
 def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None = None) -> Previous:
-    """As if it had been stored raw in one pack; `size`: what the pack is said to hold."""
-    attempt = Attempt(1, step, "0badcafe")
-    key = data_key(attempt, layout.rank)
+    """As if it had been stored raw in one data file; `size`: what the data file is said to hold."""
+    checkpoint = CheckpointId(1, step, "0badcafe")
+    key = data_key(checkpoint, layout.rank)
     table = write.build_table(layout, key, np.ascontiguousarray(digests).tobytes())
-    return Previous(part_of(attempt, [PackInfo(key, size or 8192 + layout.arrangement.data_size, 8192, "")]), table)
+    return Previous(part_of(checkpoint, [DataFile(key, size or 8192 + layout.arrangement.data_size, 8192, "")]), table)
 
 
-def part_of(attempt: Attempt, packs: list[PackInfo]) -> Part:
-    return Part(str(attempt), 0, 1, {}, [], b"", write)
+def part_of(checkpoint: CheckpointId, files: list[DataFile]) -> Part:
+    return Part(str(checkpoint), 0, 1, {}, [], b"", write)
 
 
 @PURE
 @given(before=pieces, after=pieces, data=st.data())
 def test_a_plan_takes_only_what_is_the_same(before: Any, after: Any, data: st.DataObject) -> None:
-    """A blob is taken from the previous checkpoint only where name, dtype, shape and digest agree, stands for an
-    earlier one only of the same bytes, and a base is of the same length and stored whole; all blobs are
+    """A chunk is taken from the previous checkpoint only where name, dtype, shape and digest agree, stands for an
+    earlier one only of the same bytes, and a base is of the same length and stored whole; all chunks are
     accounted for."""
 
     def named(found: Any) -> Layout:
@@ -423,28 +423,28 @@ def test_a_plan_takes_only_what_is_the_same(before: Any, after: Any, data: st.Da
     old, new = named(before), named(after)
     was = digests_of(old, noise(old, 0))
     now = digests_of(new, noise(new, 1)).copy()
-    lengths = np.array([b.length for b in new.arrangement.blobs])
+    lengths = np.array([b.length for b in new.arrangement.chunks])
     if len(now):
-        for blob in data.draw(st.sets(st.integers(0, len(now) - 1))):
-            alike = [row for row in range(len(was)) if old.arrangement.blobs[row].length == lengths[blob]]
+        for chunk in data.draw(st.sets(st.integers(0, len(now) - 1))):
+            alike = [row for row in range(len(was)) if old.arrangement.chunks[row].length == lengths[chunk]]
             if alike:
-                now[blob] = was[data.draw(st.sampled_from(alike))]
+                now[chunk] = was[data.draw(st.sampled_from(alike))]
     previous = previous_of(old, was)
-    found = plan_blobs(new, now, previous)
+    found = plan_chunks(new, now, previous)
     here = previous.rows(new)
     shard_of = np.repeat(np.arange(len(previous.table.shards)), np.diff(previous.table.starts))
-    for blob, spec in enumerate(new.tensors[b.tensor] for b in new.arrangement.blobs):
-        taken, same, base = int(found.taken[blob]), int(found.same[blob]), int(found.base[blob])
+    for chunk, spec in enumerate(new.tensors[b.tensor] for b in new.arrangement.chunks):
+        taken, same, base = int(found.taken[chunk]), int(found.same[chunk]), int(found.base[chunk])
         assert taken < 0 or same < 0
-        if here[blob] >= 0:
-            shard = previous.table.shards[shard_of[here[blob]]]
+        if here[chunk] >= 0:
+            shard = previous.table.shards[shard_of[here[chunk]]]
             assert (shard.name, shard.dtype, shard.sizes) == (spec.name, spec.dtype, spec.shape)
         if taken >= 0:
-            assert taken == here[blob] and (was[taken] == now[blob]).all()
+            assert taken == here[chunk] and (was[taken] == now[chunk]).all()
         if same >= 0:
-            assert same < blob and (now[same] == now[blob]).all() and found.same[same] < 0 and found.taken[same] < 0
+            assert same < chunk and (now[same] == now[chunk]).all() and found.same[same] < 0 and found.taken[same] < 0
         if base >= 0:
-            assert previous.table.length[base] == lengths[blob] and base == here[blob]
+            assert previous.table.length[base] == lengths[chunk] and base == here[chunk]
     stored = set(found.anew)
     assert stored == {b for b in range(len(now)) if found.taken[b] < 0 and found.same[b] < 0}
 
@@ -455,7 +455,7 @@ def test_a_tensor_in_another_form_is_not_the_same_tensor() -> None:
     base = Layout((one,), {}, [])
     data = noise(base, 0)
     previous = previous_of(base, digests_of(base, data))
-    assert (plan_blobs(base, digests_of(base, data), previous).taken >= 0).all()
+    assert (plan_chunks(base, digests_of(base, data), previous).taken >= 0).all()
     for other in (
         replace(one, shape=(10, 1000)),
         replace(one, dtype="I32"),
@@ -464,40 +464,41 @@ def test_a_tensor_in_another_form_is_not_the_same_tensor() -> None:
         replace(one, whole=(200, 100), offsets=(100, 0)),
     ):
         layout = Layout((other,), {}, [])
-        found = plan_blobs(layout, digests_of(layout, data), previous)
+        found = plan_chunks(layout, digests_of(layout, data), previous)
         assert (found.taken < 0).all() and (found.base < 0).all(), other
     cut = previous.table.length.copy()
     cut[:2] += [-4, 4]  # as another version might cut it
     elsewhere = Previous(previous.part, replace(previous.table, length=cut))
-    found = plan_blobs(base, digests_of(base, noise(base, 1)), elsewhere)
+    found = plan_chunks(base, digests_of(base, noise(base, 1)), elsewhere)
     assert (found.taken < 0).all() and (found.base < 0).all()
     second = Layout((one,), {}, [], rank=1, world=2)
-    assert (plan_blobs(second, digests_of(second, data), previous).taken < 0).all()
+    assert (plan_chunks(second, digests_of(second, data), previous).taken < 0).all()
 
 
 def test_a_pack_that_is_mostly_dead_is_left() -> None:
-    """Of a pack of which less than a quarter is needed, what is needed is stored anew; not of the newest one's own."""
+    """Of a data file of which less than a quarter is needed, what is needed is stored anew; not of the newest one's
+    own."""
     layout = Layout(tuple(TensorSpec(f"t{i}", "U8", (1000,)) for i in range(10)), {}, [])
     data = bytearray(noise(layout, 0))
     was = digests_of(layout, bytes(data))
     old = previous_of(layout, was)
-    newer = Previous(replace(old.part, attempt=checkpoint_id(2)), old.table)
+    newer = Previous(replace(old.part, checkpoint=checkpoint_id(2)), old.table)
     for count in range(11):
         now = digests_of(layout, noise(layout, 9)).copy()
         now[:count] = was[:count]
-        assert (plan_blobs(layout, now, old).taken >= 0).sum() == count
-        assert (plan_blobs(layout, now, newer).taken >= 0).sum() == (count if count >= 5 else 0), count
+        assert (plan_chunks(layout, now, old).taken >= 0).sum() == count
+        assert (plan_chunks(layout, now, newer).taken >= 0).sum() == (count if count >= 5 else 0), count
 
 
 def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
-    """A blob that is a delta is not taken if the pack of its base is left."""
+    """A chunk that is a delta is not taken if the data file of its base is left."""
     layout = Layout((TensorSpec("t", "U8", (1000,)),), {}, [])
     now = digests_of(layout, noise(layout, 0))
     keys = [data_key(checkpoint_id(1)), data_key(checkpoint_id(2), number=1)]
     whole = previous_of(layout, now).table
     table = replace(
         whole,
-        pack=np.array([1, 0]),
+        file=np.array([1, 0]),
         offset=np.array([64, 8192]),
         stored=np.array([50, 1000]),
         length=np.array([1000, 1000]),
@@ -505,26 +506,26 @@ def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
         base=np.array([1, -1]),
         digest=np.concatenate([now, now ^ 1]),
         stored_digest=np.concatenate([now ^ 2, now ^ 1]),
-        packs=tuple(keys),
+        files=tuple(keys),
     )
     for size, taken in ((10_000, -1), (3_000, 0)):
-        write = [PackInfo(keys[0], size, 64, ""), PackInfo(keys[1], 114, 64, "")]
-        found = plan_blobs(layout, now, Previous(part_of(Attempt(1, 3, "0badcafe"), write), table))
+        write = [DataFile(keys[0], size, 64, ""), DataFile(keys[1], 114, 64, "")]
+        found = plan_chunks(layout, now, Previous(part_of(CheckpointId(1, 3, "0badcafe"), write), table))
         assert found.taken.tolist() == [taken]
         assert found.base.tolist() == [-1]
-    changed = plan_blobs(layout, now ^ 3, Previous(part_of(Attempt(1, 3, "0badcafe"), write), table))
+    changed = plan_chunks(layout, now ^ 3, Previous(part_of(CheckpointId(1, 3, "0badcafe"), write), table))
     assert changed.base.tolist() == [1], "what the delta was against, never the delta"
 
 
 def test_old_owners_are_left_when_they_are_too_many() -> None:
-    """What would need packs of more checkpoints than a limit takes the newest, and stores the rest anew."""
+    """What would need data files of more checkpoints than a limit takes the newest, and stores the rest anew."""
     count = incremental.MAX_OWNERS + 5
     layout = Layout(tuple(TensorSpec(f"t{i:02}", "U8", (100,)) for i in range(count)), {}, [])
     now = digests_of(layout, noise(layout, 0))
     keys = [data_key(checkpoint_id(i + 1)) for i in range(count)]
-    table = replace(previous_of(layout, now).table, pack=np.arange(count), offset=np.full(count, 64), packs=tuple(keys))
-    previous = Previous(part_of(Attempt(1, 99, "0badcafe"), [PackInfo(k, 164, 64, "") for k in keys]), table)
-    taken = plan_blobs(layout, now, previous).taken
+    table = replace(previous_of(layout, now).table, file=np.arange(count), offset=np.full(count, 64), files=tuple(keys))
+    previous = Previous(part_of(CheckpointId(1, 99, "0badcafe"), [DataFile(k, 164, 64, "") for k in keys]), table)
+    taken = plan_chunks(layout, now, previous).taken
     assert (taken >= 0).sum() == incremental.MAX_OWNERS
     assert (taken[:5] < 0).all()
 
@@ -534,9 +535,9 @@ def run_state(*commits_: tuple[int, bool]) -> RunState:
     state = RunState(acquires=[Acquire(1, "0badcafe", None)])
     last = None
     for step, full in commits_:
-        attempt = Attempt(1, step, "0badcafe")
-        state.commits[attempt] = Commit(attempt, 1, ((0, "0" * 64),), "0" * 64, needs=() if full else (last,))  # type: ignore[arg-type]
-        last = attempt
+        checkpoint = CheckpointId(1, step, "0badcafe")
+        state.commits[checkpoint] = Commit(checkpoint, 1, ((0, "0" * 64),), "0" * 64, needs=() if full else (last,))  # type: ignore[arg-type]
+        last = checkpoint
     return state
 
 
@@ -546,7 +547,7 @@ def test_when_a_checkpoint_has_to_be_full() -> None:
     policy = Policy(full_every=10, cadence=100)
 
     def full(policy: Policy, step: int, state: RunState, chain: int = 0) -> bool:
-        return policy.full(state, Attempt(1, step, "0badcafe"), chain)
+        return policy.full(state, CheckpointId(1, step, "0badcafe"), chain)
 
     two = run_state((100, True), (200, True))
     assert full(policy, 100, run_state()) and full(policy, 200, run_state((100, True)))
@@ -566,33 +567,34 @@ def test_two_full_ones_stay_whatever_is_kept() -> None:
     steps = [(step, step % 5 == 0 or step < 3) for step in range(1, 30)]
     for end in range(2, 30):
         state = run_state(*steps[:end])
-        gone = retention.choose(state, Keep(1), {Attempt(1, end, "0badcafe")})
+        gone = retention.choose(state, Keep(1), {CheckpointId(1, end, "0badcafe")})
         newest = sorted((a for a, c in state.commits.items() if c.full), reverse=True)[:2]
         assert not gone & set(newest), end
 
 
-# -- packs --
+# -- data files --
 
 
-def packed(state: State, encoded: Callable[[Layout, InMemory], list[Encoded]]) -> tuple[MemoryStore, Packer]:
+def packed(state: State, encoded: Callable[[Layout, InMemory], list[Encoded]]) -> tuple[MemoryStore, DataFileWriter]:
     layout = layout_of(state)
     source = InMemory(layout, data_of(layout, state))
     store = MemoryStore()
 
-    async def work() -> Packer:
-        packer = Packer(
-            store, RankSnapshot(Attempt(1, 1, "0badcafe"), layout, source.data, []), itertools.count(), 1 << 20
+    async def work() -> DataFileWriter:
+        writer = DataFileWriter(
+            store, RankSnapshot(CheckpointId(1, 1, "0badcafe"), layout, source.data, []), itertools.count(), 1 << 20
         )
         for one in encoded(layout, source):
-            await packer.add(one)
-        await packer.finish()
-        return packer
+            await writer.add(one)
+        await writer.finish()
+        return writer
 
     return store, asyncio.run(work())
 
 
 def test_packs_are_safetensors_files() -> None:
-    """What we pack, any safetensors reader opens: tensors that are all raw by name and dtype, other blobs as bytes."""
+    """What we data file, any safetensors reader opens: tensors that are all raw by name and dtype, other chunks as
+    bytes."""
     dice = np.random.default_rng(0)
     state: State = {
         "a": ("F32", 5000, dice.bytes(20000)),
@@ -603,15 +605,15 @@ def test_packs_are_safetensors_files() -> None:
 
     def some(layout: Layout, source: InMemory) -> list[Encoded]:
         found = []
-        for i, blob in enumerate(layout.arrangement.blobs):
+        for i, chunk in enumerate(layout.arrangement.chunks):
             plain = source.peek(i)
-            encoded = layout.tensors[blob.tensor].name == "d" and i % 2
+            encoded = layout.tensors[chunk.tensor].name == "d" and i % 2
             data = coded(PLANES, plain, 4) if encoded else plain
             found.append(Encoded(i, PLANES if encoded else RAW, data))
         return found
 
-    store, packer = packed(state, some)
-    (info,) = packer.packs
+    store, writer = packed(state, some)
+    (info,) = writer.files
     tensors = safetensors.numpy.load(store.objects[info.key])
     assert tensors["a"].tobytes() == state["a"][2] and tensors["a"].dtype == np.float32
     assert tensors["c[0]"].tobytes() == state["c"][2] and tensors["c[0]"].dtype == np.uint8
@@ -619,20 +621,20 @@ def test_packs_are_safetensors_files() -> None:
 
 
 def test_names_that_look_like_blobs_do_not_collide() -> None:
-    """A tensor that is called as a blob of another would be: every byte of the pack still has its entry."""
+    """A tensor that is called as a chunk of another would be: every byte of the data file still has its entry."""
     dice = np.random.default_rng(0)
     for names in (("a", "a[0]"), ("a[0]", "a")):
         state: State = {names[0]: ("U8", 9000, dice.bytes(9000)), names[1]: ("U8", 100, dice.bytes(100))}
 
         def first_only(layout: Layout, source: InMemory) -> list[Encoded]:
-            """One blob of the long tensor, and all of the short one."""
-            blobs = layout.arrangement.blobs
-            keep = [i for i, b in enumerate(blobs) if b.length in (100, BLOB)]
+            """One chunk of the long tensor, and all of the short one."""
+            chunks = layout.arrangement.chunks
+            keep = [i for i, b in enumerate(chunks) if b.length in (100, CHUNK)]
             return [Encoded(i, RAW, source.peek(i)) for i in keep]
 
-        store, packer = packed(state, first_only)
-        tensors = safetensors.numpy.load(store.objects[packer.packs[0].key])
-        assert sum(t.nbytes for t in tensors.values()) == BLOB + 100, names
+        store, writer = packed(state, first_only)
+        tensors = safetensors.numpy.load(store.objects[writer.files[0].key])
+        assert sum(t.nbytes for t in tensors.values()) == CHUNK + 100, names
 
 
 # -- what a table may say --
@@ -666,7 +668,7 @@ def genuine() -> tuple[MemoryStore, Table, dict[int, bytes]]:
     table = Table(
         shards=tuple(SavedShard(name, dtype, (n,), (0,), (n,)) for name, dtype, n, _ in shards),
         starts=np.cumsum([0, *(n for *_, n in shards)]),
-        pack=np.zeros(6, np.int64),
+        file=np.zeros(6, np.int64),
         offset=np.array(offsets, np.int64),
         stored=np.array([len(data) for _, data, _ in rows], np.int64),
         length=np.array([len(p) for p in (*plain, *bases)], np.int64),
@@ -674,13 +676,13 @@ def genuine() -> tuple[MemoryStore, Table, dict[int, bytes]]:
         base=np.array([base for *_, base in rows], np.int64),
         digest=as_digests([*plain, *bases]),
         stored_digest=as_digests([data for _, data, _ in rows]),
-        packs=(KEY,),
+        files=(KEY,),
     )
     return store, table, dict(enumerate([*plain, *bases]))
 
 
 def as_digests(data: list[bytes]) -> Any:
-    return np.frombuffer(b"".join(blob_digest(d) for d in data), np.uint8).reshape(-1, 16)
+    return np.frombuffer(b"".join(chunk_digest(d) for d in data), np.uint8).reshape(-1, 16)
 
 
 def at(column: str, row: int, value: int) -> Callable[[Table], Table]:
@@ -703,9 +705,9 @@ def both(*changes: Callable[[Table], Table]) -> Callable[[Table], Table]:
 
 IMPOSSIBLE: dict[str, Callable[[Table], Table]] = {
     "a delta against itself": at("base", 0, 0),
-    "a delta against a blob of a shard": at("base", 0, 1),
+    "a delta against a chunk of a shard": at("base", 0, 1),
     "a delta against nothing": at("base", 0, -1),
-    "a delta against a blob of another length": at("length", 4, HALF - 4),
+    "a delta against a chunk of another length": at("length", 4, HALF - 4),
     "a base behind the end": at("base", 0, 6),
     "a base far behind the end": at("base", 0, 2**40),
     "a base before the start": at("base", 0, -2),
@@ -718,9 +720,9 @@ IMPOSSIBLE: dict[str, Callable[[Table], Table]] = {
     "raw, in less than it is": at("stored", 1, HALF - 1),
     "a negative length": at("length", 4, -1),
     "stored in a negative number of bytes": at("stored", 2, -1),
-    "a pack that is not there": at("pack", 0, 1),
-    "an offset before the pack": at("offset", 0, -1),
-    "a blob larger than any": both(at("length", 4, tables.MAX_BLOB + 1), at("length", 0, tables.MAX_BLOB + 1)),
+    "a data file that is not there": at("file", 0, 1),
+    "an offset before the data file": at("offset", 0, -1),
+    "a chunk larger than any": both(at("length", 4, tables.MAX_CHUNK + 1), at("length", 0, tables.MAX_CHUNK + 1)),
     "starts behind the end": lambda table: replace(table, starts=np.array([0, 2, 3, 9])),
     "starts that go back": lambda table: replace(table, starts=np.array([0, 3, 2, 4])),
 }
@@ -730,12 +732,12 @@ def test_a_table_says_the_same_when_it_is_read_again() -> None:
     """The table that the others are made of is taken, in every column, and gives what was stored, in any order."""
     store, table, plain = genuine()
     again = Table.from_bytes(table.to_bytes(), "a table")
-    for name in ("starts", "pack", "offset", "stored", "length", "codec", "base", "digest", "stored_digest"):
+    for name in ("starts", "file", "offset", "stored", "length", "codec", "base", "digest", "stored_digest"):
         assert (getattr(again, name) == getattr(table, name)).all(), name
-    assert (again.shards, again.packs) == (table.shards, table.packs)
+    assert (again.shards, again.files) == (table.shards, table.files)
     for count in range(1, 7):
-        for blobs in itertools.combinations(range(6), count):
-            assert asyncio.run(fetched(store, again, blobs)) == {b: plain[b] for b in blobs}
+        for chunks in itertools.combinations(range(6), count):
+            assert asyncio.run(fetched(store, again, chunks)) == {b: plain[b] for b in chunks}
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
@@ -759,11 +761,11 @@ def columns_of(raw: bytes) -> dict[str, Any]:
 @PURE
 @given(data=st.data())
 def test_no_table_makes_wrong_bytes(data: st.DataObject) -> None:
-    """Whatever numbers are changed: an error of ours, or every blob that comes is what its digest says."""
+    """Whatever numbers are changed: an error of ours, or every chunk that comes is what its digest says."""
     store, table, _ = genuine()
     columns = columns_of(table.to_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
-        name = data.draw(st.sampled_from(["pack", "offset", "stored", "length", "codec", "base", "blob_ends"]))
+        name = data.draw(st.sampled_from(["file", "offset", "stored", "length", "codec", "base", "chunk_ends"]))
         column = columns[name].copy()
         info = np.iinfo(column.dtype)
         value = data.draw(
@@ -778,7 +780,7 @@ def test_no_table_makes_wrong_bytes(data: st.DataObject) -> None:
         got = asyncio.run(fetched(store, found, range(len(found.length))))
     except CheckpointError:
         return
-    assert all(blob_digest(d) == found.digest[b].tobytes() for b, d in got.items())
+    assert all(chunk_digest(d) == found.digest[b].tobytes() for b, d in got.items())
 
 
 def test_damage_is_told_of_those_who_need_it() -> None:
@@ -790,8 +792,8 @@ def test_damage_is_told_of_those_who_need_it() -> None:
     lost: dict[int, str] = {}
     got: dict[int, bytes] = {}
 
-    def note(blobs: Any, error: Exception) -> None:
-        lost.update(dict.fromkeys(blobs, str(error)))
+    def note(chunks: Any, error: Exception) -> None:
+        lost.update(dict.fromkeys(chunks, str(error)))
 
     batches = read.plan_reads(table, range(4))
     asyncio.run(read.fetch(store, table, batches, lambda b, d: got.update({b: bytes(d)}), on_damage=note))
@@ -814,13 +816,13 @@ def test_a_bomb_takes_no_memory() -> None:
     by piece, never all at once."""
     store = MemoryStore()
     count = 40
-    length = tables.MAX_BLOB
+    length = tables.MAX_CHUNK
     bomb = coded(PLANES, bytes(1 << 20), 1)
     store.objects[KEY] = bytes(64) + bomb
     wide = Table(
         shards=tuple(SavedShard(f"s{i}", "U8", (length,), (0,), (length,)) for i in range(count)),
         starts=np.arange(count + 1),
-        pack=np.zeros(count, np.int64),
+        file=np.zeros(count, np.int64),
         offset=np.full(count, 64),
         stored=np.full(count, len(bomb)),
         length=np.full(count, length),
@@ -828,10 +830,10 @@ def test_a_bomb_takes_no_memory() -> None:
         base=np.full(count, -1),
         digest=np.zeros((count, 16), np.uint8),
         stored_digest=as_digests([bomb] * count),
-        packs=(KEY,),
+        files=(KEY,),
     )
     found = Table.from_bytes(wide.to_bytes(), "a table")
-    assert max(len(batch.blobs) for batch in read.plan_reads(found, range(count))) == 1
+    assert max(len(batch.chunks) for batch in read.plan_reads(found, range(count))) == 1
     Path("/proc/self/clear_refs").write_text("5")  # the most that was ever resident counts from here
     before = most_resident()
     with pytest.raises(CorruptError, match="damaged"):
@@ -848,7 +850,7 @@ def most_resident() -> int:
 @QUICK
 @given(seed=st.integers(0, 2**32 - 1), wanted=st.data())
 def test_reads_are_bounded_and_cover_what_is_wanted(seed: int, wanted: st.DataObject) -> None:
-    """Every blob is in one batch, with all that it needs; a read is no longer than its limit unless one blob is."""
+    """Every chunk is in one batch, with all that it needs; a read is no longer than its limit unless one chunk is."""
     dice = np.random.default_rng(seed)
     state = first_state(dice)
 
@@ -861,35 +863,35 @@ def test_reads_are_bounded_and_cover_what_is_wanted(seed: int, wanted: st.DataOb
         return await job.table(commit)
 
     table = asyncio.run(made())
-    blobs = wanted.draw(st.sets(st.integers(0, len(table.length) - 1))) if len(table.length) else set()
-    batches = read.plan_reads(table, blobs)
-    assert sorted(b for batch in batches for b in batch.blobs) == sorted(blobs)
+    chunks = wanted.draw(st.sets(st.integers(0, len(table.length) - 1))) if len(table.length) else set()
+    batches = read.plan_reads(table, chunks)
+    assert sorted(b for batch in batches for b in batch.chunks) == sorted(chunks)
     for batch in batches:
-        inside = {b for r in batch.reads for b in r.blobs}
-        assert {b for b in blobs_module.closure(table, batch.blobs) if table.stored[b]} == inside
+        inside = {b for r in batch.reads for b in r.chunks}
+        assert {b for b in chunks_module.closure(table, batch.chunks) if table.stored[b]} == inside
         for r in batch.reads:
-            assert r.length <= blobs_module.READ or len(r.blobs) == 1
-            for b in r.blobs:
-                assert r.pack == table.packs[table.pack[b]]
+            assert r.length <= chunks_module.READ or len(r.chunks) == 1
+            for b in r.chunks:
+                assert r.file == table.files[table.file[b]]
                 assert r.start <= table.offset[b] and table.offset[b] + table.stored[b] <= r.start + r.length
-    order = blobs_module.closure(table, sorted(blobs))
-    assert set(order) >= blobs and len(set(order)) == len(order)
+    order = chunks_module.closure(table, sorted(chunks))
+    assert set(order) >= chunks and len(set(order)) == len(order)
     bases = {b: int(table.base[b]) for b in order if table.base[b] >= 0}
     assert all(order.index(base) < order.index(b) for b, base in bases.items())
 
 
 def test_tables_of_ranks_become_one() -> None:
-    """Merged, every base is where it was, behind all blobs of all ranks; and what is merged is possible."""
+    """Merged, every base is where it was, behind all chunks of all ranks; and what is merged is possible."""
     store, table, plain = genuine()
     second = replace(table, shards=tuple(replace(s, name=f"other.{s.name}", rank=1) for s in table.shards))
     found = Table.from_bytes(merge([table, second, table]).to_bytes(), "an index")
-    assert found.owned == 12 and len(found.length) == 18 and found.packs == (KEY,)
+    assert found.owned == 12 and len(found.length) == 18 and found.files == (KEY,)
     got = asyncio.run(fetched(store, found, range(18)))
     assert [got[b] for b in range(18)] == [plain[b % 4] for b in range(12)] + [plain[4 + b % 2] for b in range(6)]
 
 
 def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
-    """The part names the one checkpoint it was built on, its place in the chain, and all packs, old ones too."""
+    """The part names the one checkpoint it was built on, its place in the chain, and all data files, old ones too."""
 
     async def run() -> None:
         job = await Job.open(Policy(compression="none", full_every=50))
@@ -899,14 +901,14 @@ def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
             state["t0"] = ("F32", 5000, dice.bytes(20000))
             commit = await job.save(step, state)
             ((rank, _),) = commit.parts
-            part = (await commits.load_part(job.log.store, commit.attempt, rank)).part
+            part = (await commits.load_part(job.log.store, commit.checkpoint, rank)).part
             assert part.needs == [str(a) for a in commit.needs]
             assert [a.step for a in commit.needs] == ([step - 1] if step > 2 else [])
             assert part.chain == max(0, step - 2)
-            owners = {owner(pack.key) for pack in part.packs}
+            owners = {owner(file.key) for file in part.files}
             assert {a.step for a in owners if a} == ({step, 2} if step > 2 else {step})
-            raw = json.loads(job.log.store.objects[manifest_key(commit.attempt)])  # type: ignore[attr-defined]
-            assert len(raw["files"]) == len(part.packs)
+            raw = json.loads(job.log.store.objects[manifest_key(commit.checkpoint)])  # type: ignore[attr-defined]
+            assert len(raw["files"]) == len(part.files)
 
     asyncio.run(run())
 
@@ -924,7 +926,7 @@ def test_an_increment_of_adapters_stores_what_changed(compression: str) -> None:
                 state[f"lora{i}"] = ("F32", 20_000, dice.bytes(80_000))
             commit = await job.save(step, state)
         objects = job.log.store.objects  # type: ignore[attr-defined]
-        stored = sum(len(objects[key]) for key in select(objects, DATA, of=commit.attempt))
+        stored = sum(len(objects[key]) for key in select(objects, DATA, of=commit.checkpoint))
         assert not commit.full and 4 * 80_000 <= stored <= 1.02 * 4 * 80_000
 
     asyncio.run(run())
@@ -937,17 +939,17 @@ def random_state(count: int = 4) -> State:
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_next_checkpoint_is_full_if_the_newest_is_damaged(compression: str) -> None:
-    """It shares no pack with older ones; the one after that builds on it."""
+    """It shares no data file with older ones; the one after that builds on it."""
 
     async def run() -> None:
         job, state = await Job.open(Policy(compression=compression, full_every=50)), random_state()
         found = [await job.save(step, state) for step in (1, 2, 3)]
-        job.encoders[0].distrust(found[-1].attempt)
+        job.encoders[0].distrust(found[-1].checkpoint)
         found += [await job.save(step, state) for step in (4, 5)]
         assert [one.full for one in found] == [True, True, False, True, False]
-        assert found[4].needs == (found[3].attempt,)
-        own = {owner(key) for key in (await job.table(found[4])).packs}
-        assert own <= {found[3].attempt, found[4].attempt}
+        assert found[4].needs == (found[3].checkpoint,)
+        own = {owner(key) for key in (await job.table(found[4])).files}
+        assert own <= {found[3].checkpoint, found[4].checkpoint}
 
     asyncio.run(run())
 
@@ -1004,21 +1006,23 @@ def test_aborted_attempt_leaves_the_files_that_a_copied_checkpoint_uses() -> Non
         await commits.create_run(far)
         log = RunLog(far)
         await log.open()
-        mine = await commits.acquire(log, job.mine.nonce, floor=job.mine.epoch - 1)
-        copied = [await promotion.copy_part(job.log.store, far, first.attempt, r, expected=d) for r, d in first.parts]
+        mine = await commits.acquire(log, job.mine.nonce, floor=job.mine.term - 1)
+        copied = [
+            await promotion.copy_part(job.log.store, far, first.checkpoint, r, expected=d) for r, d in first.parts
+        ]
         await commits.commit(log, mine, copied, used={})
         tool = RunLog(far)
         await tool.open()
         assert (
             await copy_run.copy(job.log, tool, await copy_run.plan_copy(job.log, tool, [third], take_over=False)) == []
         )
-        own = await promotion.copy_part(job.log.store, far, second.attempt, 0)
+        own = await promotion.copy_part(job.log.store, far, second.checkpoint, 0)
         await log.refresh()
-        await commits.abort(log, mine, second.attempt, "rank 1: its connection was reset")
+        await commits.abort(log, mine, second.checkpoint, "rank 1: its connection was reset")
         settler: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))
         await Settler._give_up(settler, OpenTier("memory://far", Keep(5), log), own, SaveError("rank 1"))
-        assert third.attempt in log.state.commits
-        assert await read.verify(far, log.state.commits[third.attempt]) == []
+        assert third.checkpoint in log.state.commits
+        assert await read.verify(far, log.state.commits[third.checkpoint]) == []
 
     asyncio.run(run())
 
@@ -1031,18 +1035,18 @@ def test_save_fails_if_another_rank_builds_on_what_the_committer_found_damaged()
         job, state = await Job.open(Policy(compression="none", full_every=50), world=2), random_state()
         found = [await job.save(step, state) for step in (1, 2, 3)]
         first, second = job.encoders
-        attempts = [Attempt(job.mine.epoch, step, job.mine.nonce) for step in (4, 5)]
+        checkpoints = [CheckpointId(job.mine.term, step, job.mine.nonce) for step in (4, 5)]
         parts = {step: [await job.write(step, state, rank) for rank in (0, 1)] for step in (4, 5)}
-        first.distrust(attempts[0])
+        first.distrust(checkpoints[0])
         await commits.commit_or_end(job.log, job.mine, parts[4], kind="COMMIT", distrusted=first.distrusted)
-        assert attempts[0] in job.log.state.commits
+        assert checkpoints[0] in job.log.state.commits
         with pytest.raises(SaveError, match="step 5 builds on step 3, which is damaged: the next save will be whole"):
             await commits.commit_or_end(job.log, job.mine, parts[5], kind="COMMIT", distrusted=first.distrusted)
-        assert commits.WHOLE_NEXT in job.log.state.reasons[attempts[1]]
-        commits.check_trusted([replace(one, part=replace(one.part, reason="ring")) for one in parts[5]], attempts[0])
+        assert commits.WHOLE_NEXT in job.log.state.reasons[checkpoints[1]]
+        commits.check_trusted([replace(one, part=replace(one.part, reason="ring")) for one in parts[5]], checkpoints[0])
         for encoder in (first, second):
-            encoder.distrust(attempts[1])
-        assert (await job.save(6, state)).full and found[-1].attempt in job.log.state.commits
+            encoder.distrust(checkpoints[1])
+        assert (await job.save(6, state)).full and found[-1].checkpoint in job.log.state.commits
 
         other = await Job.open(Policy(compression="none", full_every=50), world=2)
         for step in (1, 2, 3):
@@ -1086,8 +1090,8 @@ class Failing(MemoryStore):
 
 @pytest.mark.parametrize(("compression", "stuck"), [("none", True), ("zstd", False)])
 def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool) -> None:
-    """Whichever one fails: an error of ours, no pack is left of it unless its part may be there, what was saved before
-    is whole, and the same step is saved by the next try."""
+    """Whichever one fails: an error of ours, no data file is left of it unless its part may be there, what was saved
+    before is whole, and the same step is saved by the next try."""
 
     async def once(at: int) -> int:
         dice = np.random.default_rng(0)
@@ -1109,12 +1113,12 @@ def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool)
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1, "something goes on"
         if failed:
-            attempt = Attempt(job.mine.epoch, 4, job.mine.nonce)
-            left = [key for key in store.objects if owner(key) == attempt]
+            checkpoint = CheckpointId(job.mine.term, 4, job.mine.nonce)
+            left = [key for key in store.objects if owner(key) == checkpoint]
             assert not left or any(kind_of(key) == MANIFEST for key in left), left
             written = await job.write(4, state, number=1)
             commit = await commits.commit(job.log, job.mine, [written])
-            job.saved[commit.attempt] = dict(state)
+            job.saved[commit.checkpoint] = dict(state)
         assert failed == (0 < at <= count)
         await check(job, lambda n: [n - 1])
         return count
@@ -1130,9 +1134,9 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     most: list[int] = []
     right = incremental.InStore.load
 
-    async def counted(self: incremental.InStore, blobs: Any) -> Any:
-        most.append(sum(int(self.table.length[b]) for b in blobs))
-        return await right(self, blobs)
+    async def counted(self: incremental.InStore, chunks: Any) -> Any:
+        most.append(sum(int(self.table.length[b]) for b in chunks))
+        return await right(self, chunks)
 
     monkeypatch.setattr(incremental.InStore, "load", counted)
 
@@ -1141,10 +1145,10 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         near, far = await Job.open(Policy(compression="none")), await Job.open(Policy(compression="zstd"))
         state: State = {}
         for i in range(40):
-            state[f"m{i}"] = ("F32", BLOB // 4, dice.normal(size=BLOB // 4).astype(np.float32).tobytes())
+            state[f"m{i}"] = ("F32", CHUNK // 4, dice.normal(size=CHUNK // 4).astype(np.float32).tobytes())
         written = await near.write(1, state)
         layout = layout_of(state)
-        snapshot = RankSnapshot(Attempt(1, 1, "0badcafe"), layout, memoryview(b""), [])
+        snapshot = RankSnapshot(CheckpointId(1, 1, "0badcafe"), layout, memoryview(b""), [])
         source = incremental.InStore(near.log.store, written.table)
         there = await far.encoders[0].write(far.log.store, snapshot, source, None)
         wanted = expected(there.table, state)

@@ -60,7 +60,7 @@ def owner(run: Path) -> str:
     async def read() -> str:
         log = RunLog(open_store(run))
         await log.open()
-        return f"{log.state.acquires[-1].epoch}.{log.state.acquires[-1].nonce}"
+        return f"{log.state.acquires[-1].term}.{log.state.acquires[-1].nonce}"
 
     return run_async(read())
 

@@ -32,8 +32,8 @@ from ckpt.core.checkpoint import read, write
 from ckpt.core.format.boxes import Seat
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import (
-    Attempt,
-    PackInfo,
+    CheckpointId,
+    DataFile,
     Part,
     data_key,
     metadata_of,
@@ -61,33 +61,33 @@ def content(name: str, at: tuple[int, ...], size: int, step: int) -> bytes:
     return np.random.default_rng(seed).bytes(size)
 
 
-def write_rank(root: Path, attempt: Attempt, rank: int, like: Any) -> None:
+def write_rank(root: Path, checkpoint: CheckpointId, rank: int, like: Any) -> None:
     layout = scale.layout_of(WORLD, rank, like.layout)
     arrangement = layout.arrangement
     tensors = [layout.tensors[i] for i in arrangement.order]
-    data = b"".join(content(t.name, t.at, t.nbytes, attempt.step) for t in tensors)
-    key = data_key(attempt, rank)
+    data = b"".join(content(t.name, t.at, t.nbytes, checkpoint.step) for t in tensors)
+    key = data_key(checkpoint, rank)
     header = arrangement.header(metadata_of(key))
     (root / key).parent.mkdir(parents=True, exist_ok=True)
     (root / key).write_bytes(header + data)
-    snapshot = write.RankSnapshot(attempt, layout, memoryview(data), like.values, finite=True)
-    table = write.build_table(layout, key, write.digest_blobs(layout, snapshot.data))
-    pack = PackInfo(key, len(header) + len(data), len(header), file_digest(header))
+    snapshot = write.RankSnapshot(checkpoint, layout, memoryview(data), like.values, finite=True)
+    table = write.build_table(layout, key, write.digest_chunks(layout, snapshot.data))
+    file = DataFile(key, len(header) + len(data), len(header), file_digest(header))
     store: Any = scale.Folder(root)
-    asyncio.run(write.finish_part(store, snapshot, table, [pack], reason="due"))
+    asyncio.run(write.finish_part(store, snapshot, table, [file], reason="due"))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of 256 ranks."""
     root = tmp_path_factory.mktemp("many") / "run"
-    attempts = [Attempt(1, step, "0badcafe") for step in STEPS]
+    checkpoints = [CheckpointId(1, step, "0badcafe") for step in STEPS]
     for first in range(0, WORLD.size, WORLD.per_stage):
         with scale.as_rank(first, WORLD.size):
             like = Capture(scale.state_of(WORLD, first), Seat(first, WORLD.size)).read()
         for rank in range(first, first + WORLD.per_stage):
-            for attempt in attempts:
-                write_rank(root, attempt, rank, like)
+            for checkpoint in checkpoints:
+                write_rank(root, checkpoint, rank, like)
     (root / "FORMAT.json").write_bytes(scale.new_format())
 
     async def make() -> None:
@@ -96,7 +96,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         await log.open()
         mine = await commits.acquire(log, "0badcafe")
         done = await commits.recover(log, mine)
-        assert done.rolled_forward == attempts
+        assert done.rolled_forward == checkpoints
         await store.aclose()
 
     asyncio.run(make())
@@ -147,13 +147,13 @@ def holders(root: Path, name: str, step: int) -> list[str]:
 
 
 def test_a_committer_asks_for_no_pack_by_itself(run: Path, reads: Reads) -> None:
-    """Sizes of the packs of 256 ranks come from one listing. Negative control: few parts ask for each."""
+    """Sizes of the data files of 256 ranks come from one listing. Negative control: few parts ask for each."""
 
     async def look(ranks: int) -> None:
         async with read.opened(run.as_uri()) as store:
             keys = run_files.select([info.key async for info in store.list()], step=STEPS[0])
             some = [key for key in keys if (run_files.rank_of(key) or 0) < ranks]
-            assert len(await parts_of.sound_parts(store, Attempt(1, STEPS[0], "0badcafe"), some)) == ranks
+            assert len(await parts_of.sound_parts(store, CheckpointId(1, STEPS[0], "0badcafe"), some)) == ranks
 
     asyncio.run(look(WORLD.size))
     assert questions(reads) == 0 and len(manifests(reads)) == WORLD.size
@@ -180,20 +180,20 @@ def test_show_reads_the_index_and_one_part(run: Path, reads: Reads, call: Any) -
     stored = ("stored", "held", "depth", "reads")
     plain = [{k: None if k in stored else v for k, v in t.items()} for t in everything["tensors"]]
     assert [t for t in few["tensors"] if t["alias_of"] is None] == [t for t in plain if t["alias_of"] is None]
-    for key in ("components", "values", "stored_bytes", "tensor_bytes", "distinct_tensors", "older_packs"):
+    for key in ("components", "values", "stored_bytes", "tensor_bytes", "distinct_tensors", "older_files"):
         assert few[key] == everything[key], key
-    assert not few["packs"] and few["restore_bytes"] is None and len(everything["packs"]) == WORLD.size
+    assert not few["files"] and few["restore_bytes"] is None and len(everything["files"]) == WORLD.size
     manifest = asyncio.run(manifest_of(run))
     saved = manifest.saved()
-    storages = describe.Storages(manifest.attempt, saved.labels.values())
+    storages = describe.Storages(manifest.checkpoint, saved.labels.values())
     storages.add(manifest.table)
     for tensor in everything["tensors"]:
         if tensor["alias_of"] is None:
             assert {k: tensor[k] for k in stored} == asdict(storages.of(saved.labels[tensor["name"]]))
-    assert everything["restore_bytes"] == sum(storages.used.values()) == sum(p["used"] for p in everything["packs"])
-    text, pack = call("show", run).out, run_files.data_key(run_files.checkpoint_id(STEPS[1]))
-    assert "--all shows what each rank has stored" in text and pack not in text
-    assert pack in call("show", run, "--all").out
+    assert everything["restore_bytes"] == sum(storages.used.values()) == sum(p["used"] for p in everything["files"])
+    text, file = call("show", run).out, run_files.data_key(run_files.checkpoint_id(STEPS[1]))
+    assert "--all shows what each rank has stored" in text and file not in text
+    assert file in call("show", run, "--all").out
 
 
 def test_loading_one_tensor_reads_the_tables_that_have_it(run: Path, reads: Reads) -> None:
@@ -230,14 +230,14 @@ def copy(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
-def pack_of(run: Path, rank: int, step: int) -> Path:
+def file_of(run: Path, rank: int, step: int) -> Path:
     return run_files.data_file(run, step, rank)
 
 
 def hurt(run: Path, rank: int, step: int) -> None:
-    """A bit of the last tensor in a pack."""
-    pack = pack_of(run, rank, step)
-    flip(pack, pack.stat().st_size - 3)
+    """A bit of the last tensor in a data file."""
+    file = file_of(run, rank, step)
+    flip(file, file.stat().st_size - 3)
 
 
 def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(copy: Path, call: Any) -> None:
@@ -247,7 +247,7 @@ def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(cop
         hurt(copy, rank, STEPS[1])
     (gone,) = run_files.manifests(copy, STEPS[1], rank=100)
     gone.unlink()
-    flip(pack_of(copy, 200, STEPS[1]), 30)
+    flip(file_of(copy, 200, STEPS[1]), 30)
     (found,) = call("verify", copy, "--json").json["checkpoints"]
     text = "\n".join(found["problems"])
     assert found["verdict"] == "damaged" and len(found["problems"]) == 4
@@ -339,7 +339,7 @@ def test_dcp_reads_what_its_plan_wants(run: Path, reads: Reads) -> None:
     """What there is, and how it is divided, is in the directory; what a plan wants is in few tables."""
     found = asyncio.run(dcp_read.find([run.as_uri()], None))
     metadata = dcp_read.metadata_of(found.saved)
-    assert found.attempt.step == STEPS[1] and not manifests(reads)
+    assert found.checkpoint.step == STEPS[1] and not manifests(reads)
     there, everything = metadata.state_dict_metadata, asyncio.run(manifest_of(run)).saved()
     assert there == dcp_read.metadata_of(everything).state_dict_metadata
     alike = [there[f"model.layers.0.attention.{one}.weight"].chunks for one in ("wq", "wk")]  # type: ignore[union-attr]

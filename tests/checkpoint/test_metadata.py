@@ -28,7 +28,7 @@ def a_layout(count: int = TENSORS, shape: tuple[int, ...] = (16, 4)) -> Layout:
 
 
 def sizes_of(layout: Layout) -> dict[str, int]:
-    table = build_table(layout, data_key(checkpoint_id(1)), os.urandom(16 * len(layout.arrangement.blobs)))
+    table = build_table(layout, data_key(checkpoint_id(1)), os.urandom(16 * len(layout.arrangement.chunks)))
     part = Part(checkpoint_id(1), 0, 1, layout.shared, [None], table.to_bytes(), [])
     index = build([Share(0, 1, layout.shared, [None], table)])
     return {
@@ -37,8 +37,8 @@ def sizes_of(layout: Layout) -> dict[str, int]:
 
 
 def test_a_checkpoint_takes_little_beside_its_tensors() -> None:
-    """Of names as long as they usually are: less than 200 bytes a tensor, most of it the header of the pack, which any
-    safetensors tool reads. Negative control: what is not pressed takes more than twice that."""
+    """Of names as long as they usually are: less than 200 bytes a tensor, most of it the header of the data file, which
+    any safetensors tool reads. Negative control: what is not pressed takes more than twice that."""
     layout = a_layout()
     found = sizes_of(layout)
     assert sum(found.values()) < MOST * TENSORS, found
@@ -99,7 +99,7 @@ def test_what_is_written_is_read(count: int) -> None:
 
 
 def test_equal_digests_take_no_less_than_others(tmp_path: Path) -> None:
-    """Blobs of zeros, as of fresh moments: their rows are counted by their digests, which stand there as they are."""
+    """Chunks of zeros, as of fresh moments: their rows are counted by their digests, which stand there as they are."""
     layout = a_layout(20_000, shape=(1,))
     table = build_table(layout, data_key(checkpoint_id(1)), None)
     raw = table.to_bytes()

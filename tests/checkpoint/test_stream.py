@@ -1,4 +1,5 @@
-"""Reading a folder's blobs straight to where they belong: the same bytes as by `read.fetch`, and nothing unverified."""
+"""Reading a folder's chunks straight to where they belong: the same bytes as by `read.fetch`, and nothing
+unverified."""
 
 from __future__ import annotations
 
@@ -12,23 +13,23 @@ import numpy as np
 import pytest
 from test_incremental import HALF, KEY, columns_of, genuine
 
-from ckpt.core.checkpoint import chunks as blobs_module
+from ckpt.core.checkpoint import chunks as chunks_module
 from ckpt.core.checkpoint import read
 from ckpt.core.format import kernels as put_module
 from ckpt.core.format.columns import I64
-from ckpt.core.format.digest import blob_digest
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.digest import chunk_digest
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.format.table import FILE, Table
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 
-EVERY = range(4)  # blobs of `genuine` that are of shards; two bases are behind them
+EVERY = range(4)  # chunks of `genuine` that are of shards; two bases are behind them
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blobs are small here, and are given places all the same."""
+    """Chunks are small here, and are given places all the same."""
     monkeypatch.setattr(read, "LEAST", 1)
 
 
@@ -36,31 +37,31 @@ class Taken:
     """What was read: into places (with a guard before and behind each), to the sink, and what was reported lost."""
 
     def __init__(self, table: Table, placed: Sequence[int]) -> None:
-        self.memory = {blob: np.full(int(table.length[blob]) + 64, 0xEE, np.uint8) for blob in placed}
+        self.memory = {chunk: np.full(int(table.length[chunk]) + 64, 0xEE, np.uint8) for chunk in placed}
         self.sunk: dict[int, bytes] = {}
         self.lost: dict[int, str] = {}
 
-    def room(self, blobs: I64) -> I64:
-        found = [self.memory.get(blob) for blob in blobs.tolist()]
+    def room(self, chunks: I64) -> I64:
+        found = [self.memory.get(chunk) for chunk in chunks.tolist()]
         return np.array([0 if one is None else one[32:-32].ctypes.data for one in found], np.int64)
 
-    def sink(self, blob: int, data: memoryview) -> None:
-        assert blob not in self.sunk, "handed over twice"
-        self.sunk[blob] = bytes(data)
+    def sink(self, chunk: int, data: memoryview) -> None:
+        assert chunk not in self.sunk, "handed over twice"
+        self.sunk[chunk] = bytes(data)
 
-    def note(self, blobs: Sequence[int], error: Exception) -> None:
-        self.lost.update(dict.fromkeys(blobs, str(error)))
+    def note(self, chunks: Sequence[int], error: Exception) -> None:
+        self.lost.update(dict.fromkeys(chunks, str(error)))
 
     def all(self) -> dict[int, bytes]:
         for memory in self.memory.values():
             assert set(memory[:32].tolist()) == set(memory[-32:].tolist()) == {0xEE}, "written outside of a place"
-        placed = {blob: memory[32:-32].tobytes() for blob, memory in self.memory.items() if blob not in self.lost}
+        placed = {chunk: memory[32:-32].tobytes() for chunk, memory in self.memory.items() if chunk not in self.lost}
         return {**placed, **self.sunk}  # what several share is handed over all the same
 
 
-def read_all(store: Any, table: Table, placed: Sequence[int], blobs: Sequence[int] = EVERY) -> Taken:
+def read_all(store: Any, table: Table, placed: Sequence[int], chunks: Sequence[int] = EVERY) -> Taken:
     taken = Taken(table, placed)
-    batches = read.plan_reads(table, blobs, far=True)
+    batches = read.plan_reads(table, chunks, far=True)
     asyncio.run(read.fetch_local(store, table, batches, taken.sink, taken.note, taken.room))
     return taken
 
@@ -71,22 +72,22 @@ def test_every_choice_of_places_gives_the_same_bytes(streams: int, monkeypatch: 
     monkeypatch.setattr(read, "STREAMS", streams)
     store, table, plain = genuine()
     for chosen in range(1 << len(EVERY)):
-        placed = [blob for blob in EVERY if chosen >> blob & 1]
+        placed = [chunk for chunk in EVERY if chosen >> chunk & 1]
         taken = read_all(store, table, placed)
-        assert taken.all() == {blob: plain[blob] for blob in EVERY}
+        assert taken.all() == {chunk: plain[chunk] for chunk in EVERY}
         assert taken.sunk.keys() == set(EVERY) - set(placed) and not taken.lost
 
 
 def test_bases_may_be_wanted_and_placed_as_well() -> None:
     """What a delta is taken against is not overwritten before it was used, wherever it lies."""
     store, table, plain = genuine()
-    for blobs in ([4, 0], [0, 4], [0, 3, 4, 5]):
-        assert read_all(store, table, [0, 4], blobs).all() == {blob: plain[blob] for blob in blobs}
+    for chunks in ([4, 0], [0, 4], [0, 3, 4, 5]):
+        assert read_all(store, table, [0, 4], chunks).all() == {chunk: plain[chunk] for chunk in chunks}
 
 
 @pytest.mark.parametrize("placed", [(), (0, 1, 2, 3)])
 def test_a_flipped_bit_is_told_of_those_who_need_it(placed: tuple[int, ...]) -> None:
-    """In a base, a raw blob, an encoded one: those who need it are lost, and all others come."""
+    """In a base, a raw chunk, an encoded one: those who need it are lost, and all others come."""
     for hit, lost in [(4, {0}), (1, {1}), (2, {2})]:
         store, table, plain = genuine()
         raw = bytearray(store.objects[KEY])
@@ -94,7 +95,7 @@ def test_a_flipped_bit_is_told_of_those_who_need_it(placed: tuple[int, ...]) -> 
         store.objects[KEY] = bytes(raw)
         taken = read_all(store, table, placed)
         assert taken.lost.keys() == lost
-        assert taken.all() == {blob: plain[blob] for blob in EVERY if blob not in lost}
+        assert taken.all() == {chunk: plain[chunk] for chunk in EVERY if chunk not in lost}
 
 
 RAW_ONES = (1, 4, 5)  # of `genuine`
@@ -108,7 +109,7 @@ def test_small_pieces_are_read_together_and_verified_one_by_one(
     and does not, and of a file that ends early what is in front of the end comes."""
     monkeypatch.setattr(read, "LEAST", 1 << 30)
     store, table, plain = genuine()
-    everything = {blob: plain[blob] for blob in RAW_ONES}
+    everything = {chunk: plain[chunk] for chunk in RAW_ONES}
     taken = read_all(store, table, placed, RAW_ONES)
     assert taken.all() == everything and taken.sunk.keys() == set(RAW_ONES) - set(placed) and not taken.lost
     whole = bytes(store.objects[KEY])
@@ -118,17 +119,17 @@ def test_small_pieces_are_read_together_and_verified_one_by_one(
         store.objects[KEY] = bytes(raw)
         taken = read_all(store, table, placed, RAW_ONES)
         assert taken.lost.keys() == {hit} and "do not match their digest" in taken.lost[hit]
-        assert taken.all() == {blob: data for blob, data in everything.items() if blob != hit}
+        assert taken.all() == {chunk: data for chunk, data in everything.items() if chunk != hit}
         assert hit not in taken.memory or set(taken.memory[hit].tolist()) == {0xEE}
     folder = LocalStore(f"file://{tmp_path}", writable=True)
     asyncio.run(folder.put(KEY, whole[:-1]))
     taken = read_all(folder, table, placed, RAW_ONES)
-    assert taken.lost.keys() == {5} and taken.all() == {blob: plain[blob] for blob in (1, 4)}
+    assert taken.lost.keys() == {5} and taken.all() == {chunk: plain[chunk] for chunk in (1, 4)}
 
 
 def test_negative_control_small_pieces_without_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put without a look at their digests, they would be taken."""
-    monkeypatch.setattr(put_module, "blob_digest", lambda data: _Anything())
+    monkeypatch.setattr(put_module, "chunk_digest", lambda data: _Anything())
     monkeypatch.setattr(put_module, "find", lambda: None)
     with pytest.raises(AssertionError):
         test_small_pieces_are_read_together_and_verified_one_by_one(RAW_ONES, Path(), monkeypatch)
@@ -143,7 +144,7 @@ def test_no_table_puts_wrong_bytes_into_a_place() -> None:
     for _ in range(2000):
         columns = dict(whole)
         for _ in range(dice.randint(1, 3)):
-            name = dice.choice(["pack", "offset", "stored", "length", "codec", "base", "blob_ends"])
+            name = dice.choice(["file", "offset", "stored", "length", "codec", "base", "chunk_ends"])
             column = columns[name].copy()
             value = dice.choice([-1, 0, 1, 2, 5, 64, HALF, 2 * HALF, dice.randrange(3 * HALF)])
             info = np.iinfo(column.dtype)
@@ -155,8 +156,8 @@ def test_no_table_puts_wrong_bytes_into_a_place() -> None:
         except CheckpointError:
             continue
         held += 1
-        for blob, data in taken.all().items():
-            assert blob_digest(data) == found.digest[blob].tobytes()
+        for chunk, data in taken.all().items():
+            assert chunk_digest(data) == found.digest[chunk].tobytes()
     assert held > 100  # many of these tables are still tables
 
 
@@ -166,7 +167,7 @@ def test_negative_control_without_digests_damage_passes(monkeypatch: pytest.Monk
     raw = bytearray(store.objects[KEY])
     raw[int(table.offset[1]) + 3] ^= 1
     store.objects[KEY] = bytes(raw)
-    monkeypatch.setattr(blobs_module, "blob_digest", lambda data: _Anything())
+    monkeypatch.setattr(chunks_module, "chunk_digest", lambda data: _Anything())
     assert not read_all(store, table, [1]).lost
 
 
@@ -190,11 +191,13 @@ def test_what_is_damaged_comes_from_elsewhere_into_its_place(tmp_path: Path) -> 
     taken = Taken(table, [1])
 
     async def work() -> None:
-        await read.fetch_repaired(store, Attempt(1, 1, "abcdefgh"), table, list(EVERY), taken.sink, room=taken.room)
+        await read.fetch_repaired(
+            store, CheckpointId(1, 1, "abcdefgh"), table, list(EVERY), taken.sink, room=taken.room
+        )
 
     with pytest.raises(CorruptError, match="do not match their digest"):
         asyncio.run(work())
-    assert taken.sunk == {blob: plain[blob] for blob in (0, 2, 3)}
+    assert taken.sunk == {chunk: plain[chunk] for chunk in (0, 2, 3)}
 
 
 def test_a_file_that_ends_early_or_is_gone_loses_what_is_behind_it(tmp_path: Path) -> None:

@@ -194,8 +194,8 @@ def test_the_nightly_loop_of_the_guide_finds_the_damaged_run(made: Path, tmp_pat
         shutil.copytree(made, tmp_path / name)
     good = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert (good.returncode, good.stdout) == (0, "")
-    pack = data_files(tmp_path / "hurt")[-1]
-    pack.write_bytes(pack.read_bytes()[:-1])
+    file = data_files(tmp_path / "hurt")[-1]
+    file.write_bytes(file.read_bytes()[:-1])
     bad = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert (bad.returncode, bad.stdout) == (1, f"file://{tmp_path}/hurt: exit code 1\n")
 

@@ -23,7 +23,7 @@ import ckpt
 import toy
 from ckpt.core.checkpoint.commits import acquire
 from ckpt.core.format.digest import file_digest
-from ckpt.core.format.manifest import MAJOR, Attempt, canonical, new_nonce, press, seal, unpress
+from ckpt.core.format.manifest import MAJOR, CheckpointId, canonical, new_nonce, press, seal, unpress
 from ckpt.core.log.run_log import Record, RunLog
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.store import open_store
@@ -86,7 +86,7 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
 
 def test_ls_tells_undone_from_present_and_leaves_out_retired(run: Path, call: Any) -> None:
     """After a rollback to step 4, step 6 is said to be undone; what a PLAN retired is not shown."""
-    two, four = (Attempt.parse(id_at(run, step)) for step in (2, 4))
+    two, four = (CheckpointId.parse(id_at(run, step)) for step in (2, 4))
 
     async def roll_back() -> None:
         log = RunLog(open_store(run))
@@ -103,7 +103,7 @@ def test_ls_tells_undone_from_present_and_leaves_out_retired(run: Path, call: An
 
 
 def test_show_says_what_is_inside(made: Path, call: Any) -> None:
-    """Tensors with dtype, shape and bytes, tied ones as such, plain values decoded, packs and totals."""
+    """Tensors with dtype, shape and bytes, tied ones as such, plain values decoded, data files and totals."""
     found = call("show", made, "--step", 4, "--json").json
     tensors = {t["name"]: t for t in found["tensors"]}
     own = [t for t in tensors.values() if t["alias_of"] is None]
@@ -118,10 +118,10 @@ def test_show_says_what_is_inside(made: Path, call: Any) -> None:
     assert values["sched.last_epoch"] == ("int", 4) and len(values["meta.losses"][1]) == 4
     assert values["odd.nan"] == ("float", "nan") and values["odd.big"] == ("int", hex(10**30))
     assert {c["path"]: c["kind"] for c in found["components"]}["optim"] == "optimizer"
-    assert [p["size"] for p in found["packs"]] == [(made / found["packs"][0]["key"]).stat().st_size]
-    assert (found["full"], found["needs"], found["older_packs"]) == (True, [], 0)
-    assert found["stored_bytes"] == found["packs"][0]["size"]
-    assert found["packs"][0]["used"] == found["restore_bytes"] <= found["tensor_bytes"]
+    assert [p["size"] for p in found["files"]] == [(made / found["files"][0]["key"]).stat().st_size]
+    assert (found["full"], found["needs"], found["older_files"]) == (True, [], 0)
+    assert found["stored_bytes"] == found["files"][0]["size"]
+    assert found["files"][0]["used"] == found["restore_bytes"] <= found["tensor_bytes"]
     text = call("show", made, "--step", 4).out
     assert re.search(r"^tied +F32 +\(64, 64\) .* model\.0\.weight$", text, re.MULTILINE)
     assert re.search(r"^sched\.last_epoch +int +4$", text, re.MULTILINE)
@@ -151,13 +151,13 @@ def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
     assert held["master"] == ({"delta": 1}, 1) and held["rounded"] == ({"reference": 1}, 0)
     assert 0 < tensors["master"]["stored"] < 0.1 * tensors["master"]["bytes"] < tensors["master"]["reads"]
     assert (found["full"], found["chain"], len(found["needs"])) == (False, 2, 1)
-    assert found["older_packs"] == sum(not pack["own"] for pack in found["packs"]) > 0
-    assert found["stored_bytes"] == sum(pack["size"] for pack in found["packs"] if pack["own"])
-    assert found["restore_bytes"] == sum(pack["used"] for pack in found["packs"])
+    assert found["older_files"] == sum(not file["own"] for file in found["files"]) > 0
+    assert found["stored_bytes"] == sum(file["size"] for file in found["files"] if file["own"])
+    assert found["restore_bytes"] == sum(file["used"] for file in found["files"])
     assert found["restore_bytes"] == sum(t["reads"] for t in tensors.values())
-    assert sum(t["stored"] for t in tensors.values()) == sum(p["used"] for p in found["packs"] if p["own"])
+    assert sum(t["stored"] for t in tensors.values()) == sum(p["used"] for p in found["files"] if p["own"])
     whole = call("show", increments, "--step", 5, "--json").json
-    assert whole["full"] and not whole["needs"] and not whole["older_packs"]
+    assert whole["full"] and not whole["needs"] and not whole["older_files"]
     assert not any(t["depth"] for t in whole["tensors"])
     text = call("show", increments, "--step", 4).out
     assert (
@@ -174,16 +174,16 @@ def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path,
     is told beforehand is what is read then."""
     run = Path(shutil.copytree(increments, tmp_path / "copy"))
     assert call("verify", run, "--all", "--no-data", "--json").json["data"] is False
-    pack = data_file(run, 2)
+    file = data_file(run, 2)
     found = json.loads(call("show", run, "--step", 3, "--json").out)
-    assert pack in {run / p["key"] for p in found["packs"]}
-    size = int.from_bytes(pack.read_bytes()[:8], "little") + 8
-    entries = json.loads(pack.read_bytes()[8:size])
-    flip(pack, size + next(e for n, e in entries.items() if n.startswith("frozen"))["data_offsets"][0] + 9)
+    assert file in {run / p["key"] for p in found["files"]}
+    size = int.from_bytes(file.read_bytes()[:8], "little") + 8
+    entries = json.loads(file.read_bytes()[8:size])
+    flip(file, size + next(e for n, e in entries.items() if n.startswith("frozen"))["data_offsets"][0] + 9)
     verdicts = {c["step"]: c["verdict"] for c in call("verify", run, "--all", "--json").json["checkpoints"]}
     assert verdicts == {1: "sound", 2: "damaged", 3: "damaged", 4: "damaged", 5: "sound"}
     assert call("verify", run, "--all", "--no-data").code == 0
-    os.truncate(pack, pack.stat().st_size - 1)
+    os.truncate(file, file.stat().st_size - 1)
     assert call("verify", run, "--all", "--no-data").code == 1
 
     async def counted() -> tuple[int, int]:
@@ -218,10 +218,10 @@ def test_verify_of_a_sound_run(made: Path, call: Any) -> None:
 
 
 def test_verify_names_the_damaged_tensor(run: Path, call: Any) -> None:
-    """One flipped byte in a pack: exit code 1, and the tensor it lies in; the other checkpoints stay sound."""
-    pack = data_file(run, 4)
-    header = json.loads(pack.read_bytes()[8:4096])
-    flip(pack, 4096 + header["model.3.bias"]["data_offsets"][0] + 5)
+    """One flipped byte in a data file: exit code 1, and the tensor it lies in; the other checkpoints stay sound."""
+    file = data_file(run, 4)
+    header = json.loads(file.read_bytes()[8:4096])
+    flip(file, 4096 + header["model.3.bias"]["data_offsets"][0] + 5)
     found = call("verify", run, "--all", "--json")
     verdicts = {c["step"]: c for c in found.json["checkpoints"]}
     assert (found.code, [verdicts[s]["verdict"] for s in (6, 4, 2)]) == (1, ["sound", "damaged", "sound"])
@@ -267,9 +267,9 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
         await other.open()
         (commit,) = [c for c in log.state.commits.values() if c.step == 2]
         if plan:
-            record = Record("PLAN", {"retire": [str(commit.attempt)], "delete": []}, "plan")
+            record = Record("PLAN", {"retire": [str(commit.checkpoint)], "delete": []}, "plan")
             await other.append(lambda _: record, owner=other.state.acquires[-1])
-        await other.store.delete(data_key(commit.attempt))
+        await other.store.delete(data_key(commit.checkpoint))
         verdict = (await examine(log, commit)).verdict
         await log.store.aclose()
         await other.store.aclose()
@@ -283,11 +283,11 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
 
 
 def test_diff_of_equal_checkpoints_reads_no_tensor(run: Path, call: Any) -> None:
-    """A copy of a run is equal, which the digests alone can tell: even with the packs' bytes gone."""
-    for pack in data_files(run):
-        size = pack.stat().st_size
-        os.truncate(pack, 0)
-        os.truncate(pack, size)
+    """A copy of a run is equal, which the digests alone can tell: even with the data files' bytes gone."""
+    for file in data_files(run):
+        size = file.stat().st_size
+        os.truncate(file, 0)
+        os.truncate(file, size)
     found = call("diff", f"{run}@4", f"{run}@4", "--json")
     assert (found.code, found.json["equal"], found.json["a"]["step"]) == (0, True, 4)
     assert call("diff", run, run).out == "equal\n"
@@ -420,8 +420,8 @@ def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: A
         "ls": {"url", "damaged_records", "may_be_lost", "bytes_in_files", "checkpoints"},
         "show": {
             "url", "damaged_records", "step", "id", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
-            "components", "values", "packs", "full", "needs", "needs_there", "chain", "stored_bytes",
-            "older_packs", "older_steps", "restore_bytes", "cadence", "info", "parents", "content",
+            "components", "values", "files", "full", "needs", "needs_there", "chain", "stored_bytes",
+            "older_files", "older_steps", "restore_bytes", "cadence", "info", "parents", "content",
         },
         "verify": {"url", "data", "problems", "unreadable", "checkpoints"},
         "diff": {"a", "b", "equal", "only_in_a", "only_in_b", "changed", "tensors", "values"},
@@ -437,8 +437,8 @@ def test_hostile_names_stay_text(tmp_path: Path, call: Any) -> None:
         save(tmp_path / name, {HOSTILE: weight, "v": {HOSTILE: HOSTILE + name}}, range(1, 2), every=1)
     one, two = tmp_path / "one", tmp_path / "two"
     outputs = [call("show", one), call("diff", one, two), call("show", one, "--json"), call("diff", one, two, "--json")]
-    (pack,) = data_files(one)
-    flip(pack, -1)
+    (file,) = data_files(one)
+    flip(file, -1)
     outputs += [call("verify", one), call("diff", one, two)]
     for found in outputs:
         text = found.out + found.err
@@ -545,7 +545,7 @@ def test_the_saved_step_of_a_fault_is_one_that_all_ranks_have(
     (run / "faults").mkdir()
     for rank, steps in enumerate(held):
         mine = [SavedStep(step, "memory", "ring", 0.1) for step in steps]
-        one = Fault("death", "killed", rank=rank, world=2, saved=mine, attempt="3.abcdefgh")
+        one = Fault("death", "killed", rank=rank, world=2, saved=mine, checkpoint="3.abcdefgh")
         (run / one.key).write_bytes(one.to_bytes())
     (row,) = (line for line in call("faults", run).out.splitlines() if "crash or kill" in line)
     assert row.split("crash or kill")[1].split()[0] == saved

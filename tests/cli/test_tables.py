@@ -32,8 +32,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     save(folder / "run", toy.build(), range(1, 7))
     patch.undo()
     hurt = Path(shutil.copytree(folder / "run", folder / "hurt"))
-    for pack in data_files(hurt):
-        flip(pack, pack.stat().st_size // 2)
+    for file in data_files(hurt):
+        flip(file, file.stat().st_size // 2)
     return folder / "run", hurt
 
 

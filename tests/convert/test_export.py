@@ -270,7 +270,7 @@ def test_negative_control_trust_would_keep_the_flipped_byte(made: Path, tmp_path
     """If what is noted were taken for granted, the comparison above would see it."""
     call("export", made, "--to", tmp_path / "whole")
     flip(interrupted(made, tmp_path / "a"), 2 * MIB)
-    trusting = RESTORE.replace("sys.exit", "export.blob_digest = lambda data: Same()\nsys.exit").replace(
+    trusting = RESTORE.replace("sys.exit", "export.chunk_digest = lambda data: Same()\nsys.exit").replace(
         "export.SYNC", "\nclass Same:\n    def hex(self):\n        return self\n    def __eq__(self, other):\n"
         "        return True\nexport.SYNC", 1
     )  # fmt: skip
@@ -411,8 +411,8 @@ def test_a_disk_that_fills_up_at_the_end(made: Path, tmp_path: Path, call: Any) 
 
 def test_damage_is_mended_from_another_place(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
     """With --from, what is damaged comes from a copy, and this is said."""
-    for pack in data_files(run):
-        flip(pack, -5 * MIB)
+    for file in data_files(run):
+        flip(file, -5 * MIB)
     words = ["--only", "*"]
     found = call("export", run, "--to", tmp_path / "a", "--from", made, "--json", *words)
     assert found.code == 0 and "came from" in found.json["repaired"][0]
@@ -422,11 +422,11 @@ def test_damage_is_mended_from_another_place(run: Path, made: Path, tmp_path: Pa
 
 def test_damage_that_cannot_be_mended_names_the_tensor(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
     """Nothing appears; once the run is whole again, the same call goes on."""
-    for pack in data_files(run):  # of both steps: one would mend the other
-        raw = bytearray(pack.read_bytes())
+    for file in data_files(run):  # of both steps: one would mend the other
+        raw = bytearray(file.read_bytes())
         first = 8 + int.from_bytes(raw[:8], "little")
         raw[first : first + 64] = bytes(64)
-        pack.write_bytes(raw)
+        file.write_bytes(raw)
     found = call("export", run, "--to", tmp_path / "a", "--only", "*")
     assert found.code == 2 and "is damaged" in found.err and not (tmp_path / "a").exists()
     shutil.rmtree(run)
@@ -562,7 +562,7 @@ def output_of(origin: MemoryOrigin, draw: random.Random) -> tuple[Output, dict[s
 @pytest.mark.parametrize("seed", range(25))
 def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
     """Whatever the files consist of and however small the windows: the bytes are right, and the checksums too."""
-    from ckpt.core.format.digest import blob_digest
+    from ckpt.core.format.digest import chunk_digest
 
     draw = random.Random(seed)
     origin = MemoryOrigin({f"t{i}": torch.randn(draw.randrange(1, 60), 50) for i in range(3)})
@@ -581,7 +581,7 @@ def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
     for file in output.files:
         raw = (tmp_path / "out" / file.name).read_bytes()
         assert raw == expected[file.name]
-        assert found[file.name] == {start: blob_digest(raw[start:stop]) for start, stop in file.sums}
+        assert found[file.name] == {start: chunk_digest(raw[start:stop]) for start, stop in file.sums}
 
 
 def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
@@ -602,8 +602,8 @@ def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path, call: Any) -> None:
     """The same step with other options is another attempt: copied to one place, neither passes for the other."""
-    attempts = set()
+    checkpoints = set()
     for number, words in enumerate(([], ["--dtype", "bf16"], ["--only", "model"], ["--world-size", "2"])):
         assert call("export", made, "--to", tmp_path / str(number), "--format", "run", *words).code == 0
-        attempts.add(call("show", tmp_path / str(number), "--json").json["id"])
-    assert len(attempts) == 4
+        checkpoints.add(call("show", tmp_path / str(number), "--json").json["id"])
+    assert len(checkpoints) == 4

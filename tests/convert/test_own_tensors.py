@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt.core.checkpoint.write import build_table
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.format.saved_state import SavedState
 from ckpt.tools.convert.source_run import RunOrigin
 from run_files import checkpoint_id, data_key
@@ -39,7 +39,7 @@ def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
 
     class Manifested:
         commit = type("C", (), {"step": 1, "finite": None})
-        attempt = Attempt(1, 1, "aaaaaaaa")
+        checkpoint = CheckpointId(1, 1, "aaaaaaaa")
         finite = None
 
         def saved(self) -> SavedState:

@@ -109,35 +109,35 @@ def kinds(foreign: Foreign) -> dict[str, str]:
 
 
 def saved(foreign: Foreign) -> tuple[SavedState, list[bytes]]:
-    """As if a rank had saved it; and the bytes of each blob."""
+    """As if a rank had saved it; and the bytes of each chunk."""
     origin = FilesOrigin(foreign)
     asyncio.run(origin.aclose())
     specs, data = list(origin.tensors.values()), read(foreign)
     components = [entry.component for entry in foreign.entries]
     layout = Layout.from_json(Layout(tuple(specs), foreign.aliases, components).to_json())
-    blobs = [data[t.name] for t in specs]
-    lengths, none = np.array([len(b) for b in blobs], np.int64), np.zeros(len(specs), np.int64)
-    hashed = b"".join(hashlib.blake2b(blob, digest_size=16).digest() for blob in blobs)
+    chunks = [data[t.name] for t in specs]
+    lengths, none = np.array([len(b) for b in chunks], np.int64), np.zeros(len(specs), np.int64)
+    hashed = b"".join(hashlib.blake2b(chunk, digest_size=16).digest() for chunk in chunks)
     digests = np.frombuffer(hashed, np.uint8).reshape(-1, 16)
     table = Table(
         tuple(SavedShard(t.name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for t in specs),
         np.arange(len(specs) + 1),
         *(none, none, lengths, lengths, none, none - 1),
         *(digests, digests),
-        packs=("pack",),
+        files=("file",),
     )
     values = json.loads(json.dumps([e.values for e in foreign.entries], allow_nan=False, sort_keys=True))
-    return SavedState([layout], [values], [table]), blobs
+    return SavedState([layout], [values], [table]), chunks
 
 
 def restore(foreign: Foreign, state: dict[str, Any]) -> None:
     """Into a live state, strictly, as a Checkpointer does."""
-    found, blobs = saved(foreign)
+    found, chunks = saved(foreign)
     placement = Capture(state).place(found)
     placement.check()
     filler = Filler(found, placement.fills, placement.lying)
-    for number in filler.blobs:
-        filler.add(number, memoryview(blobs[number]))
+    for number in filler.chunks:
+        filler.add(number, memoryview(chunks[number]))
     filler.finish()
     for finish in (*placement.finishers, *placement.last):
         finish()
@@ -276,7 +276,7 @@ def test_plain_values_of_a_torch_file(tmp_path: Path) -> None:
         "big": np.arange(3, dtype=">i4"), "zero": np.array(7, np.uint16),
     }  # fmt: skip
     values = {
-        "epoch": 3, "big": -(2**100), "name": "é", "raw": b"\0\xff", "none": b"", "nan": float("nan"), "t": (1, (2,)),
+        "term": 3, "big": -(2**100), "name": "é", "raw": b"\0\xff", "none": b"", "nan": float("nan"), "t": (1, (2,)),
         "counter": Counter({1: 2}), "ordered": OrderedDict(b=1, a=2), "nested": {"x": [1, {"y": None}], 3: True},
         "complex": 1 - 2j, "bytearray": bytearray(b"x"), "set": {1, "a", (2j,)},
         "np": [np.float32(1.25), np.int64(-1), np.bool_(True)], "arrays": arrays,
@@ -368,14 +368,14 @@ def test_containers_of_states(tmp_path: Path) -> None:
     torch.save(
         {
             "state_dict": OrderedDict(model.state_dict()), "optimizer_states": [optimizer.state_dict()],
-            "lr_schedulers": [schedule.state_dict()], "epoch": 1, "global_step": 5,
+            "lr_schedulers": [schedule.state_dict()], "term": 1, "global_step": 5,
             "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(1.0), "k": {}}},
             "loops": {"fit_loop": {"state_dict": {}, "done": [1, 2]}}, "hyper_parameters": {"lr": 0.1},
         },
         path,
     )  # fmt: skip
     assert kinds(parse_torch.parse(path)) == {
-        "state_dict": "module", "optimizer_states.0": "optimizer", "lr_schedulers.0": "stateful", "epoch": "plain",
+        "state_dict": "module", "optimizer_states.0": "optimizer", "lr_schedulers.0": "stateful", "term": "plain",
         "global_step": "plain", "callbacks": "stateful", "loops": "stateful", "hyper_parameters": "stateful",
     }  # fmt: skip
 
@@ -619,7 +619,7 @@ def state_dicts(state: dict[str, Any], flat: bool) -> dict[str, Any]:
         "model": get_model_state_dict(state["model"]),
         "optim": get_optimizer_state_dict(state["model"], state["optim"], options=options),
         "sched": state["sched"].state_dict(),
-        "epoch": 3,
+        "term": 3,
     }
 
 
@@ -632,11 +632,11 @@ def test_a_distributed_checkpoint_restores(tmp_path: Path, kind: str, flat: bool
     dcp.save(state_dicts(mine, flat), checkpoint_id=tmp_path / "step-3")
     assert parse_dcp.sniff(tmp_path / "step-3") and not parse_safetensors.sniff(tmp_path / "step-3")
     foreign = parse_dcp.parse(tmp_path / "step-3")
-    assert kinds(foreign) == {"model": "module", "optim": "optimizer", "sched": "stateful", "epoch": "plain"}
+    assert kinds(foreign) == {"model": "module", "optim": "optimizer", "sched": "stateful", "term": "plain"}
     assert not foreign.aliases  # torch wrote the tied tensor twice: that both are alike is seen when they are digested
-    fresh["epoch"] = 0
-    check_restored(foreign, {**mine, "epoch": 3}, fresh)
-    assert fresh["epoch"] == 3
+    fresh["term"] = 0
+    check_restored(foreign, {**mine, "term": 3}, fresh)
+    assert fresh["term"] == 3
 
 
 def test_every_tensor_of_a_distributed_checkpoint(tmp_path: Path) -> None:
@@ -924,7 +924,7 @@ def test_a_name_in_two_files_needs_an_index(tmp_path: Path) -> None:
 
 def made(kind: str, folder: Path) -> tuple[Path, list[Path]]:
     """A small checkpoint of a kind, and its files."""
-    state = {"model": {"w": torch.randn(3, 4), "b": torch.randn(3)}, "epoch": 3, "np": np.arange(40.0)}
+    state = {"model": {"w": torch.randn(3, 4), "b": torch.randn(3)}, "term": 3, "np": np.arange(40.0)}
     if kind == "torch":
         torch.save(state, folder / "x.pt")
         return folder / "x.pt", [folder / "x.pt"]
@@ -935,7 +935,7 @@ def made(kind: str, folder: Path) -> tuple[Path, list[Path]]:
     return folder / "model.safetensors", [folder / "model.safetensors"]
 
 
-def attempt(kind: str, path: Path) -> str:
+def checkpoint(kind: str, path: Path) -> str:
     """What became of it: "read", or the name of our own error. Anything else surfaces."""
     try:
         read(PARSERS[kind].parse(path))  # type: ignore[attr-defined]
@@ -949,12 +949,12 @@ def attempt(kind: str, path: Path) -> str:
 def test_cut_off_anywhere(tmp_path: Path, kind: str) -> None:
     """Each file cut off at every fiftieth of it: an error of ours, and never a tensor that is not all there."""
     path, files = made(kind, tmp_path)
-    assert attempt(kind, path) == "read", "negative control"
+    assert checkpoint(kind, path) == "read", "negative control"
     for file in files:
         data = file.read_bytes()
         for i in range(50):
             file.write_bytes(data[: len(data) * i // 50])
-            assert attempt(kind, path) in ("CorruptError", "FormatError"), (file.name, i)
+            assert checkpoint(kind, path) in ("CorruptError", "FormatError"), (file.name, i)
         file.write_bytes(data)
 
 
@@ -973,7 +973,7 @@ def test_flipped_bytes_anywhere(tmp_path_factory: pytest.TempPathFactory, kind: 
         for where, value in changes:
             data[min(int(where * len(data)), len(data) - 1)] = value
         file.write_bytes(data)
-        outcomes[attempt(kind, path)] += 1
+        outcomes[checkpoint(kind, path)] += 1
         file.write_bytes(whole[file])
 
     if kind == "dcp":  # a tensor that is an object now
@@ -998,7 +998,7 @@ def test_every_byte_of_a_small_pickle(tmp_path: Path) -> None:
             with zipfile.ZipFile(path, "w") as archive:
                 for name, one_of in found.items():
                     archive.writestr(name, bytes(data) if name == "x/data.pkl" else one_of)
-            outcomes[attempt("torch", path)] += 1
+            outcomes[checkpoint("torch", path)] += 1
     assert outcomes["CorruptError"] and outcomes["FormatError"]
 
 

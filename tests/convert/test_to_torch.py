@@ -237,8 +237,8 @@ PLAIN: dict[str, Any] = {
 
 def test_plain_values(tmp_path: Path) -> None:
     """Every type and every bit of plain values, and tensors inside them."""
-    found = torch_file({"cfg": PLAIN, "epoch": 7, "list": [1, torch.ones(2)]}, tmp_path / "state.pt")
-    assert_equal(found, {"cfg": PLAIN, "epoch": 7, "list": [1, torch.ones(2)]})
+    found = torch_file({"cfg": PLAIN, "term": 7, "list": [1, torch.ones(2)]}, tmp_path / "state.pt")
+    assert_equal(found, {"cfg": PLAIN, "term": 7, "list": [1, torch.ones(2)]})
 
 
 def test_what_torch_refuses_is_changed_and_said(tmp_path: Path) -> None:

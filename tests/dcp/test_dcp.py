@@ -143,7 +143,7 @@ def every_kind() -> dict[str, Any]:
         "strided": base[1:5:2, ::3],
         "conjugate": torch.randn(5, dtype=torch.complex64).conj(),
         "expanded": torch.randn(3, 1).expand(3, 4),
-        "large": torch.randn(3_000_001),  # several blobs and several writes, and no whole number of either
+        "large": torch.randn(3_000_001),  # several chunks and several writes, and no whole number of either
         "nested": {"list": [1, 2.5, "x", None, torch.arange(3)], "deep": {"tuple": (1, (2,)), "flag": True}},
         "parameter": torch.nn.Parameter(torch.randn(3)),
     }
@@ -337,7 +337,7 @@ def test_a_newer_job_fences_an_older_one(run_dir: str, monkeypatch: pytest.Monke
     assert history(run_dir) == [2, 1]
     monkeypatch.setattr(RunLog, "check_owner", lambda self, owner: None)
     save(state, 3, run_dir)
-    assert 3 in {attempt.step for attempt in records(run_dir).state.commits}
+    assert 3 in {checkpoint.step for checkpoint in records(run_dir).state.commits}
 
 
 def test_a_pickled_writer_is_of_the_same_job_until_a_load(run_dir: str) -> None:
@@ -574,7 +574,7 @@ def test_each_place_has_its_cadence_and_keeps_what_it_should(tmp_path: Path) -> 
     save(state | {"n": 23}, 23, writer)
     assert history(str(near)) == [23, 22] and history(str(far)) == [20, 16, 8]
     assert (len(data_files(near)), len(data_files(far))) == (2, 3)
-    assert {a.epoch for a in records(str(near)).state.commits} == {a.epoch for a in records(str(far)).state.commits}
+    assert {a.term for a in records(str(near)).state.commits} == {a.term for a in records(str(far)).state.commits}
     assert load(state, tiers)["n"] == 23 and load(state, tiers, 8)["n"] == 8
     assert load(state, str(far))["n"] == 20
 
@@ -642,7 +642,7 @@ def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.Monk
     """Under another name, of another epoch; what was saved before stays in the history."""
     state, writer = {"w": torch.randn(10), "n": 1}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
-    for point in ("pack.opened", "pack.written", "part.stored", "index.stored"):
+    for point in ("data_file.opened", "data_file.written", "part.stored", "index.stored"):
         monkeypatch.setattr(failpoints, "_armed", failpoints._parse(f"{point}:eio"))
         refused(lambda: save(state | {"n": 2}, 2, writer))
         monkeypatch.setattr(failpoints, "_armed", None)
@@ -659,7 +659,7 @@ def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypa
     save(state, 1, writer)
     trainer, pickled = dict(incarnation._owners), pickle.dumps(writer)
     another_job()
-    monkeypatch.setattr(failpoints, "_armed", failpoints._parse("pack.written:eio"))
+    monkeypatch.setattr(failpoints, "_armed", failpoints._parse("data_file.written:eio"))
     refused(lambda: save(state, 2, pickle.loads(pickled)))
     save(state, 2, pickle.loads(pickled))
     another_job()
@@ -680,7 +680,7 @@ def test_what_was_whole_when_the_job_died_is_no_obstacle(run_dir: str, monkeypat
     save(state | {"n": 22}, 2, tier)
     assert history(run_dir) == [2, 1] and load(state, tier)["n"] == 22
     left = records(run_dir).state
-    assert all(left.ended(attempt) for key in keys_in(run_dir) if (attempt := owner(key)) is not None)
+    assert all(left.ended(checkpoint) for key in keys_in(run_dir) if (checkpoint := owner(key)) is not None)
 
 
 def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> None:
@@ -821,7 +821,7 @@ def test_an_empty_state_is_a_checkpoint(run_dir: str) -> None:
 # -- damage and malice --
 
 
-def pack_of(run: str | Path) -> Path:
+def file_of(run: str | Path) -> Path:
     return data_files(run)[0]
 
 
@@ -830,12 +830,12 @@ def test_damage_is_repaired_from_the_second_place_or_named(tmp_path: Path) -> No
     near, far = tmp_path / "near", tmp_path / "far"
     state = {"v": torch.zeros(10, dtype=torch.float64), "w": torch.randn(100_000)}
     save(state, 1, [near, far])
-    flip(pack_of(near), pack_of(near).stat().st_size - 5000)
+    flip(file_of(near), file_of(near).stat().st_size - 5000)
     into = emptied(state)
     assert same(load(into, [near, far])["w"], state["w"])
     with pytest.raises(CheckpointException, match="w is damaged"):
         load(emptied(state), near)
-    pack_of(far).unlink()
+    file_of(far).unlink()
     with pytest.raises(CheckpointException, match="w is damaged"):
         load(emptied(state), [near, far])
 
@@ -846,7 +846,7 @@ def test_negative_control_without_digests_damage_would_get_through(
     """What the test above flips is really read."""
     state = {"w": torch.randn(100_000)}
     save(state, 1, tmp_path / "run")
-    flip(pack_of(tmp_path / "run"), pack_of(tmp_path / "run").stat().st_size - 5000)
+    flip(file_of(tmp_path / "run"), file_of(tmp_path / "run").stat().st_size - 5000)
     digests = iter(lambda: None, 1)
 
     class Anything(bytes):
@@ -854,8 +854,8 @@ def test_negative_control_without_digests_damage_would_get_through(
             next(digests)
             return False
 
-    monkeypatch.setattr("ckpt.core.checkpoint.chunks.blob_digest", lambda data: Anything())
-    monkeypatch.setattr("ckpt.core.checkpoint.read.blob_digest", lambda data: Anything(), raising=False)
+    monkeypatch.setattr("ckpt.core.checkpoint.chunks.chunk_digest", lambda data: Anything())
+    monkeypatch.setattr("ckpt.core.checkpoint.read.chunk_digest", lambda data: Anything(), raising=False)
     assert not same(load({"w": torch.zeros(100_000)}, tmp_path / "run")["w"], state["w"])
 
 
@@ -1212,7 +1212,7 @@ def main() -> None:
 
 
 Reports = tuple[Path, dict[int, list[dict[str, Any]]]]
-POINTS = {"pack.opened": "eio", "pack.written": "enospc", "part.stored": "eio"}
+POINTS = {"data_file.opened": "eio", "data_file.written": "enospc", "part.stored": "eio"}
 
 
 @pytest.fixture(scope="module")
@@ -1220,7 +1220,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """What jobs of so many ranks said, and where they saved: few jobs, since to start one takes long."""
     root = tmp_path_factory.mktemp("jobs")
     ranks(4, *(["save", mode, f"{root}", how] for mode, how in MODES.items()))
-    killed = ranks(2, ["fail", f"{root}/killed", "pack.written:kill"], check=False, timeout_s=60)
+    killed = ranks(2, ["fail", f"{root}/killed", "data_file.written:kill"], check=False, timeout_s=60)
     loads = [["load", mode, f"{root}", step] for mode, step in (("fsdp", 1), *((mode, 2) for mode in MODES))]
     fails = [["fail", f"{root}/{point}", f"{point}:{what}"] for point, what in POINTS.items()]
     resumes = [["resume", f"{root}/{name}"] for name in ("killed", *POINTS)]
@@ -1245,8 +1245,8 @@ def test_every_division_comes_back_in_every_other(reports: Reports) -> None:
         for one in found:
             _, mode, folder, step = one["job"]
             sync = MODES[mode] == "sync" and not folder.endswith("process")
-            epoch = step if sync else 2 * step - 1  # there is a step of training after each
-            assert (one["wrong"], one["plain"]) == ([], [step, [1, "x"], epoch]), one
+            term = step if sync else 2 * step - 1  # there is a step of training after each
+            assert (one["wrong"], one["plain"]) == ([], [step, [1, "x"], term]), one
             assert one["tensors"] > 30
 
 

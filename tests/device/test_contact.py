@@ -297,7 +297,7 @@ def test_a_fault_keeps_what_memory_holds(open_run: Any) -> None:
         with contextlib.suppress(RuntimeError, ckpt.CheckpointError):
             cp.step(3).wait_staged(10.0)
         newest = cp._run.stager.arena.sealed()[0][1]
-        assert newest.attempt.step == 2
+        assert newest.checkpoint.step == 2
         assert returns(lambda: cp.close(5.0), 30.0)
 
 

@@ -39,8 +39,8 @@ def job_of(cp: ckpt.Checkpointer) -> NewSnapshot:
 
 def another(cp: ckpt.Checkpointer, step: int) -> NewSnapshot:
     """A snapshot that nobody has asked for, of a further step; not begun."""
-    reading, attempt = cp._run.capture.read(), replace(job_of(cp).attempt, step=step)
-    return NewSnapshot(attempt=attempt, reading=reading, values=b"[]", busy="skip")
+    reading, checkpoint = cp._run.capture.read(), replace(job_of(cp).checkpoint, step=step)
+    return NewSnapshot(checkpoint=checkpoint, reading=reading, values=b"[]", busy="skip")
 
 
 @contextlib.contextmanager

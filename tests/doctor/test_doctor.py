@@ -321,7 +321,7 @@ def test_a_folder_with_a_run(tmp_path: Path) -> None:
     asyncio.run(make())
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     found = named((place := examine(str(folder))).findings, "run")
-    assert place.usable and found.data == {"newest": 7, "epoch": 1, "damaged": []}
+    assert place.usable and found.data == {"newest": 7, "term": 1, "damaged": []}
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (folder / "log" / "000000000001.json").write_bytes(b"rubbish")
     assert problems(examine(str(folder))) == {"run"}

@@ -64,7 +64,7 @@ def floats(word: int) -> list[int]:
 
 
 @st.composite
-def blobs(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
+def chunks(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
     """A word size, words, and as many others: noise, special floats, few values, near numbers, long runs."""
     word = draw(st.sampled_from(WORDS))
     count = draw(st.sampled_from([0, 1, 2, 3]) | st.integers(0, 3000) | st.integers(60_000, 140_000))
@@ -101,7 +101,7 @@ def assembled(word: int, *frames: bytes) -> bytes:
 
 
 @QUICK
-@given(blobs(), st.sampled_from(list(CODECS)))
+@given(chunks(), st.sampled_from(list(CODECS)))
 @example((4, b"", b""), PLANES)
 @example((8, b"", b""), DELTA)
 def test_every_bit_comes_back(found: tuple[int, bytes, bytes], way: int) -> None:
@@ -164,7 +164,7 @@ def test_a_stored_form_of_today_stays_readable() -> None:
 
 
 def test_blobs_larger_than_usual() -> None:
-    """Nothing depends on 4 MiB, not even windows: a blob of 40 MiB comes back."""
+    """Nothing depends on 4 MiB, not even windows: a chunk of 40 MiB comes back."""
     plain = np.random.default_rng(0).normal(0, 1, 10 * MIB // 2).astype("<f4").tobytes() * 2
     stored = encode(PLANES, plain, 4)
     assert len(stored) < 0.9 * len(plain)
@@ -243,7 +243,7 @@ def test_any_flipped_bit_is_refused_or_seen_by_a_digest() -> None:
 
 @pytest.mark.parametrize("way", CUTTING)
 def test_every_truncation_and_every_extra_byte_is_refused(way: int) -> None:
-    """Too short by any number of bytes, or too long, or the length of another blob: damaged."""
+    """Too short by any number of bytes, or too long, or the length of another chunk: damaged."""
     plain = training_like(300)
     base = with_base(way, plain[::-1])
     stored = encode(way, plain, 4, base)
@@ -464,7 +464,7 @@ def test_noise_costs_next_to_nothing() -> None:
 
 
 def all_at_once(count: int) -> int:
-    """How many of many blobs, coded by several threads at once, came back wrong."""
+    """How many of many chunks, coded by several threads at once, came back wrong."""
     rng = np.random.default_rng(0)
     work = [rng.integers(0, 256, 300_000 + 8 * k, np.uint8).tobytes() for k in range(count)]
     start = threading.Barrier(4)
@@ -499,7 +499,7 @@ class Shared:
 
 
 def test_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread has its own work space; with one for all, blobs get mixed up."""
+    """Each thread has its own work space; with one for all, chunks get mixed up."""
     assert all_at_once(64) == 0
     monkeypatch.setattr(codec, "_local", Shared())
     assert any(all_at_once(64) for _ in range(20))

@@ -30,10 +30,10 @@ from hypothesis import strategies as st
 
 import inside
 from ckpt.core.format.boxes import Box
-from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
-    Attempt,
+    CheckpointId,
     Part,
     SharedLayout,
     canonical,
@@ -92,7 +92,7 @@ def of_layout(key: str, value: Json) -> Change:
     return lambda document: document["layout"].update({key: value})
 
 
-def first_pack(**changes: Json) -> Change:
+def first_file(**changes: Json) -> Change:
     return lambda document: document["files"][0].update(changes)
 
 
@@ -165,8 +165,8 @@ EVIL_PARTS: dict[str, Change] = {
     "id is a path": field("checkpoint", "../../etc"),
     "table is null": field("table", None),
     "reason is a list": field("reason", []),
-    "no packs field": lambda d: d.pop("files"),
-    "packs are a dict": field("files", {"key": 1}),
+    "no data files field": lambda d: d.pop("files"),
+    "data files are a dict": field("files", {"key": 1}),
     "features are a text": field("features", "sparse"),
     "a feature is a number": field("features", [5]),
     "info is a list": field("info", [1]),
@@ -175,20 +175,20 @@ EVIL_PARTS: dict[str, Change] = {
     "a parent is a number": field("parents", [1]),
     "more parents than a run can have": field("parents", ["root/000000001.1-00000000"] * 1000),
     "missing field": lambda d: d.pop("world"),
-    "pack outside": first_pack(key="../../outside"),
-    "pack outside by dots": first_pack(key="steps/../../outside"),
-    "pack is absolute": first_pack(key="/etc/passwd"),
-    "pack with a newline": lambda d: d["files"][0].update(key=d["files"][0]["key"] + "\n"),
-    "pack is a log record": first_pack(key="log/000000000000.json"),
-    "pack is a part": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace(".safetensors", ".json")),
-    "pack is a number": first_pack(key=5),
-    "pack of another size": first_pack(size=10),
-    "pack of a huge size": first_pack(size=2**70),
-    "pack of a fractional size": lambda d: d["files"][0].update(size=float(d["files"][0]["size"])),
-    "negative header": first_pack(header_size=-1),
-    "header beyond the pack": first_pack(header_size=2**40),
-    "pack in arabic digits": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("1-", "\u0661-", 1)),
-    "pack that is not there": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("0.sa", "0-00007.sa")),
+    "data file outside": first_file(key="../../outside"),
+    "data file outside by dots": first_file(key="steps/../../outside"),
+    "data file is absolute": first_file(key="/etc/passwd"),
+    "data file with a newline": lambda d: d["files"][0].update(key=d["files"][0]["key"] + "\n"),
+    "data file is a log record": first_file(key="log/000000000000.json"),
+    "data file is a part": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace(".safetensors", ".json")),
+    "data file is a number": first_file(key=5),
+    "data file of another size": first_file(size=10),
+    "data file of a huge size": first_file(size=2**70),
+    "data file of a fractional size": lambda d: d["files"][0].update(size=float(d["files"][0]["size"])),
+    "negative header": first_file(header_size=-1),
+    "header beyond the data file": first_file(header_size=2**40),
+    "data file in arabic digits": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("1-", "\u0661-", 1)),
+    "missing data file": lambda d: d["files"][0].update(key=d["files"][0]["key"].replace("0.sa", "0-00007.sa")),
 }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def test_an_evil_part_is_passed_over(genuine: Run, name: str, tmp_path: Path) ->
 
 NEWER: dict[str, Change] = {
     "an unknown field": field("exec", "print()"),
-    "a data file with an unknown field": first_pack(exec=1),
+    "a data file with an unknown field": first_file(exec=1),
     "info, parents and content": lambda d: d.update(
         info={"lr": 1}, parents=["root/000000001.1-00000000"], content={"only": ["model.*"]}
     ),
@@ -253,7 +253,7 @@ def doubled(columns: Json) -> None:
         "accelerated",
         "ranks",
         "instances",
-        "pack",
+        "file",
         "offset",
         "stored",
         "length",
@@ -264,12 +264,12 @@ def doubled(columns: Json) -> None:
         "names",
     ):
         columns[key] = np.concatenate([columns[key], columns[key]])
-    for key in ("name_ends", "dim_ends", "blob_ends"):
+    for key in ("name_ends", "dim_ends", "chunk_ends"):
         columns[key] = np.concatenate([columns[key], columns[key] + columns[key][-1]])
 
 
 EVIL_TABLES: dict[str, Change] = {
-    "offset beyond the pack": column("offset", put_at(0, 10**9)),
+    "offset beyond the data file": column("offset", put_at(0, 10**9)),
     "offset of 2**62": column("offset", put_at(0, 2**62)),
     "offset of 2**63 - 1": column("offset", put_at(0, 2**63 - 1)),
     "negative offset": column("offset", put_at(0, -8)),
@@ -279,19 +279,19 @@ EVIL_TABLES: dict[str, Change] = {
     "negative length": lambda c: (column("length", put_at(0, -1))(c), column("stored", put_at(0, -1))(c)),
     "stored at another length": column("stored", put_at(0, 1)),
     "unknown codec": column("codec", put_at(0, 1)),
-    "pack number beyond": column("pack", put_at(0, 7)),
-    "negative pack number": column("pack", put_at(0, -1)),
+    "data file number beyond": column("file", put_at(0, 7)),
+    "negative data file number": column("file", put_at(0, -1)),
     "base beyond": column("base", put_at(0, 10**9)),
-    "packs outside": column("packs", text('["../../outside"]')),
-    "packs absolute": column("packs", text('["/etc/passwd"]')),
-    "packs with a newline": column("packs", text('["steps/000000001.1-00000000/rank-00000.safetensors\\n"]')),
-    "packs by dots": column("packs", text('["steps/../../x.safetensors"]')),
-    "packs of numbers": column("packs", text("[5]")),
-    "packs empty": column("packs", text("[]")),
-    "packs not JSON": column("packs", text("\x00")),
-    "packs nested": column("packs", text("[" * 10**6)),
-    "packs a huge number": column("packs", text("[" + "9" * 10**5 + "]")),
-    "packs that are not there": column("packs", text('["steps/000000001.1-00000000/rank-00000.safetensors"]')),
+    "data files outside": column("files", text('["../../outside"]')),
+    "data files absolute": column("files", text('["/etc/passwd"]')),
+    "data files with a newline": column("files", text('["steps/000000001.1-00000000/rank-00000.safetensors\\n"]')),
+    "data files by dots": column("files", text('["steps/../../x.safetensors"]')),
+    "data files of numbers": column("files", text("[5]")),
+    "data files empty": column("files", text("[]")),
+    "data files not JSON": column("files", text("\x00")),
+    "data files nested": column("files", text("[" * 10**6)),
+    "packs a huge number": column("files", text("[" + "9" * 10**5 + "]")),
+    "data files that are not there": column("files", text('["steps/000000001.1-00000000/rank-00000.safetensors"]')),
     "names not UTF-8": column("names", put_at(0, 255)),
     "names too short": column("names", lambda a: a[:-1]),
     "name ends that fall": column("name_ends", put_at(0, 10**6)),
@@ -303,13 +303,13 @@ EVIL_TABLES: dict[str, Change] = {
     "shards outside": lambda c: column("dims", lambda a: a + 1)(c),
     "unknown dtype": column("dtypes", put_at(0, 250)),
     "another dtype": column("dtypes", lambda a: np.full_like(a, 4)),
-    "blob ends falling": column("blob_ends", put_at(0, 10**6)),
-    "blob ends of zero": column("blob_ends", lambda a: a * 0),
+    "chunk ends falling": column("chunk_ends", put_at(0, 10**6)),
+    "chunk ends of zero": column("chunk_ends", lambda a: a * 0),
     "digests too short": column("digest", lambda a: a[:, :8]),
     "digests too few": column("digest", lambda a: a[:-1]),
     "other digests": column("digest", lambda a: a ^ 1),
     "every shard twice": doubled,
-    "no shards": lambda c: c.update({k: v[:0] for k, v in c.items() if k != "packs"}),
+    "no shards": lambda c: c.update({k: v[:0] for k, v in c.items() if k != "files"}),
     "no columns": lambda c: c.clear(),
 }
 
@@ -329,8 +329,8 @@ WRONG_KINDS: dict[str, Callable[[Any], Any]] = {
     "one more": lambda a: np.concatenate([a.reshape(-1), a.reshape(-1)[-1:]]),
 }
 COLUMNS = (
-    "names", "name_ends", "dtypes", "accelerated", "ranks", "instances", "dims", "dim_ends", "blob_ends", "pack",
-    "offset", "stored", "length", "codec", "base", "digest", "stored_digest", "packs",
+    "names", "name_ends", "dtypes", "accelerated", "ranks", "instances", "dims", "dim_ends", "chunk_ends", "file",
+    "offset", "stored", "length", "codec", "base", "digest", "stored_digest", "files",
 )  # fmt: skip
 
 
@@ -347,8 +347,8 @@ def test_an_evil_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -
 def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
     """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning. The file does not say
     what its numbers are, so those of another kind that fill the same bytes are just other numbers."""
-    objects, attempt = genuine
-    raw = inside.table_in(objects[manifest_key(attempt, 0)])
+    objects, checkpoint = genuine
+    raw = inside.table_in(objects[manifest_key(checkpoint, 0)])
     whole = Table.from_bytes(raw, "the table")
     for kind, change in {"missing": None, **WRONG_KINDS}.items():
         columns = columns_of(raw, "a table")
@@ -362,8 +362,8 @@ def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, t
             found = Table.from_bytes(FILE.to_bytes(columns), kind)
         except CorruptError:
             continue
-        assert found.shards == whole.shards and found.packs == whole.packs, kind
-        assert all(np.array_equal(getattr(found, c), getattr(whole, c)) for c in ("offset", "stored", "digest", "pack"))
+        assert found.shards == whole.shards and found.files == whole.files, kind
+        assert all(np.array_equal(getattr(found, c), getattr(whole, c)) for c in ("offset", "stored", "digest", "file"))
     folder = put(forge(genuine, columns=no_column(name)), tmp_path / "run")
     assert restored(folder) == 10
 
@@ -520,26 +520,26 @@ def in_body(**changes: Json) -> Change:
 
 
 def cut_at(run: Run, byte: int) -> Change:
-    """A blob of eight-byte numbers of the newest checkpoint becomes two; their digests are right."""
-    pack = run[0][data_key(run[1])]
+    """A chunk of eight-byte numbers of the newest checkpoint becomes two; their digests are right."""
+    file = run[0][data_key(run[1])]
 
     def change(columns: Json) -> None:
-        at = columns["dtypes"].tolist().index(1)  # each tensor before it has one blob
+        at = columns["dtypes"].tolist().index(1)  # each tensor before it has one chunk
         start, length = int(columns["offset"][at]), int(columns["length"][at])
-        for key in ("pack", "offset", "stored", "length", "codec", "base", "digest"):
+        for key in ("file", "offset", "stored", "length", "codec", "base", "digest"):
             columns[key] = np.insert(columns[key], at, columns[key][at], axis=0)
         for i, (low, high) in enumerate([(start, start + byte), (start + byte, start + length)], at):
             columns["offset"][i] = low
             columns["stored"][i] = columns["length"][i] = high - low
-            columns["digest"][i] = np.frombuffer(blob_digest(pack[low:high]), np.uint8)
-        columns["blob_ends"][at:] += 1
+            columns["digest"][i] = np.frombuffer(chunk_digest(file[low:high]), np.uint8)
+        columns["chunk_ends"][at:] += 1
 
     return change
 
 
 @pytest.mark.parametrize(("byte", "expected"), [(16, 20), (8, 20), (3, 10), (12, 10)])
 def test_a_blob_ends_where_a_number_does(genuine: Run, byte: int, expected: int, tmp_path: Path) -> None:
-    """Of eight-byte numbers: blobs of any other length are refused, for no reader could place their elements."""
+    """Of eight-byte numbers: chunks of any other length are refused, for no reader could place their elements."""
     folder = put(forge(genuine, columns=cut_at(genuine, byte)), tmp_path / "run")
     assert restored(folder, exact=True) == expected
     survives(folder)
@@ -578,7 +578,7 @@ def test_records_of_other_ranks_parts_are_taken_at_their_word_only(of_two: Run, 
     folder = put(objects, tmp_path / "run")
     assert restored(folder) == 20
     survives(folder)
-    nobody = {**body, "checkpoint": str(Attempt(of_two[1].epoch, 30, of_two[1].nonce))}
+    nobody = {**body, "checkpoint": str(CheckpointId(of_two[1].term, 30, of_two[1].nonce))}
     folder = put(appended(of_two, type=kind, body=nobody), tmp_path / "run")
     assert restored(folder) == 20
     survives(folder)
@@ -609,10 +609,10 @@ def test_boxes_that_overlap_in_every_way_are_no_hang(count: int, dimensions: int
     """Whether pieces fit together is asked of boxes made to take for ever: CorruptError within seconds."""
     boxes, shape = tangled(count, dimensions), (1000,) * dimensions
     specs = tuple(TensorSpec("x", "U8", size, whole=shape, offsets=at) for at, size in dict(boxes).items())
-    columns = {name: np.zeros(0, np.int64) for name in ("pack", "offset", "stored", "length", "codec", "base")}
+    columns = {name: np.zeros(0, np.int64) for name in ("file", "offset", "stored", "length", "codec", "base")}
     shards = tuple(SavedShard("x", "U8", shape, at, size) for at, size in boxes)
     digests = {name: np.zeros((0, 16), np.uint8) for name in ("digest", "stored_digest")}
-    table = Table(shards, np.zeros(count + 1, np.int64), packs=(), **digests, **columns)
+    table = Table(shards, np.zeros(count + 1, np.int64), files=(), **digests, **columns)
     started = time.process_time()
     with pytest.raises(CorruptError, match="do not agree about x"):
         SavedState([Layout(specs, {}, [])], [[]], [table])
@@ -777,8 +777,8 @@ def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, t
 )  # fmt: skip
 def test_a_stray_file_does_not_close_a_run(of_two: Run, name: str, tmp_path: Path) -> None:
     """Of an attempt that is a checkpoint, and of one that never became any: whoever opens the run passes over it."""
-    for attempt in (of_two[1], Attempt(1, 30, "00000000")):
-        folder = put({**of_two[0], name.format(attempt): b"{}"}, tmp_path / "run")
+    for checkpoint in (of_two[1], CheckpointId(1, 30, "00000000")):
+        folder = put({**of_two[0], name.format(checkpoint): b"{}"}, tmp_path / "run")
         assert restored(folder) == 20
         inside.run(taken_over(folder))
 
@@ -806,12 +806,12 @@ for name in sorted(p.name for p in folder.iterdir()):
 def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path) -> None:
     """With 1 GiB more than it has after its imports, a process gets through the worst: sparse files, bombs, lies."""
     runs = tmp_path / "runs"
-    objects, attempt = genuine
+    objects, checkpoint = genuine
     sparse = {
-        "a part": manifest_key(attempt, 0),
+        "a part": manifest_key(checkpoint, 0),
         "a record": record_key(2),
         "the format": "FORMAT.json",
-        "a pack": data_key(attempt, 0),
+        "a data file": data_key(checkpoint, 0),
     }
     for name, key in sparse.items():
         folder = put(forge(genuine), runs / f"1 TiB of {name}".replace(" ", "-"))
@@ -823,7 +823,7 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
         "empty-lists": forge(genuine, raw_part=b'{"a":[' + b"[]," * (1 << 20) + b"[]]}"),
         "record": {**objects, record_key(2): b"[" * (8 << 20)},
         "header": forge(genuine, table=RAW_TABLES["header of 20 MB"]),
-        "pack-in-parts": forge(genuine, part=first_pack(size=1 << 40, header_size=100 << 20)),
+        "pack-in-parts": forge(genuine, part=first_file(size=1 << 40, header_size=100 << 20)),
     }
     for name, forged in lies.items():
         put(forged, runs / name)
@@ -835,14 +835,14 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
 
 
 def repeated(columns: Json) -> None:
-    """A table that says of one small blob that a huge tensor consists of it, many times over."""
+    """A table that says of one small chunk that a huge tensor consists of it, many times over."""
     count = 1 << 14
     columns["dims"][0] *= 1
-    first = int(columns["blob_ends"][0])
-    for key in ("pack", "offset", "stored", "length", "codec", "base"):
+    first = int(columns["chunk_ends"][0])
+    for key in ("file", "offset", "stored", "length", "codec", "base"):
         columns[key] = np.concatenate([np.repeat(columns[key][:first], count), columns[key][first:]])
     columns["digest"] = np.concatenate([np.repeat(columns["digest"][:first], count, axis=0), columns["digest"][first:]])
-    columns["blob_ends"] += first * (count - 1)
+    columns["chunk_ends"] += first * (count - 1)
 
 
 def test_a_tensor_that_does_not_fit_into_memory_is_an_error_of_ours(tmp_path: Path) -> None:

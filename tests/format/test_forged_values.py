@@ -24,7 +24,7 @@ import ckpt
 import forgery
 import inside
 from ckpt.core.format import codec, index
-from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.manifest import Part, index_key, manifest_key
 from ckpt.core.format.table import DTYPES, Table
 from ckpt.core.log.run_log import record_key
@@ -155,36 +155,36 @@ def dotted(run: forgery.Run) -> forgery.Objects:
 
 
 def swollen(run: forgery.Run) -> forgery.Objects:
-    """A tensor of 256 GiB, every blob of it the same few hundred bytes."""
+    """A tensor of 256 GiB, every chunk of it the same few hundred bytes."""
     count, size = 4000, 64 << 20
     plain = bytes(size)
-    frame, pack = codec.encode(1, plain, 4), data_key(run[1])
-    digest, stored = (np.frombuffer(blob_digest(one), np.uint8) for one in (plain, frame))
+    frame, file = codec.encode(1, plain, 4), data_key(run[1])
+    digest, stored = (np.frombuffer(chunk_digest(one), np.uint8) for one in (plain, frame))
 
     def change(columns: Any) -> None:
-        first, dims = int(columns["blob_ends"][0]), int(columns["dim_ends"][0])
+        first, dims = int(columns["chunk_ends"][0]), int(columns["dim_ends"][0])
         columns["dtypes"][0] = DTYPES.index("U8")
         columns["dims"] = np.concatenate([[count * size, 0, count * size], columns["dims"][dims:]])
         columns["dim_ends"] += 3 - dims
-        row = {"pack": 0, "offset": len(run[0][pack]), "stored": len(frame), "length": size, "codec": 1, "base": -1}
+        row = {"file": 0, "offset": len(run[0][file]), "stored": len(frame), "length": size, "codec": 1, "base": -1}
         for name, value in row.items():
             new = np.full(count, value, columns[name].dtype)
             columns[name] = np.concatenate([new, columns[name][first:]])
         columns["digest"] = np.concatenate([np.tile(digest, (count, 1)), columns["digest"][first:]])
         columns["stored_digest"] = np.tile(stored, (count, 1))
-        columns["blob_ends"] += count - first
+        columns["chunk_ends"] += count - first
 
     def part(document: Any) -> None:
         document["files"][0]["size"] += len(frame)
 
     objects = inside.forge(run, part=part, columns=change)
-    return objects | {pack: run[0][pack] + frame}
+    return objects | {file: run[0][file] + frame}
 
 
 def crowded(run: forgery.Run) -> forgery.Objects:
     """An index of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
-    objects, attempt = run
-    parts = [Part.from_bytes(objects[manifest_key(attempt, rank)], "a part") for rank in range(2)]
+    objects, checkpoint = run
+    parts = [Part.from_bytes(objects[manifest_key(checkpoint, rank)], "a part") for rank in range(2)]
     tables = [Table.from_bytes(part.table, "a table") for part in parts]
     shares = [index.Share(p.rank, p.world, p.layout, p.values, t) for p, t in zip(parts, tables, strict=True)]
     columns = dict(index.build(shares).columns)
@@ -195,7 +195,7 @@ def crowded(run: forgery.Run) -> forgery.Objects:
     last = max(key for key in objects if key.startswith("log/"))
     record = json.loads(objects[last])
     record["body"]["index"] = file_digest(raw)
-    return objects | {last: inside.resealed(record), index_key(attempt): raw}
+    return objects | {last: inside.resealed(record), index_key(checkpoint): raw}
 
 
 def busy(folder: str) -> None:
@@ -216,7 +216,7 @@ def busy(folder: str) -> None:
 
 
 def test_small_files_do_not_keep_a_reader_busy(tmp_path: Path) -> None:
-    """Missing records, dots in names, blobs that swell, columns that swell: what is done about them is bounded."""
+    """Missing records, dots in names, chunks that swell, columns that swell: what is done about them is bounded."""
     here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
     done = run_script(here + "import test_forged_values as t; t.busy(sys.argv[1])", tmp_path)
     assert done.stdout.split() == ["stray", "dotted", "swollen", "crowded"], (done.returncode, done.stderr[-3000:])

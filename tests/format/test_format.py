@@ -43,10 +43,10 @@ def same(run: Path) -> set[int]:
 
 
 def test_a_stranger_reads_increments_and_every_codec(increments: Path, run_dir: str) -> None:
-    """Increments, compressed packs and deltas, of words of 2, 4 and 8 bytes and of several blobs."""
+    """Increments, compressed data files and deltas, of words of 2, 4 and 8 bytes and of several chunks."""
     codecs = same(increments)
     torch.manual_seed(1)
-    master = nn.Linear(1024, 2200, bias=False)  # more than one blob
+    master = nn.Linear(1024, 2200, bias=False)  # more than one chunk
     state = {"master": master, "small": master.weight.detach().bfloat16(), "counts": torch.arange(3 << 20)}
     tiers = [ckpt.Tier(run_dir, every=1, keep=8, compression="zstd", full_every=8)]
     with ckpt.Checkpointer(state, tiers) as cp:
@@ -72,7 +72,7 @@ def test_a_stranger_takes_the_newest_of_the_history(run_dir: str) -> None:
 
 
 def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
-    """In a pack, a part, and a record of the log."""
+    """In a data file, a part, and a record of the log."""
     with ckpt.Checkpointer({"x": torch.randn(1000)}, run_dir) as cp:
         cp.save(1).wait_durable()
     files = checkpoint_files(run_dir, DATA, MANIFEST)

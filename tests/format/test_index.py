@@ -32,7 +32,7 @@ from ckpt.core.format import columns as column_files
 from ckpt.core.format.boxes import GLOBAL, Box, Seat
 from ckpt.core.format.index import COLUMNS, FILE, Index, Share, build
 from ckpt.core.format.layout import OWN
-from ckpt.core.format.manifest import Attempt, Part, SharedLayout, data_key, index_key, manifest_key
+from ckpt.core.format.manifest import CheckpointId, Part, SharedLayout, data_key, index_key, manifest_key
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import SavedShard, Table
 from ckpt.core.log.run_log import Commit
@@ -86,7 +86,7 @@ def listed(root: Path) -> SavedState:
 
 def index_of(root: Path) -> Path:
     commit = committed(root)
-    return root / index_key(commit.attempt)
+    return root / index_key(commit.checkpoint)
 
 
 def place(world: scale.World, rank: int, saved: SavedState) -> Placement:
@@ -129,22 +129,22 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_by_the_index_a_rank_wants_the_same_blobs(run: Path, kind: str) -> None:
-    """As with all parts and tables: the same blobs, by the same numbers, at the same places, with the same digests."""
+    """As with all parts and tables: the same chunks, by the same numbers, at the same places, with the same digests."""
     other, everything = OTHERS[kind], whole(run)
     for rank in (0, other.size // 2 + 1, other.size - 1):
         one = place(other, rank, everything)
-        expected = Filler(everything, one.fills).blobs
+        expected = Filler(everything, one.fills).chunks
         two = place(other, rank, listed(run))
         assert boxes(one) == boxes(two) and one.problems == two.problems
         found = two.saved.narrowed(boxes(two))
         filler = Filler(found, two.fills)
-        assert found.numbers[filler.blobs].tolist() == expected
-        assert (found.table.digest[filler.blobs] == everything.table.digest[expected]).all()
-        assert rows(found.table, filler.blobs) == rows(everything.table, expected)
+        assert found.numbers[filler.chunks].tolist() == expected
+        assert (found.table.digest[filler.chunks] == everything.table.digest[expected]).all()
+        assert rows(found.table, filler.chunks) == rows(everything.table, expected)
 
 
-def rows(table: Table, blobs: list[int]) -> list[tuple[str, int, int]]:
-    return [(table.packs[int(table.pack[b])], int(table.offset[b]), int(table.length[b])) for b in blobs]
+def rows(table: Table, chunks: list[int]) -> list[tuple[str, int, int]]:
+    return [(table.files[int(table.file[b])], int(table.offset[b]), int(table.length[b])) for b in chunks]
 
 
 def test_what_the_index_says_of_names_and_values_is_what_all_parts_say(run: Path) -> None:
@@ -184,12 +184,12 @@ def test_restore_reads_only_the_manifests_it_needs(run: Path, got: list[str]) ->
     commit, rank = committed(run), 21
     needed = {r for r, rest in enumerate(ranks_with(run, rank)) if rest}
     got.clear()
-    source = StoreSource(run.as_uri(), commit.attempt, commit)
+    source = StoreSource(run.as_uri(), commit.checkpoint, commit)
     source.open([])
     placement = place(WORLD, rank, source.saved)
     source.narrow(boxes(placement))
     read_parts = {key for key in got if kind_of(key) == MANIFEST}
-    assert read_parts == {manifest_key(commit.attempt, r) for r in {0, *needed}} and len(needed) < 6
+    assert read_parts == {manifest_key(commit.checkpoint, r) for r in {0, *needed}} and len(needed) < 6
     assert not any(kind_of(key) == DATA for key in got)
     got.clear()
     whole(run)
@@ -200,20 +200,20 @@ def ranks_with(root: Path, rank: int) -> list[bool]:
     """Of each rank that saved: whether it has something that `rank` of the same ranks wants."""
     everything = whole(root)
     filler = Filler(everything, place(WORLD, rank, everything).fills)
-    wanted = set(everything.table.columns.rank[everything.shard_of_blob[filler.blobs]].tolist())
+    wanted = set(everything.table.columns.rank[everything.shard_of_chunk[filler.chunks]].tolist())
     return [r in wanted for r in range(WORLD.size)]
 
 
 def test_a_lost_or_damaged_index_is_made_up_for(run: Path, tmp_path: Path) -> None:
-    """By the manifests: the same blobs are wanted."""
-    expected = Filler(whole(run), place(WORLD, 3, whole(run)).fills).blobs
+    """By the manifests: the same chunks are wanted."""
+    expected = Filler(whole(run), place(WORLD, 3, whole(run)).fills).chunks
     for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-9] + bytes(9))):
         root = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(run, root)
         damage(index_of(root))
         saved = listed(root)
         assert saved.complete
-        assert Filler(saved, place(WORLD, 3, saved).fills).blobs == expected
+        assert Filler(saved, place(WORLD, 3, saved).fills).chunks == expected
 
 
 def test_lost_manifest_comes_from_another_tier_or_is_an_error(run: Path, tmp_path: Path) -> None:
@@ -221,10 +221,10 @@ def test_lost_manifest_comes_from_another_tier_or_is_an_error(run: Path, tmp_pat
     root = tmp_path / "run"
     shutil.copytree(run, root)
     commit = committed(root)
-    key = manifest_key(commit.attempt, 3)
+    key = manifest_key(commit.checkpoint, 3)
     (root / key).write_bytes((root / key).read_bytes()[:-1] + b"\0")
     for others in ((), (run.as_uri(),)):
-        source = StoreSource(root.as_uri(), commit.attempt, commit, others=others)
+        source = StoreSource(root.as_uri(), commit.checkpoint, commit, others=others)
         source.open([])
         mine = boxes(place(WORLD, 3, source.saved))
         if others:
@@ -242,22 +242,22 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
     other = scale.World(1, 2, 4, WORLD.layers, WORLD.width)
     posts, wanted = [], []
     for rank in range(other.size):
-        source = StoreSource(run.as_uri(), committed(run).attempt, committed(run))
+        source = StoreSource(run.as_uri(), committed(run).checkpoint, committed(run))
         source.open([])
         placement = place(other, rank, source.saved)
         source.narrow(boxes(placement))
         filler = Filler(source.saved, placement.fills)
         posts.append(sources.wishes(source, filler))
-        wanted.append(set(source.saved.numbers[filler.blobs].tolist()))
+        wanted.append(set(source.saved.numbers[filler.chunks].tolist()))
     work = [sources.divided(rank, posts, nodes) for rank in range(other.size)]
     for rank, one in enumerate(work):
-        sent = {blob for each in work for blob, to in each.recipients.items() if rank in to}
-        expected = {(blob, sender) for sender, blobs in one.expects.items() for blob in blobs}
-        assert sent == {blob for blob, _ in expected} and not sent & set(one.reads)
-        assert all(blob in work[sender].reads for blob, sender in expected)
+        sent = {chunk for each in work for chunk, to in each.recipients.items() if rank in to}
+        expected = {(chunk, sender) for sender, chunks in one.expects.items() for chunk in chunks}
+        assert sent == {chunk for chunk, _ in expected} and not sent & set(one.reads)
+        assert all(chunk in work[sender].reads for chunk, sender in expected)
         assert wanted[rank] <= sent | set(one.reads)
     for node in set(nodes):
-        read_there = [blob for rank, one in enumerate(work) if nodes[rank] == node for blob in one.reads]
+        read_there = [chunk for rank, one in enumerate(work) if nodes[rank] == node for chunk in one.reads]
         assert len(read_there) == len(set(read_there))
     assert sources.fitting([{**post, "problems": []} for post in posts], listed(run))
 
@@ -296,7 +296,7 @@ def halves(box: Box, dim: int, at: int) -> Iterator[Box]:
     yield (*offsets[:dim], at, *offsets[dim + 1 :]), (*sizes[:dim], end - at, *sizes[dim + 1 :])
 
 
-ATTEMPT = Attempt(1, 1, "0badcafe")
+CHECKPOINT = CheckpointId(1, 1, "0badcafe")
 
 
 def table_of(shards: list[SavedShard], rank: int, seed: int = 0) -> Table:
@@ -304,9 +304,9 @@ def table_of(shards: list[SavedShard], rank: int, seed: int = 0) -> Table:
     digest = np.random.default_rng([rank, seed]).integers(0, 256, (len(length), 16), np.uint8)
     zero = np.zeros(len(length), np.int64)
     starts = np.cumsum([0, *(bool(s.nbytes) for s in shards)], dtype=np.int64)
-    packs = (data_key(ATTEMPT, rank),)
+    files = (data_key(CHECKPOINT, rank),)
     offset = np.cumsum(length) - length
-    return Table(shards, starts, zero, offset, length, length, zero, zero - 1, digest, digest, packs)
+    return Table(shards, starts, zero, offset, length, length, zero, zero - 1, digest, digest, files)
 
 
 def part_of(table: Table, rank: int, world: int, alike: Set[str] = frozenset()) -> Part:
@@ -319,7 +319,7 @@ def part_of(table: Table, rank: int, world: int, alike: Set[str] = frozenset()) 
             "forms": {s.name: [s.dtype, list(s.global_shape)] for s in table.shards if s.instance == GLOBAL},
         }
     )
-    return Part(str(ATTEMPT), rank, world, layout, [None], table.to_bytes(), [], True)
+    return Part(str(CHECKPOINT), rank, world, layout, [None], table.to_bytes(), [], True)
 
 
 def joined(tables: list[Table], alike: Set[str] = frozenset()) -> Index:
@@ -348,7 +348,7 @@ def test_the_index_says_what_the_tables_say(state: list[list[SavedShard]]) -> No
             (s.name, s.instance, s.dtype, s.global_shape, s.rank, s.box) for table in tables for s in table.shards
         }
         assert found.columns["owned"].tolist() == [table.owned for table in tables]
-        assert found.packs == tuple(sorted(key for table in tables for key in table.packs))
+        assert found.files == tuple(sorted(key for table in tables for key in table.files))
     assert made.to_bytes() == built(state)[0].to_bytes()
 
 
@@ -455,10 +455,10 @@ HOSTILE = {
     "negative box": change("piece_dims", 0, -1),
     "falling ends": change("pattern_ends", 0, 2**40),
     "falling names": change("name_ends", 0, 2**40),
-    "negative blobs": change("owned", 0, -1),
+    "negative chunks": change("owned", 0, -1),
     "impossible instance": change("tensor_instance", 0, WORLD.size),
-    "packs outside": lambda columns: columns.update(packs=np.frombuffer(b'["../../x"]', np.uint8)),
-    "packs no list": lambda columns: columns.update(packs=np.frombuffer(b"{}", np.uint8)),
+    "data files outside": lambda columns: columns.update(files=np.frombuffer(b'["../../x"]', np.uint8)),
+    "data files no list": lambda columns: columns.update(files=np.frombuffer(b"{}", np.uint8)),
     "views of nothing": views(lambda data: data["views"].clear()),
     "a view of another layout": views(lambda data: data["views"][0].__setitem__(1, 99)),
     "a view of a negative layout": views(lambda data: data["views"][0].__setitem__(1, -1)),
@@ -602,7 +602,7 @@ def test_index_of_some_ranks_lists_what_they_have() -> None:
     tables = [table_of([SavedShard("w", "F32", (9,), (3 * rank,), (3,), rank)], rank) for rank in range(3)]
     written = [commits.WrittenPart(part_of(t, rank, 3, {"elsewhere"}), "", t) for rank, t in enumerate(tables)]
     index = Index.from_bytes(commits.index_of(written[1:]), "an index", 3, 2)
-    assert index.holders(0).tolist() == [1, 2] and index.packs == tuple(sorted(w.packs[0] for w in written[1:]))
+    assert index.holders(0).tolist() == [1, 2] and index.files == tuple(sorted(w.files[0] for w in written[1:]))
     with pytest.raises(CorruptError):
         Index.from_bytes(index.to_bytes(), "an index", 3)
     with pytest.raises(SaveError, match="elsewhere is not in the table"):
@@ -628,7 +628,7 @@ def test_the_benchmark_measures_what_it_says(run: Path) -> None:
         "plan": scale.plan(WORLD, 5),
         "sizes": scale.sizes(run),
         "reshard": {"the same": scale.reshard(run, WORLD, 5), "names": scale.names_of_a_stage(run, 2)},
-        "looks": {what: looks.look(run, what) | {"peak_mb": 1.0} for what in ("show", "repair, all but packs")},
+        "looks": {what: looks.look(run, what) | {"peak_mb": 1.0} for what in ("show", "repair, all but data files")},
         "commit": {"read_s": 1.0, "merge_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0},
     }
     for one in found["reshard"].values():

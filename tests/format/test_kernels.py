@@ -175,11 +175,11 @@ TRIED = """
 import numpy, sys
 from ckpt.core.format import kernels
 assert kernels.__file__.startswith(sys.argv[1]), kernels.__file__
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 a = numpy.arange(100_000); b = a * 0
 library = kernels.find()
 if library is not None:
-    assert library.copy_digest(b.ctypes.data, a.ctypes.data, a.nbytes) == blob_digest(a.data) and (a == b).all()
+    assert library.copy_digest(b.ctypes.data, a.ctypes.data, a.nbytes) == chunk_digest(a.data) and (a == b).all()
 print(library is not None)
 """
 

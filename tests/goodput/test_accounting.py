@@ -75,7 +75,7 @@ def test_a_crash_is_divided_into_its_parts() -> None:
     }  # fmt: skip
     assert (only.cost.restart, only.cost.recompute, only.cost.total) == (near(8.5), near(4.0), near(16.0))
     assert (only.kind, only.step, only.restored, only.source, only.lost_steps) == ("death", 10, 7, "memory", 3)
-    assert (only.at, only.epoch, only.resumed, only.counted) == (near(WALL + 16.5), "1.abc", True, True)
+    assert (only.at, only.term, only.resumed, only.counted) == (near(WALL + 16.5), "1.abc", True, True)
     assert (found.wall_s, found.productive_s) == (near(29.0), near(13.0))
     assert (found.steps, found.redone_steps, found.incarnations, found.count) == (13, 3, 2, 1)
     assert found.effective == near(13 / 29) and found.mtbf_s == near(13 + 4)
@@ -96,10 +96,10 @@ def test_the_earliest_sign_of_the_end_counts() -> None:
     assert settled(passed, two).interruptions[0].cost.perceive == near(9.0)
     assert settled(replace(one, beat=14.0, faults=[seen(-90.0)]), two).interruptions[0].kind == "death"
     time = datetime.fromtimestamp(WALL + 18, UTC).isoformat()
-    report = Fault("oom", "rank 3 ran out of memory", rank=3, time=time, attempt="1.abc", exit_code=1)
+    report = Fault("oom", "rank 3 ran out of memory", rank=3, time=time, checkpoint="1.abc", exit_code=1)
     (only,) = settled(one, two, faults=(report,)).interruptions
     assert (only.kind, only.cost.perceive) == ("oom", near(3.0))
-    elsewhere = replace(report, attempt="9.zzz")
+    elsewhere = replace(report, checkpoint="9.zzz")
     assert settled(one, two, faults=(elsewhere,)).interruptions[0].kind == "death"
     request = replace(report, kind="request", exit_code=None)
     assert settled(one, two, faults=(request,)).interruptions[0].kind == "death"
@@ -328,7 +328,7 @@ def timelines(draw: st.DrawFn) -> list[Account]:
                 draw(few),
                 to,
                 "memory",
-                f"{to:09d}.{one.epoch.replace('.', '-')}",
+                f"{to:09d}.{one.term.replace('.', '-')}",
                 f"{number}.xyz",
             )
             one.restores.append(back)
@@ -365,7 +365,7 @@ def test_the_parts_add_up_for_every_time_line(accounts: list[Account], order: li
     assert accounting.settled(shuffled).statement.to_json() == found.to_json()
     settled(*accounts, now=accounts[-1].wall(accounts[-1].kept))
     reports = [
-        Fault(one.kind, one.summary, attempt=account.epoch, exit_code=1 if one.ends else None,
+        Fault(one.kind, one.summary, checkpoint=account.term, exit_code=1 if one.ends else None,
               time=datetime.fromtimestamp(account.wall(one.at), UTC).isoformat())
         for account in accounts for one in account.faults
     ]  # fmt: skip
@@ -449,7 +449,7 @@ def test_the_command_reads_the_faults_as_well(run: Path) -> None:
     write(run, account(1, 0.0), account(2, 20.0, first=8, of="1.abc"))
     (run / "faults").mkdir(exist_ok=True)
     time = datetime.fromtimestamp(WALL + 18, UTC).isoformat()
-    fault = Fault("hang", "rank 3 waits", time=time, attempt="1.abc", saved=[SavedStep(7, "memory", "ring", 0.1)])
+    fault = Fault("hang", "rank 3 waits", time=time, checkpoint="1.abc", saved=[SavedStep(7, "memory", "ring", 0.1)])
     (run / fault.key).write_bytes(fault.to_bytes())
     (only,) = json.loads(invoke(run, "--json").stdout)["interruptions"]
     assert (only["kind"], only["cost"]["perceive"]) == ("hang", pytest.approx(3.0))
@@ -480,7 +480,7 @@ def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
 def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:
     """A summary is what anybody wrote."""
     one = died(account(1, 0.0, faults=[SeenFault(14.2, "oom\x1b[31m", "[red]\x1b[31mworm\x9b", ends=True)]))
-    one.epoch, one.restores = "1.abc", [Restore(3.0, 1.0, None, "\x1b")]
+    one.term, one.restores = "1.abc", [Restore(3.0, 1.0, None, "\x1b")]
     write(run, one, account(2, 20.0, of="1.abc", first=3, source="\x1bx"))
     assert not set(invoke(run).output) & {"\x1b", "\x9b"}
 

@@ -102,7 +102,7 @@ def test_a_cut_or_changed_account_is_refused() -> None:
             Account.from_bytes(raw[:stop])
     whole = json.loads(raw)
     wrong: list[tuple[str, Any]] = [
-        ("epoch", "x"), ("rank", "0"), ("anchor", [1]), ("anchor", [1.0, "b"]), ("opened", None),
+        ("term", "x"), ("rank", "0"), ("anchor", [1]), ("anchor", [1.0, "b"]), ("opened", None),
         ("kept", float("nan")),
         ("rows", []), ("restores", [3]), ("end", {"how": 1, "at": 2.0, "gone": 3.0}), ("faults", [{}]), ("pid", True),
         ("rows", {**whole["rows"], "step": [1.5, 2]}), ("rows", {**whole["rows"], "at": [1.0]}), ("saves", {"a": None}),
@@ -169,7 +169,7 @@ def test_a_killed_trainer_is_known_to_its_last_step(run_dir: str, own_sockets: P
     assert first.step == 17 and first.end is not None and first.end.how == "died"
     assert first.beat <= first.end.at <= first.end.gone and [f.kind for f in first.faults if f.ends] == ["death"]
     assert (second.restores[0].step, second.restores[0].source) == (17, "memory")
-    assert term_of(second.restores[0].attempt) in (first.epoch, first.restores[0].epoch)
+    assert term_of(second.restores[0].checkpoint) in (first.term, first.restores[0].term)
     assert second.rows[0].step == 18 and second.number > first.number
 
 

@@ -259,7 +259,7 @@ def account(number: int, start: float, steps: int, **changes: Any) -> Account:
     rows = [StepRow(start + 8, 1, 1, 6.0)]
     rows += [StepRow(start + 8 + 1.1 * i, 1 + i, 1, 1.1, 0.06, 0.04, saves=1) for i in range(1, steps)]
     return Account(
-        epoch=f"{number}.abc",
+        term=f"{number}.abc",
         world=4,
         boot="b",
         born=start - 5,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import FILLING, SEALED, Arena, Label, _set_counts
 from ckpt.core.snapshot import stage
 from ckpt.errors import CorruptError, WriterError
@@ -28,7 +28,7 @@ def test_a_damaged_label_hides_its_slot_only() -> None:
     """Listing what is sealed goes on past a damaged label."""
     arena = Arena.create(2, 2 * PAGE)
     for slot in (0, 1):
-        arena.set_label(slot, Label(SEALED, slot + 1, Attempt(1, slot + 1, "0" * 8), "00" * 32, 8, 8, 0.0))
+        arena.set_label(slot, Label(SEALED, slot + 1, CheckpointId(1, slot + 1, "0" * 8), "00" * 32, 8, 8, 0.0))
     assert [slot for slot, _ in arena.sealed()] == [1, 0]
     arena.view[PAGE + PAGE // 16 + 40] ^= 4
     assert [slot for slot, _ in arena.sealed()] == [0]
@@ -64,7 +64,7 @@ def test_each_damaged_byte_of_a_header_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 def change_for_ever(fd: int) -> None:
     """A process that changes the counts and a label all the time."""
-    arena, label = Arena.attach(fd), Label(FILLING, 1, Attempt(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8)
+    arena, label = Arena.attach(fd), Label(FILLING, 1, CheckpointId(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8)
     print("ready", flush=True)
     while True:
         _set_counts(arena._words, 2, 2)
@@ -74,7 +74,7 @@ def change_for_ever(fd: int) -> None:
 def test_what_is_being_changed_is_not_called_damaged() -> None:
     """A reader on another core sees each number as it was before a change, or as it is after it."""
     arena = Arena.create(2, 8 * PAGE)
-    arena.set_label(0, Label(FILLING, 1, Attempt(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8))
+    arena.set_label(0, Label(FILLING, 1, CheckpointId(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8))
     here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
     code = here + f"import test_arena_damage as t; t.change_for_ever({arena.fd})"
     with subprocess.Popen(

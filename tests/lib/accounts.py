@@ -31,11 +31,11 @@ def account(number: int, born: float, first: int = 1, steps: int = 10, step_s: f
     given = {"back": 1.0, "of": "", "source": "memory", "clock": WALL, "boot": "one", **given}
     back, of, source, clock = (given.pop(name) for name in ("back", "of", "source", "clock"))
     restored = first - 1 if of else None
-    attempt = f"{restored or 0:09d}.{of.replace('.', '-')}" if of else ""
+    checkpoint = f"{restored or 0:09d}.{of.replace('.', '-')}" if of else ""
     found = Account(
         f"{number}.abc", anchor=(clock, 0.0), born=born, opening=born + 2, opened=born + 3, inode=7, url="file:///run"
     )
-    found.restores = [Restore(born + 3, back, restored, source if of else "", attempt, found.epoch)]
+    found.restores = [Restore(born + 3, back, restored, source if of else "", checkpoint, found.term)]
     begin = born + 3 + back
     found.rows = [StepRow(begin + (n + 1) * step_s, first + n, 1, step_s, quiet=1) for n in range(steps)]
     found.beat, found.step = (found.rows[-1].at, found.rows[-1].step) if steps else (begin, restored or -1)

@@ -142,9 +142,9 @@ def restored(folder: Path, *, exact: bool = False) -> int:
             except (CorruptError, StoreError, MismatchError) as error:
                 problems.append(str(error))
                 continue
-            assert source.attempt.step != 10 or same(live, state(10))
-            assert not exact or same(live, state(source.attempt.step))
-            return source.attempt.step
+            assert source.checkpoint.step != 10 or same(live, state(10))
+            assert not exact or same(live, state(source.checkpoint.step))
+            return source.checkpoint.step
         raise NoCheckpointError(f"nothing could be restored: {problems}")
 
 

@@ -33,10 +33,10 @@ from ckpt import store as stores
 from ckpt.core.checkpoint import chunks, incremental, lease, losses, open_tier, parts, read, retention, write
 from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format import codec, manifest
-from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.index import Share, build
-from ckpt.core.format.layout import BLOB, Layout, TensorSpec, pages
-from ckpt.core.format.manifest import Attempt, Part, data_key, index_key, manifest_key, owner
+from ckpt.core.format.layout import CHUNK, Layout, TensorSpec, pages
+from ckpt.core.format.manifest import CheckpointId, Part, data_key, index_key, manifest_key, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import FILE, Table, columns_of, merge
 from ckpt.core.ipc import channel, heartbeat
@@ -146,7 +146,7 @@ def finite_at(url: str | Path) -> dict[int, bool | None]:
 
 def kept_at(url: str | Path) -> dict[int, str]:
     """Map each step that the training pinned to the note it gave."""
-    return {attempt.step: note.removeprefix(MARK) for attempt, note in _state(url).kept.items()}
+    return {checkpoint.step: note.removeprefix(MARK) for checkpoint, note in _state(url).kept.items()}
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,15 @@ class LogView:
     @property
     def held(self) -> list[int]:
         """The steps of `held_ids`, ascending."""
-        return sorted(Attempt.parse(one).step for one in self.held_ids)
+        return sorted(CheckpointId.parse(one).step for one in self.held_ids)
 
 
 def log_at(folder: Path) -> LogView:
     """Read the log of a tier."""
     state = _state(folder)
-    ranks = {str(attempt): tuple(rank for rank, _ in commit.parts) for attempt, commit in state.commits.items()}
+    ranks = {str(checkpoint): tuple(rank for rank, _ in commit.parts) for checkpoint, commit in state.commits.items()}
     steps = sorted(commit.step for commit in state.lineage())
-    return LogView(steps, ranks, [str(attempt) for attempt in state.held])
+    return LogView(steps, ranks, [str(checkpoint) for checkpoint in state.held])
 
 
 def problems_at(url: str | Path) -> list[str]:
@@ -187,11 +187,11 @@ def lasting_problems_at(url: str | Path) -> list[str]:
     """Verify a run that is being written to. Return the problems of checkpoints that were live before and after."""
 
     async def look(log: RunLog) -> list[str]:
-        found: list[tuple[Attempt, str]] = []
+        found: list[tuple[CheckpointId, str]] = []
         for commit in log.state.lineage():
-            found += [(commit.attempt, problem) for problem in await read.verify(log.store, commit)]
+            found += [(commit.checkpoint, problem) for problem in await read.verify(log.store, commit)]
         await log.refresh()
-        return [problem for attempt, problem in found if attempt in log.state.commits]
+        return [problem for checkpoint, problem in found if checkpoint in log.state.commits]
 
     return _with_log(url, look)
 
@@ -210,7 +210,7 @@ def losses_at(url: str | Path, meanwhile: Callable[[], object] = lambda: None, a
 
     async def look(log: RunLog) -> list[int]:
         asyncio.get_running_loop().call_later(after_s, meanwhile)
-        return [attempt.step for loss in await losses.of_log(log) for attempt in loss.attempts]
+        return [checkpoint.step for loss in await losses.of_log(log) for checkpoint in loss.checkpoints]
 
     return _with_log(url, look)
 
@@ -233,7 +233,7 @@ def take_back(url: str | Path, choose: Callable[[list[int]], Collection[int]]) -
             chosen = choose([commit.step for commit in log.state.lineage()])
             for commit in log.state.lineage():
                 if commit.step in chosen:
-                    await commits.retract(log, None, commit.attempt, "a test")  # type: ignore[arg-type]
+                    await commits.retract(log, None, commit.checkpoint, "a test")  # type: ignore[arg-type]
             return list(chosen)
         finally:
             await store.aclose()
@@ -252,9 +252,9 @@ def race_to_keep(url: str, times: int) -> None:
 
     async def both() -> None:
         logs = [await read.open_run(url) for _ in range(2)]
-        attempt = next(iter(logs[0].state.commits))
+        checkpoint = next(iter(logs[0].state.commits))
         for n in range(times):
-            await asyncio.gather(*(retention.set_keep(log, attempt, f"{n} {id(log)}") for log in logs))
+            await asyncio.gather(*(retention.set_keep(log, checkpoint, f"{n} {id(log)}") for log in logs))
         await asyncio.gather(*(log.store.aclose() for log in logs))
 
     asyncio.run(both())
@@ -267,7 +267,7 @@ def append_record(folder: str, before: Callable[[Any], None]) -> None:
         async with commits.written_run(folder) as log:
             mine = await commits.acquire(log, "0" * 8)
             before(log.store)
-            await commits.abort(log, mine, Attempt(mine.epoch, 1, mine.nonce), "a test")
+            await commits.abort(log, mine, CheckpointId(mine.term, 1, mine.nonce), "a test")
 
     read.run(append())
 
@@ -289,7 +289,7 @@ class SavedStep:
     @property
     def id(self) -> str:
         """The checkpoint id, which is part of the name of each of its files."""
-        return str(self._commit.attempt)
+        return str(self._commit.checkpoint)
 
     @property
     def full(self) -> bool:
@@ -299,12 +299,12 @@ class SavedStep:
     @property
     def needs(self) -> list[int]:
         """The older steps that it was built on."""
-        return [attempt.step for attempt in self._commit.needs]
+        return [checkpoint.step for checkpoint in self._commit.needs]
 
     @property
     def files(self) -> set[str]:
         """The data files that contain its tensors, including files of older checkpoints."""
-        return set(self._table.packs)
+        return set(self._table.files)
 
     @property
     def ranks(self) -> set[int]:
@@ -313,11 +313,11 @@ class SavedStep:
 
     @property
     def steps_of_files(self) -> set[int]:
-        return {step for key in self._table.packs if (step := step_of_file(key)) is not None}
+        return {step for key in self._table.files if (step := step_of_file(key)) is not None}
 
     def owns(self, key: str) -> bool:
         """Return True if this checkpoint wrote the file."""
-        return owner(key) == self._commit.attempt
+        return owner(key) == self._commit.checkpoint
 
     @property
     def encodings(self) -> Counter[str]:
@@ -334,7 +334,7 @@ class SavedStep:
 
     def place_of(self, name: str, piece: int = 0) -> tuple[str, int]:
         """Return the file and the offset of a piece of a tensor."""
-        return self._table.place(self._table.blobs(self._shard(name))[piece])
+        return self._table.place(self._table.chunks(self._shard(name))[piece])
 
     def place_of_difference(self) -> tuple[str, int]:
         """Return the file and the offset of the first piece that is stored as a difference."""
@@ -351,9 +351,9 @@ class SavedStep:
     def bases_of(self, name: str) -> set[int]:
         """The steps that contain the bases of those pieces of a tensor that this checkpoint wrote."""
         table = self._table
-        of = [step_of_file(key) for key in table.packs]
-        rows = [b for b in table.blobs(self._shard(name)) if table.base[b] >= table.owned]
-        found = {of[table.pack[table.base[b]]] for b in rows if of[table.pack[b]] == self.step}
+        of = [step_of_file(key) for key in table.files]
+        rows = [b for b in table.chunks(self._shard(name)) if table.base[b] >= table.owned]
+        found = {of[table.file[table.base[b]]] for b in rows if of[table.file[b]] == self.step}
         return {step for step in found if step is not None}
 
 
@@ -388,7 +388,7 @@ def bytes_by_rank(url: str | Path) -> list[int]:
 
     async def look(log: RunLog) -> list[int]:
         found = await read.load_manifest(log.store, read.choose(log))
-        return [sum(pack.size - pack.header_size for pack in part.packs) for part in found.parts]
+        return [sum(file.size - file.header_size for file in part.files) for part in found.parts]
 
     return _with_log(url, look)
 
@@ -562,7 +562,7 @@ MEMORY_IS_SHORT = "import ckpt.core.writer.life as life; life.SHORT = 2.0"  # fo
 
 def compare_no_replicas() -> None:
     """Turn off the comparison of replicas across ranks in this process."""
-    ReplicaCheck.said_of = lambda self, attempt: {}  # type: ignore[method-assign]
+    ReplicaCheck.said_of = lambda self, checkpoint: {}  # type: ignore[method-assign]
     ReplicaCheck._compare_soon = lambda self, *given: None  # type: ignore[method-assign]
 
 
@@ -786,7 +786,7 @@ def stop_before_sealing(step: int) -> None:
     set_label = Arena.set_label
 
     def stopping(arena: Arena, slot: int, label: Label) -> None:
-        if label.state == SEALED and label.attempt is not None and label.attempt.step == step:
+        if label.state == SEALED and label.checkpoint is not None and label.checkpoint.step == step:
             Arena.set_label = set_label  # type: ignore[method-assign]
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.3)  # another thread may get it
@@ -890,7 +890,7 @@ def clone_at_most(patch: pytest.MonkeyPatch, nbytes: int) -> None:
 def clone_nothing(patch: pytest.MonkeyPatch) -> None:
     """Make the caller continue as if the tensors that are copied now had been cloned."""
 
-    def no_clones(job: NewSnapshot, packs: Any) -> bool:
+    def no_clones(job: NewSnapshot, files: Any) -> bool:
         job.taken_early = True
         return True
 
@@ -944,7 +944,7 @@ def memory_ready(cp: ckpt.Checkpointer) -> None:
 def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) -> None:
     """Restore the snapshot of a step from shared memory into another state."""
     with cp._run.supervisor.held.snapshots() as snapshots:
-        snapshot = next(s for s in snapshots if s.attempt.step == step)
+        snapshot = next(s for s in snapshots if s.checkpoint.step == step)
         result = restore_first_of([Snapshot(snapshot).source], into)
     assert result.step == step, result.skipped
 
@@ -952,7 +952,7 @@ def restore_from_memory(cp: ckpt.Checkpointer, step: int, into: dict[str, Any]) 
 def steps_in_any_memory(cp: ckpt.Checkpointer) -> set[int]:
     """List the steps that have a snapshot, including snapshots in outgrown memory."""
     labels = [label for arena in cp._run.supervisor.memory.arenas() for _, label in arena.sealed()]
-    return {label.attempt.step for label in labels if label.attempt is not None}
+    return {label.checkpoint.step for label in labels if label.checkpoint is not None}
 
 
 def finite_in_memory(cp: ckpt.Checkpointer) -> set[bool | None]:
@@ -1083,7 +1083,7 @@ def scores(callback: Any) -> list[tuple[float, int]]:
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """The dtype, by its name in a file, and the shape of each tensor."""
 
-PIECE = BLOB  # bytes: larger tensors have several pieces, each with a digest of its own
+PIECE = CHUNK  # bytes: larger tensors have several pieces, each with a digest of its own
 PAGE = stores.PAGE  # bytes: pieces of different tensors do not share one
 
 
@@ -1117,7 +1117,7 @@ class Contents:
 
     def name_at(self, position: int) -> str:
         """The tensor that contains this byte."""
-        pieces = self.layout.arrangement.blobs
+        pieces = self.layout.arrangement.chunks
         piece = next(one for one in pieces if one.offset <= position < one.offset + one.length)
         return self.layout.tensors[piece.tensor].name
 
@@ -1173,8 +1173,8 @@ class Job:
 
     async def write(self, step: int, contents: Contents, data: bytes, values: list[Any]) -> write.WrittenPart:
         """Store all files of a checkpoint, without the record that commits it."""
-        attempt = Attempt(self.owner.epoch, step, self.owner.nonce)
-        snapshot = write.RankSnapshot(attempt, contents.layout, memoryview(data), values)
+        checkpoint = CheckpointId(self.owner.term, step, self.owner.nonce)
+        snapshot = write.RankSnapshot(checkpoint, contents.layout, memoryview(data), values)
         return await write.write_part(self.log.store, snapshot)
 
     async def commit(self, written: write.WrittenPart) -> None:
@@ -1190,17 +1190,17 @@ class Job:
 
     async def abort(self, written: write.WrittenPart) -> None:
         """Record that a written checkpoint will not be committed."""
-        await commits.abort(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
+        await commits.abort(self.log, self.owner, CheckpointId.parse(written.part.checkpoint), "it mixes two moments")
 
     async def retract(self, written: write.WrittenPart) -> None:
         """Retract a checkpoint of the run."""
-        await commits.retract(self.log, self.owner, Attempt.parse(written.part.attempt), "it mixes two moments")
+        await commits.retract(self.log, self.owner, CheckpointId.parse(written.part.checkpoint), "it mixes two moments")
 
     async def clean_up(self, last: int) -> list[int]:
         """Expire all but the newest `last` checkpoints. Return the expired steps."""
-        newest_one = self.log.state.lineage()[0].attempt
+        newest_one = self.log.state.lineage()[0].checkpoint
         given_up = await retention.retire(self.log, self.owner, retention.Keep(last=last), {newest_one})
-        return sorted(attempt.step for attempt in given_up)
+        return sorted(checkpoint.step for checkpoint in given_up)
 
 
 async def read_back(store: Any) -> ReadBack:
@@ -1220,12 +1220,12 @@ async def _read_one(store: Any, found: Commit) -> ReadBack:
     of, saved = whole.layout(), whole.saved()
     offsets = dict(zip((t.name for t in of.tensors), of.arrangement.offsets, strict=True))
     data = bytearray(of.arrangement.data_size)
-    pieces = [blob for key in saved.tensors for blob in saved.blobs(key)]
+    pieces = [chunk for key in saved.tensors for chunk in saved.chunks(key)]
     seen = 0
 
-    def sink(blob: int, view: memoryview) -> None:
+    def sink(chunk: int, view: memoryview) -> None:
         nonlocal seen
-        start = offsets[whole.table.shards[int(saved.shard_of_blob[blob])].name] + int(saved.position[blob])
+        start = offsets[whole.table.shards[int(saved.shard_of_chunk[chunk])].name] + int(saved.position[chunk])
         data[start : start + len(view)] = view
         seen += len(view)
 
@@ -1249,7 +1249,7 @@ async def checked_steps(store: Any) -> list[int]:
     assert not log.state.damaged
     for found in log.state.commits.values():
         assert await read.verify(store, found) == []
-    return sorted(attempt.step for attempt in log.state.commits)
+    return sorted(checkpoint.step for checkpoint in log.state.commits)
 
 
 def write_in_pieces_of(patch: pytest.MonkeyPatch, nbytes: int) -> None:
@@ -1285,7 +1285,7 @@ class _AnyText(_Equal, str):
 
 def trust_tensor_data(patch: pytest.MonkeyPatch) -> None:
     """Turn off the digest check of tensor data that is read from files."""
-    patch.setattr(chunks, "blob_digest", lambda view: _AnyBytes())
+    patch.setattr(chunks, "chunk_digest", lambda view: _AnyBytes())
 
 
 def trust_small_files(patch: pytest.MonkeyPatch) -> None:
@@ -1316,7 +1316,9 @@ NOTHING = Contents(Layout((), {}, []))
 name_of_record = record_key  # of a log, by its number
 
 
-async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int) -> tuple[dict[str, bytes], Attempt]:
+async def saved_objects(
+    states: Sequence[tuple[int, dict[str, Any]]], ranks: int
+) -> tuple[dict[str, bytes], CheckpointId]:
     """Save states that `ranks` ranks hold as replicas, each under its step. Return the files and the id of the last
     checkpoint."""
     store = MemoryStore()
@@ -1327,7 +1329,7 @@ async def saved_objects(states: Sequence[tuple[int, dict[str, Any]]], ranks: int
         shares = [_divided(reading.layout, raw, rank, ranks) for rank in range(ranks)]
         written = [await job.write(step, Contents(layout), data, reading.values) for layout, data in shares]
         await commits.commit(job.log, job.owner, written)
-    return store.objects, Attempt(job.owner.epoch, step, job.owner.nonce)
+    return store.objects, CheckpointId(job.owner.term, step, job.owner.nonce)
 
 
 def _divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[Layout, bytes]:
@@ -1378,7 +1380,7 @@ def _indexed(manifests: list[bytes], before: bytes) -> bytes:
 
 
 def forge(
-    run: tuple[dict[str, bytes], Attempt],
+    run: tuple[dict[str, bytes], CheckpointId],
     *,
     rank: int = 0,
     part: Callable[[Any], object] = lambda document: None,
@@ -1389,8 +1391,8 @@ def forge(
     record: Callable[[Any], object] = lambda record: None,
 ) -> dict[str, bytes]:
     """Change the files of one rank in the newest checkpoint, and recompute all digests. Return the files of the run."""
-    objects, attempt = dict(run[0]), run[1]
-    key, last = manifest_key(attempt, rank), max(k for k in objects if k.startswith("log/"))
+    objects, checkpoint = dict(run[0]), run[1]
+    key, last = manifest_key(checkpoint, rank), max(k for k in objects if k.startswith("log/"))
     log_record = json.loads(objects[last])
     found = {k: v.copy() for k, v in columns_of(table_in(objects[key]), "a table").items()}
     columns(found)
@@ -1402,12 +1404,12 @@ def forge(
     raw_part = raw_part or resealed(document)
     objects[key] = raw_part
     log_record["body"]["manifests"][rank] = [rank, file_digest(raw_part)]
-    manifests = [objects[manifest_key(attempt, r)] for r, _ in log_record["body"]["manifests"]]
-    index = _indexed(manifests, objects[index_key(attempt)])
+    manifests = [objects[manifest_key(checkpoint, r)] for r, _ in log_record["body"]["manifests"]]
+    index = _indexed(manifests, objects[index_key(checkpoint)])
     log_record["body"] |= {"index": file_digest(index)}
     body(log_record["body"])
     record(log_record)
-    objects |= {index_key(attempt): index, last: resealed(log_record)}
+    objects |= {index_key(checkpoint): index, last: resealed(log_record)}
     return objects
 
 
@@ -1458,7 +1460,7 @@ class Snapshot:
 
     @property
     def source(self) -> RestoreSource:
-        return MemorySource(self._held.attempt, [self._held], alone=True)
+        return MemorySource(self._held.checkpoint, [self._held], alone=True)
 
 
 def snapshot_of(state: dict[str, Any], fill: Callable[[Contents], bytes]) -> Snapshot:
@@ -1467,10 +1469,10 @@ def snapshot_of(state: dict[str, Any], fill: Callable[[Contents], bytes]) -> Sna
     layout, values, data = reading.layout, json.dumps(reading.values).encode(), fill(Contents(reading.layout))
     arena = Arena.create(1, layout.arrangement.data_size + PAGE + len(values))
     arena.data(0)[: len(data)] = data
-    label = Label(SEALED, 1, Attempt(1, 1, "0" * 8), layout.digest, len(data), len(values), 0.0)
+    label = Label(SEALED, 1, CheckpointId(1, 1, "0" * 8), layout.digest, len(data), len(values), 0.0)
     arena.set_label(0, label)
     arena.values(0, label)[:] = values
-    digests = write.digest_blobs(layout, memoryview(data)) + blob_digest(values)
+    digests = write.digest_chunks(layout, memoryview(data)) + chunk_digest(values)
     return Snapshot(HeldSnapshot(arena, 0, label, layout, digests))
 
 
@@ -1501,13 +1503,13 @@ class Bench:
         self._arenas.append(arena)
         self._stager.use(arena, lambda: None)
         self._step += 1
-        job = NewSnapshot(Attempt(self._owner.epoch, self._step, self._owner.nonce), reading, text)
+        job = NewSnapshot(CheckpointId(self._owner.term, self._step, self._owner.nonce), reading, text)
         self._stager.submit(job)
         assert job.copied.wait(30.0) and job.error is None, job.error
         assert job.place is not None
         label = arena.label(job.place[1])
         assert label is not None
-        digests = write.digest_blobs(layout, arena.data(job.place[1], size)) + blob_digest(text)
+        digests = write.digest_chunks(layout, arena.data(job.place[1], size)) + chunk_digest(text)
         return Snapshot(HeldSnapshot(arena, job.place[1], label, layout, digests if verified else None))
 
     def memory(self, state: dict[str, Any], *, verified: bool = True) -> RestoreSource:
@@ -1521,7 +1523,7 @@ class Bench:
     def store(self, snapshot: Snapshot) -> RestoreSource:
         """Commit a snapshot to the folder, to restore from there."""
         held = snapshot._held
-        layout, attempt = held.layout, held.attempt
+        layout, checkpoint = held.layout, held.checkpoint
         data = held.arena.data(held.slot, layout.arrangement.data_size)
         values = json.loads(held.values())
 
@@ -1529,12 +1531,12 @@ class Bench:
             log = RunLog(stores.open_store(self.url, writable=True))
             await log.open()
             try:
-                written = await write.write_part(log.store, write.RankSnapshot(attempt, layout, data, values))
+                written = await write.write_part(log.store, write.RankSnapshot(checkpoint, layout, data, values))
                 return await commits.commit(log, self._owner, [written])
             finally:
                 await log.store.aclose()
 
-        return StoreSource(self.url, attempt, asyncio.run(put()))
+        return StoreSource(self.url, checkpoint, asyncio.run(put()))
 
     def close(self) -> None:
         self._stager.stop()
@@ -1615,17 +1617,17 @@ class Saved:
 
     def restore(self, state: dict[str, Any], *, strict: bool = True) -> None:
         layout = Layout.from_json(json.loads(self.layout))
-        table = write.build_table(layout, data_key(Attempt(1, 1, "0badcafe"), 0), None)
+        table = write.build_table(layout, data_key(CheckpointId(1, 1, "0badcafe"), 0), None)
         saved = SavedState([layout], [json.loads(self.values)], [table], digested=False)
         placement = Capture(state).place(saved, strict=strict)
         placement.check()
         filler = Filler(saved, placement.fills, placement.lying)
         in_order = (layout.tensors[i] for i in layout.arrangement.order)
         shards = [self.data[spec.key] for spec in in_order]
-        for blob in filler.blobs:
-            start, length = int(saved.position[blob]), int(table.length[blob])
-            data = shards[int(saved.shard_of_blob[blob])][start : start + length]
-            filler.add(blob, memoryview(bytearray(data)))
+        for chunk in filler.chunks:
+            start, length = int(saved.position[chunk]), int(table.length[chunk])
+            data = shards[int(saved.shard_of_chunk[chunk])][start : start + length]
+            filler.add(chunk, memoryview(bytearray(data)))
         filler.finish()
         for finish in (*placement.finishers, *placement.last):
             finish()
@@ -1665,7 +1667,7 @@ def restore_first_of(
         with contextlib.suppress(StateError):
             capture.read()
     found = restore_first(World(), sources, capture, result, strict=strict, on_touch=on_touch)
-    result.step = None if found is None else found.attempt.step
+    result.step = None if found is None else found.checkpoint.step
     return result
 
 
@@ -1676,7 +1678,7 @@ def restore_folder(url: str | Path, into: dict[str, Any], ranks: World | None = 
     candidates = Candidates(world, [], [], [str(url)], [[0] * world.size], None)
     found_there, capture = candidates.gather(), Capture(into)
     found = restore_first(world, found_there, capture, result, strict=True, on_touch=lambda: None, lost=candidates.lost)
-    result.step = None if found is None else found.attempt.step
+    result.step = None if found is None else found.checkpoint.step
     return result
 
 
@@ -1731,9 +1733,9 @@ def note_loaded(patch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     fetch = loading.fill_from_store
 
-    async def noting(url: str, attempt: Attempt, saved: Any, fills: dict[Any, Any]) -> None:
+    async def noting(url: str, checkpoint: CheckpointId, saved: Any, fills: dict[Any, Any]) -> None:
         seen.extend(name for name, _ in fills)
-        await fetch(url, attempt, saved, fills)
+        await fetch(url, checkpoint, saved, fills)
 
     patch.setattr(loading, "fill_from_store", noting)
     return seen

@@ -49,8 +49,8 @@ from ckpt.core.format import manifest
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
-    Attempt,
-    PackInfo,
+    CheckpointId,
+    DataFile,
     data_key,
     index_key,
     manifest_key,
@@ -203,7 +203,9 @@ class Actor:
     waiting: list[Request] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     job: Job | None = None
-    sources: set[tuple[Attempt, Attempt]] = field(default_factory=set)  # its increments in flight, and their bases
+    sources: set[tuple[CheckpointId, CheckpointId]] = field(
+        default_factory=set
+    )  # its increments in flight, and their bases
 
 
 @dataclass(eq=False, slots=True)
@@ -362,7 +364,9 @@ class Sim:
         self.actors: list[Actor] = []
         self.late: list[Request] = []
         self.trace: list[tuple[float, str, str, str, str]] = []
-        self.origins: dict[tuple[Attempt, int], dict[str, Attempt]] = {}  # of frozen tensors: when they last changed
+        self.origins: dict[
+            tuple[CheckpointId, int], dict[str, CheckpointId]
+        ] = {}  # of frozen tensors: when they last changed
         self.over = False
         self.problem = ""
         self.turns = 0
@@ -377,10 +381,10 @@ class Sim:
         self.long = dice.random() < 0.2  # one actor appends many records while others stand still
         self.suspend = 0.3 if self.long else dice.choice((0.0, 0.0, 0.1))
 
-    def staged(self, attempt: Attempt, layout: Layout) -> bytes:
+    def staged(self, checkpoint: CheckpointId, layout: Layout) -> bytes:
         """Create the snapshot of a rank in memory: its bytes identify checkpoint and rank."""
-        origins = self.origins.get((attempt, layout.rank), {})
-        found = [f"{origins.get(name, attempt)} {layout.rank} {name}" for name in sorted((*FROZEN, "w"))]
+        origins = self.origins.get((checkpoint, layout.rank), {})
+        found = [f"{origins.get(name, checkpoint)} {layout.rank} {name}" for name in sorted((*FROZEN, "w"))]
         return b"".join(hashlib.sha256(text.encode()).digest()[: 4 * ROWS] for text in found)
 
     def overlooks(self, actor: Actor, key: str) -> bool:
@@ -586,14 +590,14 @@ class Oracle:
         self.awaited: list[tuple[int, asyncio.Future[None]]] = []
         self.requests: set[str] = set()
         self.acquires: list[Acquire] = []
-        self.live: dict[Attempt, dict[str, Any]] = {}
-        self.files: dict[Attempt, dict[str, bytes]] = {}  # of live ones
-        self.needed: dict[str, set[Attempt]] = {}
+        self.live: dict[CheckpointId, dict[str, Any]] = {}
+        self.files: dict[CheckpointId, dict[str, bytes]] = {}  # of live ones
+        self.needed: dict[str, set[CheckpointId]] = {}
         self.doomed: set[str] = set()  # files that a PLAN deletes
         self.asked: set[str] = set()  # requests that were put, whatever became of them
         self.increments = 0
-        self.ended: dict[Attempt, str] = {}
-        self.acknowledged: set[Attempt] = set()
+        self.ended: dict[CheckpointId, str] = {}
+        self.acknowledged: set[CheckpointId] = set()
 
     def stored(self, key: str, raw: bytes, before: bytes | None, mine: Acquire | None, fenced: bool) -> None:
         if before is not None and before != raw and (key.startswith("log/") or key in self.needed):
@@ -636,24 +640,24 @@ class Oracle:
         self.requests.add(record["id"])
         newest = self.acquires[-1] if self.acquires else None
         if kind == "ACQUIRE":
-            if newest is not None and body["term"] <= newest.epoch:
-                raise Violation(f"term {body['term']} after {newest.epoch}")
-            back = None if body["restored"] is None else Attempt.parse(body["restored"])
+            if newest is not None and body["term"] <= newest.term:
+                raise Violation(f"term {body['term']} after {newest.term}")
+            back = None if body["restored"] is None else CheckpointId.parse(body["restored"])
             self.acquires.append(Acquire(body["term"], body["nonce"], back))
             return
-        stale = mine is None or newest is None or (mine.epoch, mine.nonce) != (newest.epoch, newest.nonce)
+        stale = mine is None or newest is None or (mine.term, mine.nonce) != (newest.term, newest.nonce)
         if fenced and stale:
             raise Violation(f"{kind} by {mine}, which {newest} has overtaken")
         if kind == "PLAN":
             self.plan(body)
         elif kind in ("COMMIT", "ABORT"):
-            attempt = Attempt.parse(body["checkpoint"])
-            if attempt in self.live or attempt in self.ended:
-                raise Violation(f"{kind} of {attempt}, which is {self.ended.get(attempt, 'live')}")
+            checkpoint = CheckpointId.parse(body["checkpoint"])
+            if checkpoint in self.live or checkpoint in self.ended:
+                raise Violation(f"{kind} of {checkpoint}, which is {self.ended.get(checkpoint, 'live')}")
             if kind == "COMMIT":
-                self.committed(attempt, body)
+                self.committed(checkpoint, body)
             else:
-                self.ended[attempt] = "aborted"
+                self.ended[checkpoint] = "aborted"
 
     def ask(self, raw: bytes, actor: Actor) -> None:
         """A writer is about to put a record; what is put again was decided before."""
@@ -664,56 +668,56 @@ class Oracle:
                 raise Violation(f"{actor.name} retires {', '.join(gone)}, which its own increments are built on")
         self.asked.add(record["id"])
 
-    def committed(self, attempt: Attempt, body: dict[str, Any]) -> None:
+    def committed(self, checkpoint: CheckpointId, body: dict[str, Any]) -> None:
         if [rank for rank, _ in body["manifests"]] != list(range(body["world"])):
-            raise Violation(f"{attempt} was committed without the parts of all ranks")
-        self.live[attempt] = body
-        index = index_key(attempt)
-        self.files[attempt] = {index: self.must_be(index, attempt, body["index"])}
+            raise Violation(f"{checkpoint} was committed without the parts of all ranks")
+        self.live[checkpoint] = body
+        index = index_key(checkpoint)
+        self.files[checkpoint] = {index: self.must_be(index, checkpoint, body["index"])}
         for rank, digest in body["manifests"]:
-            key = manifest_key(attempt, rank)
-            part = json.loads(self.must_be(key, attempt, digest))
+            key = manifest_key(checkpoint, rank)
+            part = json.loads(self.must_be(key, checkpoint, digest))
             rows = Table.from_bytes(base64.b64decode(part["table"]), key)
-            for name in (key, *(pack["key"] for pack in part["files"]), *rows.packs):
-                self.files[attempt][name] = self.must_be(name, attempt)
+            for name in (key, *(file["key"] for file in part["files"]), *rows.files):
+                self.files[checkpoint][name] = self.must_be(name, checkpoint)
                 if name in self.doomed:
-                    raise Violation(f"{attempt} is live, and {name} was up for deletion before")
-            if self.read(rows) != self.sim.staged(attempt, layout_of(rank, body["world"])):
-                raise Violation(f"{attempt} was committed with other bytes than rank {rank} saved")
+                    raise Violation(f"{checkpoint} is live, and {name} was up for deletion before")
+            if self.read(rows) != self.sim.staged(checkpoint, layout_of(rank, body["world"])):
+                raise Violation(f"{checkpoint} was committed with other bytes than rank {rank} saved")
         self.increments += "needs" in body
-        for name in self.files[attempt]:
-            if owner(name) != attempt and name not in self.needed:
-                raise Violation(f"{attempt} is live, and {name} was in use by no other")
-        for name in self.files[attempt]:
-            self.needed.setdefault(name, set()).add(attempt)
+        for name in self.files[checkpoint]:
+            if owner(name) != checkpoint and name not in self.needed:
+                raise Violation(f"{checkpoint} is live, and {name} was in use by no other")
+        for name in self.files[checkpoint]:
+            self.needed.setdefault(name, set()).add(checkpoint)
 
     def read(self, rows: Table) -> bytes:
         """Read all bytes that a table names."""
-        places = zip(rows.pack.tolist(), rows.offset.tolist(), rows.length.tolist(), strict=True)
-        return b"".join(self.sim.objects[rows.packs[pack]][at : at + length] for pack, at, length in places)
+        places = zip(rows.file.tolist(), rows.offset.tolist(), rows.length.tolist(), strict=True)
+        return b"".join(self.sim.objects[rows.files[file]][at : at + length] for file, at, length in places)
 
-    def must_be(self, key: str, attempt: Attempt, digest: str = "") -> bytes:
+    def must_be(self, key: str, checkpoint: CheckpointId, digest: str = "") -> bytes:
         raw = self.sim.objects.get(key)
         if raw is None:
-            raise Violation(f"{attempt} is live, and {key} is not there")
+            raise Violation(f"{checkpoint} is live, and {key} is not there")
         if digest and hashlib.sha256(raw).hexdigest() != digest:
-            raise Violation(f"{attempt} is live, and {key} is not what it was")
+            raise Violation(f"{checkpoint} is live, and {key} is not what it was")
         return raw
 
     def plan(self, body: dict[str, Any]) -> None:
         history = self.history()
         newest, full = history[:1], [a for a in history if not self.live[a].get("needs")][:2]
-        for attempt in map(Attempt.parse, body["retire"]):
-            if attempt not in self.live:
-                raise Violation(f"PLAN retires {attempt}, which is {self.ended.get(attempt, 'open')}")
-            if attempt in newest and "reason" not in body:
-                raise Violation(f"PLAN retires the newest checkpoint, {attempt}")
-            if attempt in full and "reason" not in body:
-                raise Violation(f"PLAN retires {attempt}, one of the newest two full ones")
-            del self.live[attempt]
-            self.ended[attempt] = "retired"
-            for key in self.files.pop(attempt):
-                self.needed[key].discard(attempt)
+        for checkpoint in map(CheckpointId.parse, body["retire"]):
+            if checkpoint not in self.live:
+                raise Violation(f"PLAN retires {checkpoint}, which is {self.ended.get(checkpoint, 'open')}")
+            if checkpoint in newest and "reason" not in body:
+                raise Violation(f"PLAN retires the newest checkpoint, {checkpoint}")
+            if checkpoint in full and "reason" not in body:
+                raise Violation(f"PLAN retires {checkpoint}, one of the newest two full ones")
+            del self.live[checkpoint]
+            self.ended[checkpoint] = "retired"
+            for key in self.files.pop(checkpoint):
+                self.needed[key].discard(checkpoint)
                 if not self.needed[key]:
                     del self.needed[key]
         for key in body["delete"]:
@@ -724,20 +728,20 @@ class Oracle:
                 raise Violation(f"PLAN deletes {key} of an attempt that is open")
         self.doomed.update(body["delete"])
 
-    def history(self) -> list[Attempt]:
+    def history(self) -> list[CheckpointId]:
         return run_log.in_history(self.acquires, self.live)
 
-    def acknowledge(self, attempt: Attempt) -> None:
+    def acknowledge(self, checkpoint: CheckpointId) -> None:
         """Record that a checkpoint was acknowledged as durable."""
-        if attempt not in self.live and self.ended.get(attempt) != "retired":
-            raise Violation(f"{attempt} was acknowledged, and is {self.ended.get(attempt, 'open')}")
-        self.acknowledged.add(attempt)
+        if checkpoint not in self.live and self.ended.get(checkpoint) != "retired":
+            raise Violation(f"{checkpoint} was acknowledged, and is {self.ended.get(checkpoint, 'open')}")
+        self.acknowledged.add(checkpoint)
 
-    def fail(self, attempt: Attempt) -> None:
+    def fail(self, checkpoint: CheckpointId) -> None:
         """Record that a save was reported as failed."""
-        if attempt in self.live or attempt not in self.ended:
-            state = "live" if attempt in self.live else "open"
-            raise Violation(f"{attempt} was reported as failed, and is {state}")
+        if checkpoint in self.live or checkpoint not in self.ended:
+            state = "live" if checkpoint in self.live else "open"
+            raise Violation(f"{checkpoint} was reported as failed, and is {state}")
 
     def agrees(self, log: RunLog) -> None:
         """Check that the library's state of the whole log equals the records."""
@@ -746,22 +750,22 @@ class Oracle:
             raise Violation(f"the log was called damaged: {state.damaged}")
         if state.next_seq != len(self.records):
             raise Violation(f"{state.next_seq} records were read of {len(self.records)}")
-        if [(a.epoch, a.nonce, a.restored) for a in state.acquires] != [
-            (a.epoch, a.nonce, a.restored) for a in self.acquires
+        if [(a.term, a.nonce, a.restored) for a in state.acquires] != [
+            (a.term, a.nonce, a.restored) for a in self.acquires
         ]:
             raise Violation(f"the log says {state.acquires}, and they were {self.acquires}")
         if state.commits.keys() != self.live.keys():
             raise Violation(f"the log says that {set(state.commits)} are live, and it is {set(self.live)}")
-        for attempt, how in self.ended.items():
-            if attempt not in (state.aborted if how == "aborted" else state.retired):
-                raise Violation(f"{attempt} was {how}, and the log does not say so")
+        for checkpoint, how in self.ended.items():
+            if checkpoint not in (state.aborted if how == "aborted" else state.retired):
+                raise Violation(f"{checkpoint} was {how}, and the log does not say so")
         lost = self.acknowledged - state.commits.keys() - state.retired
         if lost:
             raise Violation(f"{lost} were acknowledged, and are gone")
 
 
-def named(attempts: set[Attempt]) -> str:
-    return " and ".join(map(str, sorted(attempts)))
+def named(checkpoints: set[CheckpointId]) -> str:
+    return " and ".join(map(str, sorted(checkpoints)))
 
 
 # -- what actors do: around the library as `ckpt.core.writer.persist` does it --
@@ -777,45 +781,45 @@ def layout_of(rank: int, world: int) -> Layout:
 
 
 def rows_of(table: Table) -> dict[str, int]:
-    """Each tensor is one blob."""
+    """Each tensor is one chunk."""
     return {shard.name: row for row, shard in enumerate(table.shards)}
 
 
 def takes(base: WrittenPart, same: Sequence[str]) -> dict[str, str]:
     """Return the data files of these tensors in an older manifest."""
     rows = rows_of(base.table)
-    return {name: base.table.packs[int(base.table.pack[rows[name]])] for name in same}
+    return {name: base.table.files[int(base.table.file[rows[name]])] for name in same}
 
 
 async def write_increment(
     store: Any, snapshot: RankSnapshot, base: WrittenPart, same: Sequence[str], *, number: int = 0
 ) -> WrittenPart:
     """Like `write_part`, but tensors that are the `same` as in an older manifest refer to its data files."""
-    layout, attempt = snapshot.layout, snapshot.attempt
+    layout, checkpoint = snapshot.layout, snapshot.checkpoint
     rank, taken, rows = layout.rank, takes(base, same), rows_of(base.table)
     own = [i for i, piece in enumerate(layout.tensors) if piece.name not in taken]
     data = b"".join(snapshot.data[4 * ROWS * i : 4 * ROWS * (i + 1)] for i in own)
-    key = data_key(attempt, rank, number + 1)
+    key = data_key(checkpoint, rank, number + 1)
     header = Layout(tuple(layout.tensors[i] for i in own), {}, []).arrangement.header(metadata_of(key))
-    packs = [key, *sorted(set(taken.values()))]
-    whole = write.build_table(layout, key, write.digest_blobs(layout, snapshot.data))
+    files = [key, *sorted(set(taken.values()))]
+    whole = write.build_table(layout, key, write.digest_chunks(layout, snapshot.data))
     places = {layout.tensors[i].name: (0, len(header) + 4 * ROWS * n) for n, i in enumerate(own)}
-    places |= {name: (packs.index(pack), int(base.table.offset[rows[name]])) for name, pack in taken.items()}
-    pack, offset = zip(*(places[shard.name] for shard in whole.shards), strict=True)
-    table = replace(whole, pack=np.array(pack), offset=np.array(offset), packs=tuple(packs))
+    places |= {name: (files.index(file), int(base.table.offset[rows[name]])) for name, file in taken.items()}
+    file, offset = zip(*(places[shard.name] for shard in whole.shards), strict=True)
+    table = replace(whole, file=np.array(file), offset=np.array(offset), files=tuple(files))
     upload = await store.upload(key, size=len(header) + len(data))
     await upload.write_at(0, memoryview(header + data))
     await upload.finish()
-    known = {info.key: info for info in base.part.packs}
-    known[key] = PackInfo(key, len(header) + len(data), len(header), file_digest(header))
-    named, previous = [known[one] for one in packs], Previous(base.part, base.table)
+    known = {info.key: info for info in base.part.files}
+    known[key] = DataFile(key, len(header) + len(data), len(header), file_digest(header))
+    named, previous = [known[one] for one in files], Previous(base.part, base.table)
     return await write.finish_part(store, snapshot, table, named, reason="due", base=previous)
 
 
 def kept_same(sim: Sim, snapshot: RankSnapshot, base: WrittenPart) -> list[str]:
     """The frozen tensors that have not changed since an older part."""
-    now = sim.origins.get((snapshot.attempt, snapshot.layout.rank), {})
-    then = sim.origins.get((Attempt.parse(base.part.attempt), base.part.rank), {})
+    now = sim.origins.get((snapshot.checkpoint, snapshot.layout.rank), {})
+    then = sim.origins.get((CheckpointId.parse(base.part.checkpoint), base.part.rank), {})
     return [name for name in FROZEN if name in now and now[name] == then.get(name)]
 
 
@@ -862,7 +866,7 @@ class Rank:
         self.log = RunLog(job.sim.store(actor))
         self.layout = layout_of(rank, job.world)
         self.stored: list[WrittenPart] = []  # what increments may be taken against, whatever has become of it
-        self.newest: Attempt | None = None  # what memory holds
+        self.newest: CheckpointId | None = None  # what memory holds
         self.sweeping: asyncio.Task[Any] | None = None
         self.trimmer = Trimmer()
 
@@ -886,10 +890,10 @@ class Rank:
         await self.remember()
         tasks = []
         for number in range(1, self.job.steps + 1):
-            attempt = Attempt(self.mine.epoch, step + number, self.mine.nonce)
-            written = await self.write(attempt)
+            checkpoint = CheckpointId(self.mine.term, step + number, self.mine.nonce)
+            written = await self.write(checkpoint)
             if written is not None:
-                tasks.append(self.sim.start(self.actor, self.settle(attempt, written)))
+                tasks.append(self.sim.start(self.actor, self.settle(checkpoint, written)))
                 if self.sim.dice.random() < 0.5:
                     await asyncio.wait(tasks[-1:])
         for task in tasks:
@@ -901,7 +905,7 @@ class Rank:
         await insist(lambda: commits.create_run(self.log.store))
         await insist(self.log.open)
         back = self.log.state.lineage()[1:3] if self.job.back else []
-        restored = back[-1].attempt if back else None
+        restored = back[-1].checkpoint if back else None
         mine = await insist(lambda: commits.acquire(self.log, self.job.nonce, restored=restored))
         history = self.log.state.lineage()
         self.job.mine.set_result((mine, history[0].step if history else 0))
@@ -912,26 +916,26 @@ class Rank:
             if self.rank < found.world and self.sim.dice.random() < 0.7:
                 rank, digest = found.parts[self.rank]
                 with contextlib.suppress(StoreError, CorruptError):
-                    part = await commits.load_part(self.log.store, found.attempt, rank, expected=digest)
+                    part = await commits.load_part(self.log.store, found.checkpoint, rank, expected=digest)
                     self.stored.append(part)
-                    self.newest = self.newest or found.attempt
+                    self.newest = self.newest or found.checkpoint
 
-    def stage(self, attempt: Attempt) -> RankSnapshot:
+    def stage(self, checkpoint: CheckpointId) -> RankSnapshot:
         """Frozen tensors change now and then; when it is tried again nothing does."""
-        key, dice = (attempt, self.rank), self.sim.dice
+        key, dice = (checkpoint, self.rank), self.sim.dice
         if key not in self.sim.origins:
             before = self.sim.origins.get((self.newest, self.rank), {}) if self.newest is not None else {}
             same = {name: before[name] for name in FROZEN if name in before and dice.random() < 0.85}
-            self.sim.origins[key] = dict.fromkeys(FROZEN, attempt) | same
-            self.newest = attempt
-        return RankSnapshot(attempt, self.layout, memoryview(self.sim.staged(attempt, self.layout)), [None])
+            self.sim.origins[key] = dict.fromkeys(FROZEN, checkpoint) | same
+            self.newest = checkpoint
+        return RankSnapshot(checkpoint, self.layout, memoryview(self.sim.staged(checkpoint, self.layout)), [None])
 
-    async def write(self, attempt: Attempt, number: int = 0) -> WrittenPart | None:
+    async def write(self, checkpoint: CheckpointId, number: int = 0) -> WrittenPart | None:
         """Write and commit. A single rank retries with data files of higher numbers. With others it aborts the
         checkpoint."""
         try:
             self.log.check_owner(self.mine)
-            snapshot = self.stage(attempt)
+            snapshot = self.stage(checkpoint)
             written = await self.write_less(snapshot, number)
             if written is None:
                 written = await write_part(self.log.store, snapshot, numbers=itertools.count(number))
@@ -939,77 +943,77 @@ class Rank:
             return written
         except StoreError:
             if self.world == 1 and number < 2:
-                return await self.write(attempt, number + 1)
+                return await self.write(checkpoint, number + 1)
             if self.world > 1:
-                await self.give_up(attempt)
-            self.landed(attempt)
+                await self.give_up(checkpoint)
+            self.landed(checkpoint)
             return None
 
     async def write_less(self, snapshot: RankSnapshot, number: int) -> WrittenPart | None:
         """An increment, if it can be one. Whether its base is still there is seen in the end."""
         dice, state = self.sim.dice, self.log.state
-        older = [(Attempt.parse(w.part.attempt), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
-        bases = [(of, w) for of, w in older if of < snapshot.attempt and commits.vouches(state, w)][-4:]
+        older = [(CheckpointId.parse(w.part.checkpoint), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
+        bases = [(of, w) for of, w in older if of < snapshot.checkpoint and commits.vouches(state, w)][-4:]
         if not bases or dice.random() < 0.15:
             return None
         of, base = dice.choice(bases)
-        self.actor.sources.add((snapshot.attempt, of))
+        self.actor.sources.add((snapshot.checkpoint, of))
         return await write_increment(self.log.store, snapshot, base, kept_same(self.sim, snapshot, base), number=number)
 
-    async def settle(self, attempt: Attempt, written: WrittenPart) -> None:
+    async def settle(self, checkpoint: CheckpointId, written: WrittenPart) -> None:
         role = Role(tuple(range(self.world)), self.rank, self.world)
         try:
             await settling.settle(self.log, lambda: self.mine, written, role, deadline_s=2.0)
-            self.sim.oracle.acknowledge(attempt)
+            self.sim.oracle.acknowledge(checkpoint)
         except FencedError:
             raise
         except SaveError:
-            self.sim.oracle.fail(attempt)
-            await self.give_up(attempt, written)
+            self.sim.oracle.fail(checkpoint)
+            await self.give_up(checkpoint, written)
         except StoreError:
-            await self.unsure(attempt, written)
-        self.landed(attempt)
+            await self.unsure(checkpoint, written)
+        self.landed(checkpoint)
         if self.rank == 0 and (self.sweeping is None or self.sweeping.done()):
             work = tidy(self.log, self.mine, Keep(last=1), self.trimmer, self.actor)
             self.sweeping = self.sim.start(self.actor, work)
 
-    def landed(self, attempt: Attempt) -> None:
+    def landed(self, checkpoint: CheckpointId) -> None:
         """The checkpoint is no longer in flight."""
-        self.actor.sources = {(one, source) for one, source in self.actor.sources if one != attempt}
+        self.actor.sources = {(one, source) for one, source in self.actor.sources if one != checkpoint}
 
-    async def unsure(self, attempt: Attempt, written: WrittenPart) -> None:
+    async def unsure(self, checkpoint: CheckpointId, written: WrittenPart) -> None:
         """The store failed, so the outcome is unknown. With others the checkpoint is aborted; a single rank may save it
         again."""
         if self.world > 1:
-            await self.give_up(attempt, written)
+            await self.give_up(checkpoint, written)
         elif self.sim.dice.random() < 0.7:
-            again = await self.write(attempt, 2)
+            again = await self.write(checkpoint, 2)
             if again is not None:
-                await self.settle(attempt, again)
+                await self.settle(checkpoint, again)
 
-    async def give_up(self, attempt: Attempt, written: WrittenPart | None = None) -> None:
+    async def give_up(self, checkpoint: CheckpointId, written: WrittenPart | None = None) -> None:
         """Abort a checkpoint so that the other ranks need not wait, and delete this rank's files of it."""
         with contextlib.suppress(StoreError):
-            await commits.abort(self.log, self.mine, attempt, "given up")
-            if attempt in self.log.state.commits:
-                self.sim.oracle.acknowledge(attempt)
-            if attempt in self.log.state.aborted:
-                self.sim.oracle.fail(attempt)
-                for key in [] if written is None else given_up(attempt, written):
+            await commits.abort(self.log, self.mine, checkpoint, "given up")
+            if checkpoint in self.log.state.commits:
+                self.sim.oracle.acknowledge(checkpoint)
+            if checkpoint in self.log.state.aborted:
+                self.sim.oracle.fail(checkpoint)
+                for key in [] if written is None else given_up(checkpoint, written):
                     await self.log.store.delete(key)
 
 
-def given_up(attempt: Attempt, written: WrittenPart) -> list[str]:
+def given_up(checkpoint: CheckpointId, written: WrittenPart) -> list[str]:
     """The files that go with an attempt that was aborted: not those that it only refers to."""
-    packs = [pack.key for pack in written.part.packs if owner(pack.key) == attempt]
-    return [manifest_key(attempt, written.part.rank), *packs]
+    files = [file.key for file in written.part.files if owner(file.key) == checkpoint]
+    return [manifest_key(checkpoint, written.part.rank), *files]
 
 
 async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer, actor: Actor) -> None:
     """Retention as the writer runs it: read the newest back, then let older ones go, except for the sources of its own
     increments; and the log stays small."""
 
-    def pinned(state: records.RunState) -> set[Attempt]:
+    def pinned(state: records.RunState) -> set[CheckpointId]:
         return {source for _, source in actor.sources}
 
     await trimmer.step(log, mine)
@@ -1018,7 +1022,7 @@ async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer, 
     with contextlib.suppress(StoreError):
         history = log.state.lineage()
         if history and not await read.verify(log.store, history[0]):
-            await retention.retire(log, mine, keep, {history[0].attempt}, pinned=pinned)
+            await retention.retire(log, mine, keep, {history[0].checkpoint}, pinned=pinned)
 
 
 async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
@@ -1055,7 +1059,7 @@ async def shell(sim: Sim, actor: Actor, begin: int) -> None:
             if await read.verify(log.store, checked):
                 continue
             prune.plan_prune(log, stock, Keep(last=1))
-            landed = await prune.prune(log, stock, Keep(last=1), checked.attempt)
+            landed = await prune.prune(log, stock, Keep(last=1), checked.checkpoint)
         await prune.delete(log.store, [(key, 0) for key in landed.delete], grace_s=dice.choice((0.0, 1.0)))
 
 
@@ -1069,16 +1073,16 @@ async def talker(sim: Sim, actor: Actor, begin: int) -> None:
     trimmer = Trimmer()
     for _ in range(dice.randint(20, 40) if sim.long else dice.randint(4, 12)):
         text = f"said {dice.getrandbits(60)}"
-        some = Attempt(1, 1, "0" * 8)
+        some = CheckpointId(1, 1, "0" * 8)
         with contextlib.suppress(StoreError):
             await log.append(lambda _, text=text, some=some: idle(some, text), owner=None)
         await trimmer.step(log, None)
         await asyncio.sleep(dice.choice((0.0, 0.0, 0.3)))
 
 
-def idle(attempt: Attempt, request: str) -> records.Record:
+def idle(checkpoint: CheckpointId, request: str) -> records.Record:
     """Return a record that changes nothing."""
-    return records.Record("KEEP", {"checkpoint": str(attempt), "note": "", "keep": False}, request)
+    return records.Record("KEEP", {"checkpoint": str(checkpoint), "note": "", "keep": False}, request)
 
 
 async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:
@@ -1089,7 +1093,7 @@ async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:
     history = log.state.lineage()
     if history:
         actor.mine = mine = log.state.acquires[-1]
-        wrong = sim.dice.choice(history[:3]).attempt
+        wrong = sim.dice.choice(history[:3]).checkpoint
         await insist(lambda: commits.retract(log, mine, wrong, "of no one moment"))
 
 
@@ -1108,28 +1112,28 @@ async def reader(sim: Sim, actor: Actor, begin: int) -> None:
             if known:
                 raise Violation(f"{known[0]} was acknowledged, and a reader found nothing") from None
             return
-        if known and (known[0].epoch, known[0].step) > (chosen.attempt.epoch, chosen.step):
-            raise Violation(f"{known[0]} was acknowledged, and a reader found {chosen.attempt}")
+        if known and (known[0].term, known[0].step) > (chosen.checkpoint.term, chosen.step):
+            raise Violation(f"{known[0]} was acknowledged, and a reader found {chosen.checkpoint}")
         try:
-            await restore(sim, log, chosen.attempt)
-            sim.say(actor.name, "restored", str(chosen.attempt))
+            await restore(sim, log, chosen.checkpoint)
+            sim.say(actor.name, "restored", str(chosen.checkpoint))
             return
         except (NotFoundError, CorruptError) as error:  # a table is made up for by another, which is gone as well
-            if chosen.attempt in sim.oracle.live:
-                raise Violation(f"{chosen.attempt} is live, and a reader found that {error}") from error
+            if chosen.checkpoint in sim.oracle.live:
+                raise Violation(f"{chosen.checkpoint} is live, and a reader found that {error}") from error
         except StoreError:
             continue
 
 
-async def restore(sim: Sim, log: RunLog, attempt: Attempt) -> None:
-    manifest = await read.load_manifest(log.store, log.state.commits[attempt])
+async def restore(sim: Sim, log: RunLog, checkpoint: CheckpointId) -> None:
+    manifest = await read.load_manifest(log.store, log.state.commits[checkpoint])
     found: dict[int, bytes] = {}
     reads = read.plan_reads(manifest.table, range(len(manifest.table.length)))
-    await read.fetch(log.store, manifest.table, reads, lambda blob, data: found.__setitem__(blob, bytes(data)))
+    await read.fetch(log.store, manifest.table, reads, lambda chunk, data: found.__setitem__(chunk, bytes(data)))
     world = len(manifest.parts)
-    wanted = b"".join(sim.staged(attempt, layout_of(rank, world)) for rank in range(world))
-    if b"".join(found[blob] for blob in sorted(found)) != wanted:
-        raise Violation(f"a reader got other bytes than {attempt} saved")
+    wanted = b"".join(sim.staged(checkpoint, layout_of(rank, world)) for rank in range(world))
+    if b"".join(found[chunk] for chunk in sorted(found)) != wanted:
+        raise Violation(f"a reader got other bytes than {checkpoint} saved")
 
 
 # -- a schedule --
@@ -1202,20 +1206,20 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
         raise Violation(f"recovery left {open_ones} open")
     written: WrittenPart | None = None
     for step in (10**6, 10**6 + 1, 10**6 + 2):  # a full one, and increments
-        attempt, layout = Attempt(mine.epoch, step, mine.nonce), layout_of(0, 1)
-        sim.origins[attempt, 0] = dict.fromkeys(FROZEN, Attempt(mine.epoch, 10**6, mine.nonce))
-        snapshot = RankSnapshot(attempt, layout, memoryview(sim.staged(attempt, layout)), [None])
+        checkpoint, layout = CheckpointId(mine.term, step, mine.nonce), layout_of(0, 1)
+        sim.origins[checkpoint, 0] = dict.fromkeys(FROZEN, CheckpointId(mine.term, 10**6, mine.nonce))
+        snapshot = RankSnapshot(checkpoint, layout, memoryview(sim.staged(checkpoint, layout)), [None])
         if written is None:
             written = await write_part(store, snapshot)
         else:
             written = await write_increment(store, snapshot, written, FROZEN)
         await settling.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
-        oracle.acknowledge(attempt)
-    await retention.retire(log, mine, Keep(last=1), {attempt})
+        oracle.acknowledge(checkpoint)
+    await retention.retire(log, mine, Keep(last=1), {checkpoint})
     while sim.late:
         sim.land_late()
     await commits.recover(log, mine)
-    await retention.retire(log, mine, Keep(last=1), {attempt})
+    await retention.retire(log, mine, Keep(last=1), {checkpoint})
     if left_over := {key for key in sim.objects if owner(key) is not None} - oracle.needed.keys():
         raise Violation(f"clean-up left {sorted(left_over)}, which nothing needs")
     trimmer = Trimmer()

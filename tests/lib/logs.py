@@ -6,7 +6,7 @@ from typing import Any
 
 from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format.manifest import (
-    Attempt,
+    CheckpointId,
     new_nonce,
 )
 from ckpt.core.log.records import Acquire, RunState, fold
@@ -16,15 +16,15 @@ from ckpt.store import Store
 DIGEST = "0" * 64
 
 
-def attempt(epoch: int, step: int) -> Attempt:
-    return Attempt(epoch, step, f"{epoch:08x}")
+def checkpoint(term: int, step: int) -> CheckpointId:
+    return CheckpointId(term, step, f"{term:08x}")
 
 
 def record(kind: str, body: dict[str, Any], seq: int = 0, request: str = "") -> dict[str, Any]:
     return {"type": kind, "body": body, "id": request or f"{kind}:{seq}", "seq": seq}
 
 
-def committed(of: Attempt) -> dict[str, Any]:
+def committed(of: CheckpointId) -> dict[str, Any]:
     body = {
         "checkpoint": str(of), "world": 1, "manifests": [[0, DIGEST]], "index": DIGEST, "finite": None, "reason": "due",
         "time": 0.0,

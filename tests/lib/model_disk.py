@@ -32,7 +32,7 @@ from ckpt.core.checkpoint.commits import abort, acquire, commit, create_run, rec
 from ckpt.core.checkpoint.retention import Keep, retire
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.format.manifest import CheckpointId, new_nonce
 from ckpt.core.log.run_log import Acquire, RunLog
 from ckpt.errors import CheckpointError
 from ckpt.store import Store
@@ -54,15 +54,15 @@ MEGABYTE = Layout((TensorSpec("w", "F32", (1 << 18,)),), {}, [])
 # -- a small run, without torch --
 
 
-def payload(attempt: Attempt, size: int = LAYOUT.arrangement.data_size) -> bytes:
+def payload(checkpoint: CheckpointId, size: int = LAYOUT.arrangement.data_size) -> bytes:
     """The state that an attempt saves: its bytes follow from its name, so that any restore can be checked."""
-    return random.Random(str(attempt)).randbytes(size)
+    return random.Random(str(checkpoint)).randbytes(size)
 
 
-def snapshot(attempt: Attempt, layout: Layout = LAYOUT) -> RankSnapshot:
+def snapshot(checkpoint: CheckpointId, layout: Layout = LAYOUT) -> RankSnapshot:
     data = memoryview(mmap.mmap(-1, layout.arrangement.data_size))  # page-aligned, as in an arena
-    data[:] = payload(attempt, len(data))
-    return RankSnapshot(attempt, layout, data, [])
+    data[:] = payload(checkpoint, len(data))
+    return RankSnapshot(checkpoint, layout, data, [])
 
 
 @dataclass
@@ -81,20 +81,22 @@ class Run:
         await recover(log, run.mine)
         return run
 
-    def attempt(self, step: int) -> Attempt:
-        return Attempt(self.mine.epoch, step, self.mine.nonce)
+    def checkpoint(self, step: int) -> CheckpointId:
+        return CheckpointId(self.mine.term, step, self.mine.nonce)
 
     async def write(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> WrittenPart:
-        return await write_part(self.log.store, snapshot(self.attempt(step), layout), numbers=itertools.count(number))
+        return await write_part(
+            self.log.store, snapshot(self.checkpoint(step), layout), numbers=itertools.count(number)
+        )
 
-    async def save(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> Attempt:
+    async def save(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> CheckpointId:
         """Returns when the step is acknowledged."""
         await commit(self.log, self.mine, [await self.write(step, number, layout)])
-        return self.attempt(step)
+        return self.checkpoint(step)
 
     async def abort(self, step: int, reason: str) -> None:
         """Append an ABORT record for a step."""
-        await abort(self.log, self.mine, self.attempt(step), reason)
+        await abort(self.log, self.mine, self.checkpoint(step), reason)
 
     @property
     def records(self) -> int:
@@ -104,27 +106,27 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, in the order in which they were committed."""
-        return [attempt.step for attempt in self.log.state.commits]
+        return [checkpoint.step for checkpoint in self.log.state.commits]
 
     async def problems(self, step: int) -> list[str]:
         """Verify a checkpoint of this job."""
-        return await read.verify(self.log.store, self.log.state.commits[self.attempt(step)])
+        return await read.verify(self.log.store, self.log.state.commits[self.checkpoint(step)])
 
     async def retire(self, last: int = 1) -> None:
-        newest = self.log.state.lineage()[0].attempt
+        newest = self.log.state.lineage()[0].checkpoint
         await retire(self.log, self.mine, Keep(last=last), {newest})
 
 
-async def restored(log: RunLog, attempt: Attempt) -> bytes:
+async def restored(log: RunLog, checkpoint: CheckpointId) -> bytes:
     """The bytes of a checkpoint, verified by the reader, in the order of the layout."""
-    manifest = await read.load_manifest(log.store, log.state.commits[attempt])
+    manifest = await read.load_manifest(log.store, log.state.commits[checkpoint])
     layout, saved = manifest.layout(), manifest.saved()
     data = bytearray(layout.arrangement.data_size)
     number = {t.name: i for i, t in enumerate(layout.tensors)}
 
-    def sink(blob: int, view: memoryview) -> None:
-        name = manifest.table.shards[int(saved.shard_of_blob[blob])].name
-        at = layout.arrangement.offsets[number[name]] + int(saved.position[blob])
+    def sink(chunk: int, view: memoryview) -> None:
+        name = manifest.table.shards[int(saved.shard_of_chunk[chunk])].name
+        at = layout.arrangement.offsets[number[name]] + int(saved.position[chunk])
         data[at : at + len(view)] = view
 
     reads = read.plan_reads(manifest.table, range(len(manifest.table.length)))
@@ -185,8 +187,8 @@ class RecordingDisk(Disk):
         self._content: dict[int, bytearray] = {}
         self._failed: set[int] = set()
 
-    def ack(self, attempt: Attempt) -> None:
-        self.ops.append(Op("ack", name=str(attempt)))
+    def ack(self, checkpoint: CheckpointId) -> None:
+        self.ops.append(Op("ack", name=str(checkpoint)))
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[bool]:
@@ -459,36 +461,36 @@ async def violation(objects: dict[str, bytes], acked: Iterable[str]) -> str | No
 
 
 async def _lost(log: RunLog, acked: Iterable[str]) -> str | None:
-    state, expected = log.state, [Attempt.parse(text) for text in acked]
+    state, expected = log.state, [CheckpointId.parse(text) for text in acked]
     if state.damaged:
         return f"log records {state.damaged} are damaged"
-    for attempt in expected:
-        if attempt not in state.commits and attempt not in state.retired:
-            return f"step {attempt.step} was acknowledged, but has no record"
+    for checkpoint in expected:
+        if checkpoint not in state.commits and checkpoint not in state.retired:
+            return f"step {checkpoint.step} was acknowledged, but has no record"
     if expected and max(expected) not in state.commits:
         return f"step {max(expected).step}, the newest acknowledged, is not live"
-    if expected and state.lineage()[0].attempt < max(expected):
+    if expected and state.lineage()[0].checkpoint < max(expected):
         return f"step {state.lineage()[0].step} passes for the newest"
     return await _unsound(log)
 
 
-async def _unsound(log: RunLog, known: Iterable[Attempt] = ()) -> str | None:
+async def _unsound(log: RunLog, known: Iterable[CheckpointId] = ()) -> str | None:
     """Return what is wrong with checkpoints that are not `known` to be intact. The newest is compared with the saved
     bytes."""
-    for attempt in log.state.commits.keys() - set(known):
-        problems = await read.verify(log.store, log.state.commits[attempt])
+    for checkpoint in log.state.commits.keys() - set(known):
+        problems = await read.verify(log.store, log.state.commits[checkpoint])
         if problems:
-            return f"step {attempt.step}: {problems[0]}"
+            return f"step {checkpoint.step}: {problems[0]}"
     newest = max(log.state.commits, default=None)
     if newest is not None and newest not in known and await restored(log, newest) != payload(newest):
         return f"step {newest.step} restores to other bytes"
     return None
 
 
-async def _goes_on(store: Store, sound: frozenset[Attempt]) -> str | None:
+async def _goes_on(store: Store, sound: frozenset[CheckpointId]) -> str | None:
     """The next job recovers, saves and cleans up; all that it then finds is sound."""
     run = await Run.open(store)
-    newest = max((attempt.step for attempt in run.log.state.commits), default=0)
+    newest = max((checkpoint.step for checkpoint in run.log.state.commits), default=0)
     wrong = await _unsound(run.log, sound)
     if wrong:
         return f"after recovery, {wrong}"
@@ -496,7 +498,7 @@ async def _goes_on(store: Store, sound: frozenset[Attempt]) -> str | None:
     await run.retire()
     again = RunLog(store)
     await again.open()
-    if again.state.damaged or again.state.lineage()[0].attempt != saved:
+    if again.state.damaged or again.state.lineage()[0].checkpoint != saved:
         return "what was saved after recovery is not the newest"
     wrong = await _unsound(again)
     return f"after clean-up, {wrong}" if wrong else None

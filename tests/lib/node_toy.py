@@ -165,7 +165,7 @@ class Rank:
         end, found = time.monotonic() + 60, set[int]()
         while len(found) < dist.get_world_size() and time.monotonic() < end:
             with self.cp._run.supervisor.held.snapshots() as snapshots:
-                found = {s.layout.rank for s in snapshots if s.attempt.step == self.step}
+                found = {s.layout.rank for s in snapshots if s.checkpoint.step == self.step}
             time.sleep(0.1)
         self.say("copies", step=self.step, ranks=sorted(found))
 

@@ -404,9 +404,9 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "nothing": lambda newer, older: None,
     "part missing": lambda newer, older: of(newer, MANIFEST).unlink(),
     "part damaged": lambda newer, older: flip(of(newer, MANIFEST)),
-    "pack of another attempt": lambda newer, older: shutil.copy(of(older, DATA), of(newer, DATA)),
-    "pack damaged": lambda newer, older: flip(of(newer, DATA)),
-    "pack cut short": lambda newer, older: os.truncate(of(newer, DATA), 5000),
+    "data file of another attempt": lambda newer, older: shutil.copy(of(older, DATA), of(newer, DATA)),
+    "data file damaged": lambda newer, older: flip(of(newer, DATA)),
+    "data file cut short": lambda newer, older: os.truncate(of(newer, DATA), 5000),
 }
 
 
@@ -428,13 +428,13 @@ def damaged(root: str) -> dict[str, Any]:
     toy, found = Toy(), {}
     with checkpointer(toy, root) as cp:
         cp.restore(default=0)
-        attempts = [go(toy, cp, step).wait_durable(60).id for step in (1, 2)]
+        checkpoints = [go(toy, cp, step).wait_durable(60).id for step in (1, 2)]
     together()
     for number, (how, damage) in enumerate(DAMAGE.items()):
         copy = Path(f"{root}-{number}")
         if dist.get_rank() == 0:
             shutil.copytree(root, copy)
-            damage(copy / attempts[1], copy / attempts[0])
+            damage(copy / checkpoints[1], copy / checkpoints[0])
         together()
         found[how] = again(str(copy))
     return found
@@ -519,8 +519,8 @@ def disk_fills(root: str) -> dict[str, Any]:
             together()
             if rank == 0 and step == 4:
                 filler.unlink()
-        packs = len(data_files(root)) // 2
-    return {"errors": errors, "packs": packs}
+        files = len(data_files(root)) // 2
+    return {"errors": errors, "files": files}
 
 
 @scenario

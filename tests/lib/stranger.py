@@ -8,8 +8,8 @@ import numpy as np, safetensors.numpy, xxhash, zstandard
 DTYPES = "F64 I64 U64 C64 F32 I32 U32 F16 BF16 I16 U16 F8_E4M3 F8_E5M2 I8 U8 BOOL C128 C32".split()
 NUMPY = dict(zip(DTYPES, "<f8 <i8 <u8 <c8 <f4 <i4 <u4 <f2 - <i2 <u2 - - i1 u1 ? <c16".split()))
 SIZES = dict(BF16=2, C32=4)  # of what numpy lacks, if not 1
-COLUMNS = dict.fromkeys("name_ends dims dim_ends blob_ends offset stored length base".split(), "<i8")
-COLUMNS |= dict.fromkeys("ranks instances pack".split(), "<i4")  # all others: u1
+COLUMNS = dict.fromkeys("name_ends dims dim_ends chunk_ends offset stored length base".split(), "<i8")
+COLUMNS |= dict.fromkeys("ranks instances file".split(), "<i4")  # all others: u1
 def sealed(path):
     return unsealed(path.read_bytes(), path)
 def unsealed(raw, path):
@@ -26,18 +26,18 @@ def newest(run):
     for record in records(run):
         body = record["body"]
         if record["type"] == "SNAPSHOT":
-            back = {epoch: restored for epoch, _, restored in body["acquires"]}
+            back = {term: restored for term, _, restored in body["acquires"]}
             live = {one["checkpoint"]: one for one in body["commits"] if one["finite"] is not False}
         back.update({body["term"]: body["restored"]} if record["type"] == "ACQUIRE" else {})
         live.update({body["checkpoint"]: body} if record["type"] == "COMMIT" and body["finite"] is not False else {})
         for gone in body["retire"] if record["type"] == "PLAN" else ():
             live.pop(gone, None)
     limit = (math.inf, math.inf)
-    for epoch in sorted(back, reverse=True):
-        here = [name for name in live if place(name)[0] == epoch and place(name) <= limit]
+    for term in sorted(back, reverse=True):
+        here = [name for name in live if place(name)[0] == term and place(name) <= limit]
         if here:
             return live[max(here, key=place)]
-        limit = min(limit, place(back[epoch])) if back[epoch] and epoch <= limit[0] else limit
+        limit = min(limit, place(back[term])) if back[term] and term <= limit[0] else limit
     raise SystemExit("no checkpoint")
 def decode(codec, stored, base):
     if codec == 0:
@@ -56,11 +56,11 @@ def read(folder):
         t = {name: bytes(column) for name, column in safetensors.numpy.load(raw).items()}
         t = {n: c if "digest" in n or n == "counts" else zstandard.decompress(c) for n, c in t.items()}
         t = {n: c if COLUMNS.get(n, "u1") == "u1" else np.frombuffer(c, COLUMNS[n]).tolist() for n, c in t.items()}
-        packs, names = json.loads(t["packs"]), t["names"].decode()
-        def blob(i):
-            file, base = np.memmap(run / packs[t["pack"][i]], np.uint8, "r"), t["base"][i]
+        files, names = json.loads(t["files"]), t["names"].decode()
+        def chunk(i):
+            file, base = np.memmap(run / files[t["file"][i]], np.uint8, "r"), t["base"][i]
             stored = bytes(file[t["offset"][i] : t["offset"][i] + t["stored"][i]])
-            plain = decode(t["codec"][i], stored, blob(base) if base >= 0 else b"")
+            plain = decode(t["codec"][i], stored, chunk(base) if base >= 0 else b"")
             assert xxhash.xxh3_128_digest(plain) == t["digest"][16 * i : 16 * i + 16], (path, i)
             return plain
         for i in range(len(t["name_ends"])):
@@ -68,7 +68,7 @@ def read(folder):
             name, kind = names[start("name_ends") : t["name_ends"][i]], DTYPES[t["dtypes"][i]]
             dtype, tail = (NUMPY[kind], ()) if NUMPY.get(kind, "-") != "-" else ("u1", (SIZES.get(kind, 1),))
             shape, offsets, sizes = np.split(np.array(t["dims"][start("dim_ends") : t["dim_ends"][i]], int), 3)
-            data = np.frombuffer(b"".join(map(blob, range(start("blob_ends"), t["blob_ends"][i]))), dtype)
+            data = np.frombuffer(b"".join(map(chunk, range(start("chunk_ends"), t["chunk_ends"][i]))), dtype)
             box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes))
             found.setdefault(name, np.zeros((*shape, *tail), dtype))[box] = data.reshape((*sizes, *tail))
         aliases |= json.loads(zstandard.decompress(base64.b64decode(part["layout"])))["aliases"]

@@ -420,10 +420,10 @@ def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
     whole = toy.fit(epochs=4)
     again = toy.fit(epochs=4, ckpt_path=str(folder / "last.ckpt"), limits=limits)
     assert again["steps"] == whole["steps"] == 32
-    for pack in data_files((folder / "last.ckpt").resolve()):
-        raw = bytearray(pack.read_bytes())
+    for file in data_files((folder / "last.ckpt").resolve()):
+        raw = bytearray(file.read_bytes())
         raw[-1] ^= 1
-        pack.write_bytes(raw)
+        file.write_bytes(raw)
     with pytest.raises(ckpt.errors.CorruptError):
         CheckpointIO().load_checkpoint(folder / "last.ckpt")
     CheckpointIO().remove_checkpoint(saver.best_model_path)

@@ -19,7 +19,7 @@ from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import ALWAYS, Keep, choose
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, data_key, new_nonce, owner
+from ckpt.core.format.manifest import CheckpointId, data_key, new_nonce, owner
 from ckpt.core.ipc.messages import Note, SaidNote
 from ckpt.core.log.run_log import Acquire, Commit, Record, RunLog, RunState
 from ckpt.core.writer.parts import settle
@@ -37,22 +37,22 @@ LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
 
 
 @st.composite
-def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[Attempt]]:
+def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[CheckpointId]]:
     """A run with rollbacks, ring commits, NaN checkpoints, increments, KEEPs and open attempts; how much to keep; what
     has been verified."""
     state = RunState()
-    for epoch in range(1, draw(st.integers(1, 4)) + 1):
-        present = [c.attempt for c in state.lineage()]
+    for term in range(1, draw(st.integers(1, 4)) + 1):
+        present = [c.checkpoint for c in state.lineage()]
         back = draw(st.sampled_from([None, *present]))
-        state.acquires.append(Acquire(epoch, f"{epoch:08x}", back))
+        state.acquires.append(Acquire(term, f"{term:08x}", back))
         for step in draw(st.sets(st.integers(0, 30), max_size=5)):
-            attempt = Attempt(epoch, step, f"{epoch:08x}")
+            checkpoint = CheckpointId(term, step, f"{term:08x}")
             finite, reason = draw(st.sampled_from([None, True, False])), draw(st.sampled_from(["due", "ring"]))
-            needs = draw(st.sampled_from([(), *((one,) for one in state.commits if one < attempt)]))
+            needs = draw(st.sampled_from([(), *((one,) for one in state.commits if one < checkpoint)]))
             at = draw(st.floats(0, 40)) * DAY_S
-            state.commits[attempt] = Commit(attempt, 1, (), "", finite, reason, needs, at)
+            state.commits[checkpoint] = Commit(checkpoint, 1, (), "", finite, reason, needs, at)
     known = sorted(state.commits)
-    some = st.sets(st.sampled_from(known)) if known else st.just(set[Attempt]())
+    some = st.sets(st.sampled_from(known)) if known else st.just(set[CheckpointId]())
     state.kept = dict.fromkeys(draw(some), "")
     if known and draw(st.booleans()):
         state.held = dict(holding(draw(st.sampled_from(known)), step=step) for step in range(2))
@@ -69,24 +69,26 @@ def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[Attempt]]:
 def ordered(state: RunState) -> list[Commit]:
     """Newest first: the present history, then what a rollback undid."""
     history = state.lineage()
-    undone = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
+    undone = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.checkpoint, reverse=True)
     return [*history, *undone]
 
 
-def wrongly_given_up(state: RunState, keep: Keep, verified: Iterable[Attempt], gone: set[Attempt]) -> list[str]:
+def wrongly_given_up(
+    state: RunState, keep: Keep, verified: Iterable[CheckpointId], gone: set[CheckpointId]
+) -> list[str]:
     """The oracle: every promise that giving these up would break."""
     every, problems = ordered(state), []
     alive = set(verified)
 
     def lost(what: str, found: Iterable[Commit]) -> None:
-        problems.extend(f"{what}: {c.attempt}" for c in found if c.attempt in gone)
+        problems.extend(f"{what}: {c.checkpoint}" for c in found if c.checkpoint in gone)
 
     lost("the newest two", every[:ALWAYS])
     lost("the newest two full ones", [c for c in every if not c.needs][:ALWAYS])
-    lost("what is built on", [c for c in every if any(c.attempt in held.needs for held in state.held.values())])
-    lost("the newest verified one", [c for c in every if c.attempt in alive][:1])
+    lost("what is built on", [c for c in every if any(c.checkpoint in held.needs for held in state.held.values())])
+    lost("the newest verified one", [c for c in every if c.checkpoint in alive][:1])
     lost("the last finite one", [c for c in every if c.finite is not False][:1])
-    lost("a KEEP", [c for c in every if c.attempt in state.kept])
+    lost("a KEEP", [c for c in every if c.checkpoint in state.kept])
     lost("one of the last", [c for c in every if c.reason == "due"][: keep.last])
     lost("one of every", [c for c in every if keep.every and c.step % keep.every == 0])
     scheduled = [c for c in every if c.reason == "due"]
@@ -101,8 +103,8 @@ def wrongly_given_up(state: RunState, keep: Keep, verified: Iterable[Attempt], g
             f"the newest of a {name}",
             [newest[period] for period in sorted(newest)[len(newest) - min(count, len(newest)) :]],
         )
-    due = [c.attempt for c in state.lineage() if c.reason == "due"]
-    newer = [c for c in state.lineage() if c.reason == "ring" and (not due or c.attempt > due[0])]
+    due = [c.checkpoint for c in state.lineage() if c.reason == "due"]
+    newer = [c for c in state.lineage() if c.reason == "ring" and (not due or c.checkpoint > due[0])]
     lost("one of the last that a death persisted after the newest regular one", newer[: max(keep.last, ALWAYS)])
     if gone - state.commits.keys():
         problems.append("what is not there")
@@ -111,7 +113,7 @@ def wrongly_given_up(state: RunState, keep: Keep, verified: Iterable[Attempt], g
 
 @given(states())
 @settings(max_examples=500, deadline=None)
-def test_choose_never_gives_up_what_must_stay(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
+def test_choose_never_gives_up_what_must_stay(drawn: tuple[RunState, Keep, set[CheckpointId]]) -> None:
     """The newest verified, newest two, newest two full ones, last finite one, KEEPs, what open attempts build on, what
     the policy names, what a death persisted."""
     state, keep, verified = drawn
@@ -120,33 +122,33 @@ def test_choose_never_gives_up_what_must_stay(drawn: tuple[RunState, Keep, set[A
 
 @given(states())
 @settings(max_examples=200, deadline=None)
-def test_choose_gives_up_everything_else(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
+def test_choose_gives_up_everything_else(drawn: tuple[RunState, Keep, set[CheckpointId]]) -> None:
     """Clean-up is not shy: each checkpoint that stays has one of those reasons."""
     state, keep, verified = drawn
     gone = choose(state, keep, verified)
-    for attempt in state.commits.keys() - gone:
-        assert wrongly_given_up(state, keep, verified, gone | {attempt}), f"{attempt} stays without a reason"
+    for checkpoint in state.commits.keys() - gone:
+        assert wrongly_given_up(state, keep, verified, gone | {checkpoint}), f"{checkpoint} stays without a reason"
 
 
 def test_negative_control_a_greedy_policy_is_seen() -> None:
     """The oracle objects to giving up the newest, or everything."""
-    attempts = [Attempt(1, step, "0" * 8) for step in (1, 2, 3)]
+    checkpoints = [CheckpointId(1, step, "0" * 8) for step in (1, 2, 3)]
     state = RunState(acquires=[Acquire(1, "0" * 8, None)])
-    state.commits = {a: Commit(a, 1, (), "") for a in attempts}
-    assert wrongly_given_up(state, Keep(1), set(), {attempts[2]})
-    assert wrongly_given_up(state, Keep(1), {attempts[0]}, {attempts[0]})
-    assert wrongly_given_up(state, Keep(1), set(), {attempts[0]}) == []
+    state.commits = {a: Commit(a, 1, (), "") for a in checkpoints}
+    assert wrongly_given_up(state, Keep(1), set(), {checkpoints[2]})
+    assert wrongly_given_up(state, Keep(1), {checkpoints[0]}, {checkpoints[0]})
+    assert wrongly_given_up(state, Keep(1), set(), {checkpoints[0]}) == []
 
 
 def increments(full: Iterable[int], steps: int, *, undone: Iterable[int] = ()) -> RunState:
     """Steps 0 to `steps` of which these are full; others are built on the one before. Some are of a lost history."""
-    back = Attempt(1, min(undone) - 1, "0" * 8) if undone else None
+    back = CheckpointId(1, min(undone) - 1, "0" * 8) if undone else None
     state = RunState(acquires=[Acquire(1, "0" * 8, None), Acquire(2, "1" * 8, back)])
-    before: tuple[Attempt, ...] = ()
+    before: tuple[CheckpointId, ...] = ()
     for step in range(steps + 1):
-        attempt = Attempt(1, step, "0" * 8)
-        state.commits[attempt] = Commit(attempt, 1, (), "", needs=() if step in full else before)
-        before = (attempt,)
+        checkpoint = CheckpointId(1, step, "0" * 8)
+        state.commits[checkpoint] = Commit(checkpoint, 1, (), "", needs=() if step in full else before)
+        before = (checkpoint,)
     return state
 
 
@@ -165,32 +167,32 @@ def test_the_newest_two_full_ones_stay() -> None:
     assert left_by(increments({0, 3, 6, 18}, 20, undone=[11]), Keep(2)) == [3, 6, 9, 10]
 
 
-def holding(*needs: Attempt, step: int = 21) -> tuple[Attempt, Commit]:
+def holding(*needs: CheckpointId, step: int = 21) -> tuple[CheckpointId, Commit]:
     """What one node holds of an increment."""
-    attempt = Attempt(9, step, "9" * 8)
-    return attempt, Commit(attempt, 2, (), "", needs=needs)
+    checkpoint = CheckpointId(9, step, "9" * 8)
+    return checkpoint, Commit(checkpoint, 2, (), "", needs=needs)
 
 
 def test_negative_control_giving_up_full_ones_or_sources_is_seen() -> None:
     """The oracle objects to both."""
     state = increments({0, 3, 6, 9}, 20)
-    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 6, "0" * 8)})
-    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 3, "0" * 8)}) == []
-    state.held = dict([holding(Attempt(1, 3, "0" * 8))])
-    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 3, "0" * 8)})
+    assert wrongly_given_up(state, Keep(1), set(), {CheckpointId(1, 6, "0" * 8)})
+    assert wrongly_given_up(state, Keep(1), set(), {CheckpointId(1, 3, "0" * 8)}) == []
+    state.held = dict([holding(CheckpointId(1, 3, "0" * 8))])
+    assert wrongly_given_up(state, Keep(1), set(), {CheckpointId(1, 3, "0" * 8)})
 
 
 def test_days_weeks_and_hours_keep_old_checkpoints() -> None:
     """A run of 30 days that commits every 6 hours, from a Thursday on: the last two days, 4 days and 3 weeks."""
     state = RunState(acquires=[Acquire(1, "0" * 8, None)])
     for step in range(120):
-        attempt = Attempt(1, step, "0" * 8)
-        state.commits[attempt] = Commit(attempt, 1, (), "", time=step * DAY_S / 4)
+        checkpoint = CheckpointId(1, step, "0" * 8)
+        state.commits[checkpoint] = Commit(checkpoint, 1, (), "", time=step * DAY_S / 4)
     hours = list(range(111, 120))  # 48 hours before the newest, at 18:00 of day 29
     assert left_by(state, Keep(1, hours=48)) == hours
     assert left_by(state, Keep(1, daily=4)) == [107, 111, 115, 118, 119]
     assert left_by(state, Keep(1, weekly=3)) == [71, 99, 118, 119]  # Sundays at 18:00, day 17 and 24, and the newest
-    bad = Attempt(1, 99, "0" * 8)
+    bad = CheckpointId(1, 99, "0" * 8)
     state.commits[bad] = replace(state.commits[bad], finite=False)
     assert left_by(state, Keep(1, weekly=3)) == [71, 98, 118, 119], "a step that had diverged stands for no week"
 
@@ -242,21 +244,21 @@ def on_a_run(work: Callable[[MemoryStore, RunLog, Acquire], Coroutine[Any, Any, 
 
 
 def snapshot(mine: Acquire, step: int) -> RankSnapshot:
-    return RankSnapshot(Attempt(mine.epoch, step, mine.nonce), LAYOUT, memoryview(f"{step:016d}".encode()), [])
+    return RankSnapshot(CheckpointId(mine.term, step, mine.nonce), LAYOUT, memoryview(f"{step:016d}".encode()), [])
 
 
-async def save(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
+async def save(log: RunLog, mine: Acquire, *steps: int) -> list[CheckpointId]:
     for step in steps:
         await commits.commit(log, mine, [await write_part(log.store, snapshot(mine, step))])
-    return [Attempt(mine.epoch, step, mine.nonce) for step in steps]
+    return [CheckpointId(mine.term, step, mine.nonce) for step in steps]
 
 
 async def files(store: MemoryStore) -> dict[int, int]:
     """By step, how many files of it there are."""
     found: dict[int, int] = {}
     for key in store.objects:
-        if (attempt := owner(key)) is not None:
-            found[attempt.step] = found.get(attempt.step, 0) + 1
+        if (checkpoint := owner(key)) is not None:
+            found[checkpoint.step] = found.get(checkpoint.step, 0) + 1
     return found
 
 
@@ -268,7 +270,7 @@ async def sound(store: MemoryStore) -> list[int]:
     return [c.step for c in log.state.lineage()]
 
 
-WHOLE = 3  # files of a checkpoint: pack, part, index
+WHOLE = 3  # files of a checkpoint: data file, part, index
 
 
 @on_a_run
@@ -276,16 +278,16 @@ async def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
     """All files of each go; the rest can still be read; a second call finds nothing to do."""
-    attempts = await save(log, mine, 1, 2, 3, 4, 5)
+    checkpoints = await save(log, mine, 1, 2, 3, 4, 5)
     store.objects["notes/mine.txt"] = b"the user's"
     store.objects[f"{DATA_FOLDER}/notes.txt"] = b"the user's"
-    gone = await retention.retire(log, mine, Keep(2), {attempts[-1]})
-    assert gone == set(attempts[:3])
+    gone = await retention.retire(log, mine, Keep(2), {checkpoints[-1]})
+    assert gone == set(checkpoints[:3])
     assert await files(store) == {4: WHOLE, 5: WHOLE}
     assert await sound(store) == [5, 4]
     assert {"notes/mine.txt", f"{DATA_FOLDER}/notes.txt"} <= store.objects.keys()
     records = log.state.next_seq
-    assert await retention.retire(log, mine, Keep(2), {attempts[-1]}) == set()
+    assert await retention.retire(log, mine, Keep(2), {checkpoints[-1]}) == set()
     assert log.state.next_seq == records
 
 
@@ -296,21 +298,21 @@ def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
     async def scenario() -> None:
         store, told = MemoryStore(), list[Note]()
         log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3)
+        checkpoints = await save(log, mine, 1, 2, 3)
         ours = RunLog(store)
         await ours.open()
         place = OpenTier(store.url, Keep(2), ours)
-        await retention.retire(log, mine, Keep(2), {attempts[-1]})
+        await retention.retire(log, mine, Keep(2), {checkpoints[-1]})
         retention._cache.clear()  # as in another process
         await place._warn(told.append)
-        assert attempts[0] not in ours.state.commits and told == []
-        await store.delete_many([key for key in store.objects if owner(key) == attempts[1]])
+        assert checkpoints[0] not in ours.state.commits and told == []
+        await store.delete_many([key for key in store.objects if owner(key) == checkpoints[1]])
         retention._cache.clear()
         for _ in range(2):
             await place._warn(told.append)
         (said,) = told
         assert isinstance(said, SaidNote) and f"step 2 of {store.url} cannot be read" in said.text
-        assert manifest_key(attempts[1]) in said.text  # by name, with what is wrong with it
+        assert manifest_key(checkpoints[1]) in said.text  # by name, with what is wrong with it
 
     asyncio.run(scenario())
 
@@ -352,7 +354,7 @@ async def test_nothing_goes_before_something_that_stays_was_verified(
 ) -> None:
     """With nothing verified, or only what is not live any more, clean-up waits."""
     await save(log, mine, 1, 2, 3, 4)
-    for verified in (set[Attempt](), {Attempt(1, 99, "0" * 8)}):
+    for verified in (set[CheckpointId](), {CheckpointId(1, 99, "0" * 8)}):
         assert await retention.retire(log, mine, Keep(1), verified) == set()
     assert await sound(store) == [4, 3, 2, 1]
 
@@ -362,37 +364,38 @@ async def test_leftovers_of_aborted_checkpoints_and_dead_writers_are_swept(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
     """Files of an ended checkpoint that no checkpoint uses go with the next clean-up; those of an open one never."""
-    store.objects[data_key(Attempt(mine.epoch, 2, mine.nonce), 0)] = b"half"  # its writer died before the manifest
+    store.objects[data_key(CheckpointId(mine.term, 2, mine.nonce), 0)] = b"half"  # its writer died before the manifest
     await save(log, mine, 1)
     written = await write_part(store, snapshot(mine, 2), numbers=itertools.count(1))
     await commits.commit(log, mine, [written])
     await write_part(store, snapshot(mine, 3))
-    await commits.abort(log, mine, Attempt(mine.epoch, 3, mine.nonce), "for the test")
+    await commits.abort(log, mine, CheckpointId(mine.term, 3, mine.nonce), "for the test")
     await write_part(store, snapshot(mine, 4))  # open
-    assert await retention.retire(log, mine, Keep(5), {Attempt(mine.epoch, 2, mine.nonce)}) == set()
+    assert await retention.retire(log, mine, Keep(5), {CheckpointId(mine.term, 2, mine.nonce)}) == set()
     assert await files(store) == {1: WHOLE, 2: WHOLE, 4: WHOLE - 1}
-    assert data_key(Attempt(mine.epoch, 2, mine.nonce), 0) not in store.objects
+    assert data_key(CheckpointId(mine.term, 2, mine.nonce), 0) not in store.objects
     assert await sound(store) == [2, 1]
 
 
 @pytest.mark.parametrize("end", ["COMMIT", "ABORT"])
 def test_what_a_held_attempt_builds_on_stays(end: str) -> None:
-    """It outlives the policy until the attempt has ended, and then goes, except for the pack that is still used."""
+    """It outlives the policy until the attempt has ended, and then goes, except for the data file that is still
+    used."""
 
     async def scenario() -> None:
         store = MemoryStore()
         log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3)
-        of = Attempt(mine.epoch, 4, mine.nonce)
-        written = await increment(log, mine, 4, await commits.load_part(store, attempts[0], 0))
+        checkpoints = await save(log, mine, 1, 2, 3)
+        of = CheckpointId(mine.term, 4, mine.nonce)
+        written = await increment(log, mine, 4, await commits.load_part(store, checkpoints[0], 0))
         await commits.commit(log, mine, [written], kind="HELD")
-        assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        assert await retention.retire(log, mine, Keep(1), {checkpoints[-1]}) == set()
         assert await files(store) == {1: WHOLE, 2: WHOLE, 3: WHOLE, 4: WHOLE}
         if end == "COMMIT":
             await commits.complete(log, mine, of)
         else:
             await commits.abort(log, mine, of, "for the test", held=True)
-        assert attempts[0] in await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        assert checkpoints[0] in await retention.retire(log, mine, Keep(1), {checkpoints[-1]})
         assert (await files(store)).get(1, 0) == (1 if end == "COMMIT" else 0)
 
     asyncio.run(scenario())
@@ -401,47 +404,47 @@ def test_what_a_held_attempt_builds_on_stays(end: str) -> None:
 @on_a_run
 async def test_what_is_built_on_is_taken_back_by_force(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """`retract` knows that it is wrong, whoever builds on it; that one is no checkpoint then, and its files go."""
-    attempts = await save(log, mine, 1, 2, 3)
-    written = await increment(log, mine, 4, await commits.load_part(store, attempts[0], 0))
-    await commits.retract(log, mine, attempts[0], "it mixes two moments")
+    checkpoints = await save(log, mine, 1, 2, 3)
+    written = await increment(log, mine, 4, await commits.load_part(store, checkpoints[0], 0))
+    await commits.retract(log, mine, checkpoints[0], "it mixes two moments")
     with pytest.raises(SaveError, match="which no live checkpoint uses"):
         await settle(log, lambda: mine, written, commits.Role(), deadline_s=1000)
-    await retention.retire(log, mine, Keep(1), {attempts[-1]})
+    await retention.retire(log, mine, Keep(1), {checkpoints[-1]})
     assert await files(store) == {2: WHOLE, 3: WHOLE}
     assert await sound(store) == [3, 2]
 
 
 async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) -> WrittenPart:
-    """A part that takes everything from an older one, and has an empty pack of its own."""
+    """A part that takes everything from an older one, and has an empty data file of its own."""
     at = int(base.table.offset[0])
-    data = await log.store.get(base.table.packs[int(base.table.pack[0])], start=at, length=16)
+    data = await log.store.get(base.table.files[int(base.table.file[0])], start=at, length=16)
     return await write_increment(log.store, replace(snapshot(mine, step), data=data), base, ["w"])
 
 
-async def chain(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
-    """A full one, and increments, each built on the one before. All refer to the pack of the first."""
-    attempts = await save(log, mine, steps[0])
-    base = await commits.load_part(log.store, attempts[0], 0)
+async def chain(log: RunLog, mine: Acquire, *steps: int) -> list[CheckpointId]:
+    """A full one, and increments, each built on the one before. All refer to the data file of the first."""
+    checkpoints = await save(log, mine, steps[0])
+    base = await commits.load_part(log.store, checkpoints[0], 0)
     for step in steps[1:]:
-        attempts.append(Attempt(mine.epoch, step, mine.nonce))
+        checkpoints.append(CheckpointId(mine.term, step, mine.nonce))
         base = await increment(log, mine, step, base)
         await commits.commit(log, mine, [base])
-    return attempts
+    return checkpoints
 
 
-def check_shared_packs(*, orphans: bool = True, remembered: bool = False) -> None:
+def check_shared_files(*, orphans: bool = True, remembered: bool = False) -> None:
     async def scenario() -> None:
         store = MemoryStore()
         log, mine = await opened(store)
-        attempts = await chain(log, mine, 1, 2, 3, 4)
+        checkpoints = await chain(log, mine, 1, 2, 3, 4)
         later = await save(log, mine, 5, 6)
         retention._cache.clear()
         if remembered:  # as by who has just written it
-            found = await commits.load_part(store, attempts[3], 0)
-            retention.remember_packs(log, attempts[3], found.table.packs)
+            found = await commits.load_part(store, checkpoints[3], 0)
+            retention.remember_files(log, checkpoints[3], found.table.files)
         await retention.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
         assert await files(store) == {1: 1, 4: WHOLE, 5: WHOLE, 6: WHOLE}
-        assert data_key(attempts[0], 0) in store.objects
+        assert data_key(checkpoints[0], 0) in store.objects
         assert await sound(store) == [6, 5, 4]
         await retention.retire(log, mine, Keep(2), {later[-1]}, orphans=orphans)
         assert await files(store) == {5: WHOLE, 6: WHOLE}
@@ -454,19 +457,19 @@ def check_shared_packs(*, orphans: bool = True, remembered: bool = False) -> Non
 @pytest.mark.parametrize("remembered", [False, True])
 def test_a_pack_stays_as_long_as_anything_uses_it(orphans: bool, remembered: bool) -> None:
     """The other files of what it came from go at once; it goes with the last checkpoint that refers to it."""
-    check_shared_packs(orphans=orphans, remembered=remembered)
+    check_shared_files(orphans=orphans, remembered=remembered)
 
 
 def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clean-up that takes a pack for that of who wrote it, the check above is red."""
+    """With a clean-up that takes a data file for that of who wrote it, the check above is red."""
     files_of = retention.files_of
 
-    async def own(*args: Any) -> dict[Attempt, set[str]]:
+    async def own(*args: Any) -> dict[CheckpointId, set[str]]:
         return {of: {key for key in keys if owner(key) == of} for of, keys in (await files_of(*args)).items()}
 
     monkeypatch.setattr(retention, "files_of", own)
     with pytest.raises(AssertionError):
-        check_shared_packs()
+        check_shared_files()
 
 
 # -- by hand --
@@ -486,12 +489,12 @@ async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[prune.
 @on_a_run
 async def test_gc_counts_packs_of_retired_ones_among_the_live(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """What a live increment refers to is no leftover, though nothing else of its owner is there."""
-    attempts = await chain(log, mine, 1, 2, 3)
-    await commits.retract(log, mine, attempts[0], "for the test")
-    await commits.retract(log, mine, attempts[1], "for the test")
+    checkpoints = await chain(log, mine, 1, 2, 3)
+    await commits.retract(log, mine, checkpoints[0], "for the test")
+    await commits.retract(log, mine, checkpoints[1], "for the test")
     plan, _ = await swept(store)
     # Their parts and indexes went at once.
-    assert {item.attempt: item.files for item in plan.doomed} == {attempts[1]: 1}
+    assert {item.checkpoint: item.files for item in plan.doomed} == {checkpoints[1]: 1}
     kept = {key for key in store.objects if owner(key) is not None}
     assert plan.live.files == len(kept) == WHOLE + 1
     assert plan.live.size == sum(len(store.objects[key]) for key in kept)
@@ -501,15 +504,15 @@ async def test_gc_counts_packs_of_retired_ones_among_the_live(store: MemoryStore
 
 @on_a_run
 async def test_prune_keeps_what_increments_refer_to(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """`ckpt prune` gives up the one they came from, and not the pack."""
+    """`ckpt prune` gives up the one they came from, and not the data file."""
     await chain(log, mine, 1, 2, 3)
     await save(log, mine, 4, 5)
     await chain(log, mine, 6, 7)
     stock = await prune.take_stock(log)
     plan = prune.plan_prune(log, stock, Keep(5))
-    assert [item.attempt.step for item in plan.give_up] == [2, 1]
+    assert [item.checkpoint.step for item in plan.give_up] == [2, 1]
     assert [item.files for item in plan.give_up] == [WHOLE, WHOLE - 1]
-    landed = await prune.prune(log, stock, Keep(5), plan.check.attempt)
+    landed = await prune.prune(log, stock, Keep(5), plan.check.checkpoint)
     await prune.delete(store, stock.files(landed.delete), grace_s=0.0)
     assert await sound(store) == [7, 6, 5, 4, 3]
 
@@ -521,15 +524,15 @@ def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_it
         for survived in range(3 * WHOLE):
             store = Dying()
             log, mine = await opened(store)
-            attempts = await save(log, mine, 1, 2, 3, 4, 5)
+            checkpoints = await save(log, mine, 1, 2, 3, 4, 5)
             store.left = survived
             with pytest.raises(StoreError):
-                await retention.retire(log, mine, Keep(2), {attempts[-1]})
+                await retention.retire(log, mine, Keep(2), {checkpoints[-1]})
             assert await sound(store) == [5, 4]
             store.left = 10**9
             log, mine = await opened(store)  # a new job
             await commits.recover(log, mine)
-            await retention.retire(log, mine, Keep(2), {attempts[-1]})
+            await retention.retire(log, mine, Keep(2), {checkpoints[-1]})
             assert await files(store) == {4: WHOLE, 5: WHOLE}
 
     asyncio.run(scenario())
@@ -538,8 +541,8 @@ def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_it
 @on_a_run
 async def test_negative_control_deleting_without_a_plan_is_seen(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """The check above does notice a live record whose file is gone."""
-    attempts = await save(log, mine, 1, 2)
-    await store.delete(data_key(attempts[0], 0))
+    checkpoints = await save(log, mine, 1, 2)
+    await store.delete(data_key(checkpoints[0], 0))
     with pytest.raises(AssertionError):
         await sound(store)
 
@@ -547,10 +550,10 @@ async def test_negative_control_deleting_without_a_plan_is_seen(store: MemorySto
 @on_a_run
 async def test_an_older_incarnation_deletes_nothing(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """A fenced job's clean-up ends at its PLAN."""
-    attempts = await save(log, mine, 1, 2, 3, 4)
+    checkpoints = await save(log, mine, 1, 2, 3, 4)
     await opened(store)
     with pytest.raises(FencedError):
-        await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        await retention.retire(log, mine, Keep(1), {checkpoints[-1]})
     assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
 
 
@@ -565,7 +568,7 @@ def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
         key = f"log/{log.state.next_seq:012d}.json"
         keep = Record("KEEP", {"checkpoint": f"000000001.1-{mine.nonce}", "note": ""}, "keep")
         await log.append(lambda state: keep, owner=mine)
-        attempts = await save(log, mine, 3, 4, 5)
+        checkpoints = await save(log, mine, 3, 4, 5)
         if damage is None:
             del store.objects[key]
         else:
@@ -573,7 +576,7 @@ def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
         again, mine = await opened(store)
         before = dict(store.objects)
         for _ in range(3):
-            assert await retention.retire(again, mine, Keep(1), {attempts[-1]}) == set()
+            assert await retention.retire(again, mine, Keep(1), {checkpoints[-1]}) == set()
         assert store.objects == before
 
     asyncio.run(scenario())
@@ -584,15 +587,15 @@ async def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays(
     store: MemoryStore, log: RunLog, mine: Acquire
 ) -> None:
     """If index and manifest are damaged, nobody knows which files it needs, so none is deleted until it is given up."""
-    attempts = await save(log, mine, 1, 2, 3, 4)
-    keys = [key for kind in (INDEX, MANIFEST) for key in select(store.objects, kind, of=attempts[2])]
+    checkpoints = await save(log, mine, 1, 2, 3, 4)
+    keys = [key for kind in (INDEX, MANIFEST) for key in select(store.objects, kind, of=checkpoints[2])]
     whole = {key: store.objects[key] for key in keys}
     store.objects |= dict.fromkeys(keys, b"damaged")
     retention._cache.clear()  # as after a restart
-    assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+    assert await retention.retire(log, mine, Keep(1), {checkpoints[-1]}) == set()
     assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
     store.objects |= whole
-    assert {a.step for a in await retention.retire(log, mine, Keep(1), {attempts[-1]})} == {1, 2}
+    assert {a.step for a in await retention.retire(log, mine, Keep(1), {checkpoints[-1]})} == {1, 2}
     more = await save(log, mine, 5, 6)
     store.objects |= dict.fromkeys(keys, b"damaged")
     assert {a.step for a in await retention.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
@@ -613,14 +616,14 @@ def test_a_commit_that_comes_in_between_makes_clean_up_think_again() -> None:
     async def scenario() -> None:
         store = Late()
         log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3, 4)
+        checkpoints = await save(log, mine, 1, 2, 3, 4)
         other = await read.open_run(store.url, store)
 
         async def meanwhile() -> None:
             await save(other, mine, 5)
 
         store.then = meanwhile
-        await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        await retention.retire(log, mine, Keep(1), {checkpoints[-1]})
         assert (await sound(store))[0] == 5
         assert (await files(store))[5] == WHOLE
 

@@ -67,8 +67,8 @@ def test_the_last_one_stays(run: Path, call: Any) -> None:
 
 
 def test_nothing_goes_while_the_one_to_stay_is_damaged(run: Path, call: Any) -> None:
-    pack = data_file(run, 5)
-    flip(pack, pack.stat().st_size // 2)
+    file = data_file(run, 5)
+    flip(file, file.stat().st_size // 2)
     before = tree(run)
     refused = call("rm", f"{run}@4", "--yes")
     assert refused.code == 1 and "step 5 is damaged" in refused.out and tree(run) == before
@@ -115,7 +115,7 @@ def test_negative_control_without_the_sweep_s_care_the_others_lose_files(
 ) -> None:
     """If every file that step 2 has written went with it, the increments on it would not verify."""
     everything = lambda state, retiring, verified, used, listed: sorted(  # noqa: E731
-        key for attempt in retiring for key in used[attempt]
+        key for checkpoint in retiring for key in used[checkpoint]
     )
     monkeypatch.setattr(retention, "plan_deletion", everything)
     call("rm", f"{run}@2", "--yes")

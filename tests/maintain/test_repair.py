@@ -76,21 +76,21 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "near", tmp_path / "run"))
 
 
-def header_of(pack: Path) -> tuple[int, dict[str, Any]]:
-    raw = pack.read_bytes()
+def header_of(file: Path) -> tuple[int, dict[str, Any]]:
+    raw = file.read_bytes()
     size = int.from_bytes(raw[:8], "little") + 8
     return size, json.loads(raw[8:size])
 
 
-def place_of(pack: Path, tensor: str) -> int:
+def place_of(file: Path, tensor: str) -> int:
     """Where the bytes of a tensor begin in its file."""
-    size, entries = header_of(pack)
+    size, entries = header_of(file)
     return int(size + next(entry["data_offsets"][0] for name, entry in entries.items() if name.startswith(tensor)))
 
 
 def hurt(run: Path, step: int, tensor: str) -> None:
-    pack = data_file(run, step)
-    flip(pack, place_of(pack, tensor) + 11)
+    file = data_file(run, step)
+    flip(file, place_of(file, tensor) + 11)
 
 
 def same(run: Path, pristine: Path) -> bool:
@@ -140,11 +140,11 @@ INJURIES: dict[str, Callable[[Path], object]] = {
     "a header": lambda run: flip(data_file(run, 1), 30),
     "the length in a header": lambda run: flip(data_file(run, 4), 0),
     "a page of zeros": lambda run: zero(data_file(run, 5), 4096),
-    "a pack that is gone": lambda run: data_file(run, 2).unlink(),
-    "two packs that are gone": lambda run: [data_file(run, 2).unlink(), data_file(run, 3).unlink()],
-    "a pack that is short": lambda run: cut(data_file(run, 3), -5000),
-    "a pack that is empty": lambda run: os.truncate(data_file(run, 1), 0),
-    "a pack that is long": lambda run: cut(data_file(run, 3), 1),
+    "a data file that is gone": lambda run: data_file(run, 2).unlink(),
+    "two data files that are gone": lambda run: [data_file(run, 2).unlink(), data_file(run, 3).unlink()],
+    "a data file that is short": lambda run: cut(data_file(run, 3), -5000),
+    "a data file that is empty": lambda run: os.truncate(data_file(run, 1), 0),
+    "a data file that is long": lambda run: cut(data_file(run, 3), 1),
     "a part": lambda run: flip(manifests(run, 3)[0], 50),
     "a part that is gone": lambda run: manifests(run, 2)[0].unlink(),
     "an index": lambda run: flip(indexes(run, 4)[0], -1),
@@ -177,10 +177,10 @@ def test_what_is_repaired_is_restored(made: Path, run: Path, call: Call) -> None
     """The tensors of all checkpoints, bit for bit; and it is said which were damaged, and from where they came."""
     hurt(run, 2, "frozen")
     assert call("verify", run, "--all").code == 1
-    (pack,) = call("repair", run, "--from", made / "near", "--yes", "--json").json["packs"]
-    (piece,) = pack["pieces"]
+    (file,) = call("repair", run, "--from", made / "near", "--yes", "--json").json["data_files"]
+    (piece,) = file["pieces"]
     assert (piece["tensors"], piece["from"]) == (["frozen"], f"file://{made / 'near'}")
-    assert piece["steps"] == [4, 3, 2] and run / pack["key"] == data_file(run, 2)
+    assert piece["steps"] == [4, 3, 2] and run / file["key"] == data_file(run, 2)
     assert holds(run, made / "near")
 
 
@@ -192,7 +192,7 @@ CURABLE: dict[str, Callable[[Path], object]] = {
     "the same the other way round": lambda run: hurt(run, 5, "frozen"),
     "a header": lambda run: [flip(data_file(run, step), 30) for step in (1, 2, 5)],
     "a header of an increment": lambda run: flip(data_file(run, 4), 30),
-    "a pack that is long": lambda run: cut(data_file(run, 3), 1),
+    "a data file that is long": lambda run: cut(data_file(run, 3), 1),
     "an index": lambda run: indexes(run, 4)[0].unlink(),
     "FORMAT.json": lambda run: (run / "FORMAT.json").unlink(),
 }
@@ -218,8 +218,8 @@ def test_what_another_place_has_encoded_by_itself(made: Path, run: Path, call: C
 
 LOST: dict[str, Callable[[Path], object]] = {
     "a tensor": lambda run: hurt(run, 4, "noise"),
-    "a pack that is gone": lambda run: data_file(run, 4).unlink(),
-    "a pack that is empty": lambda run: os.truncate(data_file(run, 4), 0),
+    "a data file that is gone": lambda run: data_file(run, 4).unlink(),
+    "a data file that is empty": lambda run: os.truncate(data_file(run, 4), 0),
     "a part": lambda run: flip(manifests(run, 3)[0], 50),
     "index and part": INJURIES["index and part"],
     "a log record": lambda run: flip(sorted((run / "log").iterdir())[2], 40),
@@ -255,8 +255,8 @@ def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, ca
 def test_repair_writes_no_file_that_lacks_bytes_everywhere(made: Path, run: Path, call: Call) -> None:
     """A file that is gone is not written from the pieces that other files have: the rest of it would be zeros. Control:
     the file is written if another location has all of it."""
-    pack = data_file(run, 2)
-    pack.unlink()
+    file = data_file(run, 2)
+    file.unlink()
     shown = call("repair", run)
     lines = shown.out.splitlines()
     verdicts = {row["step"]: row["verdict"] for row in call("repair", run, "--json").json["verdicts"]}
@@ -264,7 +264,7 @@ def test_repair_writes_no_file_that_lacks_bytes_everywhere(made: Path, run: Path
     assert {verdicts[3], verdicts[4]} == {"stays damaged" if made.name.startswith("none") else "lost"}
     assert "header is damaged" not in shown.out and "is gone" in shown.out and "to write again: 0 files, " in shown.out
     assert "are in no location" in shown.out
-    assert call("repair", run, "--yes").code == 1 and not pack.exists()
+    assert call("repair", run, "--yes").code == 1 and not file.exists()
     damaged = [c["step"] for c in call("verify", run, "--all", "--json").json["checkpoints"] if c["problems"]]
     assert damaged == [4, 3, 2] and call("verify", run, "--all", "--no-data").code == 1
     found = call("repair", run, "--from", made / "near", "--yes")
@@ -276,22 +276,23 @@ def test_bytes_that_no_checkpoint_names_are_copied_as_they_are(made: Path, run: 
     """After older checkpoints went, most of a file may be nobody's: it stays, whatever it is."""
 
     async def retire(log: RunLog) -> None:
-        gone = [str(c.attempt) for c in log.state.commits.values() if c.step == 2]
+        gone = [str(c.checkpoint) for c in log.state.commits.values() if c.step == 2]
         await log.append(lambda _: Record("PLAN", {"retire": gone, "delete": []}, "plan"), owner=None)
 
     logged(run, retire)
-    pack = data_file(run, 2)
+    file = data_file(run, 2)
     hurt(run, 2, "frozen")
-    flip(pack, place_of(pack, "noise") + 5)  # nobody's now
-    before = bytearray(pack.read_bytes())
-    before[place_of(pack, "frozen") + 11] ^= 1
+    flip(file, place_of(file, "noise") + 5)  # nobody's now
+    before = bytearray(file.read_bytes())
+    before[place_of(file, "frozen") + 11] ^= 1
     assert call("repair", run, "--yes").code == 0
-    assert pack.read_bytes() == bytes(before)
-    pack.unlink()
+    assert file.read_bytes() == bytes(before)
+    file.unlink()
     found = call("repair", run, "--yes", "--json")
-    lost = {name for p in found.json["packs"] for piece in p["pieces"] if piece["why_not"] for name in piece["tensors"]}
-    assert "noise" not in lost and found.code == 1 and not pack.exists()
-    assert [p["unavailable"] > 0 for p in found.json["packs"]] == [True]
+    pieces = [piece for p in found.json["data_files"] for piece in p["pieces"] if piece["why_not"]]
+    lost = {name for piece in pieces for name in piece["tensors"]}
+    assert "noise" not in lost and found.code == 1 and not file.exists()
+    assert [p["unavailable"] > 0 for p in found.json["data_files"]] == [True]
 
 
 def logged(run: Path, work: Callable[[RunLog], Any]) -> Any:
@@ -316,7 +317,7 @@ def test_one_step_only(made: Path, run: Path, call: Call) -> None:
     hurt(run, 2, "frozen")
     found = call("repair", run, "--step", 3, "--from", made / "near", "--yes", "--json")
     assert found.code == 0 and found.json["steps"] == [3]
-    assert [run / p["key"] for p in found.json["packs"]] == [data_file(run, 2)]
+    assert [run / p["key"] for p in found.json["data_files"]] == [data_file(run, 2)]
     verdicts = {c["step"]: c["verdict"] for c in call("verify", run, "--all", "--json").json["checkpoints"]}
     assert verdicts == {5: "sound", 4: "sound", 3: "sound", 2: "sound", 1: "damaged"}
 
@@ -325,7 +326,7 @@ def test_one_step_only(made: Path, run: Path, call: Call) -> None:
 
 
 @one_form
-@pytest.mark.parametrize("moment", ["pack.opened", "pack.written", "pack.synced"])
+@pytest.mark.parametrize("moment", ["data_file.opened", "data_file.written", "data_file.synced"])
 def test_killed_in_the_middle(made: Path, run: Path, call: Call, moment: str) -> None:
     """The old file stays, whole, until the new one is in its place; the next call ends the work and leaves nothing."""
     hurt(run, 1, "noise")
@@ -334,7 +335,7 @@ def test_killed_in_the_middle(made: Path, run: Path, call: Call, moment: str) ->
     assert killed(run_script(COMMAND, "repair", run, "--from", made / "near", "--yes", fail=f"{moment}:kill"))
     after = tree(run)
     assert all(after[key] in (before[key], pristine[key]) for key in before) and after.keys() == before.keys()
-    assert (after == before) == (moment != "pack.synced") and bool(temporary_files(run)) == (after == before)
+    assert (after == before) == (moment != "data_file.synced") and bool(temporary_files(run)) == (after == before)
     check(call, run, made / "near", made / "near")
 
 
@@ -405,8 +406,8 @@ def test_negative_control_unverified_bytes_would_be_taken(
     """Without the comparison of what a source gives, the check on the way stops it; without both, the file is wrong."""
     other = Path(shutil.copytree(made / "near", tmp_path / "other"))
     hurt(run, 4, "noise")
-    pack = data_file(other, 4)
-    flip(pack, place_of(pack, "noise") + 12)
+    file = data_file(other, 4)
+    flip(file, place_of(file, "noise") + 12)
     before = tree(run)
     monkeypatch.setattr(find_copies, "_matching", lambda view, piece: view)
     found = call("repair", run, "--from", other, "--yes")
@@ -425,7 +426,7 @@ def retiring(run: Path, step: int) -> None:
     """As a job does it: the log says so, then the files go."""
 
     async def work(log: RunLog) -> None:
-        gone = [str(c.attempt) for c in log.state.commits.values() if c.step == step]
+        gone = [str(c.checkpoint) for c in log.state.commits.values() if c.step == step]
         record = Record("PLAN", {"retire": gone, "delete": []}, f"plan{step}")
         await log.append(lambda _: record, owner=None)
 
@@ -452,7 +453,7 @@ def test_what_is_retired_meanwhile_is_left_out(
     monkeypatch.setattr(repair.Repair, moment, late)
     found = call("repair", run, "--from", made / "near", "--yes", "--json")
     assert found.code == 0, found.out + found.err
-    assert len(found.json["done"]["packs"]) == 1 and not checkpoint_files(run, step=1)
+    assert len(found.json["done"]["data_files"]) == 1 and not checkpoint_files(run, step=1)
     assert bool(found.json["done"]["given_up_meanwhile"]) == (moment != "look")
     assert call("verify", run, "--all").code == 0
 
@@ -575,8 +576,8 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
 @one_form
 def test_gc_takes_leftovers(run: Path, call: Call) -> None:
     """Of a repair that was killed and never called again."""
-    pack = data_file(run, 1)
-    left = pack.with_name(f".{pack.name}.0123456789abcdef.new")
+    file = data_file(run, 1)
+    left = file.with_name(f".{file.name}.0123456789abcdef.new")
     left.write_bytes(bytes(100))
     before = tree(run)
     assert call("gc", run, "--yes").code == 0
@@ -679,7 +680,7 @@ def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path
 
 @one_form
 def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pack is read once, in ranges of a bounded size, however large it is."""
+    """Every data file is read once, in ranges of a bounded size, however large it is."""
     objects = tree(run)
     asked: list[tuple[str, int, int]] = []
 

@@ -23,7 +23,7 @@ from ckpt.core.checkpoint import commits, retention
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, data_key, new_nonce, owner
+from ckpt.core.format.manifest import CheckpointId, data_key, new_nonce, owner
 from ckpt.core.log.run_log import Acquire, Record, RunLog, RunState
 from ckpt.errors import FencedError, NoCheckpointError
 from ckpt.store import remember_options
@@ -68,15 +68,15 @@ async def save(log: RunLog, mine: Acquire, *steps: int, finite: bool | None = No
 
 
 async def begin(log: RunLog, mine: Acquire, step: int, *, layout: Layout = LAYOUT, finite: bool | None = None) -> Any:
-    attempt = Attempt(mine.epoch, step, mine.nonce)
-    return await write_part(log.store, RankSnapshot(attempt, layout, memoryview(DATA), [], finite))
+    checkpoint = CheckpointId(mine.term, step, mine.nonce)
+    return await write_part(log.store, RankSnapshot(checkpoint, layout, memoryview(DATA), [], finite))
 
 
 def make(place: Path | str, *steps: int, back_to: int | None = None, floor: int = 0) -> Acquire:
     """A new incarnation saves these steps; with `back_to` it has gone back to that one."""
 
     async def do(log: RunLog) -> Acquire:
-        restored = next((c.attempt for c in log.state.lineage() if c.step == back_to), None)
+        restored = next((c.checkpoint for c in log.state.lineage() if c.step == back_to), None)
         mine = await commits.acquire(log, new_nonce(), restored=restored, floor=floor)
         await save(log, mine, *steps)
         return mine
@@ -161,7 +161,7 @@ def test_a_copy_is_a_run_of_its_own(run: Path, call: Call, tmp_path: Path) -> No
         k: v for k, v in tree(there).items() if owner(k)
     }
     state = state_of(there)
-    assert state.epoch == 2 and state.acquires[-1].restored == max(state.commits)
+    assert state.term == 2 and state.acquires[-1].restored == max(state.commits)
     make(there, 7)
     assert steps(there) == [7, 6]
 
@@ -330,9 +330,9 @@ def test_a_damaged_source_is_named(run: Path, call: Call, tmp_path: Path, kind: 
 
 
 def hurt(run: Path, step: int) -> Path:
-    pack = data_file(run, step)
-    flip(pack, pack.stat().st_size // 2)
-    return pack
+    file = data_file(run, step)
+    flip(file, file.stat().st_size // 2)
+    return file
 
 
 @pytest.mark.parametrize("damaged", [(6,), (6, 5), (4,), (6, 3, 1), (6, 5, 4, 3, 2, 1)])
@@ -340,15 +340,15 @@ def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, d
     """The others are copied, whichever is damaged; it is said which are not, and why; a repair and a repetition bring
     them. Control: one that is asked for by itself is refused."""
     there, rest = tmp_path / "there", [step for step in (6, 5, 4, 3, 2, 1) if step not in damaged]
-    packs = [hurt(run, step) for step in damaged]
+    files = [hurt(run, step) for step in damaged]
     found = call("copy", run, there, "--all", "--yes")
     assert found.code == 1 and f"copied {len(rest)}, every byte verified" in found.out and steps(there) == rest
-    for pack, step in zip(packs, damaged, strict=True):
-        pattern = rf"^skipped: step {step} of .*{pack.relative_to(run)}.* `ckpt repair file://{run}` may"
+    for file, step in zip(files, damaged, strict=True):
+        pattern = rf"^skipped: step {step} of .*{file.relative_to(run)}.* `ckpt repair file://{run}` may"
         assert re.search(pattern, found.out, re.M)
     assert call("copy", f"{run}@{damaged[0]}", tmp_path / "one", "--yes").code == 2
-    for pack in packs:
-        flip(pack, pack.stat().st_size // 2)
+    for file in files:
+        flip(file, file.stat().st_size // 2)
     again = call("copy", run, there, "--all", "--yes", "--json")
     assert again.code == 0 and len(again.json["done"]["copied"]) == len(damaged)
     assert steps(there) == [6, 5, 4, 3, 2, 1] and call("verify", there, "--all").code == 0
@@ -364,12 +364,12 @@ def test_the_lead_passes_to_the_next(run: Path, call: Call, tmp_path: Path, agai
         make(run, 7, 8, 9, back_to=5)
     else:
         work(run, lambda log: save(log, log.state.acquires[-1], 7, 8, 9))
-    pack = hurt(run, 9)
+    file = hurt(run, 9)
     found = call("copy", run, there, "--all", "--yes", "--json")
     assert (found.code, [one["step"] for one in found.json["not_copied"]]) == (1, [9])
     assert [one["step"] for one in found.json["done"]["failed"]] == [9]
     assert steps(there)[:2] == [8, 7]
-    flip(pack, pack.stat().st_size // 2)
+    flip(file, file.stat().st_size // 2)
     assert call("copy", run, there, "--all", "--yes").code == 0 and steps(there)[:3] == steps(run)[:3] == [9, 8, 7]
 
 
@@ -385,17 +385,17 @@ def test_a_source_that_retires_it_meanwhile(
 
     monkeypatch.setattr(copy_run, "copy", late)
     refused = call("copy", f"{run}@2", real, "--yes")
-    assert refused.code == 2 and "was deleted while it was copied" in refused.err
+    assert refused.code == 2 and "was deleted during the copy" in refused.err
 
 
 def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, tmp_path: Path) -> None:
-    """In a folder, a killed copy leaves a pack of the right size with anything in it."""
+    """In a folder, a killed copy leaves a data file of the right size with anything in it."""
     there = tmp_path / "there"
     work(there, lambda log: asyncio.sleep(0))
-    pack = data_file(run, 6)
-    target = there / pack.relative_to(run)
+    file = data_file(run, 6)
+    target = there / file.relative_to(run)
     target.parent.mkdir(parents=True)
-    target.write_bytes(bytes(pack.stat().st_size))
+    target.write_bytes(bytes(file.stat().st_size))
     assert call("copy", run, there, "--yes").code == 0
     assert call("verify", there).code == 0
 
@@ -406,7 +406,7 @@ def test_two_do_not_write_one_file(run: Path, call: Call, tmp_path: Path) -> Non
 
     async def tier_of_the_same_job(log: RunLog) -> None:
         await log.append(
-            lambda state: Record("ACQUIRE", {"term": job.epoch, "nonce": job.nonce, "restored": None}, "acquire:x"),
+            lambda state: Record("ACQUIRE", {"term": job.term, "nonce": job.nonce, "restored": None}, "acquire:x"),
             owner=None,
         )
         await begin(log, job, 6)
@@ -451,7 +451,7 @@ def differences(a: Path, b: Path, call: Call) -> list[str]:
     return found
 
 
-DEATHS = ("pack.opened", "pack.written", "acquire.done", "index.stored", "log.linked:kill:2")
+DEATHS = ("data_file.opened", "data_file.written", "acquire.done", "index.stored", "log.linked:kill:2")
 
 
 @pytest.mark.parametrize("point", DEATHS)
@@ -471,15 +471,15 @@ def test_negative_control_a_wrong_copy_is_seen(trained: Path, tmp_path: Path, ca
     there = tmp_path / "there"
     call("copy", f"{trained}@4", there, "--yes")
     assert differences(trained, there, call) == ["diff", "load"]
-    (pack,) = data_files(there)
-    flip(pack, pack.stat().st_size // 2)
+    (file,) = data_files(there)
+    flip(file, file.stat().st_size // 2)
     assert differences(trained, there, call) == ["verify"]
 
 
 def test_ctrl_c_leaves_nothing_half_done(trained: Path, tmp_path: Path, call: Call) -> None:
-    """Exit code 130, no file of the pack that was being written, and the same call goes on."""
+    """Exit code 130, no file of the data file that was being written, and the same call goes on."""
     there, path = tmp_path / "there", f"{REPO}:{REPO / 'backends'}"
-    environment = {**os.environ, "PYTHONPATH": path, "CKPT_FAIL": "pack.opened:stop"}
+    environment = {**os.environ, "PYTHONPATH": path, "CKPT_FAIL": "data_file.opened:stop"}
     words = [sys.executable, "-c", COMMAND, "copy", str(trained), str(there), "--yes"]
     with start_python(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         stat = Path(f"/proc/{process.pid}/stat")
@@ -519,7 +519,7 @@ def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None
     assert why.keys() == {8, 7, 6, 3, 2} and "as published" in why[2] and "every 3" in why[3] and "finite" in why[6]
     assert plan["check"] == 6  # not what nobody would restore
     done = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"]
-    assert sorted(Attempt.parse(a).step for a in done["given_up"]) == [1, 4, 5]
+    assert sorted(CheckpointId.parse(a).step for a in done["given_up"]) == [1, 4, 5]
     assert done["files"] == plan["files"] == 9 and done["bytes"] == plan["bytes"]
     assert steps(run) == [8, 7, 6, 3, 2] and owners(run) == {8, 7, 6, 3, 2}
     assert call("verify", "--all", run).code == 0 and (run / DATA_FOLDER / "notes.txt").exists()
@@ -528,14 +528,14 @@ def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None
 
 def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None:
     """One flipped bit in it: exit code 1, what is damaged is named, and every file stays."""
-    pack = data_file(run, 6)
-    flip(pack, pack.stat().st_size - 9)
+    file = data_file(run, 6)
+    flip(file, file.stat().st_size - 9)
     before = tree(run)
     refused = call("prune", run, "--keep-last", 1, "--yes")
-    assert refused.code == 1 and str(pack.relative_to(run)) in refused.out and "Nothing was deleted" in refused.out
+    assert refused.code == 1 and str(file.relative_to(run)) in refused.out and "Nothing was deleted" in refused.out
     assert tree(run) == before
     assert call("prune", run, "--keep-last", 1, "--yes", "--json").json["problems"]
-    flip(pack, pack.stat().st_size - 9)  # control
+    flip(file, file.stat().st_size - 9)  # control
     assert call("prune", run, "--keep-last", 1, "--yes").code == 0 and steps(run) == [6, 5]
 
 
@@ -604,7 +604,7 @@ def with_leftovers(run: Path) -> dict[str, Acquire]:
             await begin(log, old, step)
         half = await begin(log, old, 12, layout=Layout(LAYOUT.tensors, {}, [], rank=0, world=2))
         await commits.commit(log, old, [half], kind="HELD")
-        await commits.abort(log, old, Attempt(old.epoch, 10, old.nonce), "for the test")
+        await commits.abort(log, old, CheckpointId(old.term, 10, old.nonce), "for the test")
         new = await commits.acquire(log, new_nonce())
         await begin(log, new, 13)
         return new
@@ -630,18 +630,18 @@ def test_gc_deletes_what_nobody_needs(run: Path, call: Call) -> None:
 
 def test_gc_ends_what_an_old_epoch_left_open_only_where_told(run: Path, call: Call) -> None:
     """Never what the present epoch is writing, nor what other nodes may hold the rest of."""
-    epochs = with_leftovers(run)
+    terms = with_leftovers(run)
     found = call("gc", run, "--abort-open", "--yes", "--json").json
     assert {one["step"]: one["ending"] for one in found["open"]} == {11: True, 12: False, 13: False}
     assert owners(run) == {1, 2, 3, 4, 5, 6, 12, 13}
-    assert Attempt(1, 11, epochs["old"].nonce) in state_of(run).aborted
-    work(run, lambda log: save_again(log, epochs["new"]))
+    assert CheckpointId(1, 11, terms["old"].nonce) in state_of(run).aborted
+    work(run, lambda log: save_again(log, terms["new"]))
     assert steps(run)[0] == 13
 
 
 async def save_again(log: RunLog, mine: Acquire) -> None:
     """What was open becomes a checkpoint."""
-    part = await commits.stored_part(log.store, Attempt(mine.epoch, 13, mine.nonce), 0)
+    part = await commits.stored_part(log.store, CheckpointId(mine.term, 13, mine.nonce), 0)
     assert part is not None
     await commits.commit(log, mine, [part])
 
@@ -668,7 +668,7 @@ def test_readers_have_their_time(run: Path, call: Call, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("words", [("prune", "--keep-last", "1"), ("gc",)], ids=["prune", "gc"])
 def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words: Sequence[str], fail: str) -> None:
     """What the log says is gone, and its files with the next gc; what stays is sound."""
-    aborted = Attempt(1, 10, with_leftovers(run)["old"].nonce)
+    aborted = CheckpointId(1, 10, with_leftovers(run)["old"].nonce)
     for number in range(80):  # more than one batch
         (run / data_key(aborted, 1, number)).write_bytes(b"x")
     assert killed(run_script(COMMAND, words[0], run, *words[1:], "--yes", fail=fail))
@@ -798,13 +798,13 @@ def test_a_bucket_is_thinned_out_and_cleaned_up(bucket: str, call: Call, monkeyp
     far, waited = "s3://bucket/run", list[float]()
     remember_options(far, storage_options(bucket) | {"engine": "s3fs"})
     mine = make(far, 1, 2, 3, 4)
-    attempts = {step: Attempt(1, step, mine.nonce) for step in (8, 9)}
+    checkpoints = {step: CheckpointId(1, step, mine.nonce) for step in (8, 9)}
 
     async def leave(log: RunLog) -> None:
-        for attempt in attempts.values():
-            upload = await log.store.upload(data_key(attempt, 0), size=40 << 20)
+        for checkpoint in checkpoints.values():
+            upload = await log.store.upload(data_key(checkpoint, 0), size=40 << 20)
             await upload.write_at(0, memoryview(bytes(upload.part)))
-        await commits.abort(log, mine, attempts[8], "for the test")
+        await commits.abort(log, mine, checkpoints[8], "for the test")
 
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
@@ -819,5 +819,5 @@ def test_a_bucket_is_thinned_out_and_cleaned_up(bucket: str, call: Call, monkeyp
     async def left(log: RunLog) -> list[str]:
         return await prune.unfinished(log.store)
 
-    assert work(far, left) == [data_key(attempts[9], 0)]
+    assert work(far, left) == [data_key(checkpoints[9], 0)]
     assert call("verify", "--all", far).code == 0

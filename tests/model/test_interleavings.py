@@ -21,7 +21,7 @@ from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import parts, retention
 from ckpt.core.checkpoint.commits import Recovery, Role
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
-from ckpt.core.format.manifest import Attempt, data_key, is_manifest, owner
+from ckpt.core.format.manifest import CheckpointId, data_key, is_manifest, owner
 from ckpt.core.log import run_log
 from ckpt.core.log import run_log as log_files
 from ckpt.core.log.run_log import Acquire, Commit, Listed, RunLog, RunState
@@ -138,8 +138,8 @@ def a_timeout_is_a_failure(patch: pytest.MonkeyPatch) -> None:
         try:
             await settle(log, owner, own, role, **details)
         except FullError:
-            for pack in own.part.packs:
-                await log.store.delete(pack.key)
+            for file in own.part.files:
+                await log.store.delete(file.key)
             raise
 
     patch.setattr(SimStore, "put", sure)
@@ -159,9 +159,9 @@ def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
         try:
             return await commit(log, mine, parts, kind=kind, fitting=fitting)
         except OutcomeUnknownError:
-            attempt = Attempt.parse(parts[0].part.attempt)
+            checkpoint = CheckpointId.parse(parts[0].part.checkpoint)
             told = tuple((one.part.rank, one.digest) for one in parts)
-            log.state.commits[attempt] = Commit(attempt, len(parts), told, "0" * 64)
+            log.state.commits[checkpoint] = Commit(checkpoint, len(parts), told, "0" * 64)
 
     patch.setattr(RunLog, "append", impatient)
     patch.setattr(commits, "commit", hopeful)
@@ -230,7 +230,7 @@ def the_plan_need_not_land(patch: pytest.MonkeyPatch) -> None:
 
 def open_attempts_are_fair_game(patch: pytest.MonkeyPatch) -> None:
     """Files that no live checkpoint uses go, also those of attempts that may still become one."""
-    patch.setattr(retention, "live_packs", lambda state, packs, used: set(used))
+    patch.setattr(retention, "live_files", lambda state, files, used: set(used))
 
 
 def what_is_open_stays_open(patch: pytest.MonkeyPatch) -> None:
@@ -255,9 +255,9 @@ def what_is_open_stays_open(patch: pytest.MonkeyPatch) -> None:
 def whoever_is_there_will_do(patch: pytest.MonkeyPatch) -> None:
     """The parts of other ranks are not waited for."""
 
-    async def present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart]:
-        keys = [info.key async for info in store.list() if owner(info.key) == attempt]
-        return list((await parts.sound_parts(store, attempt, keys, own)).values())
+    async def present(store: Store, checkpoint: CheckpointId, own: WrittenPart, role: Role) -> list[WrittenPart]:
+        keys = [info.key async for info in store.list() if owner(info.key) == checkpoint]
+        return list((await parts.sound_parts(store, checkpoint, keys, own)).values())
 
     patch.setattr(settling, "_present", present)
 
@@ -298,18 +298,18 @@ def aborting_needs_no_log(patch: pytest.MonkeyPatch) -> None:
     """Whoever gives an attempt up deletes its files, though others may have committed it."""
     give_up = Rank.give_up
 
-    async def rude(self: Rank, attempt: Attempt, written: WrittenPart | None = None) -> None:
+    async def rude(self: Rank, checkpoint: CheckpointId, written: WrittenPart | None = None) -> None:
         if written is not None:
             with contextlib.suppress(StoreError):
-                for pack in written.part.packs:
-                    await self.log.store.delete(pack.key)
-        await give_up(self, attempt, written)
+                for file in written.part.files:
+                    await self.log.store.delete(file.key)
+        await give_up(self, checkpoint, written)
 
     patch.setattr(Rank, "give_up", rude)
 
 
 def the_pack_goes_though_its_part_may_be_there(patch: pytest.MonkeyPatch) -> None:
-    """Whoever does not hear that his part is stored deletes the pack, though another rank may have found both."""
+    """Whoever does not hear that his part is stored deletes the data file, though another rank may have found both."""
     write_part = interleave.write_part
 
     async def rash(store: Store, snapshot: RankSnapshot, *, numbers: Iterator[int] | None = None) -> WrittenPart:
@@ -318,7 +318,7 @@ def the_pack_goes_though_its_part_may_be_there(patch: pytest.MonkeyPatch) -> Non
             return await write_part(store, snapshot, numbers=iter([number]))
         except StoreError:
             with contextlib.suppress(StoreError):
-                await store.delete(data_key(snapshot.attempt, snapshot.layout.rank, number))
+                await store.delete(data_key(snapshot.checkpoint, snapshot.layout.rank, number))
             raise
 
     patch.setattr(interleave, "write_part", rash)
@@ -341,8 +341,8 @@ def what_was_in_use_is_in_use(patch: pytest.MonkeyPatch) -> None:
     lands."""
     check = commits.check_files
 
-    def before(state: RunState, attempt: Attempt, packs: Any, used: Any, **named: Any) -> None:
-        check(replace(state, commits=dict.fromkeys(used)), attempt, packs, used, **named)
+    def before(state: RunState, checkpoint: CheckpointId, files: Any, used: Any, **named: Any) -> None:
+        check(replace(state, commits=dict.fromkeys(used)), checkpoint, files, used, **named)
 
     patch.setattr(commits, "check_files", before)
 
@@ -356,7 +356,7 @@ def a_writer_expires_its_own_sources(patch: pytest.MonkeyPatch) -> None:
     """What a writer's own increments in flight are built on is given up all the same."""
     retire = retention.retire
 
-    async def careless(*details: Any, **named: Any) -> set[Attempt]:
+    async def careless(*details: Any, **named: Any) -> set[CheckpointId]:
         return await retire(*details, **{**named, "pinned": lambda state: frozenset()})
 
     patch.setattr(retention, "retire", careless)
@@ -366,8 +366,8 @@ def an_increment_is_as_good_as_a_full_one(patch: pytest.MonkeyPatch) -> None:
     """The newest full ones may go, as long as something newer stays."""
     choose = retention.choose
 
-    def careless(state: RunState, *details: Any) -> set[Attempt]:
-        alike = {attempt: replace(found, needs=()) for attempt, found in state.commits.items()}
+    def careless(state: RunState, *details: Any) -> set[CheckpointId]:
+        alike = {checkpoint: replace(found, needs=()) for checkpoint, found in state.commits.items()}
         return choose(replace(state, commits=alike), *details)
 
     patch.setattr(retention, "choose", careless)
@@ -377,16 +377,16 @@ def a_pack_belongs_to_who_wrote_it(patch: pytest.MonkeyPatch) -> None:
     """Of what a checkpoint uses, only what it has written itself is left alone."""
     files_of = retention.files_of
 
-    async def own(*args: Any) -> dict[Attempt, set[str]]:
+    async def own(*args: Any) -> dict[CheckpointId, set[str]]:
         return {of: {key for key in keys if owner(key) == of} for of, keys in (await files_of(*args)).items()}
 
     patch.setattr(retention, "files_of", own)
 
 
 def giving_up_takes_what_was_borrowed(patch: pytest.MonkeyPatch) -> None:
-    """With an attempt that was aborted go all packs that its part names, also those of older ones."""
+    """With an attempt that was aborted go all data files that its part names, also those of older ones."""
     given_up = interleave.given_up
-    patch.setattr(interleave, "given_up", lambda of, own: [*given_up(of, own), *(pack.key for pack in own.part.packs)])
+    patch.setattr(interleave, "given_up", lambda of, own: [*given_up(of, own), *(file.key for file in own.part.files)])
 
 
 def who_puts_a_record_need_not_look_again(patch: pytest.MonkeyPatch) -> None:
@@ -509,7 +509,7 @@ RARE = {
 def test_negative_control_a_rule_that_is_left_out_is_missed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each broken variant is found out within two thousand schedules. Without the check of borrowed packs before a
+    """Each broken variant is found out within two thousand schedules. Without the check of borrowed data files before a
     COMMIT, which most often hides that a rule about bases is left out."""
 
     async def unseen(*details: Any) -> None:

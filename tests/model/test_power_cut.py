@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ckpt.core.checkpoint import chunks, commits, read
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.log import records, run_log
 from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, FencedError
@@ -74,15 +74,15 @@ async def workload(root: Path, disk: RecordingDisk) -> None:
         await first.retire()
         disk.ack(await first.save(4))
         await first.write(5)  # whole, and never committed
-        torn = await store.upload(data_key(first.attempt(6)), size=9000)
+        torn = await store.upload(data_key(first.checkpoint(6)), size=9000)
         await torn.write_at(0, memoryview(b"x" * 5000))  # the job ends here
     async with local(root, disk) as store:
         second = await Run.open(store)
-        disk.ack(first.attempt(5))  # rolled forward
+        disk.ack(first.checkpoint(5))  # rolled forward
         disk.ack(await second.save(7))
         await second.retire()
         await second.write(8)
-        await commits.abort(second.log, second.mine, second.attempt(8), "of no use")
+        await commits.abort(second.log, second.mine, second.checkpoint(8), "of no use")
         disk.ack(await second.save(9))
         await second.retire()
         disk.ack(await second.save(10))
@@ -244,8 +244,8 @@ async def restart_and_recover(base: Path, disk: RecordingDisk, before: Run) -> N
     """A new incarnation: what it finds committed, or rolls forward, it may tell the user of."""
     async with local(base / "run", disk) as store:
         run = await Run.open(store)
-        for attempt in run.log.state.commits:
-            disk.ack(attempt)
+        for checkpoint in run.log.state.commits:
+            disk.ack(checkpoint)
 
 
 async def respawn_and_write_again(base: Path, disk: RecordingDisk, before: Run) -> None:
@@ -299,13 +299,13 @@ def test_negative_control_kill_then_power_cut(tmp_path: Path, monkeypatch: pytes
 # -- real file systems --
 
 
-async def save_until_the_power_goes(place: Volume, at: int, *, lazy: bool = False) -> list[Attempt]:
+async def save_until_the_power_goes(place: Volume, at: int, *, lazy: bool = False) -> list[CheckpointId]:
     """Go on with the run, and cut the power at operation `at`. Returns what was acknowledged."""
-    acked: list[Attempt] = []
+    acked: list[CheckpointId] = []
     try:
         async with local(place.path / "run", CuttingDisk(place, at, lazy=lazy)) as store:
             run = await Run.open(store)
-            newest = max((attempt.step for attempt in run.log.state.commits), default=0)
+            newest = max((checkpoint.step for checkpoint in run.log.state.commits), default=0)
             for step in range(newest + 1, newest + 100):
                 acked.append(await run.save(step))
                 await run.retire()
@@ -314,21 +314,21 @@ async def save_until_the_power_goes(place: Volume, at: int, *, lazy: bool = Fals
     return acked
 
 
-async def what_is_lost(place: Volume, acked: list[Attempt]) -> str | None:
+async def what_is_lost(place: Volume, acked: list[CheckpointId]) -> str | None:
     """Read the run again, with the real store."""
     store = LocalStore(f"file://{place.path}/run")
     try:
         log = await read.open_run(store.url, store)
         if log.state.damaged:
             return f"log records {log.state.damaged} are damaged"
-        for attempt in acked:
-            if attempt not in log.state.commits and attempt not in log.state.retired:
-                return f"step {attempt.step} is lost"
-        if acked and log.state.lineage()[0].attempt < acked[-1]:
+        for checkpoint in acked:
+            if checkpoint not in log.state.commits and checkpoint not in log.state.retired:
+                return f"step {checkpoint.step} is lost"
+        if acked and log.state.lineage()[0].checkpoint < acked[-1]:
             return "the newest is too old"
-        for attempt, found in log.state.commits.items():
-            if await read.verify(store, found) or await restored(log, attempt) != payload(attempt):
-                return f"step {attempt.step} is damaged"
+        for checkpoint, found in log.state.commits.items():
+            if await read.verify(store, found) or await restored(log, checkpoint) != payload(checkpoint):
+                return f"step {checkpoint.step} is damaged"
     except CheckpointError as error:
         return str(error) if acked else None
     finally:

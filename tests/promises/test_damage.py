@@ -59,7 +59,7 @@ def small() -> Objects:
 
 @pytest.fixture(scope="module")
 def large() -> Objects:
-    """Two checkpoints with a tensor of two blobs."""
+    """Two checkpoints with a tensor of two chunks."""
     return asyncio.run(built(LARGE, STEPS[:2]))
 
 
@@ -120,8 +120,8 @@ def structure(objects: Objects) -> list[str]:
     return [key for key in sorted(objects) if kind_of(key) != DATA]
 
 
-def header_size(pack: bytes) -> int:
-    return 8 + int.from_bytes(pack[:8], "little")
+def header_size(file: bytes) -> int:
+    return 8 + int.from_bytes(file[:8], "little")
 
 
 def check_flips(objects: Objects, of: Contents, key: str, positions: list[int], bits: Callable[[], list[int]]) -> int:
@@ -157,7 +157,7 @@ def test_a_flip_in_any_structure_byte(small: Objects, kind: str) -> None:
 
 
 def test_a_flip_in_a_pack_header_is_harmless_and_noticed(small: Objects) -> None:
-    """We do not read by the header of a pack, so the newest step comes back; `verify` notices, as others do."""
+    """We do not read by the header of a data file, so the newest step comes back; `verify` notices, as others do."""
     check_header_flips(small, every=11)
 
 
@@ -182,7 +182,7 @@ def check_tensor_flips(objects: Objects, of: Contents, count: int) -> None:
 
 
 def test_flips_in_tensor_data_fall_back_to_the_older_checkpoint(small: Objects, large: Objects) -> None:
-    """Every flip makes the restore pass over that checkpoint; 150 in small tensors, 15 in one of several blobs."""
+    """Every flip makes the restore pass over that checkpoint; 150 in small tensors, 15 in one of several chunks."""
     check_tensor_flips(small, SMALL, 150)
     check_tensor_flips(large, LARGE, 15)
 
@@ -218,7 +218,7 @@ def test_other_damage_to_any_single_file(small: Objects) -> None:
 
 
 def test_damage_to_a_data_file_with_several_chunks(large: Objects) -> None:
-    """The same for the newest pack of the larger run: the older checkpoint comes back."""
+    """The same for the newest data file of the larger run: the older checkpoint comes back."""
     key, dice = select(large, DATA)[-1], random.Random(7)
     raw = large[key]
     last = (len(raw) - 1) // PAGE * PAGE

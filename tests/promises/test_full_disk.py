@@ -210,8 +210,8 @@ class Straggler(Disk):
 def test_a_failed_pack_is_never_written_through_a_closed_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its number may belong to another file by then: the bytes of one pack would land in that."""
-    inside.write_in_pieces_of(monkeypatch, inside.PAGE)  # several writes of one small pack
+    """Its number may belong to another file by then: the bytes of one data file would land in that."""
+    inside.write_in_pieces_of(monkeypatch, inside.PAGE)  # several writes of one small data file
     disk = Straggler()
 
     async def save() -> None:
@@ -252,7 +252,7 @@ def small(tmp_path: Path, request: pytest.FixtureRequest):  # type: ignore[no-un
 
 
 def test_the_log_can_be_written_on_a_full_disk(small: Volume) -> None:
-    """A full disk refuses a pack, and takes log records from the space that was set aside for them."""
+    """A full disk refuses a data file, and takes log records from the space that was set aside for them."""
 
     async def run_full() -> None:
         async with local(small.path / "run") as store:

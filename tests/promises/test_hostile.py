@@ -144,9 +144,9 @@ def test_distant_stray_record_does_not_hang_readers(genuine: Run, tmp_path: Path
 )  # fmt: skip
 def test_garbage_instead_of_json(genuine: Run, raw: bytes, tmp_path: Path) -> None:
     """In FORMAT.json, in a record, in a part."""
-    objects, attempt = genuine
+    objects, checkpoint = genuine
     assert restored(put({**objects, "FORMAT.json": raw}, tmp_path / "run")) == 20
-    assert restored(put({**objects, manifest_key(attempt): raw}, tmp_path / "run")) == 10
+    assert restored(put({**objects, manifest_key(checkpoint): raw}, tmp_path / "run")) == 10
     assert restored(put({**objects, inside.name_of_record(2): raw}, tmp_path / "run")) == 10
     survives(put(dict.fromkeys(objects, raw), tmp_path / "run"))
 
@@ -175,9 +175,9 @@ def test_non_files_are_skipped(
     genuine: Run, replace: Callable[[Path, Path], None], key_of: Callable[[Any], str], tmp_path: Path
 ) -> None:
     """Links are not followed, folders not read, pipes not waited for."""
-    attempt = genuine[1]
+    checkpoint = genuine[1]
     folder = put(forge(genuine), tmp_path / "run")
-    replace(folder / key_of(attempt), tmp_path / "moved")
+    replace(folder / key_of(checkpoint), tmp_path / "moved")
     live = state(1)
     newest = sources(folder)[0]
     with pytest.raises((CorruptError, StoreError)):

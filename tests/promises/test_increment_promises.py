@@ -33,7 +33,7 @@ with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=1, keep=4, compressio
 
 
 def test_memory_is_restored_after_saves_with_deltas(run_dir: str) -> None:
-    """The digests of a snapshot are those of its own blobs, whatever the last save of it was based on: it comes from
+    """The digests of a snapshot are those of its own chunks, whatever the last save of it was based on: it comes from
     memory, verified, bit for bit."""
     first = run_script(MEMORY_ONLY, run_dir)
     assert newest(run_dir).has_bases, "there were no deltas"

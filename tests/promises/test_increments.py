@@ -151,7 +151,7 @@ def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     "compression", ["zstd", *(pytest.param(one, marks=pytest.mark.long) for one in ("none", "auto"))]
 )
 def test_every_step_restores_bit_exactly(compression: str, run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By load, by its slices and by restore, at every step that is kept; increments name older packs, and with
+    """By load, by its slices and by restore, at every step that is kept; increments name older data files, and with
     compression every codec is used; `verify --all` is clean."""
     state, wanted = build(), dict[int, dict[str, torch.Tensor]]()
     tier = ckpt.Tier(run_dir, every=1, keep=10, compression=compression, full_every=5)
@@ -294,17 +294,19 @@ def test_negative_control_a_missing_data_file_is_detected(run_dir: str, capsys: 
             state["moving"]["w"] += 1
             cp.step(step).wait_durable(60)  # type: ignore[union-attr]
     assert verified(run_dir, capsys) == []
-    pack, _ = newest(run_dir).place_of("frozen.w")
-    Path(run_dir, pack).unlink()
-    assert any(pack in problem for problem in verified(run_dir, capsys))
-    assert not {pack} <= data_files_in(run_dir).keys()
+    file, _ = newest(run_dir).place_of("frozen.w")
+    Path(run_dir, file).unlink()
+    assert any(file in problem for problem in verified(run_dir, capsys))
+    assert not {file} <= data_files_in(run_dir).keys()
 
 
-@pytest.mark.parametrize("what, place", [("one pack", "folder"), ("earlier copy", "folder"), ("data files", "bucket")])
+@pytest.mark.parametrize(
+    "what, place", [("one data file", "folder"), ("earlier copy", "folder"), ("data files", "bucket")]
+)
 def test_increment_fails_and_next_is_full_if_its_base_is_gone(
     what: str, place: str, moto: MotoServer, url: str, run_dir: str
 ) -> None:
-    """Somebody deletes packs while the job runs, or puts an earlier copy of the run in its place."""
+    """Somebody deletes data files while the job runs, or puts an earlier copy of the run in its place."""
     state, copy = small_state(), dict[str, bytes]()
     tier = bucket(url, moto, keep="all") if place == "bucket" else ckpt.Tier(run_dir, every=1)
     inside.use_options(url, storage_options(moto.url))
@@ -321,9 +323,9 @@ def test_increment_fails_and_next_is_full_if_its_base_is_gone(
             if step == 5:
                 saved = newest(tier.url)
                 assert not saved.full
-                pack = saved.place_of("frozen.w")[0]
+                file = saved.place_of("frozen.w")[0]
                 names = inside.file_names(tier.url)
-                gone = {"data files": select(names, DATA), "one pack": [pack], "earlier copy": names}
+                gone = {"data files": select(names, DATA), "one data file": [file], "earlier copy": names}
                 inside.delete_files(tier.url, gone[what])
                 inside.write_files(tier.url, copy if what == "earlier copy" else {})
     found = ckpt.load(tier.url)
@@ -790,15 +792,15 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
     assert differing(other, wanted) == []
 
 
-def pack_reads(proxy: FaultProxy) -> list[str]:
+def file_reads(proxy: FaultProxy) -> list[str]:
     return [path for path in proxy.paths() if path.startswith("GET") and re.search(pattern(DATA), path)]
 
 
 def test_tier_is_raw_in_the_folder_and_compressed_in_the_bucket(
     moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str
 ) -> None:
-    """Raw in the folder, compressed in the bucket, with deltas whose bases are read from the folder: no pack is fetched
-    from the bucket for them. When the folder is gone, the bucket alone has every bit of each step."""
+    """Raw in the folder, compressed in the bucket, with deltas whose bases are read from the folder: no data file is
+    fetched from the bucket for them. When the folder is gone, the bucket alone has every bit of each step."""
     state, wanted = build(size=300), {}
     near = ckpt.Tier(run_dir, every=1, keep=2, compression="none")
     far = bucket(url, proxy, every=2, keep=10)
@@ -810,7 +812,7 @@ def test_tier_is_raw_in_the_folder_and_compressed_in_the_bucket(
             assert save is not None
             save.wait_durable(60, tier="all")
             wanted[step] = frozen_copy(state)
-        assert pack_reads(proxy) == []
+        assert file_reads(proxy) == []
     inside.use_options(url, storage_options(moto.url))
     found = inside.history(url)
     assert [step for step, saved in found.items() if not saved.full] == [10, 8, 6]

@@ -301,7 +301,7 @@ def check_started(job: Job, step: int, tier: str, before: Job, *, resharded: boo
 def data_size(root: Path, step: int) -> int:
     """Return the bytes of tensors of a step in a tier."""
     parts = [json.loads(path.read_text()) for path in manifests(root / "run", step)]
-    return sum(pack["size"] - pack["header_size"] for part in parts for pack in part["files"])
+    return sum(file["size"] - file["header_size"] for part in parts for file in part["files"])
 
 
 def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
@@ -463,7 +463,9 @@ def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> No
 
     The writers of node b stand still: after its parts were written and before it HELD them, or before all of that.
     """
-    stop, words = ("index.stored:stop:1", ["rush 1"]) if both_hold else ("pack.opened:stop:2", ["train 1", "rush 1"])
+    stop, words = (
+        ("index.stored:stop:1", ["rush 1"]) if both_hold else ("data_file.opened:stop:2", ["train 1", "rush 1"])
+    )
     first = cluster.start(*words, "hang", fails={"b": f"writer/{stop}"}, shared_every=1000)
     first.wait("hangs")
     assert eventually(lambda: len(cluster.roots()["a"].held) == 1)
@@ -474,7 +476,7 @@ def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> No
     assert eventually(lambda: bool(stopped()))
     roots = cluster.roots()
     assert not roots["b"].held and len(roots["a"].ranks) == len(words) - 1
-    (attempt,) = roots["a"].held_ids
+    (checkpoint,) = roots["a"].held_ids
     for node in (cluster.a, cluster.b):
         node.kill("")
     second = cluster.start("train 4", "close", shared_every=1000)
@@ -482,7 +484,7 @@ def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> No
     check_started(second, 1, "local", first)
     roots = cluster.roots()
     for name in "ab":
-        assert (("COMMIT", attempt) in records(getattr(cluster, name).disk)) == both_hold
+        assert (("COMMIT", checkpoint) in records(getattr(cluster, name).disk)) == both_hold
         assert not roots[name].held
     assert roots["a"].steps == roots["b"].steps
 
@@ -552,7 +554,7 @@ def test_one_disk_fails(cluster: Cluster) -> None:
 
     One rank of node b has no space for step 2.
     """
-    job = cluster.start("train 4", "close", fails={"b": "writer/pack.written:enospc:2"}, busy_timeout_s=10.0)
+    job = cluster.start("train 4", "close", fails={"b": "writer/data_file.written:enospc:2"}, busy_timeout_s=10.0)
     job.end()
     for rank, found in enumerate(job.all("saved")):
         errors = {one["step"]: one["error"] for one in found if one["tier"] == "local"}

@@ -201,11 +201,11 @@ def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_p
         cp.restore(default=0)
         train(cp, state, range(1, 5))
         cp.wait(60)
-    pack = data_file(folder, 4)
-    size = int.from_bytes(pack.read_bytes()[:8], "little")
-    header = json.loads(pack.read_bytes()[8 : 8 + size])
+    file = data_file(folder, 4)
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + size])
     trained = next(name for name in header if name.startswith("model."))  # else step 2 has the same piece
-    flip(pack, 8 + size + header[trained]["data_offsets"][0])
+    flip(file, 8 + size + header[trained]["data_offsets"][0])
     other = toy.build(seed=4)
     with ckpt.Checkpointer(other, places) as cp:
         assert cp.restore() == 4
@@ -228,14 +228,14 @@ def test_both_tiers_damaged_in_different_chunks(moto: MotoServer, url: str, tmp_
         train(cp, state, range(1, 3))
         cp.wait(60)
     for home, offset in ((folder, 100), (second, 9000)):
-        (pack,) = data_files(home)
-        flip(pack, pack.stat().st_size - offset)
+        (file,) = data_files(home)
+        flip(file, file.stat().st_size - offset)
     other = toy.build(seed=4)
     with ckpt.Checkpointer(other, places[:2]) as cp:
         assert cp.restore() == 2
         assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
     assert toy.digest(other) == digest_after(2)
-    flip(pack, pack.stat().st_size - 100)
+    flip(file, file.stat().st_size - 100)
     with ckpt.Checkpointer(toy.build(), places[:2]) as cp, pytest.raises(CorruptError):
         cp.restore()
 

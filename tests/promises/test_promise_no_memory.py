@@ -103,7 +103,7 @@ def test_scheduled_steps_are_saved_bit_for_bit_if_no_snapshot_fits(tmp_path: Pat
     assert torch.isfinite(whole["net.weight"]).all()
 
 
-@pytest.mark.parametrize("point", ["pack.opened", "pack.written", "pack.synced", "part.stored"])
+@pytest.mark.parametrize("point", ["data_file.opened", "data_file.written", "data_file.synced", "part.stored"])
 def test_kill_during_a_direct_write_costs_only_that_step(tmp_path: Path, point: str) -> None:
     killed = train(tmp_path, 7, mib=40, fail=f"trainer/{point}:kill:2")
     assert killed.code == -signal.SIGKILL, killed.log
@@ -115,11 +115,11 @@ def test_kill_during_a_direct_write_costs_only_that_step(tmp_path: Path, point: 
 
 def test_failed_direct_write_is_an_error_that_says_so(tmp_path: Path) -> None:
     """The disk fails at the second file. The error names step and tier, and no claim of memory is made."""
-    found = train(tmp_path, 7, mib=40, fail="trainer/pack.written:eio:2")
+    found = train(tmp_path, 7, mib=40, fail="trainer/data_file.written:eio:2")
     assert found.code == 1 and "step 4 was not written to" in found.error, found.log
     assert "Memory has no room for it" in found.error and "still in memory" not in found.log
     assert inside.steps_at(tmp_path / "near")[-1] == 2
-    warned = train(tmp_path, 9, mib=40, fail="trainer/pack.written:eio:2", on_error="warn")
+    warned = train(tmp_path, 9, mib=40, fail="trainer/data_file.written:eio:2", on_error="warn")
     assert warned.code == 0 and inside.steps_at(tmp_path / "near")[0] == 9, warned.log
 
 
@@ -143,7 +143,7 @@ cp.step(1)
 optim.step()
 found = {}
 
-def attempt(name, call):
+def checkpoint(name, call):
     try:
         found[name] = str(call())
     except BaseException as error:
@@ -152,17 +152,17 @@ def attempt(name, call):
 def during_the_write(signals, handler=None):
     inside.read_live_state_slowly(0.5)
     if handler is not None:
-        signal.signal(signal.SIGUSR1, lambda *_: attempt("handler", handler))
+        signal.signal(signal.SIGUSR1, lambda *_: checkpoint("handler", handler))
     for number, (delay_s, which) in enumerate(signals):
         threading.Timer(delay_s, os.kill, (os.getpid(), which)).start()
 
 if case == "evaluated":
-    attempt("durable", lambda: cp.step(2).wait_durable(30))
+    checkpoint("durable", lambda: cp.step(2).wait_durable(30))
     note["n"] = 7  # as after an evaluation
-    attempt("close", cp.close)
+    checkpoint("close", cp.close)
 elif case == "interrupted":
     during_the_write([(0.4, signal.SIGINT)])
-    attempt("step", lambda: cp.step(2))
+    checkpoint("step", lambda: cp.step(2))
     with torch.no_grad():
         net.weight.add_(1)
     time.sleep(3)
@@ -170,11 +170,11 @@ elif case == "interrupted":
     os.kill(os.getpid(), signal.SIGKILL)
 elif case == "saved":
     during_the_write([(0.5, signal.SIGUSR1)], lambda: cp.save().wait_durable(30).step)
-    attempt("step", lambda: cp.step(2).wait_durable(30).step)
-    attempt("close", cp.close)
+    checkpoint("step", lambda: cp.step(2).wait_durable(30).step)
+    checkpoint("close", cp.close)
 elif case == "closed":
     during_the_write([(0.5, signal.SIGUSR1)], cp.close)
-    attempt("step", lambda: cp.step(2).wait_durable(30).step)
+    checkpoint("step", lambda: cp.step(2).wait_durable(30).step)
 elif case == "written":
     inside.read_live_state_slowly(0.3)
     stop = threading.Event()
@@ -184,10 +184,10 @@ elif case == "written":
                 net.weight.add_(1)
     thread = threading.Thread(target=write)
     thread.start()
-    attempt("step", lambda: cp.step(2).wait_durable(30))
+    checkpoint("step", lambda: cp.step(2).wait_durable(30))
     stop.set()
     thread.join()
-    attempt("close", cp.close)
+    checkpoint("close", cp.close)
 print(json.dumps(found), flush=True)
 """
 

@@ -229,7 +229,7 @@ def run(tmp_path: Path) -> Run:
 # -- deaths --
 
 VISITS = {"run.taken": 1, "restore.chosen": 1, "restore.filled": 1, "save.requested": 2}
-WRITES = ("pack.opened", "pack.written", "pack.synced", "part.stored")  # what every writer does
+WRITES = ("data_file.opened", "data_file.written", "data_file.synced", "part.stored")  # what every writer does
 COMMITS = [p for p in AFTER_START if p not in WRITES and p != "mirror.taken"]  # and what one does for all
 
 
@@ -312,7 +312,7 @@ def test_node_local_disks(run: Run, own_sockets: Path) -> None:
         run.train(2, {1: "trainer/stage.copied:kill:7,writer/drain.started:kill"}, left=DISK, wait_at=5)
         assert run.committed > 0
         run.train(2, {0: "trainer/stage.sealed:kill:5"}, every=1)
-        run.train(2, {0: "writer/pack.written:kill:2", 1: "writer/log.linked:kill:3"}, every=1).whole()
+        run.train(2, {0: "writer/data_file.written:kill:2", 1: "writer/log.linked:kill:3"}, every=1).whole()
         for rank in range(2):
             assert problems(str(node(Path(run.url), rank) / "disk")) == []
     finally:
@@ -335,7 +335,7 @@ SCENES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "victim": 1,
             # Each time one step further: what fails early is not visited later.
-            "fail": "writer/pack.opened:enospc:2,writer/pack.written:eio:2,writer/pack.synced:eio:2,"
+            "fail": "writer/data_file.opened:enospc:2,writer/data_file.written:eio:2,writer/data_file.synced:eio:2,"
             "writer/part.stored:eio:2",
             "steps": 6,
         },
@@ -444,7 +444,7 @@ def test_damage_to_one_rank_affects_all_ranks(told: dict[str, list[Any]], how: s
     assert (found["step"], found["wrong"]) == (1, [])
     ((step, tier, reason),) = found["skipped"]
     assert step == 2 and tier == found["tier"]
-    kind = DATA if how.startswith("pack") else MANIFEST
+    kind = DATA if how.startswith("file") else MANIFEST
     assert re.search(pattern(kind, step=2, rank=1), reason)
 
 
@@ -485,7 +485,7 @@ def test_full_disk_is_not_filled_by_aborted_saves(told: dict[str, list[Any]]) ->
         *full, last = one["errors"]
         assert all("no space left" in text.lower() for text in full), full
         assert last == ""
-        assert one["packs"] == 2
+        assert one["files"] == 2
 
 
 @pytest.mark.parametrize("how", ["copying fails", "written while it is copied"])

@@ -357,15 +357,15 @@ def saved_run(tiers: Any, steps: int) -> list[Any]:
 def flip(folder: str, step: int) -> None:
     """Flip a bit in the data file of a step, in weights that differ at each step, so that no other file has these
     bytes."""
-    pack = data_file(folder, step)
-    data = bytearray(pack.read_bytes())
+    file = data_file(folder, step)
+    data = bytearray(file.read_bytes())
     size = int.from_bytes(data[:8], "little")
     entries = json.loads(data[8 : 8 + size])
     weights = [name for name, entry in entries.items() if name.startswith("model.") and entry["dtype"] == "F32"]
     name = min(weights) if weights else max(entries)
     data[8 + size + entries[name]["data_offsets"][0]] ^= 4
-    pack.chmod(0o600)
-    pack.write_bytes(data)
+    file.chmod(0o600)
+    file.write_bytes(data)
 
 
 def test_memory_and_disk_bring_back_the_same(run_dir: str) -> None:

@@ -72,7 +72,12 @@ def test_nothing_is_overwritten_and_a_job_is_not_fenced(run_dir: str) -> None:
 
 @pytest.mark.parametrize(
     "fail",
-    ["writer/pack.opened:kill", "trainer/stage.copied:kill", "trainer/save.requested:kill", "writer/log.linked:eio"],
+    [
+        "writer/data_file.opened:kill",
+        "trainer/stage.copied:kill",
+        "trainer/save.requested:kill",
+        "writer/log.linked:eio",
+    ],
 )
 def test_interrupted_save_is_complete_or_not_there(run_dir: str, fail: str) -> None:
     """A kill or a disk error at any moment. What is there is whole, and a repeated call works if nothing is."""

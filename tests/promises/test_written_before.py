@@ -139,13 +139,13 @@ def test_increments_refer_to_older_packs_and_are_encoded() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_negative_control_a_flipped_byte_is_not_accepted(place: Place, kind: str) -> None:
-    """The last one of each pack; of what all ranks have, each has stored a copy."""
+    """The last one of each data file; of what all ranks have, each has stored a copy."""
 
     def flip(run: Path) -> None:
-        for pack in data_files(run):
-            data = bytearray(pack.read_bytes())
+        for file in data_files(run):
+            data = bytearray(file.read_bytes())
             data[-1] ^= 1
-            pack.write_bytes(data)
+            file.write_bytes(data)
 
     url = place(kind, flip)
     assert inside.main(["verify", url, "--all"]) == 1

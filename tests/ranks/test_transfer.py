@@ -1,4 +1,4 @@
-"""Connections between ranks: every blob comes once and whole, or the ranks get an error in time."""
+"""Connections between ranks: every chunk comes once and whole, or the ranks get an error in time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ckpt.core.format.table import MAX_BLOB
+from ckpt.core.format.table import MAX_CHUNK
 from ckpt.core.ranks import transfer
 from ckpt.core.ranks.transfer import Transfer
 from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError
@@ -33,16 +33,16 @@ class Inbox:
     """Keeps a copy of what comes."""
 
     def __init__(self) -> None:
-        self.blobs: dict[int, bytes] = {}
+        self.chunks: dict[int, bytes] = {}
         self.lock = threading.Lock()
 
-    def __call__(self, blob: int, data: memoryview) -> None:
+    def __call__(self, chunk: int, data: memoryview) -> None:
         with self.lock:
-            assert blob not in self.blobs
-            self.blobs[blob] = bytes(data)
+            assert chunk not in self.chunks
+            self.chunks[chunk] = bytes(data)
 
 
-def ignore(blob: int, data: memoryview) -> None:
+def ignore(chunk: int, data: memoryview) -> None:
     pass
 
 
@@ -58,13 +58,13 @@ def several(count: int, silence_s: float = S) -> Iterator[list[Transfer]]:
 
 def receive(
     at: Transfer,
-    blobs: Mapping[int, Any],
+    chunks: Mapping[int, Any],
     ranks: list[Transfer],
     take: Callable[[int, memoryview], None] = ignore,
     timeout_s: float = S,
 ) -> None:
     """All ranks are on one node."""
-    at.receive(blobs, json.loads(json.dumps([one.contact for one in ranks])), [0] * len(ranks), take, timeout_s)
+    at.receive(chunks, json.loads(json.dumps([one.contact for one in ranks])), [0] * len(ranks), take, timeout_s)
 
 
 def raw_sender() -> tuple[socket.socket, dict[str, Any]]:
@@ -83,28 +83,28 @@ def welcomed(listener: socket.socket) -> socket.socket:
     return sock
 
 
-def header(blob: int, length: int) -> bytes:
-    return struct.pack("!QI", blob, length)
+def header(chunk: int, length: int) -> bytes:
+    return struct.pack("!QI", chunk, length)
 
 
 def test_everyone_sends_to_everyone() -> None:
-    """Four ranks, blobs of any size, empty ones too, two sending threads each: every blob arrives whole."""
+    """Four ranks, chunks of any size, empty ones too, two sending threads each: every chunk arrives whole."""
     rng = random.Random(0)
-    blobs = [rng.randbytes(rng.choice([0, 0, 1, 100, 70_000, 1 << 20])) for _ in range(120)] + [rng.randbytes(9 << 20)]
-    source = [rng.randrange(4) for _ in blobs]
-    to = [[r for r in range(4) if r != source[b] and rng.random() < 0.7] for b in range(len(blobs))]
+    chunks = [rng.randbytes(rng.choice([0, 0, 1, 100, 70_000, 1 << 20])) for _ in range(120)] + [rng.randbytes(9 << 20)]
+    source = [rng.randrange(4) for _ in chunks]
+    to = [[r for r in range(4) if r != source[b] and rng.random() < 0.7] for b in range(len(chunks))]
     boxes = [Inbox() for _ in range(4)]
     with several(4) as ranks:
         for rank, one in enumerate(ranks):
-            wanted = {r: [b for b in range(len(blobs)) if source[b] == r and rank in to[b]] for r in range(4)}
+            wanted = {r: [b for b in range(len(chunks)) if source[b] == r and rank in to[b]] for r in range(4)}
             receive(one, wanted, ranks, boxes[rank])
         for rank, one in enumerate(ranks):
-            one.wait_for({r for b in range(len(blobs)) if source[b] == rank for r in to[b]}, S)
+            one.wait_for({r for b in range(len(chunks)) if source[b] == rank for r in to[b]}, S)
 
         def send(rank: int, part: int) -> None:
-            for b in range(part, len(blobs), 2):
+            for b in range(part, len(chunks), 2):
                 for recipient in to[b] if source[b] == rank else ():
-                    ranks[rank].send(recipient, b, memoryview(blobs[b]))
+                    ranks[rank].send(recipient, b, memoryview(chunks[b]))
 
         threads = [threading.Thread(target=send, args=(rank, part)) for rank in range(4) for part in range(2)]
         for thread in threads:
@@ -114,7 +114,7 @@ def test_everyone_sends_to_everyone() -> None:
         for one in ranks:
             one.wait(S)
         for rank, box in enumerate(boxes):
-            assert box.blobs == {b: blobs[b] for b in range(len(blobs)) if rank in to[b]}
+            assert box.chunks == {b: chunks[b] for b in range(len(chunks)) if rank in to[b]}
 
 
 def test_deadline_error_counts_the_missing_blobs() -> None:
@@ -124,7 +124,7 @@ def test_deadline_error_counts_the_missing_blobs() -> None:
         a.wait_for([2], S), b.wait_for([2], S)
         a.send(2, 0, memoryview(b"x"))
         assert eventually(lambda: c._left == 4)
-        with pytest.raises(DeadlineError, match=r"4 blobs of other ranks did not come within 0.3 s"):
+        with pytest.raises(DeadlineError, match=r"4 chunks of other ranks did not come within 0.3 s"):
             c.wait(0.3)
 
 
@@ -224,7 +224,7 @@ def test_strangers_do_not_disturb_a_transfer() -> None:
                 with contextlib.suppress(ConnectionResetError):
                     assert sock.recv(1) == b""
         b.wait(S)
-        assert box.blobs == {i: b"%d" % i for i in range(5)} and list(a._recipients) == [1]
+        assert box.chunks == {i: b"%d" % i for i in range(5)} and list(a._recipients) == [1]
 
 
 def test_addresses_are_reachable_from_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_addresses_are_reachable_from_other_machines(monkeypatch: pytest.MonkeyP
 
 
 def test_rank_that_closes_ends_the_wait_of_its_peers() -> None:
-    """Of the rank that waits for its blobs, and of the rank that sends to it; and its own."""
+    """Of the rank that waits for its chunks, and of the rank that sends to it; and its own."""
     with several(3) as ranks:
         a, b, c = ranks
         receive(b, {0: [1]}, ranks)
@@ -269,15 +269,15 @@ def test_rank_that_closes_ends_the_wait_of_its_peers() -> None:
 
 
 def test_error_of_take_is_raised_and_the_sender_stops() -> None:
-    def refuse(blob: int, data: memoryview) -> None:
-        raise CorruptError(f"blob {blob} is damaged")
+    def refuse(chunk: int, data: memoryview) -> None:
+        raise CorruptError(f"chunk {chunk} is damaged")
 
     with several(2) as ranks:
         a, b = ranks
         receive(b, {0: [7, 8]}, ranks, refuse)
         a.wait_for([1], S)
         a.send(1, 7, memoryview(b"x"))
-        with pytest.raises(CorruptError, match="blob 7 is damaged"):
+        with pytest.raises(CorruptError, match="chunk 7 is damaged"):
             b.wait(S)
         with pytest.raises(PeerError, match="rank 1 takes nothing more"):
             while True:
@@ -287,9 +287,9 @@ def test_error_of_take_is_raised_and_the_sender_stops() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (header(2, 1) + b"x" + header(2, 1) + b"x", "rank 1 sent blob 2 of 1 bytes, which is not expected"),
-        (header(77, 1) + b"x", "rank 1 sent blob 77"),
-        (header(1, MAX_BLOB + 1), "rank 1 sent blob 1 of 67108865 bytes"),
+        (header(2, 1) + b"x" + header(2, 1) + b"x", "rank 1 sent chunk 2 of 1 bytes, which is not expected"),
+        (header(77, 1) + b"x", "rank 1 sent chunk 77"),
+        (header(1, MAX_CHUNK + 1), "rank 1 sent chunk 1 of 67108865 bytes"),
         (header(1, 100) + b"x", "rank 1 hung up before"),
         (header(1, 1)[:5], "rank 1 hung up before"),
         (b"", "rank 1 hung up before"),
@@ -309,12 +309,12 @@ def test_unexpected_bytes_of_a_sender_are_an_error(words: bytes, problem: str) -
                     a.wait(S)
             else:
                 a.wait(S)
-        assert set(box.blobs) <= {2} if problem else box.blobs == {1: b"", 2: b"x"}
+        assert set(box.chunks) <= {2} if problem else box.chunks == {1: b"", 2: b"x"}
 
 
 @pytest.mark.parametrize("words", [header(2, 9) + b"x", header(2, 9), header(2, 9)[:3]])
 def test_silence_inside_a_blob_is_an_error(words: bytes) -> None:
-    """Between blobs a sender may take its time."""
+    """Between chunks a sender may take its time."""
     listener, contact = raw_sender()
     with several(1, silence_s=0.2) as (a,), listener:
         a.receive({1: [1, 2]}, [{}, contact], [0, 1], ignore, S)
@@ -336,11 +336,11 @@ nodes, got = json.loads(sys.argv[1]), {}
 x = Transfer(1)
 print(json.dumps(x.contact), flush=True)
 contact = json.loads(sys.stdin.readline())
-x.receive({0: range(0, 100, 2)}, [contact], nodes, lambda blob, data: got.update({blob: bytes(data)}), 20)
+x.receive({0: range(0, 100, 2)}, [contact], nodes, lambda chunk, data: got.update({chunk: bytes(data)}), 20)
 x.wait_for([0], 20)
 print("connected", flush=True)
-def send(blobs):
-    for b in blobs:
+def send(chunks):
+    for b in chunks:
         x.send(0, b, memoryview(bytes([b]) * (b * 1000)))
 """
 
@@ -389,12 +389,12 @@ def test_two_processes_send_and_receive(nodes: list[int]) -> None:
             assert process.stdin and process.stdout and process.stdout.readline() == "True\n"
             print(file=process.stdin, flush=True)
             assert process.wait(S) == 0
-        assert box.blobs == {b: bytes([b]) * (b * 1000) for b in range(1, 100, 2)}
+        assert box.chunks == {b: bytes([b]) * (b * 1000) for b in range(1, 100, 2)}
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_killed_peer_ends_wait_and_send(inside: bool) -> None:
-    """In the middle of a blob, or between two: long before the deadline."""
+    """In the middle of a chunk, or between two: long before the deadline."""
     with several(1) as (a,):
         first = "x._recipients[0][0].sendall(bytes.fromhex('000000000000006300000100') + b'x')"
         code = f"send(range(1, 20, 2)); {first if inside else 'pass'}; print('sent', flush=True); time.sleep(60)"
@@ -410,7 +410,7 @@ def test_killed_peer_ends_wait_and_send(inside: bool) -> None:
 
 
 def test_stopped_peer_ends_send_after_silence() -> None:
-    """After that, the connection has ended: what follows a cut blob could not be understood."""
+    """After that, the connection has ended: what follows a cut chunk could not be understood."""
     with several(1, silence_s=0.3) as (a,), child("time.sleep(60)", a, [0, 0]) as process:
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(PeerError, match="rank 1 takes nothing more"):

@@ -62,7 +62,7 @@ def test_a_hang_that_was_survived_ends_nothing() -> None:
 def test_reports_of_hangs_are_taken_as_what_is_in_the_ledger() -> None:
     """One that was survived does not spoil another end; one that was not makes an interruption of closing."""
     one, two = died(account(1, 0.0), 10.0), account(2, 60.0, first=11, of="1.abc")
-    report = Fault("hang", "rank 3 waits", rank=3, time=at(9.5), attempt="1.abc")
+    report = Fault("hang", "rank 3 waits", rank=3, time=at(9.5), checkpoint="1.abc")
     (only,) = settled(one, two, faults=(report,)).interruptions
     assert (only.kind, only.cost.perceive) == ("death", near(9.0))
     late = replace(report, time=at(20.0))
@@ -77,8 +77,8 @@ def test_an_exception_that_a_killed_peer_caused_is_no_fault_of_its_own() -> None
     torn = SeenFault(14.2, "exception", "rank 0 raised RuntimeError: Connection closed by peer", 0, ends=True)
     one = died(replace(account(1, 0.0), faults=[torn]))
     for advice, kind in (("retry", "death"), ("fix", "exception")):
-        mine = Fault("exception", torn.summary, time=at(14.2), attempt="1.abc", advice=advice, exit_code=1)
-        faults = (mine, Fault("death", "rank 1 was killed", "writer", rank=1, time=at(14.4), attempt="1.abc"))
+        mine = Fault("exception", torn.summary, time=at(14.2), checkpoint="1.abc", advice=advice, exit_code=1)
+        faults = (mine, Fault("death", "rank 1 was killed", "writer", rank=1, time=at(14.4), checkpoint="1.abc"))
         (only,) = settled(one, account(2, 60.0, first=11, of="1.abc"), faults=faults).interruptions
         assert only.kind == kind
         for reported in (faults, faults[1:]):  # the account of an end may never have arrived
@@ -93,7 +93,7 @@ def test_an_exception_that_a_killed_peer_caused_is_no_fault_of_its_own() -> None
 def test_a_report_from_after_the_next_start_was_not_40_days_unnoticed() -> None:
     """Its clock was wrong: nothing of the incarnation before can have been noticed after the next was born."""
     one, two = account(1, 0.0), account(2, 20.0, first=11, of="1.abc")
-    report = Fault("oom", "x", time=at(40 * DAY_S), attempt="1.abc", exit_code=1)
+    report = Fault("oom", "x", time=at(40 * DAY_S), checkpoint="1.abc", exit_code=1)
     found = settled(one, two, faults=(report,))
     assert found.interruptions[0].cost.perceive == near(5.0) and found.wall_s == near(16 + 14)
     assert settled(one, faults=(report,), now=WALL + 30).interruptions[0].cost.perceive == near(15.0)

@@ -1,4 +1,4 @@
-"""Which rank reads what for whom: a node reads each blob that it wants once, and every rank gets what it wants."""
+"""Which rank reads what for whom: a node reads each chunk that it wants once, and every rank gets what it wants."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Case = tuple[Any, Any, Any, list[int]]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Sizes, wants, can_read and nodes; every blob that is wanted can be read by some rank."""
-    ranks, blobs = draw(st.integers(1, 8)), draw(st.integers(0, 24))
+    """Sizes, wants, can_read and nodes; every chunk that is wanted can be read by some rank."""
+    ranks, chunks = draw(st.integers(1, 8)), draw(st.integers(0, 24))
     nodes = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     kinds = draw(st.integers(1, 6))  # few patterns, as real states have, and then many
-    pick = np.sort(rng.integers(0, kinds, blobs)) if draw(st.booleans()) else np.arange(blobs)
-    columns = max(kinds, blobs)
+    pick = np.sort(rng.integers(0, kinds, chunks)) if draw(st.booleans()) else np.arange(chunks)
+    columns = max(kinds, chunks)
     wants = rng.random((ranks, columns)) < draw(st.sampled_from([0.1, 0.5, 1.0]))
     can_read = rng.random((ranks, columns)) < draw(st.sampled_from([0.1, 0.5, 1.0]))
     if draw(st.booleans()):  # each node has a memory or disk of its own
         first = [nodes.index(node) for node in nodes]
         can_read = can_read[first]
     can_read[rng.integers(0, ranks), wants.any(0) & ~can_read.any(0)] = True
-    sizes = rng.integers(0, draw(st.sampled_from([1, 2, 4 << 20])), blobs)
+    sizes = rng.integers(0, draw(st.sampled_from([1, 2, 4 << 20])), chunks)
     return sizes, wants[:, pick], can_read[:, pick], nodes
 
 
@@ -45,54 +45,54 @@ def shares_of(case: Case) -> list[RankReads]:
 def broken(shares: Sequence[RankReads], case: Case) -> str:
     """The first rule that the shares of all ranks break, "" if they keep them all."""
     _, wants, can_read, nodes = case
-    ranks, blobs = wants.shape
-    came = np.zeros((ranks, blobs), int)
-    expected = np.zeros((ranks, blobs), bool)
-    readers: list[list[int]] = [[] for _ in range(blobs)]
+    ranks, chunks = wants.shape
+    came = np.zeros((ranks, chunks), int)
+    expected = np.zeros((ranks, chunks), bool)
+    readers: list[list[int]] = [[] for _ in range(chunks)]
     for rank, share in enumerate(shares):
         if len(share.reads) != len(share.recipients) or any(
             (np.diff(b) <= 0).any() for b in (share.reads, share.expects)
         ):
             return "form"
-        for blob, recipients in zip(share.reads.tolist(), share.recipients, strict=True):
-            readers[blob].append(rank)
+        for chunk, recipients in zip(share.reads.tolist(), share.recipients, strict=True):
+            readers[chunk].append(rank)
             if rank in recipients or list(recipients) != sorted(set(recipients)):
                 return "recipients"
-            came[list(recipients), blob] += 1
-            came[rank, blob] += wants[rank, blob]
-            if not recipients and not wants[rank, blob]:
-                return "a blob is read for no rank"
+            came[list(recipients), chunk] += 1
+            came[rank, chunk] += wants[rank, chunk]
+            if not recipients and not wants[rank, chunk]:
+                return "a chunk is read for no rank"
         expected[rank, share.expects] = True
-        for blob, sender in zip(share.expects.tolist(), share.senders.tolist(), strict=True):
+        for chunk, sender in zip(share.expects.tolist(), share.senders.tolist(), strict=True):
             there = dict(zip(shares[sender].reads.tolist(), shares[sender].recipients, strict=True))
-            if rank not in there.get(blob, ()):
+            if rank not in there.get(chunk, ()):
                 return "a sender reads what is expected of it"
     if (came != wants).any():
-        return "each rank that wants a blob gets it once, and no other rank does"
+        return "each rank that wants a chunk gets it once, and no other rank does"
     for rank, share in enumerate(shares):
-        if (wants[rank] & ~expected[rank] & ~np.isin(np.arange(blobs), share.reads)).any():
+        if (wants[rank] & ~expected[rank] & ~np.isin(np.arange(chunks), share.reads)).any():
             return "what is expected and what is read is what is wanted"
         if not wants[rank, share.expects].all() or np.isin(share.expects, share.reads).any():
             return "only what comes from others is expected"
-    for blob in range(blobs):
-        able = {n for n, can in zip(nodes, can_read[:, blob], strict=True) if can}
-        wanting = {n for n, want in zip(nodes, wants[:, blob], strict=True) if want}
-        at = [nodes[r] for r in readers[blob]]
-        if not all(can_read[r, blob] for r in readers[blob]) or len(at) != len(set(at)):
+    for chunk in range(chunks):
+        able = {n for n, can in zip(nodes, can_read[:, chunk], strict=True) if can}
+        wanting = {n for n, want in zip(nodes, wants[:, chunk], strict=True) if want}
+        at = [nodes[r] for r in readers[chunk]]
+        if not all(can_read[r, chunk] for r in readers[chunk]) or len(at) != len(set(at)):
             return "a reader can read, and is the only one of its node"
         if set(at) != wanting & able and not (wanting and not wanting & able and len(at) == 1):
-            return "a node that can read a blob reads it, and no other node does without need"
-        for r in readers[blob]:
-            eager = [q for q in range(ranks) if nodes[q] == nodes[r] and wants[q, blob] and can_read[q, blob]]
+            return "a node that can read a chunk reads it, and no other node does without need"
+        for r in readers[chunk]:
+            eager = [q for q in range(ranks) if nodes[q] == nodes[r] and wants[q, chunk] and can_read[q, chunk]]
             if eager and r not in eager:
-                return "a rank that wants a blob reads it"
+                return "a rank that wants a chunk reads it"
     return ""
 
 
 @QUICK
 @given(cases())
 def test_shares_fit_together(case: Case) -> None:
-    """Each rank gets every blob that it wants once. Readers can read it. A node reads a blob at most once."""
+    """Each rank gets every chunk that it wants once. Readers can read it. A node reads a chunk at most once."""
     assert broken(shares_of(case), case) == ""
 
 
@@ -116,10 +116,10 @@ def test_assign_gives_equal_shares_for_equal_arguments(case: Case) -> None:
         assert a.reads.dtype == a.expects.dtype == np.int64
 
 
-def ddp(ranks: int, blobs: int, per_node: int, seed: int = 0) -> Case:
+def ddp(ranks: int, chunks: int, per_node: int, seed: int = 0) -> Case:
     """All want all and can read all."""
-    sizes = np.random.default_rng(seed).integers(1, 4 << 20, blobs)
-    everything = np.ones((ranks, blobs), bool)
+    sizes = np.random.default_rng(seed).integers(1, 4 << 20, chunks)
+    everything = np.ones((ranks, chunks), bool)
     return sizes, everything, everything, [rank // per_node for rank in range(ranks)]
 
 
@@ -154,7 +154,7 @@ def test_negative_control_broken_shares_are_found() -> None:
 
 @pytest.mark.parametrize("per_node", [1, 2, 8])
 def test_equal_wants_make_equal_loads(per_node: int) -> None:
-    """If all ranks want and can read all, each reads its part of the node's bytes to within one blob, in one run."""
+    """If all ranks want and can read all, each reads its part of the node's bytes to within one chunk, in one run."""
     case = ddp(8, 1000, per_node)
     sizes = case[0]
     for share in shares_of(case):
@@ -174,7 +174,7 @@ def test_replaced_node_gets_equal_parts_from_all_others() -> None:
 
 
 def test_error_counts_blobs_that_no_rank_can_read() -> None:
-    """A blob that no rank wants needs no reader."""
+    """A chunk that no rank wants needs no reader."""
     sizes, wants, can_read, nodes = ddp(2, 10, 2)
     can_read = can_read.copy()
     can_read[:, 3:6] = False

@@ -71,12 +71,12 @@ def test_equal_tensors_that_are_stored_once_both_come_back(open_at: Open, compre
 
 def damage(folder: Path, wanted: bytes) -> None:
     """Overwrite the bytes of a tensor in whichever file has them."""
-    for pack in data_files(folder / "run"):
-        raw = bytearray(pack.read_bytes())
+    for file in data_files(folder / "run"):
+        raw = bytearray(file.read_bytes())
         at = raw.find(wanted)
         if at >= 0:
             raw[at : at + len(wanted)] = bytes(len(wanted))
-            pack.write_bytes(raw)
+            file.write_bytes(raw)
             return
     raise AssertionError("these bytes are in no file")
 

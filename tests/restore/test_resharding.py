@@ -30,12 +30,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt.core.checkpoint.commits import acquire, commit, create_run, index_of
 from ckpt.core.checkpoint.write import RankSnapshot as ToWrite
-from ckpt.core.checkpoint.write import WrittenPart, digest_blobs, write_part
+from ckpt.core.checkpoint.write import WrittenPart, digest_chunks, write_part
 from ckpt.core.format import boxes as share_module
 from ckpt.core.format.boxes import GLOBAL, Box, Holding, Seat, intersect, share
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import BITS, Layout, TensorSpec, pages
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.log.run_log import Commit, RunLog
@@ -167,7 +167,7 @@ def staged(wholes: list[Whole], ranks: Ranks, rank: int) -> Pieces:
     return [(_spec(mine[cut.holding][0], cut), part(mine[cut.holding][1], cut.box).tobytes()) for cut in cuts]
 
 
-def to_write(attempt: Attempt, wholes: list[Whole], ranks: Ranks, rank: int, pieces: Pieces) -> ToWrite:
+def to_write(checkpoint: CheckpointId, wholes: list[Whole], ranks: Ranks, rank: int, pieces: Pieces) -> ToWrite:
     held = [w.key for w in wholes if rank in ranks.divisions[w.key].mesh]
     node = {"path": ["model"], "kind": "module", "facts": {}, "names": list(dict.fromkeys(name for name, _ in held))}
     instances = {name: instance for name, instance in held if instance != GLOBAL}
@@ -176,16 +176,16 @@ def to_write(attempt: Attempt, wholes: list[Whole], ranks: Ranks, rank: int, pie
     data = bytearray(arrangement.data_size)
     for offset, (_, raw_piece) in zip(arrangement.offsets, pieces, strict=True):
         data[offset : offset + len(raw_piece)] = raw_piece
-    return ToWrite(attempt, layout, memoryview(data), [None])
+    return ToWrite(checkpoint, layout, memoryview(data), [None])
 
 
-async def written(store: Store, parts: Callable[[Attempt], list[ToWrite]]) -> tuple[Commit, list[WrittenPart]]:
+async def written(store: Store, parts: Callable[[CheckpointId], list[ToWrite]]) -> tuple[Commit, list[WrittenPart]]:
     """A run in an empty place, with one checkpoint of these parts."""
     await create_run(store)
     log = RunLog(store)
     await log.open()
     owner = await acquire(log, "0badcafe")
-    found = [await write_part(store, each) for each in parts(Attempt(owner.epoch, 1, owner.nonce))]
+    found = [await write_part(store, each) for each in parts(CheckpointId(owner.term, 1, owner.nonce))]
     made = await commit(log, owner, found)
     await store.aclose()
     return made, found
@@ -196,7 +196,7 @@ def opened(store: MemoryStore, commit: Commit) -> Iterator[StoreSource]:
     """The checkpoint as restoring sees it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.core.checkpoint.read.open_store", lambda url: store)
-        source = StoreSource(store.url, commit.attempt, commit)
+        source = StoreSource(store.url, commit.checkpoint, commit)
         source.open([])
         yield source
 
@@ -211,11 +211,11 @@ def in_memory_of_nodes(parts: list[ToWrite], nodes: list[int]) -> Iterator[list[
         size, digest = len(each.data), each.layout.digest
         arena.data(slot, size)[:] = each.data
         arena.data(slot)[pages(size) : pages(size) + len(text)] = text
-        arena.set_label(slot, Label(SEALED, slot + 1, each.attempt, digest, size, len(text)))
-        digests = digest_blobs(each.layout, each.data) + blob_digest(text)
+        arena.set_label(slot, Label(SEALED, slot + 1, each.checkpoint, digest, size, len(text)))
+        digests = digest_chunks(each.layout, each.data) + chunk_digest(text)
         snapshots.append(HeldSnapshot(arena, slot, arena.label(slot) or Label(SEALED), each.layout, digests))
     by_node = [[s for s, of in zip(snapshots, nodes, strict=True) if of == node] for node in sorted(set(nodes))]
-    sources = [MemorySource(parts[0].attempt, here, alone=False) for here in by_node]
+    sources = [MemorySource(parts[0].checkpoint, here, alone=False) for here in by_node]
     described = json.dumps([source.describe() for source in sources])
     for source in sources:
         source.open(json.loads(described))
@@ -246,8 +246,8 @@ def cut_from(spec: TensorSpec, holding: Holding) -> bool:
     return same and intersect((holding.offsets, holding.sizes), (spec.at, spec.shape)) is not None
 
 
-def wanted_blobs(saved: SavedState, targets: dict[Key, list[Target]]) -> list[int]:
-    """The blobs that hold any element of a target: element by element."""
+def wanted_chunks(saved: SavedState, targets: dict[Key, list[Target]]) -> list[int]:
+    """The chunks that hold any element of a target: element by element."""
     found: list[int] = []
     for key, tensor in saved.tensors.items():
         wanted = np.zeros(tensor.spec.shape, bool)
@@ -256,17 +256,17 @@ def wanted_blobs(saved: SavedState, targets: dict[Key, list[Target]]) -> list[in
         item = BITS[tensor.spec.dtype] // 8
         for number in tensor.shards:
             elements = part(wanted, saved.table.shards[number].box).reshape(-1)
-            for blob in saved.table.blobs(number):
-                start, length = int(saved.position[blob]), int(saved.table.length[blob])
+            for chunk in saved.table.chunks(number):
+                start, length = int(saved.position[chunk]), int(saved.table.length[chunk])
                 if elements[start // item : (start + length) // item].any():
-                    found.append(blob)
+                    found.append(chunk)
     return sorted(found)
 
 
 def check_restored(sources: Sequence[RestoreSource], wholes: list[Whole], ranks: Ranks, *, turned: bool) -> None:
-    """Every rank of another job fills what it has of every tensor: every bit of it, from the blobs that it needs.
+    """Every rank of another job fills what it has of every tensor: every bit of it, from the chunks that it needs.
 
-    Like ranks that pass blobs on, all are served by one reading, of what each source can read. `turned`: into memory
+    Like ranks that pass chunks on, all are served by one reading, of what each source can read. `turned`: into memory
     of another order.
     """
     wanted: list[dict[Key, list[Target]]] = []
@@ -290,20 +290,20 @@ def check_restored(sources: Sequence[RestoreSource], wholes: list[Whole], ranks:
     saved = sources[0].saved
     fillers = [Filler(saved, targets) for targets in wanted]
     for filler, targets in zip(fillers, wanted, strict=True):
-        assert filler.blobs == wanted_blobs(saved, targets)
-    wants = [set(filler.blobs) for filler in fillers]
+        assert filler.chunks == wanted_chunks(saved, targets)
+    wants = [set(filler.chunks) for filler in fillers]
 
-    def sink(blob: int, data: memoryview) -> None:
-        odd = blob % 2  # bytes may come at any address
+    def sink(chunk: int, data: memoryview) -> None:
+        odd = chunk % 2  # bytes may come at any address
         own = memoryview(bytearray(odd) + data)[odd:]
         for filler, wanted in zip(fillers, wants, strict=True):
-            if blob in wanted:
-                filler.add(blob, own)
+            if chunk in wanted:
+                filler.add(chunk, own)
 
     readable = [source.readable() for source in sources]
     assert (np.sum(readable, axis=0) == 1).all()
     for source, mine in zip(sources, readable, strict=True):
-        source.read([blob for blob in sorted(set().union(*wants)) if mine[blob]], sink)
+        source.read([chunk for chunk in sorted(set().union(*wants)) if mine[chunk]], sink)
     for filler in fillers:
         filler.finish()
     assert all(raw(mine) == array.tobytes() for mine, array in expected)
@@ -318,7 +318,7 @@ class Case:
     before: Ranks
     after: Ranks
     grain: int
-    blob: int
+    chunk: int
     turned: bool
     nodes: list[int] | None
     listed: bool = False
@@ -330,16 +330,16 @@ def check_resharding(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.core.format.boxes.GRAIN", case.grain)
         patch.setattr("ckpt.core.format.boxes.LEAST", 1)
-        patch.setattr("ckpt.core.format.layout.BLOB", case.blob)
+        patch.setattr("ckpt.core.format.layout.CHUNK", case.chunk)
         patch.setattr("ckpt.core.checkpoint.read.FEW", 1 if case.listed else 1000)
         pieces = [staged(wholes, before, rank) for rank in range(before.size)]
         check_shares(wholes, before, pieces, case.grain)
 
-        def parts(attempt: Attempt) -> list[ToWrite]:
-            return [to_write(attempt, wholes, before, rank, mine) for rank, mine in enumerate(pieces)]
+        def parts(checkpoint: CheckpointId) -> list[ToWrite]:
+            return [to_write(checkpoint, wholes, before, rank, mine) for rank, mine in enumerate(pieces)]
 
         if case.nodes is not None:
-            with in_memory_of_nodes(parts(Attempt(1, 1, "0badcafe")), case.nodes) as sources:
+            with in_memory_of_nodes(parts(CheckpointId(1, 1, "0badcafe")), case.nodes) as sources:
                 check_restored(sources, wholes, case.after, turned=case.turned)
             return
         made, found = asyncio.run(written(store, parts))
@@ -384,9 +384,9 @@ def cases(draw: st.DrawFn) -> Case:
             before.divisions[key] = division
             after.divisions[key] = draw(divisions(list(range(after.size)), len(shape)))
             left = [rank for rank in left if rank not in members]
-    grain, blob = draw(st.sampled_from([16, 40, 300, 64 << 10])), draw(st.sampled_from([16, 48, 256, 4 << 20]))
+    grain, chunk = draw(st.sampled_from([16, 40, 300, 64 << 10])), draw(st.sampled_from([16, 48, 256, 4 << 20]))
     nodes = draw(st.none() | st.lists(st.integers(0, 3), min_size=before.size, max_size=before.size))
-    return Case(wholes, before, after, grain, blob, draw(st.booleans()), nodes, draw(st.booleans()))
+    return Case(wholes, before, after, grain, chunk, draw(st.booleans()), nodes, draw(st.booleans()))
 
 
 @RESHARD
@@ -479,8 +479,8 @@ def test_shards_that_do_not_fit_together_are_refused(change: str) -> None:
     pieces = [staged(wholes, ranks, rank) for rank in range(4)]
     name, tamper = TAMPERED[change]
 
-    def parts(attempt: Attempt) -> list[ToWrite]:
-        return [to_write(attempt, wholes, ranks, rank, mine) for rank, mine in enumerate(pieces)]
+    def parts(checkpoint: CheckpointId) -> list[ToWrite]:
+        return [to_write(checkpoint, wholes, ranks, rank, mine) for rank, mine in enumerate(pieces)]
 
     sound, odd = MemoryStore(), MemoryStore()
     made, found = asyncio.run(written(sound, parts))
@@ -497,8 +497,8 @@ def test_negative_control_one_wrong_byte_is_seen() -> None:
     wholes, ranks = four_ranks()
     store = MemoryStore()
 
-    def parts(attempt: Attempt) -> list[ToWrite]:
-        return [to_write(attempt, wholes, ranks, rank, staged(wholes, ranks, rank)) for rank in range(4)]
+    def parts(checkpoint: CheckpointId) -> list[ToWrite]:
+        return [to_write(checkpoint, wholes, ranks, rank, staged(wholes, ranks, rank)) for rank in range(4)]
 
     made, _ = asyncio.run(written(store, parts))
     with opened(store, made) as source:
@@ -522,11 +522,11 @@ def test_replicas_share_the_work_and_real_sizes_return(shapes: list[tuple[int, .
     check_shares(wholes, ranks, pieces, share_module.GRAIN)
     url = f"file://{tmp_path}"
 
-    def parts(attempt: Attempt) -> list[ToWrite]:
-        return [to_write(attempt, wholes, ranks, rank, mine) for rank, mine in enumerate(pieces)]
+    def parts(checkpoint: CheckpointId) -> list[ToWrite]:
+        return [to_write(checkpoint, wholes, ranks, rank, mine) for rank, mine in enumerate(pieces)]
 
     made, _ = asyncio.run(written(open_store(url, writable=True), parts))
-    source = StoreSource(url, made.attempt, made)
+    source = StoreSource(url, made.checkpoint, made)
     source.open([])
     after = Ranks(3, {w.key: grid((3,), (0,) if w.shape else (None,)) for w in wholes})
     for turned in (False, True):

@@ -18,7 +18,7 @@ from ckpt.core.log.run_log import RunLog, Trimmer, record_key
 from ckpt.errors import FencedError, OutcomeUnknownError, StoreError
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
-from logs import attempt, new_log, reopened
+from logs import checkpoint, new_log, reopened
 
 __all__ = ["short"]  # SNAPSHOTs at every eighth record
 
@@ -99,7 +99,7 @@ def test_what_is_put_below_the_floor_counts_for_nobody() -> None:
             return late.state  # what it knew before
 
         real, late._refresh = late._refresh, suspended  # type: ignore[method-assign]
-        make = kept(attempt(1, 1), "late")
+        make = kept(checkpoint(1, 1), "late")
 
         async def put(key: str, *args: Any, **named: Any) -> None:
             late._refresh = real  # type: ignore[method-assign]
@@ -146,9 +146,9 @@ def test_an_answer_that_was_lost_long_ago_stays_unknown() -> None:
         other = await reopened(MemoryStore(objects=store.objects))
         store.lose = True
         with pytest.raises(OutcomeUnknownError, match="no longer names this request"):
-            await log.append(kept(attempt(1, 1), "mine"), owner=None)
+            await log.append(kept(checkpoint(1, 1), "mine"), owner=None)
         with pytest.raises(OutcomeUnknownError):
-            await log.append(kept(attempt(1, 1), "mine"), owner=None)
+            await log.append(kept(checkpoint(1, 1), "mine"), owner=None)
         said = [raw for key, raw in store.objects.items() if key.startswith("log/") and b'"id":"mine"' in raw]
         assert len(said) == 1
 
@@ -248,8 +248,8 @@ def test_who_was_away_restarts_although_a_snapshot_is_damaged() -> None:
 
         real, late._refresh, store.put = late._refresh, suspended, put  # type: ignore[method-assign]
         with pytest.raises(OutcomeUnknownError):
-            await late.append(kept(attempt(1, 1), "late"), owner=None)
-        assert attempt(1, 1) not in (await reopened(store)).state.kept
+            await late.append(kept(checkpoint(1, 1), "late"), owner=None)
+        assert checkpoint(1, 1) not in (await reopened(store)).state.kept
 
     asyncio.run(scenario())
 
@@ -264,15 +264,15 @@ def test_the_next_owner_fences_older_ones_without_both_snapshots() -> None:
             mine = await commits.acquire(log, new_nonce())
         while log.state.next_seq < 6 * EVERY + 3:
             step = log.state.next_seq
-            await log.append(kept(attempt(mine.epoch, step), f"kept{step}"), owner=mine)
+            await log.append(kept(checkpoint(mine.term, step), f"kept{step}"), owner=mine)
         await Trimmer().step(log, mine)
         for number in (5, 6):
             damage(store, number * EVERY)
         blind = await reopened(store)
         assert not blind.state.acquires
-        assert (await commits.acquire(blind, new_nonce())).epoch > mine.epoch
+        assert (await commits.acquire(blind, new_nonce())).term > mine.term
         with pytest.raises(FencedError):
-            await log.append(kept(attempt(1, 1), "late"), owner=mine)
+            await log.append(kept(checkpoint(1, 1), "late"), owner=mine)
 
     asyncio.run(scenario())
 

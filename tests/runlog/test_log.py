@@ -29,8 +29,8 @@ from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
     MAX_NEEDS,
-    Attempt,
-    PackInfo,
+    CheckpointId,
+    DataFile,
     Part,
     data_key,
     data_number,
@@ -61,7 +61,7 @@ from ckpt.store import ObjectInfo
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
-from logs import DIGEST, attempt, committed, folded, new_log, record, reopened
+from logs import DIGEST, checkpoint, committed, folded, new_log, record, reopened
 from run_files import INDEX, checkpoint_id, kind_of
 
 LAYOUT = Layout(
@@ -71,21 +71,21 @@ LAYOUT = Layout(
 )
 
 
-def acquired(epoch: int, restored: Attempt | None = None) -> dict[str, Any]:
+def acquired(term: int, restored: CheckpointId | None = None) -> dict[str, Any]:
     return record(
         "ACQUIRE",
-        {"term": epoch, "nonce": f"{epoch:08x}", "restored": restored and str(restored)},
-        request=f"a{epoch}",
+        {"term": term, "nonce": f"{term:08x}", "restored": restored and str(restored)},
+        request=f"a{term}",
     )
 
 
-def kept(of: Attempt, request: str) -> Callable[[RunState], Record]:
+def kept(of: CheckpointId, request: str) -> Callable[[RunState], Record]:
     return lambda state: Record("KEEP", {"checkpoint": str(of), "note": ""}, request)
 
 
-async def save(log: RunLog, mine: Acquire, step: int, number: int = 0) -> Attempt:
+async def save(log: RunLog, mine: Acquire, step: int, number: int = 0) -> CheckpointId:
     """One whole save; the bytes say which attempt they belong to."""
-    named = Attempt(mine.epoch, step, mine.nonce)
+    named = CheckpointId(mine.term, step, mine.nonce)
     data = memoryview(f"{mine.nonce}{step:016d}".encode())
     snapshot = RankSnapshot(named, LAYOUT, data, [None])
     await commits.commit(log, mine, [await write_part(log.store, snapshot, numbers=itertools.count(number))])
@@ -175,7 +175,7 @@ class Gate:
 
 def test_fold_of_a_commit_and_its_end() -> None:
     """COMMIT makes a checkpoint once; ABORT and PLAN end an attempt for ever, in whichever order they come."""
-    a, b, c = attempt(1, 1), attempt(1, 2), attempt(1, 3)
+    a, b, c = checkpoint(1, 1), checkpoint(1, 2), checkpoint(1, 3)
     plan = record("PLAN", {"retire": [str(a)], "delete": ["packs/x"]})
     abort = record("ABORT", {"checkpoint": str(b), "reason": ""}, request="abort:b")
     state = folded(acquired(1), committed(a), abort, committed(b), committed(c), plan, committed(a))
@@ -185,17 +185,17 @@ def test_fold_of_a_commit_and_its_end() -> None:
     assert set(late.commits) == {c} and not late.aborted
 
 
-def held(of: Attempt, world: int = 2) -> dict[str, Any]:
+def held(of: CheckpointId, world: int = 2) -> dict[str, Any]:
     return {**committed(of), "type": "HELD", "id": f"held:{of}", "body": committed(of)["body"] | {"world": world}}
 
 
-def aborted(of: Attempt, reason: str = "", request: str = "") -> dict[str, Any]:
+def aborted(of: CheckpointId, reason: str = "", request: str = "") -> dict[str, Any]:
     return record("ABORT", {"checkpoint": str(of), "reason": reason}, request=request or f"abort:{of}")
 
 
 def test_fold_of_what_is_held() -> None:
     """HELD is no checkpoint and no end; COMMIT, ABORT and PLAN end it, and after them it means nothing."""
-    a, b, c, d = (attempt(1, step) for step in (1, 2, 3, 4))
+    a, b, c, d = (checkpoint(1, step) for step in (1, 2, 3, 4))
     state = folded(acquired(1), held(a), held(b), held(c), held(d))
     assert set(state.held) == {a, b, c, d} and not state.commits and not state.lineage()
     assert not any(state.ended(one) for one in (a, b, c, d))
@@ -209,7 +209,7 @@ def test_fold_of_what_is_held() -> None:
 
 def test_why_an_attempt_was_aborted_is_kept() -> None:
     """The first reason, of a bearable length; none of an attempt that was a checkpoint before."""
-    a, b, c = (attempt(1, step) for step in (1, 2, 3))
+    a, b, c = (checkpoint(1, step) for step in (1, 2, 3))
     again = aborted(a, "another", "again")
     state = folded(acquired(1), aborted(a, "no space left"), again, aborted(b, "x" * 10_000), committed(c), aborted(c))
     assert state.reasons[a] == "no space left"
@@ -219,21 +219,21 @@ def test_why_an_attempt_was_aborted_is_kept() -> None:
 
 def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
     """What is on the disk of one node says so; ranks ascend, and may leave others out."""
-    body = committed(attempt(1, 1))["body"] | {"world": 8, "manifests": [[2, DIGEST], [5, DIGEST]]}
+    body = committed(checkpoint(1, 1))["body"] | {"world": 8, "manifests": [[2, DIGEST], [5, DIGEST]]}
     (found,) = folded(record("COMMIT", body)).commits.values()
     assert not found.whole and found.parts == ((2, DIGEST), (5, DIGEST))
-    (found,) = folded(committed(attempt(1, 1))).commits.values()
+    (found,) = folded(committed(checkpoint(1, 1))).commits.values()
     assert found.whole
 
 
-def needing(of: Attempt, *needs: Attempt, kind: str = "COMMIT") -> dict[str, Any]:
+def needing(of: CheckpointId, *needs: CheckpointId, kind: str = "COMMIT") -> dict[str, Any]:
     body = committed(of)["body"] | {"needs": [str(need) for need in needs]}
     return record(kind, body, request=f"{kind.lower()}:{of}")
 
 
 def test_what_a_checkpoint_was_built_on_is_in_its_record() -> None:
     """COMMIT and HELD say it, and a full one says nothing at all, as ever; a SNAPSHOT says the same of both."""
-    a, b, c, d = (attempt(1, step) for step in (1, 2, 3, 4))
+    a, b, c, d = (checkpoint(1, step) for step in (1, 2, 3, 4))
     state = folded(acquired(1), committed(a), committed(b), needing(c, a, b), needing(d, b, kind="HELD"))
     assert [state.commits[one].needs for one in (a, b, c)] == [(), (), (a, b)]
     assert [state.commits[one].full for one in (a, b, c)] == [True, True, False]
@@ -264,7 +264,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
 def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -> None:
     """Only older attempts, each once, in their order, and not too many; of a part as well."""
-    of = attempt(1, 5 if name != "in the order of text" else 50)
+    of = checkpoint(1, 5 if name != "in the order of text" else 50)
     bad = needing(of, kind=kind)
     bad["body"] = bad["body"] | {"needs": OTHERS[name]}
     state, same = folded(acquired(1)), folded(acquired(1))
@@ -275,35 +275,35 @@ def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -
         part_of(of, needs=OTHERS[name]).check("a part")
 
 
-def part_of(of: Attempt, packs: Sequence[str] = (), **fields: Any) -> Part:
-    infos = [PackInfo(key, 100, 10, DIGEST) for key in packs]
+def part_of(of: CheckpointId, files: Sequence[str] = (), **fields: Any) -> Part:
+    infos = [DataFile(key, 100, 10, DIGEST) for key in files]
     return Part(str(of), 0, 1, Layout((), {}, []).shared, [], b"", infos, **fields)
 
 
 def test_what_a_part_may_say_about_older_ones() -> None:
-    """Older attempts, how far the last full one is, and packs of older attempts; of none if it is full."""
-    older, other = attempt(1, 1), attempt(1, 2)
-    keys = [data_key(attempt(1, 5), 0, 3), data_key(older, 0)]
-    part_of(attempt(1, 5), keys[:1]).check("a part")
+    """Older attempts, how far the last full one is, and data files of older attempts; of none if it is full."""
+    older, other = checkpoint(1, 1), checkpoint(1, 2)
+    keys = [data_key(checkpoint(1, 5), 0, 3), data_key(older, 0)]
+    part_of(checkpoint(1, 5), keys[:1]).check("a part")
     for needs in ([str(older)], [str(other)], [str(older), str(other)], []):
-        part = part_of(attempt(1, 5), keys if needs else keys[:1], needs=needs, chain=3 if needs else 0)
+        part = part_of(checkpoint(1, 5), keys if needs else keys[:1], needs=needs, chain=3 if needs else 0)
         part.check("a part")
         assert Part.from_bytes(part.to_bytes(), "a part") == part
     told = json.loads(part_of(older).to_bytes())
     assert not told.keys() & {"needs", "chain", "full"}, "a full one says what it said before there were increments"
     bad: list[dict[str, Any]] = [
         {"chain": 1}, {"chain": -1, "needs": [str(older)]}, {"chain": 1.0, "needs": [str(older)]},
-        {"chain": True, "needs": [str(older)]}, {"packs": keys}, {"packs": [data_key(attempt(2, 1), 0)]},
-        {"packs": [data_key(attempt(1, 6), 0)], "needs": [str(older)]},
+        {"chain": True, "needs": [str(older)]}, {"files": keys}, {"files": [data_key(checkpoint(2, 1), 0)]},
+        {"files": [data_key(checkpoint(1, 6), 0)], "needs": [str(older)]},
     ]  # fmt: skip
     for fields in bad:
         with pytest.raises(CorruptError):
-            part_of(attempt(1, 5), **fields).check("a part")
+            part_of(checkpoint(1, 5), **fields).check("a part")
 
 
 def test_a_part_of_before_there_were_increments_is_full() -> None:
     """Without the new fields it is read as ever."""
-    data = json.loads(part_of(attempt(1, 5)).to_bytes())
+    data = json.loads(part_of(checkpoint(1, 5)).to_bytes())
     del data["digest"]
     part = Part.from_bytes(seal(data), "a part")
     assert (part.needs, part.chain) == ([], 0)
@@ -311,7 +311,7 @@ def test_a_part_of_before_there_were_increments_is_full() -> None:
 
 def test_names_of_files_say_what_they_are() -> None:
     """The name has the checkpoint id, the rank and the kind. Other names belong to nobody."""
-    of = attempt(1, 5)
+    of = checkpoint(1, 5)
     assert data_key(of, 7) == f"steps/{of}/rank-00007.safetensors"
     assert data_key(of, 7, 12) == f"steps/{of}/rank-00007-00012.safetensors"
     for number in (0, 1, 99999, 100000):
@@ -332,7 +332,7 @@ def test_names_of_files_say_what_they_are() -> None:
 
 def test_files_are_deleted_from_the_index_to_the_data() -> None:
     """An interrupted deletion leaves no folder that has an index and lacks data."""
-    of = attempt(1, 5)
+    of = checkpoint(1, 5)
     keys = [data_key(of, 0), manifest_key(of, 0), data_key(of, 0, 1), index_key(of), manifest_key(of, 1)]
     expected = [[index_key(of)], [manifest_key(of, 0), manifest_key(of, 1)], [data_key(of, 0), data_key(of, 0, 1)]]
     assert in_deletion_order(keys) == expected
@@ -345,27 +345,27 @@ def test_files_are_deleted_from_the_index_to_the_data() -> None:
         acquired(10**12),
         record("ACQUIRE", {"term": 2.5, "nonce": "x", "restored": None}),
         record("ACQUIRE", {"term": 2, "nonce": "x", "restored": "../1"}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 0}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 2.0}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": (1 << 20) + 1}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[0, DIGEST], [1, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [1, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[3, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "manifests": [[True, DIGEST]]}),
-        record("HELD", committed(attempt(1, 1))["body"] | {"manifests": []}),
-        record("HELD", committed(attempt(1, 1))["body"] | {"world": 0}),
-        record("HELD", {"checkpoint": str(attempt(1, 1))}),
-        record("ABORT", {"checkpoint": str(attempt(1, 1))}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": []}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[1, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[-1, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"manifests": [[0, 0, DIGEST]]}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"index": "../../x"}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"finite": 0}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 0}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 2.0}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": (1 << 20) + 1}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"manifests": [[0, DIGEST], [1, DIGEST]]}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [0, DIGEST]]}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 3, "manifests": [[1, DIGEST], [1, DIGEST]]}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 3, "manifests": [[3, DIGEST]]}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"world": 3, "manifests": [[True, DIGEST]]}),
+        record("HELD", committed(checkpoint(1, 1))["body"] | {"manifests": []}),
+        record("HELD", committed(checkpoint(1, 1))["body"] | {"world": 0}),
+        record("HELD", {"checkpoint": str(checkpoint(1, 1))}),
+        record("ABORT", {"checkpoint": str(checkpoint(1, 1))}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"manifests": []}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"manifests": [[1, DIGEST]]}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"manifests": [[-1, DIGEST]]}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"manifests": [[0, 0, DIGEST]]}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"index": "../../x"}),
+        record("COMMIT", committed(checkpoint(1, 1))["body"] | {"finite": 0}),
         record("PLAN", {"retire": ["x"], "delete": []}),
         record("KEEP", {}),
-        record("NONSENSE", {"checkpoint": str(attempt(1, 1))}),
+        record("NONSENSE", {"checkpoint": str(checkpoint(1, 1))}),
     ],
 )
 def test_an_impossible_record_changes_nothing(bad: dict[str, Any]) -> None:
@@ -381,21 +381,21 @@ def test_an_impossible_record_changes_nothing(bad: dict[str, Any]) -> None:
 
 def test_a_rollback_is_not_undone() -> None:
     """What lay beyond the attempt gone back to is not history, before anything new is saved as well as after."""
-    old = [attempt(1, step) for step in (10, 20, 30)]
+    old = [checkpoint(1, step) for step in (10, 20, 30)]
     state = folded(acquired(1), *map(committed, old), acquired(2, restored=old[0]))
     assert [c.step for c in state.lineage()] == [10]
     fold(state, {**acquired(3), "seq": 9})  # a restart that has not restored yet
     assert [c.step for c in state.lineage()] == [10]
-    fold(state, {**committed(attempt(3, 15)), "seq": 10})
+    fold(state, {**committed(checkpoint(3, 15)), "seq": 10})
     assert [c.step for c in state.lineage()] == [15, 10]
-    late = {**committed(attempt(2, 99)), "seq": 11}  # rolled forward by epoch 3: of an epoch in between
+    late = {**committed(checkpoint(2, 99)), "seq": 11}  # rolled forward by epoch 3: of an epoch in between
     fold(state, late)
     assert state.lineage()[0].step == 15
 
 
 def test_a_roll_forward_does_not_displace_a_newer_step() -> None:
     """Latest is by epoch and step, not by place in the log."""
-    state = folded(acquired(1), committed(attempt(1, 30)), committed(attempt(1, 20)))
+    state = folded(acquired(1), committed(checkpoint(1, 30)), committed(checkpoint(1, 20)))
     assert [c.step for c in state.lineage()] == [30, 20]
 
 
@@ -403,16 +403,16 @@ def test_a_roll_forward_does_not_displace_a_newer_step() -> None:
 @settings(max_examples=200, deadline=None)
 def test_history_never_contains_what_was_gone_back_behind(data: st.DataObject) -> None:
     """For random histories: newest first, nothing twice, nothing beyond any later rollback, the present epoch whole."""
-    saved: list[Attempt] = []
+    saved: list[CheckpointId] = []
     acquires: list[Acquire] = []
-    gone: set[Attempt] = set()
-    for epoch in range(1, data.draw(st.integers(1, 6)) + 1):
+    gone: set[CheckpointId] = set()
+    for term in range(1, data.draw(st.integers(1, 6)) + 1):
         present = [a for a in saved if a not in gone]
         back = data.draw(st.sampled_from([None, *present]))
-        acquires.append(Acquire(epoch, f"{epoch:08x}", back))
+        acquires.append(Acquire(term, f"{term:08x}", back))
         if back is not None:
-            gone |= {a for a in present if (a.epoch, a.step) > (back.epoch, back.step)}
-        saved += [attempt(epoch, step) for step in data.draw(st.sets(st.integers(0, 50), max_size=4))]
+            gone |= {a for a in present if (a.term, a.step) > (back.term, back.step)}
+        saved += [checkpoint(term, step) for step in data.draw(st.sets(st.integers(0, 50), max_size=4))]
     expected = sorted((a for a in saved if a not in gone), reverse=True)
     assert in_history(acquires, saved) == expected
 
@@ -450,7 +450,7 @@ def test_own_record_is_adopted_when_the_reply_says_that_it_exists() -> None:
         store = MemoryStore()
         log, mine = await new_log(Scripted(store))
         log.store.script[:] = ["exists"]  # type: ignore[attr-defined]
-        await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        await log.append(kept(checkpoint(1, 1), "mine"), owner=mine)
         state = (await reopened(store)).state
         assert state.next_seq == 2 and state.requests["mine"] == 1 and not state.damaged
 
@@ -466,9 +466,9 @@ def test_a_lost_reply_is_an_unknown_outcome_and_asking_again_is_harmless(action:
         log, mine = await new_log(Scripted(store))
         log.store.script[:] = [action]  # type: ignore[attr-defined]
         with pytest.raises(OutcomeUnknownError):
-            await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+            await log.append(kept(checkpoint(1, 1), "mine"), owner=mine)
         assert (record_key(1) in store.objects) is landed
-        await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        await log.append(kept(checkpoint(1, 1), "mine"), owner=mine)
         state = (await reopened(store)).state
         assert state.next_seq == 2 and state.requests["mine"] == 1 and not state.damaged
 
@@ -491,7 +491,7 @@ def test_a_refusal_is_said_in_words(remote: bool) -> None:
         store.remote = remote
         log, mine = await new_log(store)
         with pytest.raises(OutcomeUnknownError if remote else AccessError) as raised:
-            await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+            await log.append(kept(checkpoint(1, 1), "mine"), owner=mine)
         said = (
             "cannot tell whether the note that keeps a checkpoint is"
             if remote
@@ -512,7 +512,7 @@ def test_a_full_store_is_a_plain_failure() -> None:
         log, mine = await new_log(Scripted(MemoryStore()))
         log.store.script[:] = ["full"]  # type: ignore[attr-defined]
         with pytest.raises(FullError):
-            await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+            await log.append(kept(checkpoint(1, 1), "mine"), owner=mine)
 
     asyncio.run(scenario())
 
@@ -531,7 +531,7 @@ def test_concurrent_appends_all_land_once(place: str, shared: bool, tmp_path: Pa
 
         async def work(i: int) -> None:
             for n in range(5):
-                await logs[i].append(kept(attempt(1, n), f"{i}.{n}"), owner=mine)
+                await logs[i].append(kept(checkpoint(1, n), f"{i}.{n}"), owner=mine)
                 await logs[i].refresh()
 
         await asyncio.gather(*map(work, range(8)))
@@ -552,13 +552,13 @@ def test_acquire_gives_every_job_an_epoch_of_its_own_and_fences_the_others() -> 
         await commits.create_run(store)
         logs = [await reopened(Gate(store, random.Random(i))) for i in range(8)]
         owners = await asyncio.gather(*(commits.acquire(log, new_nonce(), floor=40) for log in logs))
-        assert sorted(o.epoch for o in owners) == list(range(41, 49))
+        assert sorted(o.term for o in owners) == list(range(41, 49))
         for log, one in zip(logs, owners, strict=True):
-            if one.epoch == 48:
-                await log.append(kept(attempt(1, 1), "newest"), owner=one)
+            if one.term == 48:
+                await log.append(kept(checkpoint(1, 1), "newest"), owner=one)
             else:
                 with pytest.raises(FencedError):
-                    await log.append(kept(attempt(1, 1), f"{one.epoch}"), owner=one)
+                    await log.append(kept(checkpoint(1, 1), f"{one.term}"), owner=one)
         again = await commits.acquire(logs[0], owners[0].nonce)
         assert again == owners[0]  # the same request twice is one record
 
@@ -571,14 +571,14 @@ def test_a_new_epoch_leaves_room_for_one_that_was_damaged() -> None:
     async def scenario() -> None:
         store = MemoryStore()
         log, first = await new_log(store)
-        await log.append(kept(attempt(1, 1), "between"), owner=first)
+        await log.append(kept(checkpoint(1, 1), "between"), owner=first)
         lost = await commits.acquire(log, new_nonce())
         for seq in (1, 2):
             store.objects[record_key(seq)] = b"{}"
         log = await reopened(store)
         later = [await commits.acquire(log, new_nonce()) for _ in range(3)]
-        assert [first.epoch, lost.epoch] == [1, 2] and later[0].epoch > lost.epoch
-        assert [owner.epoch - later[0].epoch for owner in later] == [0, 1, 2]
+        assert [first.term, lost.term] == [1, 2] and later[0].term > lost.term
+        assert [owner.term - later[0].term for owner in later] == [0, 1, 2]
 
     asyncio.run(scenario())
 
@@ -588,7 +588,7 @@ def test_commit_after_abort_is_refused() -> None:
 
     async def scenario() -> None:
         log, mine = await new_log(MemoryStore())
-        named = Attempt(mine.epoch, 5, mine.nonce)
+        named = CheckpointId(mine.term, 5, mine.nonce)
         await commits.abort(log, mine, named, "changed my mind")
         with pytest.raises(SaveError):
             await save(log, mine, 5)
@@ -607,7 +607,7 @@ def test_a_record_of_a_newer_version_stays_an_error() -> None:
         store.objects[record_key(1)] = seal(newer)
         for _ in range(2):
             with pytest.raises(FormatError):
-                await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+                await log.append(kept(checkpoint(1, 1), "mine"), owner=mine)
         assert record_key(2) not in store.objects
 
     asyncio.run(scenario())
@@ -620,7 +620,7 @@ def test_a_stray_name_far_off_is_not_waited_for() -> None:
         store = MemoryStore()
         log, mine = await new_log(store)
         store.objects["log/999999999999.json"] = b"{}"
-        await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        await log.append(kept(checkpoint(1, 1), "mine"), owner=mine)
         assert log.state.damaged == [10**12 - 1] and log.state.next_seq == 2
         assert MAX_GAP < 10**6
 
@@ -643,7 +643,7 @@ def share_of(rank: int, world: int = WORLD, *, at: int | None = None, rows: int 
     return Layout(pieces, {}, components, rank, world, elsewhere={"n": ("F32", ())})
 
 
-def data_of(named: Attempt, layout: Layout) -> bytes:
+def data_of(named: CheckpointId, layout: Layout) -> bytes:
     """The bytes say which attempt and rank they belong to."""
     return f"{named.nonce}{named.step:016d}{layout.rank:04d}".encode().ljust(layout.arrangement.data_size, b".")
 
@@ -651,7 +651,7 @@ def data_of(named: Attempt, layout: Layout) -> bytes:
 async def write_share(
     log: RunLog, mine: Acquire, step: int, layout: Layout, *, number: int = 0, reason: str = "due"
 ) -> WrittenPart:
-    named = Attempt(mine.epoch, step, mine.nonce)
+    named = CheckpointId(mine.term, step, mine.nonce)
     snapshot = RankSnapshot(named, layout, memoryview(data_of(named, layout)), [None])
     return await write_part(log.store, snapshot, numbers=itertools.count(number), reason=reason)
 
@@ -674,8 +674,8 @@ class Ranks:
             ranks.logs.append(await reopened(Heard(store, rank, ranks.told)))
         return ranks
 
-    def attempt(self, step: int = 1) -> Attempt:
-        return Attempt(self.mine.epoch, step, self.mine.nonce)
+    def checkpoint(self, step: int = 1) -> CheckpointId:
+        return CheckpointId(self.mine.term, step, self.mine.nonce)
 
     async def write(self, rank: int, step: int = 1, layout: Layout | None = None, **details: Any) -> WrittenPart:
         return await write_share(self.logs[rank], self.mine, step, layout or share_of(rank, len(self.logs)), **details)
@@ -691,7 +691,7 @@ class Ranks:
     async def check(self, step: int = 1) -> Commit:
         """The checkpoint: committed once, and whole."""
         state = (await reopened(self.store)).state
-        found = state.commits[self.attempt(step)]
+        found = state.commits[self.checkpoint(step)]
         assert found.whole and state.damaged == []
         assert [kind for _, kind in self.told].count("COMMIT") == len(state.commits)
         assert await verify(self.store, found) == []
@@ -701,8 +701,8 @@ class Ranks:
     async def reason(self, step: int = 1) -> str:
         """Why there is no such checkpoint, as whoever looks later finds it."""
         state = (await reopened(self.store)).state
-        assert self.attempt(step) not in state.commits and not state.damaged
-        return state.reasons[self.attempt(step)]
+        assert self.checkpoint(step) not in state.commits and not state.damaged
+        return state.reasons[self.checkpoint(step)]
 
 
 class Heard:
@@ -802,7 +802,7 @@ def test_a_rank_that_gives_up_need_not_be_waited_for(who: int) -> None:
             asyncio.create_task(ranks.settle(await ranks.write(r), deadline_s=1000)) for r in range(WORLD) if r != who
         ]
         await asyncio.sleep(0.02)
-        await commits.abort(ranks.logs[who], ranks.mine, ranks.attempt(), f"rank {who}: its disk is gone")
+        await commits.abort(ranks.logs[who], ranks.mine, ranks.checkpoint(), f"rank {who}: its disk is gone")
         said = refused(await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30))
         assert all(f"rank {who}: its disk is gone" in text for text in said)
         assert await ranks.reason() == f"rank {who}: its disk is gone"
@@ -863,21 +863,21 @@ class Dying:
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("wrong", ["another attempt", "another rank", "damaged", "empty", "no pack"])
+@pytest.mark.parametrize("wrong", ["another attempt", "another rank", "damaged", "empty", "no data file"])
 def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
     """A file of the right name is not enough: no checkpoint, and ABORT names the rank whose part is missing."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
         parts = [await ranks.write(rank) for rank in (0, 1)]
-        objects, named = ranks.store.objects, ranks.attempt()
+        objects, named = ranks.store.objects, ranks.checkpoint()
         await ranks.write(2)
         await ranks.write(2, step=2)
         key = manifest_key(named, 2)
-        if wrong == "no pack":
+        if wrong == "no data file":
             del objects[data_key(named, rank=2)]
         else:
-            sources = {"another attempt": (ranks.attempt(2), 2), "another rank": (named, 1)}
+            sources = {"another attempt": (ranks.checkpoint(2), 2), "another rank": (named, 1)}
             raw = bytearray(objects[manifest_key(*sources.get(wrong, (named, 2)))])
             raw[len(raw) // 2] ^= wrong == "damaged"
             objects[key] = b"" if wrong == "empty" else bytes(raw)
@@ -897,7 +897,7 @@ def test_next_writer_of_a_rank_never_mixes_files_with_the_last(left: str) -> Non
 
     async def scenario() -> None:
         ranks = await Ranks.open()
-        first, named, objects = await ranks.write(0), ranks.attempt(), ranks.store.objects
+        first, named, objects = await ranks.write(0), ranks.checkpoint(), ranks.store.objects
         await ranks.write(1)
         last = await ranks.write(2)
         if left == "data":
@@ -932,12 +932,12 @@ def test_index_of_another_committer_must_have_the_same_bytes(there: str) -> None
         parts = [await ranks.write(rank) for rank in range(3)]
         index = commits.index_of(parts)
         others = {"the same": index, "changed": index[:-1] + b"x", "longer": index + b"x", "shorter": index[:-1]}
-        ranks.store.objects[index_key(ranks.attempt())] = others[there]
+        ranks.store.objects[index_key(ranks.checkpoint())] = others[there]
         if there == "the same":
             await ranks.settle(parts[0])
             await ranks.check()
         else:
-            with pytest.raises(SaveError, match=index_key(ranks.attempt())):
+            with pytest.raises(SaveError, match=index_key(ranks.checkpoint())):
                 await ranks.settle(parts[0])
             assert not ranks.logs[0].state.commits
 
@@ -1011,7 +1011,7 @@ def test_who_waits_for_others_hears_that_the_run_was_taken_over() -> None:
         await log.refresh()
         owners = [await commits.acquire(log, new_nonce())]
         own = await write_share(log, owners[0], 2, share_of(1, 2))
-        named = Attempt(owners[0].epoch, 2, owners[0].nonce)
+        named = CheckpointId(owners[0].term, 2, owners[0].nonce)
         task = asyncio.create_task(settling.settle(log, lambda: owners[-1], own, Role((0, 1), 0, 2), deadline_s=1000))
         await asyncio.sleep(0.02)
         owners.append(await commits.acquire(log, new_nonce()))
@@ -1032,8 +1032,8 @@ def test_who_looks_late_finds_a_checkpoint_that_was_retired_meanwhile() -> None:
         for step in (1, 2, 3, 4):
             rest = (0, 1) if step == 1 else range(WORLD)
             await asyncio.gather(*(ranks.save(rank, step=step) for rank in rest))
-        await retention.retire(ranks.logs[0], ranks.mine, Keep(last=1), {ranks.attempt(4)})
-        assert ranks.attempt() in ranks.logs[0].state.retired
+        await retention.retire(ranks.logs[0], ranks.mine, Keep(last=1), {ranks.checkpoint(4)})
+        assert ranks.checkpoint() in ranks.logs[0].state.retired
         await asyncio.wait_for(ranks.settle(slow), 30)
 
     asyncio.run(scenario())
@@ -1050,7 +1050,7 @@ def test_who_looks_late_hears_that_it_was_taken_back(committed: bool) -> None:
         if committed:
             await asyncio.gather(*(ranks.save(rank) for rank in (0, 1)))
         for _ in range(2):
-            await commits.retract(ranks.logs[1], ranks.mine, ranks.attempt(), "it mixes two moments")
+            await commits.retract(ranks.logs[1], ranks.mine, ranks.checkpoint(), "it mixes two moments")
         (said,) = refused(await asyncio.gather(ranks.settle(slow), return_exceptions=True))
         assert "it mixes two moments" in said
         assert await ranks.reason() == "it mixes two moments"
@@ -1078,16 +1078,16 @@ def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
     """HELD is said once, and is no checkpoint; `complete` makes it one, of the parts that are here."""
 
     async def scenario() -> None:
-        (ranks, own), said = await held_here(), list[Attempt]()
-        waiting = asyncio.create_task(ranks.settle(own, HERE, on_held=lambda: said.append(ranks.attempt())))
+        (ranks, own), said = await held_here(), list[CheckpointId]()
+        waiting = asyncio.create_task(ranks.settle(own, HERE, on_held=lambda: said.append(ranks.checkpoint())))
         other = replace(HERE, place=1)
         neighbour = asyncio.create_task(ranks.settle(await ranks.write(1, number=1), other, on_held=lambda: None))
         await asyncio.sleep(0.05)
-        assert said == [ranks.attempt()] and not waiting.done() and not neighbour.done()
+        assert said == [ranks.checkpoint()] and not waiting.done() and not neighbour.done()
         state = (await reopened(ranks.store)).state
-        assert not state.commits and not state.lineage() and not state.held[ranks.attempt()].whole
+        assert not state.commits and not state.lineage() and not state.held[ranks.checkpoint()].whole
         for _ in range(2):
-            await commits.complete(ranks.logs[2], ranks.mine, ranks.attempt())
+            await commits.complete(ranks.logs[2], ranks.mine, ranks.checkpoint())
         await asyncio.wait_for(asyncio.gather(waiting, neighbour), 30)
         assert ranks.told == [(0, "HELD"), (2, "COMMIT")] and len(said) == 1
         state = (await reopened(ranks.store)).state
@@ -1110,12 +1110,12 @@ def test_what_is_held_outlives_a_deadline_and_is_given_up_by_abort_only() -> Non
         (said,) = refused(await asyncio.gather(ranks.settle(own, HERE, deadline_s=0.1), return_exceptions=True))
         assert "the disks of other nodes" in said
         log = await reopened(ranks.store)
-        assert set(log.state.held) == {ranks.attempt()} and not log.state.aborted
-        await commits.abort(log, ranks.mine, ranks.attempt(), "who says that does not know of other places")
-        assert set(log.state.held) == {ranks.attempt()} and not log.state.aborted
-        await commits.abort(log, ranks.mine, ranks.attempt(), "other nodes do not have their files", held=True)
+        assert set(log.state.held) == {ranks.checkpoint()} and not log.state.aborted
+        await commits.abort(log, ranks.mine, ranks.checkpoint(), "who says that does not know of other places")
+        assert set(log.state.held) == {ranks.checkpoint()} and not log.state.aborted
+        await commits.abort(log, ranks.mine, ranks.checkpoint(), "other nodes do not have their files", held=True)
         assert not log.state.held
-        await commits.complete(log, ranks.mine, ranks.attempt())
+        await commits.complete(log, ranks.mine, ranks.checkpoint())
         assert not log.state.commits
         (said,) = refused(await asyncio.gather(ranks.settle(own, HERE), return_exceptions=True))
         assert "other nodes do not have" in said
@@ -1147,14 +1147,14 @@ def test_the_files_of_what_is_held_stay() -> None:
         for step in (2, 3, 4):
             share = await write_share(ranks.logs[0], ranks.mine, step, share_of(0, 1))
             await commits.commit(ranks.logs[0], ranks.mine, [share])
-        log, mine, checked = ranks.logs[0], ranks.mine, {ranks.attempt(4)}
+        log, mine, checked = ranks.logs[0], ranks.mine, {ranks.checkpoint(4)}
 
         def files() -> int:
-            return sum(str(ranks.attempt()) in key for key in ranks.store.objects)
+            return sum(str(ranks.checkpoint()) in key for key in ranks.store.objects)
 
-        assert await retention.retire(log, mine, Keep(last=1), checked) == {ranks.attempt(2)}
-        assert files() == 5  # a pack and a part of each rank, and the index
-        await commits.abort(log, mine, ranks.attempt(), "other nodes do not have their files", held=True)
+        assert await retention.retire(log, mine, Keep(last=1), checked) == {ranks.checkpoint(2)}
+        assert files() == 5  # a data file and a part of each rank, and the index
+        await commits.abort(log, mine, ranks.checkpoint(), "other nodes do not have their files", held=True)
         await retention.retire(log, mine, Keep(last=1), checked)
         assert files() == 0
 
@@ -1175,7 +1175,7 @@ class Left:
 
 
 LEFT: dict[str, Left] = {
-    "nothing but a pack": Left((), "ABORT", "ABORT"),
+    "nothing but a data file": Left((), "ABORT", "ABORT"),
     "some parts": Left((0, 1), "ABORT", "HELD"),
     "one part": Left((1,), "ABORT", "HELD"),
     "all parts": Left((0, 1, 2), "COMMIT", "COMMIT"),
@@ -1188,10 +1188,10 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
     for rank in left.ranks:
         await ranks.write(rank, step)
         if rank in left.damaged:
-            key = manifest_key(ranks.attempt(step), rank)
+            key = manifest_key(ranks.checkpoint(step), rank)
             ranks.store.objects[key] = ranks.store.objects[key][:-1]
     if not left.ranks:
-        ranks.store.objects[data_key(ranks.attempt(step), 0)] = b"half"
+        ranks.store.objects[data_key(ranks.checkpoint(step), 0)] = b"half"
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -1209,15 +1209,15 @@ def test_recovery_decides_about_everything_that_a_crash_left(name: str, partial:
             expected = left.partial if partial else left.shared
             state = (await reopened(ranks.store)).state
             found = {"COMMIT": state.commits, "HELD": state.held, "ABORT": state.reasons}
-            assert [kind for kind, which in found.items() if ranks.attempt() in which] == [expected]
+            assert [kind for kind, which in found.items() if ranks.checkpoint() in which] == [expected]
             assert state.next_seq == 3 and not state.damaged
         assert not done.rolled_forward and not done.aborted
         if expected == "HELD":
             whole = [rank for rank in left.ranks if rank not in left.damaged]
-            assert [rank for rank, _ in state.held[ranks.attempt()].parts] == whole
-            assert state.held[ranks.attempt()].world == WORLD
+            assert [rank for rank, _ in state.held[ranks.checkpoint()].parts] == whole
+            assert state.held[ranks.checkpoint()].world == WORLD
         if expected == "COMMIT":
-            assert await verify(ranks.store, state.commits[ranks.attempt()]) == []
+            assert await verify(ranks.store, state.commits[ranks.checkpoint()]) == []
 
     asyncio.run(scenario())
 
@@ -1231,8 +1231,8 @@ def test_recovery_leaves_what_is_being_written(partial: bool) -> None:
         for step in (1, 2):
             await leave(ranks, step, LEFT["some parts"])
         log = ranks.logs[0]
-        await commits.recover(log, ranks.mine, frozenset({ranks.attempt(2)}), partial=partial)
-        assert (ranks.attempt() in (log.state.held if partial else log.state.aborted)) and len(ranks.told) == 1
+        await commits.recover(log, ranks.mine, frozenset({ranks.checkpoint(2)}), partial=partial)
+        assert (ranks.checkpoint() in (log.state.held if partial else log.state.aborted)) and len(ranks.told) == 1
         await commits.recover(log, ranks.mine, partial=partial)
         assert len(ranks.told) == 2
 
@@ -1246,12 +1246,12 @@ def test_a_part_that_is_stored_is_found_again_without_its_memory() -> None:
         ranks = await Ranks.open()
         written = [await ranks.write(rank) for rank in (0, 1)]
         for own in written:
-            found = await commits.stored_part(ranks.store, ranks.attempt(), own.part.rank)
+            found = await commits.stored_part(ranks.store, ranks.checkpoint(), own.part.rank)
             assert found is not None and (found.part, found.digest) == (own.part, own.digest)
-        assert await commits.stored_part(ranks.store, ranks.attempt(), 2) is None
-        assert await commits.stored_part(ranks.store, ranks.attempt(2), 0) is None
-        ranks.store.objects[manifest_key(ranks.attempt(), 1)] = b"{}"
-        assert await commits.stored_part(ranks.store, ranks.attempt(), 1) is None
+        assert await commits.stored_part(ranks.store, ranks.checkpoint(), 2) is None
+        assert await commits.stored_part(ranks.store, ranks.checkpoint(2), 0) is None
+        ranks.store.objects[manifest_key(ranks.checkpoint(), 1)] = b"{}"
+        assert await commits.stored_part(ranks.store, ranks.checkpoint(), 1) is None
 
     asyncio.run(scenario())
 
@@ -1267,7 +1267,7 @@ TWO = Layout(
 
 def of_two(mine: Acquire, step: int) -> RankSnapshot:
     data = b"never changes...".ljust(16) + f"{step:016d}".encode()
-    return RankSnapshot(Attempt(mine.epoch, step, mine.nonce), TWO, memoryview(data), [None])
+    return RankSnapshot(CheckpointId(mine.term, step, mine.nonce), TWO, memoryview(data), [None])
 
 
 @dataclass
@@ -1286,8 +1286,8 @@ class Chain:
         await commits.commit(log, mine, [chain.base])
         return chain
 
-    def attempt(self, step: int) -> Attempt:
-        return Attempt(self.mine.epoch, step, self.mine.nonce)
+    def checkpoint(self, step: int) -> CheckpointId:
+        return CheckpointId(self.mine.term, step, self.mine.nonce)
 
     async def build(self, step: int, base: WrittenPart | None = None) -> WrittenPart:
         """The part of an increment."""
@@ -1296,7 +1296,7 @@ class Chain:
     async def lose(self, *steps: int) -> None:
         """These are taken back."""
         for step in steps:
-            await commits.retract(self.log, self.mine, self.attempt(step), "it mixes two moments")
+            await commits.retract(self.log, self.mine, self.checkpoint(step), "it mixes two moments")
 
     async def records(self) -> list[str]:
         keys = sorted(key for key in self.store.objects if key.startswith("log/"))
@@ -1318,17 +1318,17 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
         chain = await Chain.open()
         second = await chain.build(2)
         found = await commits.commit(chain.log, chain.mine, [second])
-        assert found.needs == (chain.attempt(1),) and not found.full
+        assert found.needs == (chain.checkpoint(1),) and not found.full
         third = await chain.build(3, second)
         await commits.commit(chain.log, chain.mine, [third])
-        assert third.part.packs[1].key == chain.base.table.packs[0] and third.part.needs == [str(chain.attempt(2))]
+        assert third.part.files[1].key == chain.base.table.files[0] and third.part.needs == [str(chain.checkpoint(2))]
         assert await chain.records() == ["ACQUIRE", "COMMIT", "COMMIT", "COMMIT"]
         await chain.lose(1, 2)
-        await retention.retire(chain.log, chain.mine, Keep(last=1), {chain.attempt(3)})
+        await retention.retire(chain.log, chain.mine, Keep(last=1), {chain.checkpoint(3)})
         assert await chain.sound() == [3]
-        left = [key for key in chain.store.objects if owner(key) == chain.attempt(1)]
-        assert left == [data_key(chain.attempt(1), 0)]
-        fourth = await chain.build(4, third)  # what it builds on is live, though a pack is of one that is not
+        left = [key for key in chain.store.objects if owner(key) == chain.checkpoint(1)]
+        assert left == [data_key(chain.checkpoint(1), 0)]
+        fourth = await chain.build(4, third)  # what it builds on is live, though a data file is of one that is not
         await commits.commit(chain.log, chain.mine, [fourth])
         assert await chain.sound() == [3, 4]
 
@@ -1345,12 +1345,12 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
         if how == "retired":
             own = await chain.build(3)
             await chain.lose(1)
-            gone = data_key(chain.attempt(1), 0)
+            gone = data_key(chain.checkpoint(1), 0)
         else:
             base = await write_part(chain.store, of_two(chain.mine, 2), numbers=itertools.count(4))
-            gone = data_key(chain.attempt(2), 0, 4)
+            gone = data_key(chain.checkpoint(2), 0, 4)
             if how == "aborted":
-                await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
+                await commits.abort(chain.log, chain.mine, chain.checkpoint(2), "no")
             assert not commits.vouches(chain.log.state, base) and commits.vouches(chain.log.state, chain.base)
             own = await chain.build(3, base)
         message = f"step 3 builds on {gone}, which no live checkpoint uses: the next save will be whole"
@@ -1380,7 +1380,7 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
         own, other = await chain.build(2), await reopened(chain.store)
 
         async def meanwhile() -> None:
-            await commits.retract(other, chain.mine, chain.attempt(1), "it mixes two moments")
+            await commits.retract(other, chain.mine, chain.checkpoint(1), "it mixes two moments")
 
         chain.store.then = meanwhile
         with pytest.raises(SaveError, match="which no live checkpoint uses"):
@@ -1405,8 +1405,8 @@ def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
         (said,) = refused(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30))
         assert "which no live checkpoint uses: the next save will be whole" in said
         state = (await reopened(chain.store)).state
-        assert state.aborted == {chain.attempt(1), chain.attempt(2)} - state.retired
-        assert "which no live checkpoint uses" in state.reasons[chain.attempt(2)]
+        assert state.aborted == {chain.checkpoint(1), chain.checkpoint(2)} - state.retired
+        assert "which no live checkpoint uses" in state.reasons[chain.checkpoint(2)]
         assert (await chain.records())[-1] == "ABORT"
 
     asyncio.run(scenario())
@@ -1425,21 +1425,21 @@ def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None
             settling.settle(chain.log, lambda: chain.mine, own, Role((0,), 0, 2), deadline_s=1000)
         )
         other = await reopened(chain.store)
-        while chain.attempt(2) not in other.state.held:
+        while chain.checkpoint(2) not in other.state.held:
             await asyncio.sleep(0.01)
             await other.refresh()
         if not gone:
-            await commits.complete(other, chain.mine, chain.attempt(2))
+            await commits.complete(other, chain.mine, chain.checkpoint(2))
             await asyncio.wait_for(waiting, 30)
-            assert other.state.commits[chain.attempt(2)].needs == (chain.attempt(1),)
+            assert other.state.commits[chain.checkpoint(2)].needs == (chain.checkpoint(1),)
             return
         await chain.lose(1)
         with pytest.raises(SaveError, match="step 1, which was retired"):
-            await commits.complete(other, chain.mine, chain.attempt(2))
+            await commits.complete(other, chain.mine, chain.checkpoint(2))
         (said,) = refused(await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 30))
         assert "step 1, which was retired" in said
         assert not other.state.held and await chain.sound() == []
-        await commits.complete(other, chain.mine, chain.attempt(2))  # there is nothing to do any more
+        await commits.complete(other, chain.mine, chain.checkpoint(2))  # there is nothing to do any more
 
     asyncio.run(scenario())
 
@@ -1467,7 +1467,7 @@ def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
         state = (await reopened(chain.store)).state
         assert not state.held
         for step in (2, 3):
-            assert (chain.attempt(step) in state.commits) is not lost and state.ended(chain.attempt(step))
+            assert (chain.checkpoint(step) in state.commits) is not lost and state.ended(chain.checkpoint(step))
         await commits.recover(log, mine, partial=partial)
         assert await chain.records() == records
         await chain.sound()
@@ -1481,9 +1481,9 @@ def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None
     async def scenario() -> None:
         chain = await Chain.open()
         own = await write_part(chain.store, of_two(chain.mine, 99))
-        older = [str(chain.attempt(step)) for step in range(MAX_NEEDS + 1)]
-        for needs, message in ((older, "65 older checkpoints"), ([str(chain.attempt(99))], "not older")):
-            bad = replace(own, part=replace(own.part, attempt=str(chain.attempt(98)), needs=needs))
+        older = [str(chain.checkpoint(step)) for step in range(MAX_NEEDS + 1)]
+        for needs, message in ((older, "65 older checkpoints"), ([str(chain.checkpoint(99))], "not older")):
+            bad = replace(own, part=replace(own.part, checkpoint=str(chain.checkpoint(98)), needs=needs))
             with pytest.raises(SaveError, match=message):
                 await commits.commit(chain.log, chain.mine, [bad])
         assert await chain.records() == ["ACQUIRE", "COMMIT"]
@@ -1492,8 +1492,8 @@ def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None
 
 
 def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
-    """The packs of what it was built on came with it. Refused if one may be deleted at any moment: of an attempt that
-    has ended there, unless a checkpoint there uses it, at the time of the record."""
+    """The data files of what it was built on came with it. Refused if one may be deleted at any moment: of an attempt
+    that has ended there, unless a checkpoint there uses it, at the time of the record."""
 
     async def scenario() -> None:
         for how in ("unknown", "aborted", "in use", "in use no more", "its own"):
@@ -1502,31 +1502,31 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
             store = MemoryStore()
             log, mine = await new_log(store)
             store.objects |= {key: raw for key, raw in chain.store.objects.items() if owner(key) is not None}
-            used: dict[Attempt, set[str]] = {}
+            used: dict[CheckpointId, set[str]] = {}
             if how.startswith("in use"):
                 await commits.commit(log, mine, [second], used={})
-                used = {chain.attempt(2): set(second.table.packs)}
+                used = {chain.checkpoint(2): set(second.table.files)}
             if how == "its own":
                 await commits.commit(log, mine, [chain.base])
-                used = {chain.attempt(1): set(chain.base.table.packs)}
+                used = {chain.checkpoint(1): set(chain.base.table.files)}
             else:
                 with pytest.raises(SaveError, match="which no live checkpoint uses: the next save"):
                     await commits.commit(log, mine, [third])
             if how not in ("unknown", "its own"):
-                await commits.abort(log, mine, chain.attempt(1), "no")
+                await commits.abort(log, mine, chain.checkpoint(1), "no")
             if how == "in use no more":
-                await commits.retract(log, mine, chain.attempt(2), "no")
+                await commits.retract(log, mine, chain.checkpoint(2), "no")
             if how in ("aborted", "in use no more"):
                 with pytest.raises(SaveError, match=r"which no live checkpoint uses\n"):
                     await commits.commit(log, mine, [third], used=used)
                 continue
             found = await commits.commit(log, mine, [third], used=used)
-            assert found.needs == (chain.attempt(1),) and await verify(store, found) == []
-            await commits.recover(log, mine)  # what is there of others is ended, and their packs stay
+            assert found.needs == (chain.checkpoint(1),) and await verify(store, found) == []
+            await commits.recover(log, mine)  # what is there of others is ended, and their data files stay
             for step in (8, 9):
                 last = await save(log, mine, step)
             await retention.retire(log, mine, Keep(last=3), {last})
-            assert await verify(store, found) == [] and chain.attempt(3) in log.state.commits
+            assert await verify(store, found) == [] and chain.checkpoint(3) in log.state.commits
 
     asyncio.run(scenario())
 
@@ -1537,10 +1537,10 @@ def test_a_table_that_names_other_packs_than_its_part_does_not_count() -> None:
     async def scenario() -> None:
         chain = await Chain.open()
         own = await chain.build(2)
-        part = replace(own.part, packs=own.part.packs[:1])
-        chain.store.objects[manifest_key(chain.attempt(2), 0)] = part.to_bytes()
+        part = replace(own.part, files=own.part.files[:1])
+        chain.store.objects[manifest_key(chain.checkpoint(2), 0)] = part.to_bytes()
         with pytest.raises(CorruptError, match="names data files that its manifest does not"):
-            await commits.load_part(chain.store, chain.attempt(2), 0)
+            await commits.load_part(chain.store, chain.checkpoint(2), 0)
         await commits.recover(chain.log, chain.mine)
         assert await chain.sound() == [1]
 

@@ -22,7 +22,7 @@ from ckpt.core.log.run_log import RunLog, record_key
 from ckpt.errors import CorruptError, StoreError
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
-from logs import attempt, committed, new_log, reopened
+from logs import checkpoint, committed, new_log, reopened
 
 EVERY = 8
 
@@ -55,7 +55,7 @@ async def grow(log: RunLog, owner: Any, to: int) -> None:
     """Commits, some built on older ones, aborts, what is retired and kept, and other owners."""
     while log.state.next_seq < to:
         step = log.state.next_seq
-        one = attempt(owner.epoch, step)
+        one = checkpoint(owner.term, step)
         kind = step % 5
         if kind == 1:
             await log.append(
@@ -201,9 +201,9 @@ def test_a_lost_reply_is_looked_up() -> None:
         store = Lossy()
         log, mine = await new_log(store)
         for step in range(20):
-            await log.append(kept(attempt(1, step), f"mine{step}"), owner=mine)
+            await log.append(kept(checkpoint(1, step), f"mine{step}"), owner=mine)
         found = (await reopened(MemoryStore(objects=store.objects))).state
-        assert list(found.kept) == [attempt(1, step) for step in range(20)] and not found.damaged
+        assert list(found.kept) == [checkpoint(1, step) for step in range(20)] and not found.damaged
 
     asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ import stranger
 import toy
 from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import read
-from ckpt.core.format.manifest import Attempt, new_nonce
+from ckpt.core.format.manifest import CheckpointId, new_nonce
 from ckpt.core.log.records import SNAPSHOT_EVERY, Acquire, Record, summary
 from ckpt.core.log.run_log import RunLog, Trimmer, record_key
 from ckpt.store import open_store
@@ -22,7 +22,7 @@ from processes import eventually, writers
 
 async def talk(log: RunLog, mine: Acquire, until: int, trimmer: Trimmer | None = None) -> None:
     """Records that say nothing of what there is."""
-    body = {"checkpoint": str(Attempt(mine.epoch, 1, mine.nonce)), "note": "", "keep": False}
+    body = {"checkpoint": str(CheckpointId(mine.term, 1, mine.nonce)), "note": "", "keep": False}
     while log.state.next_seq < until:
         await log.append(lambda state: Record("KEEP", body, f"said:{mine.nonce}:{state.next_seq}"), owner=mine)
         if trimmer is not None:
@@ -78,8 +78,8 @@ def test_a_writer_killed_while_it_trims_the_log(run_dir: str, own_sockets: Path)
     assert eventually(lambda: not writers(own_sockets))
     newest = (whole(run_dir).state.next_seq - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
     assert numbers(run_dir)[0] == newest - SNAPSHOT_EVERY, "nothing was deleted"
-    attempt = next(of for of in whole(run_dir).state.commits if of.step == STEPS + 3)
-    assert stranger.newest(Path(run_dir))["checkpoint"] == str(attempt)
+    checkpoint = next(of for of in whole(run_dir).state.commits if of.step == STEPS + 3)
+    assert stranger.newest(Path(run_dir))["checkpoint"] == str(checkpoint)
 
 
 SAVE = """

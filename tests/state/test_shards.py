@@ -188,7 +188,7 @@ def stored(run: Path) -> int:
         finally:
             await log.store.aclose()
 
-    return sum(pack.size - pack.header_size for part in read.run(load()).parts for pack in part.packs)
+    return sum(file.size - file.header_size for part in read.run(load()).parts for file in part.files)
 
 
 def lines(done: list[Any]) -> list[list[dict[str, Any]]]:

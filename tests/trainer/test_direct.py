@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ckpt.core.checkpoint.write import digest_blobs
+from ckpt.core.checkpoint.write import digest_chunks
 from ckpt.core.snapshot.direct import LiveBytes
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.tensors import as_bytes
@@ -53,4 +53,4 @@ def test_ranges_of_live_tensors_have_the_bytes_and_digests_of_a_slot(seed: int) 
         live.read(position, memoryview(found)[position : position + length])
         position += length
     assert found == whole
-    assert live.digests() == digest_blobs(reading.layout, memoryview(whole))
+    assert live.digests() == digest_chunks(reading.layout, memoryview(whole))

@@ -953,7 +953,7 @@ def is_sealed_newest(run: Training) -> bool:
     """Whether memory still holds the newest step."""
     assert run.cp._saver.last is not None
     run.cp._saver.last.copied.wait(ANSWER_S)
-    return max(attempt.step for attempt in run.cp._run.supervisor.held.sealed()) == run.at
+    return max(checkpoint.step for checkpoint in run.cp._run.supervisor.held.sealed()) == run.at
 
 
 def test_pressure_is_accounted_for(run_dir: str) -> None:

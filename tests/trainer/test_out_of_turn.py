@@ -103,8 +103,8 @@ def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, t
             save = cp.step(step, finite=step <= 5)
             assert save is not None
             save.wait_staged(30)
-        with cp._run.supervisor.held.holding_still(alone=True) as attempts:
-            assert [attempt.step for attempt in attempts] == [8, 5]
+        with cp._run.supervisor.held.holding_still(alone=True) as checkpoints:
+            assert [checkpoint.step for checkpoint in checkpoints] == [8, 5]
 
 
 def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: Any) -> None:

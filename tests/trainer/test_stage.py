@@ -235,7 +235,7 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the clone that keeps them out."""
-    monkeypatch.setattr(NewSnapshot, "take", lambda self, packs: True)
+    monkeypatch.setattr(NewSnapshot, "take", lambda self, files: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
     cp.step(1).wait_staged(30.0)
@@ -506,7 +506,7 @@ def test_a_hundred_saves_without_pause(open_run: Any) -> None:
             save.wait_staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
     with cp._run.supervisor.held.snapshots() as snapshots:
-        steps = [s.attempt.step for s in snapshots]
+        steps = [s.checkpoint.step for s in snapshots]
     assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
 
 

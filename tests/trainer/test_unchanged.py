@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import ckpt
 from boundaries import Run, check_boundaries, close, gradients, memory_ready, read_back
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import Layout, pages
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import Arena
 from ckpt.core.snapshot import fill as fill_module
 from ckpt.core.snapshot.fill import FRESH, LARGE, MOST_REST, SAMPLES, CopyRates, Frozen, SlotFiller
@@ -276,7 +276,7 @@ def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
 def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What changed is left alone, for longer each time: few bytes are digested, and none in vain beyond a beginning."""
     digested: list[int] = []
-    monkeypatch.setattr(fill_module, "blob_digest", lambda data: digested.append(data.nbytes) or blob_digest(data))
+    monkeypatch.setattr(fill_module, "chunk_digest", lambda data: digested.append(data.nbytes) or chunk_digest(data))
 
     def build() -> State:
         model = nn.Linear(SIDE, SIDE)
@@ -449,7 +449,7 @@ def in_two_arenas() -> list[bool]:
             arena = Arena.create(3, pages(size) + 4096)
             stager.use(arena, lambda: None)
             for step in range(1, 9):
-                job = NewSnapshot(Attempt(1, 10 * number + step, "0badcafe"), reading, b"[]")
+                job = NewSnapshot(CheckpointId(1, 10 * number + step, "0badcafe"), reading, b"[]")
                 stager.submit(job)
                 assert job.copied.wait(30.0) and job.place is not None, job.error
                 wanted = freeze(reading.tensors[0])[2]

@@ -81,7 +81,7 @@ def test_a_restore_is_no_part_of_the_step_after_it(tmp_path: Path) -> None:
         time.sleep(0.02)
         books.heartbeat.beat(11, 5.5, 4)
         cost = {"stalled": 5.0, "saves": 3, "skipped": 0, "paused": 3.0}
-        books.keeper.restored(RestoreDone(began, ended - began, 10, source="", attempt="", epoch="", **cost))
+        books.keeper.restored(RestoreDone(began, ended - began, 10, source="", checkpoint="", term="", **cost))
         books.keeper.look()
         first, second = books.account.rows
         assert (first.step, second.step) == (1, 11) and first.at < began

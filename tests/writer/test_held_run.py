@@ -38,7 +38,7 @@ def test_what_was_begun_goes_on_as_our_next_epoch_and_as_nobody_elses(ours: bool
 
         if ours:
             assert await run.as_owner(log, act) == "done"
-            assert [one.epoch for one in acted] == [1, 2] and run.acquires == acted and run.mine().nonce == "5" * 8
+            assert [one.term for one in acted] == [1, 2] and run.acquires == acted and run.mine().nonce == "5" * 8
         else:
             with pytest.raises(FencedError):
                 await run.as_owner(log, act)

@@ -13,7 +13,7 @@ from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.ipc.heartbeat import Process
 from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
@@ -51,14 +51,14 @@ def test_write_fails_if_its_slot_is_released_meanwhile(checked: bool, monkeypatc
         monkeypatch.setattr(OpenTier, "prepare", lambda self: asyncio.sleep(0))
     layout = Layout((TensorSpec("w", "F32", (SIZE // 4,)),), {}, [])
     arena = Arena.create(1, SIZE + 4096)
-    label = Label(SEALED, 1, Attempt(1, 5, "0" * 8), layout.digest, SIZE, 2, 0.0)
+    label = Label(SEALED, 1, CheckpointId(1, 5, "0" * 8), layout.digest, SIZE, 2, 0.0)
 
     async def main() -> list[str]:
         nonlocal label
         trainer = PresentTrainer(None, Process.of(os.getpid()))
         memory, run, store = HeldMemory(trainer), HeldRun(trainer), Slow()
         log, owner = await new_log(store)
-        label = Label(SEALED, 1, Attempt(owner.epoch, 5, owner.nonce), layout.digest, SIZE, 2, 0.0)
+        label = Label(SEALED, 1, CheckpointId(owner.term, 5, owner.nonce), layout.digest, SIZE, 2, 0.0)
         arena.data(0)[:SIZE] = b"x" * SIZE
         arena.set_label(0, label)
         arena.values(0, label)[:] = b"[]"

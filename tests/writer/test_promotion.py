@@ -14,7 +14,7 @@ from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import open_tier
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.messages import DamagedNote, Note, OpenRun, OwnRun, SlotReadNote, WriteSlot
 from ckpt.core.log.records import Commit, Record, commit_body
 from ckpt.core.writer import promotion
@@ -29,7 +29,7 @@ from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, Stor
 from ckpt.store import options_of
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
-from logs import attempt, committed, folded, new_log, reopened
+from logs import checkpoint, committed, folded, new_log, reopened
 from run_files import MANIFEST, kind_of
 
 
@@ -82,24 +82,24 @@ class Writer:
         self.near, self.far = self.run.tiers
         self.run.owner = self.owner
 
-    def attempt(self, step: int) -> Attempt:
-        return Attempt(self.owner.epoch, step, self.owner.nonce)
+    def checkpoint(self, step: int) -> CheckpointId:
+        return CheckpointId(self.owner.term, step, self.owner.nonce)
 
     async def write(self, step: int) -> None:
         """As if the near place had it already."""
-        one = self.attempt(step)
-        label = SimpleNamespace(attempt=one, layout="x", data_size=0)
+        one = self.checkpoint(step)
+        label = SimpleNamespace(checkpoint=one, layout="x", data_size=0)
         arena: Any = SimpleNamespace(label=lambda slot: label, id=b"\xaa")
         self.memory.arenas["aa"] = arena
         stored = asyncio.get_running_loop().create_future()
         stored.set_result(True)
         self.persister.parts.stored[self.near.url, one] = stored
-        await self.persister.write(WriteSlot(tier=1, arena="aa", slot=0, attempt=str(one)))
+        await self.persister.write(WriteSlot(tier=1, arena="aa", slot=0, checkpoint=str(one)))
 
     @property
     def freed(self) -> set[int]:
         """The steps whose memory is not needed any more."""
-        return {Attempt.parse(note.attempt).step for note in self.told if isinstance(note, SlotReadNote)}
+        return {CheckpointId.parse(note.checkpoint).step for note in self.told if isinstance(note, SlotReadNote)}
 
 
 def scenario(work: Callable[[Writer], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -121,7 +121,7 @@ async def test_what_another_rank_gave_up_is_no_success(writer: Writer) -> None:
     async with writer.far.busy:
         writing = asyncio.create_task(writer.write(10))
         await asyncio.sleep(0.01)
-        await commits.abort(writer.far.log, writer.owner, writer.attempt(10), "rank 1: its disk is full")
+        await commits.abort(writer.far.log, writer.owner, writer.checkpoint(10), "rank 1: its disk is full")
     with pytest.raises(SaveError, match="its disk is full"):
         await writing
 
@@ -132,7 +132,7 @@ async def test_what_was_taken_back_is_not_promoted(writer: Writer) -> None:
     async with writer.far.busy:
         writing = asyncio.create_task(writer.write(10))
         await asyncio.sleep(0.01)
-        writer.memory.retracted[writer.attempt(10)] = "it is torn"
+        writer.memory.retracted[writer.checkpoint(10)] = "it is torn"
     with pytest.raises(SaveError, match="given up: it is torn"):
         await writing
 
@@ -184,8 +184,8 @@ async def test_what_one_rank_leaves_out_stops_no_other(writer: Writer) -> None:
         (10, f"step 10 {commits.LEFT_OUT} s3://far", SkippedError),
         (20, "disk full", SaveError),
     ):
-        await commits.abort(writer.far.log, writer.owner, writer.attempt(step), f"rank 1: {reason}")
-        own: Any = SimpleNamespace(part=SimpleNamespace(attempt=str(writer.attempt(step)), rank=0, world=2))
+        await commits.abort(writer.far.log, writer.owner, writer.checkpoint(step), f"rank 1: {reason}")
+        own: Any = SimpleNamespace(part=SimpleNamespace(checkpoint=str(writer.checkpoint(step)), rank=0, world=2))
         with pytest.raises(SaveError) as caught:
             await settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
         assert type(caught.value) is kind
@@ -196,7 +196,7 @@ async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Wr
     """What a crash interrupted is taken up one by one: a damaged one is passed over, and the other ranks are told."""
     steps = (30, 20, 10)
     writer.persister.promoter.pending = lambda near, tier: [  # type: ignore[method-assign]
-        Commit(writer.attempt(step), 2, ((0, "0" * 64),), "0" * 64) for step in steps
+        Commit(writer.checkpoint(step), 2, ((0, "0" * 64),), "0" * 64) for step in steps
     ]
     resumed: list[int] = []
 
@@ -209,13 +209,13 @@ async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Wr
     await writer.persister.promoter.resume()
     assert resumed == [30, 20, 10]
     await writer.far.log.refresh()
-    assert writer.far.log.state.aborted == {writer.attempt(30)}
+    assert writer.far.log.state.aborted == {writer.checkpoint(30)}
 
 
 @scenario
 async def test_two_far_places_pin_the_near_one_each(writer: Writer) -> None:
     """The near place keeps a checkpoint until the last of them has it."""
-    one = writer.attempt(10)
+    one = writer.checkpoint(10)
     writer.near.promoting[one] += 2
     writer.near.unpin(one)
     assert one in writer.near.promoting
@@ -228,7 +228,7 @@ def test_one_that_is_cancelled_while_its_turn_comes_keeps_no_other_waiting() -> 
     turns, place, done = Turns(), cast(OpenTier, SimpleNamespace(url="memory://far")), list[int]()
 
     async def save(number: int, go: asyncio.Event) -> None:
-        async with turns.turn(place, attempt(1, number), 3):
+        async with turns.turn(place, checkpoint(1, number), 3):
             await go.wait()
             done.append(number)
 
@@ -248,19 +248,21 @@ def test_one_that_is_cancelled_while_its_turn_comes_keeps_no_other_waiting() -> 
 def test_what_is_pending_does_not_depend_on_when_one_looks() -> None:
     """Checkpoints of earlier epochs that are due and newer than what the far place has of them; what this epoch saves
     meanwhile, in either place, changes nothing. Without any of them none."""
-    epoch = [
+    term = [
         {"type": "ACQUIRE", "id": f"a{n}", "body": {"term": n, "nonce": f"{n:08x}", "restored": None}} for n in (1, 2)
     ]
-    old = [committed(attempt(1, step)) for step in (10, 15, 20, 30, 40)]
-    near = folded(epoch[0], *old, epoch[1])
-    far = folded(epoch[0], committed(attempt(1, 10)), epoch[1])
+    old = [committed(checkpoint(1, step)) for step in (10, 15, 20, 30, 40)]
+    near = folded(term[0], *old, term[1])
+    far = folded(term[0], committed(checkpoint(1, 10)), term[1])
     found = promotion.pending(near, far, 10, before=2)
     assert [one.step for one in found] == [40, 30, 20]
-    later = folded(epoch[0], *old, epoch[1], *(committed(attempt(2, step)) for step in (50, 60)))
-    there = folded(epoch[0], committed(attempt(1, 10)), epoch[1], committed(attempt(2, 50)))
-    assert [one.attempt for one in promotion.pending(later, there, 10, before=2)] == [one.attempt for one in found]
+    later = folded(term[0], *old, term[1], *(committed(checkpoint(2, step)) for step in (50, 60)))
+    there = folded(term[0], committed(checkpoint(1, 10)), term[1], committed(checkpoint(2, 50)))
+    assert [one.checkpoint for one in promotion.pending(later, there, 10, before=2)] == [
+        one.checkpoint for one in found
+    ]
     given_up = folded(
-        epoch[0], epoch[1], {"type": "ABORT", "id": "x", "body": {"checkpoint": str(attempt(1, 40)), "reason": ""}}
+        term[0], term[1], {"type": "ABORT", "id": "x", "body": {"checkpoint": str(checkpoint(1, 40)), "reason": ""}}
     )
     assert [one.step for one in promotion.pending(near, given_up, 10, before=2)] == [30, 20]
     assert promotion.pending(near, near, 10, before=2) == []
@@ -332,7 +334,7 @@ def test_not_being_let_in_is_not_damage() -> None:
         store = Shut()
         log, mine = await new_log(store)
         for step in range(1, 6):
-            one = Commit(Attempt(mine.epoch, step, mine.nonce), 1, ((0, "0" * 64),), "0" * 64)
+            one = Commit(CheckpointId(mine.term, step, mine.nonce), 1, ((0, "0" * 64),), "0" * 64)
             body = commit_body(one)
             await log.append(lambda s, body=body, step=step: Record("COMMIT", body, f"c{step}"), owner=mine)  # type: ignore[misc]
         told: list[Any] = []
@@ -386,7 +388,7 @@ def test_what_is_known_without_a_bucket_is_said(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(AccessError) as empty:
             await Writer().opener.open(message)
         log, mine = await new_log(stores["near"])
-        await log.append(lambda state: Record("COMMIT", committed(attempt(1, 7))["body"], "one"), owner=mine)
+        await log.append(lambda state: Record("COMMIT", committed(checkpoint(1, 7))["body"], "one"), owner=mine)
         with pytest.raises(AccessError) as said:
             await Writer().opener.open(message)
         assert str(empty.value) == "403. Renew the credentials"

@@ -13,7 +13,7 @@ import pytest
 
 from ckpt.core.format.boxes import partner
 from ckpt.core.format.layout import Layout, TensorSpec, pages
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.core.ipc.messages import Partner, Push
 from ckpt.plugins.replicas import Replicator
@@ -119,7 +119,7 @@ def snapshot(arena: Arena, slot: int, layout: Layout, step: int) -> Label:
     arena.data(slot, size)[:] = (pattern * (size // 256 + 1))[:size]
     start = pages(size)
     arena.data(slot)[start : start + 4] = b"[1]\n"
-    label = Label(SEALED, step, Attempt(1, step, "0" * 8), layout.digest, size, 4, 1.0)
+    label = Label(SEALED, step, CheckpointId(1, step, "0" * 8), layout.digest, size, 4, 1.0)
     arena.set_label(slot, label)
     return label
 
@@ -140,7 +140,7 @@ def push(sender: Replicator, arena: Arena, slot: int, layout: Layout, step: int)
     memory = sender._memory
     memory.arenas["it"], memory.layouts[layout.digest] = arena, layout
     label = snapshot(arena, slot, layout, step)
-    sender.push(Push("it", slot, str(label.attempt)))
+    sender.push(Push("it", slot, str(label.checkpoint)))
     return label
 
 
@@ -150,7 +150,9 @@ async def pushed(taker: Replicator, sender: Replicator, arena: Arena, layout: La
         push(sender, arena, step % arena.slots, layout, step)
         for _ in range(500):
             await asyncio.sleep(0.01)
-            if 3 in taker.arenas and any(la.attempt.step == step for _, la in taker.arenas[3].sealed() if la.attempt):
+            if 3 in taker.arenas and any(
+                la.checkpoint.step == step for _, la in taker.arenas[3].sealed() if la.checkpoint
+            ):
                 break
 
 
@@ -162,11 +164,11 @@ def test_what_is_pushed_is_what_arrives() -> None:
         layout = layout_of(300_000)
         arena = Arena.create(3, pages(layout.arrangement.data_size) + 4096)
         await pushed(taker, sender, arena, layout, range(1, 6))
-        copies = {label.attempt: (slot, label) for slot, label in taker.arenas[3].sealed()}
-        originals = {label.attempt: (slot, label) for slot, label in arena.sealed()}
+        copies = {label.checkpoint: (slot, label) for slot, label in taker.arenas[3].sealed()}
+        originals = {label.checkpoint: (slot, label) for slot, label in arena.sealed()}
         assert copies.keys() == originals.keys() and taker._memory.layouts[layout.digest] == layout
-        for attempt, (slot, label) in originals.items():
-            there, copy = copies[attempt]
+        for checkpoint, (slot, label) in originals.items():
+            there, copy = copies[checkpoint]
             assert taker.arenas[3].data(there, label.data_size) == arena.data(slot, label.data_size)
             assert taker.arenas[3].values(there, copy) == b"[1]\n" == arena.values(slot, label)
         taker.close()
@@ -189,12 +191,12 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_not_kept() -> None:
             states = [taker.arenas[3].label(slot) for slot in range(2)]
             if any(la is not None and la.state == FILLING for la in states):
                 break
-        arena.set_label(0, Label(FILLING, 9, Attempt(1, 9, "0" * 8), layout.digest, label.data_size, 4, 1.0))
+        arena.set_label(0, Label(FILLING, 9, CheckpointId(1, 9, "0" * 8), layout.digest, label.data_size, 4, 1.0))
         for _ in range(500):
             await asyncio.sleep(0.01)
             if all(la is not None and la.state in (EMPTY, SEALED) for la in map(taker.arenas[3].label, range(2))):
                 break
-        assert [la.attempt.step for _, la in taker.arenas[3].sealed() if la.attempt] == [1]
+        assert [la.checkpoint.step for _, la in taker.arenas[3].sealed() if la.checkpoint] == [1]
         taker.close()
         sender.close()
 
@@ -214,7 +216,7 @@ def test_strangers_are_hung_up_on() -> None:
         layout = layout_of(1000)
         arena = Arena.create(2, pages(layout.arrangement.data_size) + 4096)
         await pushed(taker, sender, arena, layout, range(1, 2))
-        assert [la.attempt.step for _, la in taker.arenas[3].sealed() if la.attempt] == [1]
+        assert [la.checkpoint.step for _, la in taker.arenas[3].sealed() if la.checkpoint] == [1]
         taker.close()
         sender.close()
 

@@ -182,7 +182,7 @@ def test_speeds_are_learnt_from_what_was_really_done() -> None:
 
 
 def test_a_base_is_worth_it_where_it_saves_enough() -> None:
-    """For a kind of which any blob gains by it; noise is left raw; and a choice is not given up for a trifle."""
+    """For a kind of which any chunk gains by it; noise is left raw; and a choice is not given up for a trifle."""
     assert Learnt().choose([0.8, 0.8], []) == "whole"
     assert Learnt().choose([1.0, 0.99], []) == "raw"
     assert Learnt().choose([0.8, 0.8], [0.95, 0.3]) == "delta"

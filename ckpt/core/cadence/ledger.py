@@ -74,8 +74,8 @@ _SUMS = _COLUMNS[2:]
 class Restore:
     """A call of restore().
 
-    `step`: None if there was nothing to restore. `source`: "memory" or the URL of the tier. `attempt`: the restored
-    checkpoint id, "" for none. `epoch`: the term that it opened. `repaired`: chunks that came from another tier.
+    `step`: None if there was nothing to restore. `source`: "memory" or the URL of the tier. `checkpoint`: the restored
+    checkpoint id, "" for none. `term`: the term that it opened. `repaired`: chunks that came from another tier.
     `passed_over`: newer checkpoints that could not be used, and `why` the first of them could not.
     """
 
@@ -83,8 +83,8 @@ class Restore:
     seconds: Moment
     step: StepNumber | None
     source: str = ""
-    attempt: str = ""
-    epoch: str = ""
+    checkpoint: str = ""
+    term: str = ""
     repaired: int = 0
     passed_over: int = 0
     why: str = ""
@@ -192,7 +192,7 @@ class Account:
     versions: of programs. Accounts of old versions have none of the last ones.
     """
 
-    epoch: str
+    term: str
     rank: int = 0
     world: int = 1
     host: str = ""
@@ -222,12 +222,12 @@ class Account:
     @property
     def key(self) -> str:
         """Return its key in a store."""
-        return f"{PREFIX}{self.epoch}.{self.rank}.json"
+        return f"{PREFIX}{self.term}.{self.rank}.json"
 
     @property
     def number(self) -> int:
         """Return its term. Job attempts of a run are ordered by it."""
-        return int(self.epoch.partition(".")[0])
+        return int(self.term.partition(".")[0])
 
     @property
     def failed(self) -> bool:
@@ -237,9 +237,9 @@ class Account:
             return False
         return self.end.how != "closed" or any(seen.last_thing(self.beat) for seen in self.faults)
 
-    def of(self, epoch: str) -> bool:
+    def of(self, term: str) -> bool:
         """Return True if it opened this term, at its start or by a restore."""
-        return epoch == self.epoch or any(restore.epoch == epoch for restore in self.restores)
+        return term == self.term or any(restore.term == term for restore in self.restores)
 
     def wall(self, at: float) -> float:
         """Return a moment in this account as seconds since 1970."""

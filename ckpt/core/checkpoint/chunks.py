@@ -35,7 +35,7 @@ import numpy as np
 from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.format.codec import RAW, decode
 from ckpt.core.format.columns import I64, distinct, starts_of
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import pages
 from ckpt.core.format.regular_file import LOST
 from ckpt.core.format.table import Table
@@ -175,103 +175,103 @@ SCRATCH = 10 << 20  # minimum bytes of memory for a batch: most need no more, an
 ALIGNED = 64
 
 Sink = Callable[[int, memoryview], None]
-"""`sink(blob, data)`: gets verified bytes of a chunk, by its number in the table. Called from several threads; the
+"""`sink(chunk, data)`: gets verified bytes of a chunk, by its number in the table. Called from several threads; the
 memory is reused after it returns."""
 
 OnDamage = Callable[[Sequence[int], CorruptError | StoreError], None]
-"""`on_damage(blobs, error)`: gets the error of chunks that cannot be read here. Called from several threads."""
+"""`on_damage(chunks, error)`: gets the error of chunks that cannot be read here. Called from several threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
     """A range of a data file, and the numbers of the chunks in it."""
 
-    pack: str
+    file: str
     start: int
     length: int
-    blobs: tuple[int, ...]
+    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Chunks that are read and decoded together. `blobs`: the requested chunks; `reads`: also cover their bases."""
+    """Chunks that are read and decoded together. `chunks`: the requested chunks; `reads`: also cover their bases."""
 
     reads: tuple[Read, ...]
-    blobs: tuple[int, ...]
+    chunks: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(read.length for read in self.reads)
 
 
-def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list[Batch]:
+def plan_reads(table: Table, chunks: Iterable[int], *, far: bool = False) -> list[Batch]:
     """Return batches that cover the given chunks, in the order on disk. `far`: for a remote store."""
     most = FAR_READ if far else READ
-    wanted = distinct(np.fromiter(blobs, np.int64))
-    pack, offset, based = table.pack[wanted], table.offset[wanted], table.base[wanted] >= 0
+    wanted = distinct(np.fromiter(chunks, np.int64))
+    file, offset, based = table.file[wanted], table.offset[wanted], table.base[wanted] >= 0
     ends = offset + table.stored[wanted]
-    order = np.lexsort((wanted, ends, offset, pack))
+    order = np.lexsort((wanted, ends, offset, file))
     nbytes = table.length[wanted] * np.where(based, 2, 1)
-    columns = [column[order] for column in (pack, offset, ends, nbytes, wanted)]
+    columns = [column[order] for column in (file, offset, ends, nbytes, wanted)]
     if not based.any() and (columns[1][1:] >= columns[2][:-1])[np.diff(columns[0]) == 0].all():
         return list(_apart(table, columns, most))
     groups = near(zip(*(column.tolist() for column in columns), strict=True), most)
     if based.any():
         return [Batch(tuple(_with_bases(table, group, most)), tuple(group)) for _, _, _, group in groups]
-    return [_batch(table, pack, start, end, tuple(group)) for pack, start, end, group in groups]
+    return [_batch(table, file, start, end, tuple(group)) for file, start, end, group in groups]
 
 
-def _batch(table: Table, pack: int, start: int, end: int, blobs: tuple[int, ...]) -> Batch:
-    return Batch((Read(table.packs[pack], start, end - start, blobs),) if end > start else (), blobs)
+def _batch(table: Table, file: int, start: int, end: int, chunks: tuple[int, ...]) -> Batch:
+    return Batch((Read(table.files[file], start, end - start, chunks),) if end > start else (), chunks)
 
 
 def _apart(table: Table, columns: Sequence[I64], most: int) -> Iterator[Batch]:
     """Yield the same groups as `near` for ranges that do not overlap, without a loop over them."""
-    pack, low, high, nbytes, blobs = columns
+    file, low, high, nbytes, chunks = columns
     total = starts_of(np.cumsum(nbytes))
-    breaks = np.flatnonzero((np.diff(pack) != 0) | (low[1:] > high[:-1] + GAP)) + 1
-    for begin, end in itertools.pairwise([0, *breaks.tolist(), len(pack)]):
+    breaks = np.flatnonzero((np.diff(file) != 0) | (low[1:] > high[:-1] + GAP)) + 1
+    for begin, end in itertools.pairwise([0, *breaks.tolist(), len(file)]):
         while begin < end:
             far = begin + int(np.searchsorted(high[begin:end], low[begin] + most, "right"))
             stop = max(begin + 1, min(far, int(np.searchsorted(total, total[begin] + most, "right")) - 1))
-            group = tuple(blobs[begin:stop].tolist())
-            yield _batch(table, int(pack[begin]), int(low[begin]), int(high[stop - 1]), group)
+            group = tuple(chunks[begin:stop].tolist())
+            yield _batch(table, int(file[begin]), int(low[begin]), int(high[stop - 1]), group)
             begin = stop
 
 
 def near(rows: Iterable[tuple[int, int, int, int, T]], most: int) -> Iterator[tuple[int, int, int, list[T]]]:
-    """Join ranges of data files with small gaps: yield (pack, start, end, items).
+    """Join ranges of data files with small gaps: yield (data file, start, end, items).
 
-    `rows`: (pack, start, end, decoded bytes, item), ascending. A joined range has at most `most` bytes, stored and
+    `rows`: (data file, start, end, decoded bytes, item), ascending. A joined range has at most `most` bytes, stored and
         decoded.
     """
     group: list[T] = []
     now = start = end = plain = 0
-    for pack, low, high, size, item in rows:
-        if group and (pack != now or low > end + GAP or max(high, end) - start > most or plain + size > most):
+    for file, low, high, size, item in rows:
+        if group and (file != now or low > end + GAP or max(high, end) - start > most or plain + size > most):
             yield now, start, end, group
             group = []
         if not group:
-            now, start, end, plain = pack, low, high, 0
+            now, start, end, plain = file, low, high, 0
         group.append(item)
         end, plain = max(end, high), plain + size
     if group:
         yield now, start, end, group
 
 
-def closure(table: Table, blobs: Iterable[int]) -> list[int]:
+def closure(table: Table, chunks: Iterable[int]) -> list[int]:
     """Return these chunks after their bases."""
-    wanted = dict.fromkeys(blobs)
+    wanted = dict.fromkeys(chunks)
     bases = {base: None for base in table.base[list(wanted)].tolist() if base >= 0}
-    return [*bases, *(blob for blob in wanted if blob not in bases)]
+    return [*bases, *(chunk for chunk in wanted if chunk not in bases)]
 
 
 def _with_bases(table: Table, group: list[int], most: int) -> Iterator[Read]:
     """Yield the ranges of a group and its bases."""
-    rows = sorted((int(table.pack[b]), int(table.offset[b]), b) for b in closure(table, group) if table.stored[b])
-    ranges = ((pack, offset, offset + int(table.stored[blob]), 0, blob) for pack, offset, blob in rows)
-    for pack, start, end, blobs in near(ranges, most):
-        yield Read(table.packs[pack], start, end - start, tuple(blobs))
+    rows = sorted((int(table.file[b]), int(table.offset[b]), b) for b in closure(table, group) if table.stored[b])
+    ranges = ((file, offset, offset + int(table.stored[chunk]), 0, chunk) for file, offset, chunk in rows)
+    for file, start, end, chunks in near(ranges, most):
+        yield Read(table.files[file], start, end - start, tuple(chunks))
 
 
 async def fetch(
@@ -312,7 +312,7 @@ async def fetch(
 async def _read(store: Store, batch: Batch, scratch: Scratch) -> list[memoryview | StoreError]:
     """Return the bytes or the StoreError of each read."""
     room = zip(batch.reads, scratch.take(batch), strict=True)
-    works = [get(store, read.pack, start=read.start, length=read.length, into=view) for read, view in room]
+    works = [get(store, read.file, start=read.start, length=read.length, into=view) for read, view in room]
     found: list[memoryview | StoreError] = []
     for result in await asyncio.gather(*works, return_exceptions=True):
         if not isinstance(result, (memoryview, StoreError)):
@@ -363,18 +363,18 @@ def _deliver(
     stored: dict[int, memoryview] = {}
     lost: dict[int, CorruptError | StoreError] = {}
     for read, data in zip(batch.reads, got, strict=True):
-        for blob in read.blobs:
+        for chunk in read.chunks:
             if isinstance(data, StoreError):
-                lost[blob] = data
+                lost[chunk] = data
                 continue
-            at = int(table.offset[blob]) - read.start
-            stored[blob] = data[at : at + int(table.stored[blob])]
-    deliver(table, batch.blobs, stored, lost, scratch, sink, on_damage, {})
+            at = int(table.offset[chunk]) - read.start
+            stored[chunk] = data[at : at + int(table.stored[chunk])]
+    deliver(table, batch.chunks, stored, lost, scratch, sink, on_damage, {})
 
 
 def deliver(
     table: Table,
-    blobs: Sequence[int],
+    chunks: Sequence[int],
     stored: Mapping[int, memoryview],
     lost: dict[int, CorruptError | StoreError],
     scratch: Scratch,
@@ -385,50 +385,50 @@ def deliver(
     """Verify, decode and deliver chunks. `stored`: their bytes, and those of their bases. `lost`: errors of chunks that
     could not be read. `places`: final memory of some chunks. These are decoded to it, or are there already, and are not
     passed to the sink. `on_damage`: None raises CorruptError at the first damage."""
-    wanted = set(blobs)
-    rows = closure(table, blobs)
+    wanted = set(chunks)
+    rows = closure(table, chunks)
     codecs = dict(zip(rows, table.codec[rows].tolist(), strict=True))
-    room = {blob: places[blob] for blob in rows if codecs[blob] != RAW and blob in places}
-    encoded = [blob for blob in rows if codecs[blob] != RAW and blob not in places]
+    room = {chunk: places[chunk] for chunk in rows if codecs[chunk] != RAW and chunk in places}
+    encoded = [chunk for chunk in rows if codecs[chunk] != RAW and chunk not in places]
     room.update(zip(encoded, scratch.decoded(table.length[encoded].tolist()), strict=True))
     plain: dict[int, memoryview] = {}
-    for blob in rows:
+    for chunk in rows:
         try:
             if lost:
-                gone = lost.get(blob) or lost.get(int(table.base[blob]))
+                gone = lost.get(chunk) or lost.get(int(table.base[chunk]))
                 if gone is not None:
                     raise gone
-            plain[blob] = _plain_of(table, blob, stored.get(blob, memoryview(b"")), plain, room.get(blob))
+            plain[chunk] = _plain_of(table, chunk, stored.get(chunk, memoryview(b"")), plain, room.get(chunk))
         except (CorruptError, StoreError) as error:
             if on_damage is None:
                 raise
-            lost[blob] = error
-            if blob in wanted:
-                on_damage((blob,), error)
+            lost[chunk] = error
+            if chunk in wanted:
+                on_damage((chunk,), error)
             continue
-        if sink is not None and blob in wanted and blob not in places:
-            sink(blob, plain[blob])
+        if sink is not None and chunk in wanted and chunk not in places:
+            sink(chunk, plain[chunk])
 
 
-def not_its_digest(table: Table, blob: int) -> CorruptError:
+def not_its_digest(table: Table, chunk: int) -> CorruptError:
     """Return the error for a chunk whose stored bytes do not match their digest."""
-    pack, offset = table.place(blob)
-    where = f"{int(table.stored[blob])} bytes at {offset} of {pack}"
-    return CorruptError(f"{table.name_of(blob)} is damaged: {where} do not match their digest")
+    file, offset = table.place(chunk)
+    where = f"{int(table.stored[chunk])} bytes at {offset} of {file}"
+    return CorruptError(f"{table.name_of(chunk)} is damaged: {where} do not match their digest")
 
 
 def _plain_of(
-    table: Table, blob: int, stored: memoryview, plain: Mapping[int, memoryview], room: memoryview | None
+    table: Table, chunk: int, stored: memoryview, plain: Mapping[int, memoryview], room: memoryview | None
 ) -> memoryview:
     """Return the plain bytes of a chunk. Raise CorruptError unless both digests match."""
-    if stored and blob_digest(stored) != table.stored_digest[blob].tobytes():
-        raise not_its_digest(table, blob)
+    if stored and chunk_digest(stored) != table.stored_digest[chunk].tobytes():
+        raise not_its_digest(table, chunk)
     if room is None:
         return stored
     try:
-        decode(int(table.codec[blob]), stored, len(room), plain.get(int(table.base[blob])), room)
+        decode(int(table.codec[chunk]), stored, len(room), plain.get(int(table.base[chunk])), room)
     except CorruptError as error:
-        raise CorruptError(f"{table.name_of(blob)} is damaged: {error}") from None
-    if blob_digest(room) != table.digest[blob].tobytes():
-        raise CorruptError(f"{table.name_of(blob)} is damaged: its decoded bytes do not match their digest")
+        raise CorruptError(f"{table.name_of(chunk)} is damaged: {error}") from None
+    if chunk_digest(room) != table.digest[chunk].tobytes():
+        raise CorruptError(f"{table.name_of(chunk)} is damaged: its decoded bytes do not match their digest")
     return room

@@ -31,7 +31,7 @@ from ckpt.core.checkpoint.losses import UNCLEAR, records
 from ckpt.core.checkpoint.parts import load_part as load_part
 from ckpt.core.checkpoint.parts import sound_parts
 from ckpt.core.checkpoint.parts import stored_part as stored_part
-from ckpt.core.checkpoint.retention import delete_in_order, files_of, remember_packs
+from ckpt.core.checkpoint.retention import delete_in_order, files_of, remember_files
 from ckpt.core.checkpoint.write import WrittenPart
 from ckpt.core.format import columns
 from ckpt.core.format.digest import file_digest
@@ -40,7 +40,7 @@ from ckpt.core.format.manifest import (
     MAX_FORMAT,
     MAX_NEEDS,
     STEPS,
-    Attempt,
+    CheckpointId,
     by_owner,
     folder_of,
     index_key,
@@ -74,9 +74,9 @@ WHOLE_NEXT = "the next save will be whole"  # in the reason of a failed save, wh
 
 def check_files(
     state: RunState,
-    attempt: Attempt,
-    packs: Iterable[str],
-    used: Mapping[Attempt, Set[str]],
+    checkpoint: CheckpointId,
+    files: Iterable[str],
+    used: Mapping[CheckpointId, Set[str]],
     *,
     copied: bool = False,
 ) -> None:
@@ -90,21 +90,21 @@ def check_files(
         not ended here, because no clean-up deletes these.
     """
     safe = set[str]().union(*(used[a] for a in used.keys() & state.commits.keys()))
-    for key in sorted(packs):
+    for key in sorted(files):
         of = owner(key)
-        if of != attempt and key not in safe and not (copied and of is not None and not state.ended(of)):
+        if of != checkpoint and key not in safe and not (copied and of is not None and not state.ended(of)):
             then = "" if copied else f": {WHOLE_NEXT}"
-            raise SaveError(f"step {attempt.step} builds on {key}, which no live checkpoint uses{then}")
+            raise SaveError(f"step {checkpoint.step} builds on {key}, which no live checkpoint uses{then}")
 
 
-def check_live(state: RunState, attempt: Attempt, needs: Iterable[Attempt]) -> None:
+def check_live(state: RunState, checkpoint: CheckpointId, needs: Iterable[CheckpointId]) -> None:
     """Raise SaveError unless every checkpoint that a HELD one builds on is live in this state."""
     for base in needs:
         if base not in state.commits:
-            raise SaveError(f"step {attempt.step} builds on step {base.step}, which was retired")
+            raise SaveError(f"step {checkpoint.step} builds on step {base.step}, which was retired")
 
 
-def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> None:
+def check_trusted(parts: Sequence[WrittenPart], distrusted: CheckpointId | None) -> None:
     """Raise SaveError if a rank built on a checkpoint that the committing writer had found damaged before.
 
     Checkpoints in flight at that time are at most `distrusted`, and pass. So do emergency saves: no later save could
@@ -112,27 +112,27 @@ def check_trusted(parts: Sequence[WrittenPart], distrusted: Attempt | None) -> N
     """
     if any(one.part.reason != "due" for one in parts):
         return
-    attempt = Attempt.parse(parts[0].part.attempt)
-    needs = sorted({Attempt.parse(need) for one in parts for need in one.part.needs})
-    if distrusted is not None and attempt > distrusted and needs and needs[0] <= distrusted:
-        raise SaveError(f"step {attempt.step} builds on step {needs[0].step}, which is damaged: {WHOLE_NEXT}")
+    checkpoint = CheckpointId.parse(parts[0].part.checkpoint)
+    needs = sorted({CheckpointId.parse(need) for one in parts for need in one.part.needs})
+    if distrusted is not None and checkpoint > distrusted and needs and needs[0] <= distrusted:
+        raise SaveError(f"step {checkpoint.step} builds on step {needs[0].step}, which is damaged: {WHOLE_NEXT}")
 
 
 def vouches(state: RunState, base: WrittenPart) -> bool:
     """Return True if a checkpoint may build on this manifest, because it belongs to a live checkpoint."""
     part = base.part
-    found = state.commits.get(Attempt.parse(part.attempt))
+    found = state.commits.get(CheckpointId.parse(part.checkpoint))
     return found is not None and (part.rank, base.digest) in found.parts
 
 
-def check_needs(attempt: Attempt, needs: Collection[Attempt]) -> None:
+def check_needs(checkpoint: CheckpointId, needs: Collection[CheckpointId]) -> None:
     """Raise SaveError if the sources could not be recorded."""
     if len(needs) > MAX_NEEDS:
         raise SaveError(
-            f"step {attempt.step} builds on {len(needs)} older checkpoints, which is too many: it must be full"
+            f"step {checkpoint.step} builds on {len(needs)} older checkpoints, which is too many: it must be full"
         )
-    if needs and max(needs) >= attempt:
-        raise SaveError(f"step {attempt.step} builds on step {max(needs).step}, which is not older: it must be full")
+    if needs and max(needs) >= checkpoint:
+        raise SaveError(f"step {checkpoint.step} builds on step {max(needs).step}, which is not older: it must be full")
 
 
 # -- the manifests of the ranks --
@@ -303,7 +303,7 @@ async def acquire(
     log: RunLog,
     nonce: str,
     *,
-    restored: Attempt | None = None,
+    restored: CheckpointId | None = None,
     floor: int = 0,
     check: Callable[[RunState], None] = lambda state: None,
 ) -> Acquire:
@@ -317,8 +317,8 @@ async def acquire(
         check(state)
         # A damaged record may have been an ACQUIRE after the newest known one, so leave a gap for its term.
         newest = state.requests.get(f"acquire:{state.acquires[-1].nonce}", -1) if state.acquires else -1
-        epoch = max(state.epoch + sum(seq > newest for seq in state.damaged), floor) + 1
-        body = {"term": epoch, "nonce": nonce, "restored": None if restored is None else str(restored)}
+        term = max(state.term + sum(seq > newest for seq in state.damaged), floor) + 1
+        body = {"term": term, "nonce": nonce, "restored": None if restored is None else str(restored)}
         return Record("ACQUIRE", body, f"acquire:{nonce}")
 
     state = await log.append(make, owner=None)
@@ -349,7 +349,7 @@ async def commit(
     parts: list[WrittenPart],
     *,
     kind: str = "COMMIT",
-    used: Mapping[Attempt, Set[str]] | None = None,
+    used: Mapping[CheckpointId, Set[str]] | None = None,
     at: float | None = None,
     fitting: bool = False,
 ) -> Commit:
@@ -364,47 +364,47 @@ async def commit(
     fitting: also raise SaveError if tensors that should be replicated differ between ranks.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
-    packs, said = {key for w in parts for key in w.packs}, _said_by(parts)
-    check_needs(said.attempt, said.needs)
+    files, said = {key for w in parts for key in w.files}, _said_by(parts)
+    check_needs(said.checkpoint, said.needs)
     index = await asyncio.to_thread(index_of, parts)
     if fitting and len(parts) > 1:  # after the index: a tensor of another shape differs, too
         await asyncio.to_thread(check_replicas, parts)
     when = time.time() if at is None else at
-    found, attempt = replace(said, index=file_digest(index), time=when), said.attempt
+    found, checkpoint = replace(said, index=file_digest(index), time=when), said.checkpoint
     log.check_owner(mine)
     copied = used is not None
-    if used is None and not log.state.ended(attempt):
+    if used is None and not log.state.ended(checkpoint):
         used = await _used_by(log, said)
-        await check_there(log.store, attempt, packs)
-    await _put_index(log.store, attempt, index)
+        await check_there(log.store, checkpoint, files)
+    await _put_index(log.store, checkpoint, index)
     point("index.stored")
 
     def make(state: RunState) -> Record | None:
-        if state.ended(attempt) or (kind == "HELD" and attempt in state.held):
+        if state.ended(checkpoint) or (kind == "HELD" and checkpoint in state.held):
             return None
         # A data file may belong to a retired checkpoint, if a live checkpoint that was built on it still uses the file.
-        check_files(state, attempt, packs, used or {}, copied=copied)
+        check_files(state, checkpoint, files, used or {}, copied=copied)
         if kind == "HELD":
-            check_live(state, attempt, found.needs)  # its COMMIT repeats this check
-        return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
+            check_live(state, checkpoint, found.needs)  # its COMMIT repeats this check
+        return Record(kind, commit_body(found), f"{kind.lower()}:{checkpoint}")
 
     state = await log.append(make, owner=mine)
-    landed = state.commits.get(attempt) or (state.held.get(attempt) if kind == "HELD" else None)
+    landed = state.commits.get(checkpoint) or (state.held.get(checkpoint) if kind == "HELD" else None)
     if landed is None:
         log.check_owner(mine)  # a newer job ended it
-        if attempt in state.retired and attempt not in state.reasons:
+        if checkpoint in state.retired and checkpoint not in state.reasons:
             return found  # another rank committed it, and retention has retired it since
-        why = state.reasons.get(attempt, "the reason is no longer recorded")
-        raise SaveError(f"step {attempt.step} was aborted before it was committed: {why}")
+        why = state.reasons.get(checkpoint, "the reason is no longer recorded")
+        raise SaveError(f"step {checkpoint.step} was aborted before it was committed: {why}")
     if landed.parts == found.parts:
-        remember_packs(log, attempt, packs)
+        remember_files(log, checkpoint, files)
     await _note_latest(log)
     return landed
 
 
-async def _put_index(store: Store, attempt: Attempt, index: bytes) -> None:
+async def _put_index(store: Store, checkpoint: CheckpointId, index: bytes) -> None:
     """Create the index. Every committer derives the same bytes, so raise SaveError if a different index exists."""
-    key = index_key(attempt)
+    key = index_key(checkpoint)
     try:
         await store.put(key, index, create=True)
     except ExistsError:
@@ -413,7 +413,7 @@ async def _put_index(store: Store, attempt: Attempt, index: bytes) -> None:
             there = bytes(await get_small(store, key, len(index)))
         if there != index:
             raise SaveError(
-                f"step {attempt.step}: {key} in {store.url} exists already and has other content, so this checkpoint "
+                f"step {checkpoint.step}: {key} in {store.url} exists and has other content, so this checkpoint "
                 "fails. The next one is not affected"
             ) from None
 
@@ -423,17 +423,17 @@ async def _note_latest(log: RunLog) -> None:
     newest = next((one for one in log.state.lineage() if one.finite is not False), None)
     if newest is not None:
         with contextlib.suppress(CheckpointError):
-            await log.store.put("latest.json", seal({"checkpoint": str(newest.attempt), "step": newest.step}))
+            await log.store.put("latest.json", seal({"checkpoint": str(newest.checkpoint), "step": newest.step}))
 
 
-async def _used_by(log: RunLog, said: Commit) -> dict[Attempt, set[str]]:
+async def _used_by(log: RunLog, said: Commit) -> dict[CheckpointId, set[str]]:
     """Return the files used by each checkpoint that a new checkpoint builds on.
 
     Retired or damaged checkpoints are skipped. Raise StoreError if one cannot be read now.
     """
     if not log.state.commits.keys() >= set(said.needs):
         await log.refresh()  # another rank may have read a newer COMMIT
-    unread: dict[Attempt, CheckpointError] = {}
+    unread: dict[CheckpointId, CheckpointError] = {}
     live = [log.state.commits[need] for need in said.needs if need in log.state.commits]
     used = await files_of(log, live, unread)
     if away := [error for error in unread.values() if is_unreadable(error)]:
@@ -441,12 +441,12 @@ async def _used_by(log: RunLog, said: Commit) -> dict[Attempt, set[str]]:
     return used
 
 
-async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> None:
+async def check_there(store: Store, checkpoint: CheckpointId, files: Iterable[str]) -> None:
     """Raise SaveError unless all data files that a checkpoint uses from older checkpoints exist.
 
     A user may have deleted files of the run, or replaced the run by an earlier copy.
     """
-    borrowed = {key for key in packs if owner(key) != attempt}
+    borrowed = {key for key in files if owner(key) != checkpoint}
     if len(borrowed) > AT_ONCE:  # a few listings take fewer requests
         borrowed -= {info.key async for info in store.list(STEPS)}
 
@@ -455,7 +455,7 @@ async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> N
             await store.head(key)
         except NotFoundError:
             raise SaveError(
-                f"step {attempt.step} builds on {key}, which is gone from {store.url}: the files of the run were "
+                f"step {checkpoint.step} builds on {key}, which is gone from {store.url}: the files of the run were "
                 f"deleted, or replaced by an earlier copy of it: {WHOLE_NEXT}"
             ) from None
 
@@ -465,41 +465,41 @@ async def check_there(store: Store, attempt: Attempt, packs: Iterable[str]) -> N
 def _said_by(parts: Sequence[WrittenPart]) -> Commit:
     """Return the content of the record, except the digest of the index. `parts`: in rank order."""
     return Commit(
-        Attempt.parse(parts[0].part.attempt),
+        CheckpointId.parse(parts[0].part.checkpoint),
         parts[0].part.world,
         tuple((w.part.rank, w.digest) for w in parts),
         "",
         all_finite([w.part.finite for w in parts]),
         next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
-        tuple(sorted({Attempt.parse(need) for w in parts for need in w.part.needs})),
+        tuple(sorted({CheckpointId.parse(need) for w in parts for need in w.part.needs})),
     )
 
 
-async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
+async def complete(log: RunLog, mine: Acquire, checkpoint: CheckpointId) -> None:
     """Commit a checkpoint that is HELD here, because the disks of all other nodes have their parts too.
 
     If it builds on a checkpoint that has been retired, abort it here and raise SaveError.
     """
 
     def make(state: RunState) -> Record | None:
-        held = state.held.get(attempt)
-        if held is None or state.ended(attempt):
+        held = state.held.get(checkpoint)
+        if held is None or state.ended(checkpoint):
             return None
-        check_live(state, attempt, held.needs)
-        return Record("COMMIT", commit_body(replace(held, time=time.time())), f"commit:{attempt}")
+        check_live(state, checkpoint, held.needs)
+        return Record("COMMIT", commit_body(replace(held, time=time.time())), f"commit:{checkpoint}")
 
     try:
         await log.append(make, owner=mine)
     except SaveError as error:
-        await abort(log, mine, attempt, str(error), held=True)
+        await abort(log, mine, checkpoint, str(error), held=True)
         raise
 
 
-def given_up(state: RunState, attempt: Attempt) -> SaveError:
+def given_up(state: RunState, checkpoint: CheckpointId) -> SaveError:
     """Return the error that explains why a checkpoint was aborted or skipped."""
-    why = state.reasons.get(attempt, "its reason is not known any more")
+    why = state.reasons.get(checkpoint, "its reason is not known any more")
     kind = SkippedError if LEFT_OUT in why else SaveError
-    return kind(f"step {attempt.step} was given up: {why}")
+    return kind(f"step {checkpoint.step} was given up: {why}")
 
 
 async def commit_fitting(
@@ -510,58 +510,58 @@ async def commit_fitting(
 
 
 async def commit_or_end(
-    log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str, distrusted: Attempt | None = None
+    log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str, distrusted: CheckpointId | None = None
 ) -> None:
     """Commit these parts. If they cannot form a checkpoint, abort it and raise. `distrusted`: see `Encoder`."""
     try:
         check_trusted(parts, distrusted)
         await commit_fitting(log, mine, parts, kind=kind)
     except SaveError as error:
-        await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
+        await abort(log, mine, CheckpointId.parse(parts[0].part.checkpoint), str(error))
         raise
 
 
-async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str, *, held: bool = False) -> None:
+async def abort(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: str, *, held: bool = False) -> None:
     """Abort a checkpoint that will never be committed, so that its files can be cleaned up.
 
     A HELD checkpoint may be committed on the disks of other nodes already. It is aborted only if `held` is True.
     """
 
     def make(state: RunState) -> Record | None:
-        body = {"checkpoint": str(attempt), "reason": reason[:500]}
-        kept = state.ended(attempt) or (attempt in state.held and not held)
-        return None if kept else Record("ABORT", body, f"abort:{attempt}")
+        body = {"checkpoint": str(checkpoint), "reason": reason[:500]}
+        kept = state.ended(checkpoint) or (checkpoint in state.held and not held)
+        return None if kept else Record("ABORT", body, f"abort:{checkpoint}")
 
     await log.append(make, owner=mine)
 
 
-async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> None:
+async def retract(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: str) -> None:
     """Abort and retire a checkpoint that is known to be wrong, regardless of the retention rules.
 
     Its index and manifests are deleted immediately, so that later damage to a log record cannot bring it back.
     """
 
     def make(state: RunState) -> Record | None:
-        body = {"retire": [str(attempt)], "delete": [], "reason": reason[:500]}
-        return Record("PLAN", body, f"retract:{attempt}") if attempt in state.commits else None
+        body = {"retire": [str(checkpoint)], "delete": [], "reason": reason[:500]}
+        return Record("PLAN", body, f"retract:{checkpoint}") if checkpoint in state.commits else None
 
-    await abort(log, mine, attempt, reason, held=True)  # from here on it can no longer be committed
+    await abort(log, mine, checkpoint, reason, held=True)  # from here on it can no longer be committed
     await log.append(make, owner=mine)
     with contextlib.suppress(StoreError):
-        keys = [info.key async for info in log.store.list(folder_of(attempt))]
-        await delete_in_order(log.store, [key for key in keys if owner(key) == attempt and not is_data(key)])
+        keys = [info.key async for info in log.store.list(folder_of(checkpoint))]
+        await delete_in_order(log.store, [key for key in keys if owner(key) == checkpoint and not is_data(key)])
 
 
 @dataclass
 class Recovery:
     """Lists the unfinished checkpoints that recovery committed or aborted after a crash."""
 
-    rolled_forward: list[Attempt] = field(default_factory=list)
-    aborted: list[Attempt] = field(default_factory=list)
+    rolled_forward: list[CheckpointId] = field(default_factory=list)
+    aborted: list[CheckpointId] = field(default_factory=list)
 
 
 async def recover(
-    log: RunLog, mine: Acquire, in_flight: frozenset[Attempt] = frozenset(), *, partial: bool = False
+    log: RunLog, mine: Acquire, in_flight: frozenset[CheckpointId] = frozenset(), *, partial: bool = False
 ) -> Recovery:
     """Commit every unfinished checkpoint that is complete, and abort the others, except those `in_flight` in this job.
 
@@ -574,25 +574,25 @@ async def recover(
     found = by_owner([info.key async for info in log.store.list(STEPS)])
     state = await log.refresh()
     done = Recovery()
-    for attempt in sorted(found):
-        if state.ended(attempt) or attempt in in_flight or attempt in state.held:
+    for checkpoint in sorted(found):
+        if state.ended(checkpoint) or checkpoint in in_flight or checkpoint in state.held:
             continue
         try:
-            parts = list((await sound_parts(log.store, attempt, found[attempt])).values())
-            forward, reason = await _is_to_land(log, attempt, parts, partial)
+            parts = list((await sound_parts(log.store, checkpoint, found[checkpoint])).values())
+            forward, reason = await _is_to_land(log, checkpoint, parts, partial)
             if forward:
                 await commit_or_end(log, mine, parts, kind=_kind(parts))
-                done.rolled_forward.append(attempt)
-                logger.info("rolled step %d forward: all of it had been written before the crash", attempt.step)
+                done.rolled_forward.append(checkpoint)
+                logger.info("rolled step %d forward: all of it had been written before the crash", checkpoint.step)
                 continue
         except SaveError as error:
             reason = str(error)
             logger.warning("%s", error)
         except StoreError as error:
-            logger.warning("checkpoint %s stays open, because it cannot be read now: %s", attempt, error)
+            logger.warning("checkpoint %s stays open, because it cannot be read now: %s", checkpoint, error)
             continue
-        await abort(log, mine, attempt, reason)
-        done.aborted.append(attempt)
+        await abort(log, mine, checkpoint, reason)
+        done.aborted.append(checkpoint)
     point("recover.done")
     return done
 
@@ -601,23 +601,25 @@ def _kind(parts: list[WrittenPart]) -> str:
     return "COMMIT" if is_whole(parts) else "HELD"
 
 
-async def _is_to_land(log: RunLog, attempt: Attempt, parts: list[WrittenPart], partial: bool) -> tuple[bool, str]:
+async def _is_to_land(
+    log: RunLog, checkpoint: CheckpointId, parts: list[WrittenPart], partial: bool
+) -> tuple[bool, str]:
     """Return (True, "") if a checkpoint must be committed, else (False, reason)."""
     state = log.state
     if not parts or not (is_whole(parts) or partial):
         return False, "not whole when the run was opened"
-    if not _may_have_ended(state, attempt):
+    if not _may_have_ended(state, checkpoint):
         return True, ""
     index = index_of(parts)
     with contextlib.suppress(NotFoundError, CorruptError):
-        if bytes(await get_small(log.store, index_key(attempt), len(index))) == index:
+        if bytes(await get_small(log.store, index_key(checkpoint), len(index))) == index:
             return True, ""
     reason = f"it {UNCLEAR}: {records(state.damaged)}"
-    logger.warning("step %d is left out, though all of it is there: %s", attempt.step, reason)
+    logger.warning("step %d is left out, though all of it is there: %s", checkpoint.step, reason)
     return False, reason
 
 
-def _may_have_ended(state: RunState, attempt: Attempt) -> bool:
+def _may_have_ended(state: RunState, checkpoint: CheckpointId) -> bool:
     """Return True if a damaged record may have ended it: one after the ACQUIRE of the job that wrote it."""
-    since = state.requests.get(f"acquire:{attempt.nonce}", -1)
+    since = state.requests.get(f"acquire:{checkpoint.nonce}", -1)
     return any(seq > since for seq in state.damaged)

@@ -29,8 +29,8 @@ import numpy as np
 from ckpt.core.checkpoint.commits import vouches
 from ckpt.core.checkpoint.incremental import (
     Bases,
-    BlobPlan,
     ByteSource,
+    ChunkPlan,
     Digests,
     InMemory,
     InStore,
@@ -39,25 +39,25 @@ from ckpt.core.checkpoint.incremental import (
     Previous,
     kind_of,
     no_bases,
-    plan_blobs,
+    plan_chunks,
 )
 from ckpt.core.checkpoint.parts import load_part
 from ckpt.core.checkpoint.write import (
+    DataFileWriter,
     Encoded,
-    Packer,
     RankSnapshot,
     WrittenPart,
-    digest_blobs,
+    digest_chunks,
+    file_size,
     finish_part,
-    pack_size,
     table_of,
     write_part,
 )
 from ckpt.core.format import codec
 from ckpt.core.format.codec import DELTA, PLANES, RAW
-from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.core.format.digest import DIGEST_SIZE, chunk_digest
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, owner
+from ckpt.core.format.manifest import CheckpointId, owner
 from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CorruptError, FormatError, SaveError, SkippedError, StoreError
 from ckpt.events import log as logger
@@ -152,46 +152,46 @@ class Encoder:
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
     flow: UploadStats = field(default_factory=UploadStats)  # progress of the present save, for monitoring
-    distrusted: Attempt | None = None  # build on none up to this one, because of damage
+    distrusted: CheckpointId | None = None  # build on none up to this one, because of damage
     sink: float | None = None  # bytes a second that the tier takes
     rate: float = ENCODED_A_SECOND  # bytes a second that one thread encodes
     kinds: dict[str, Learnt] = field(default_factory=dict)
     compressing: bool = False
     sampled: bool = False  # True if deltas have been tried
-    _written: dict[tuple[Attempt, int], WrittenPart] = field(default_factory=dict)
+    _written: dict[tuple[CheckpointId, int], WrittenPart] = field(default_factory=dict)
 
     # -- the checkpoint to build on --
 
-    async def previous(self, log: RunLog, attempt: Attempt, layout: Layout) -> Previous | None:
+    async def previous(self, log: RunLog, checkpoint: CheckpointId, layout: Layout) -> Previous | None:
         """Return this rank's share of the newest checkpoint here, or None if the next one must be full."""
         if not self.policy.incremental:
             return None
-        history = [c for c in log.state.lineage() if c.attempt < attempt]
+        history = [c for c in log.state.lineage() if c.checkpoint < checkpoint]
         newest = history[0] if history else None
         entry = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
         if newest is None or entry is None or newest.world != layout.world:
             return None
-        if self.distrusted is not None and newest.attempt <= self.distrusted:
+        if self.distrusted is not None and newest.checkpoint <= self.distrusted:
             return None
         try:
-            written = self._written.get((newest.attempt, layout.rank))
+            written = self._written.get((newest.checkpoint, layout.rank))
             if written is None or not vouches(log.state, written):  # another writer's manifest was committed
-                written = await load_part(log.store, newest.attempt, layout.rank, expected=entry[1])
+                written = await load_part(log.store, newest.checkpoint, layout.rank, expected=entry[1])
         except (CorruptError, FormatError, StoreError) as error:
             logger.warning(
                 "cannot build on step %d of %s, so the next checkpoint is full: %s", newest.step, log.store.url, error
             )
             return None
-        if self.policy.full(log.state, attempt, written.part.chain):
+        if self.policy.full(log.state, checkpoint, written.part.chain):
             return None
         return Previous(written.part, written.table)
 
-    def distrust(self, attempt: Attempt) -> None:
+    def distrust(self, checkpoint: CheckpointId) -> None:
         """Build on no checkpoint up to this one: the next checkpoint is full."""
-        self.distrusted = attempt if self.distrusted is None else max(attempt, self.distrusted)
+        self.distrusted = checkpoint if self.distrusted is None else max(checkpoint, self.distrusted)
 
     def remember(self, written: WrittenPart) -> None:
-        self._written[Attempt.parse(written.part.attempt), written.part.rank] = written
+        self._written[CheckpointId.parse(written.part.checkpoint), written.part.rank] = written
         for key in sorted(self._written)[:-REMEMBERED]:
             del self._written[key]
 
@@ -255,7 +255,7 @@ class Encoder:
         """Return True if raw bytes of another store should be encoded again here, instead of copied as files."""
         if self._decide(store, layout.arrangement.data_size):
             return True
-        return bool((plan_blobs(layout, source.digests, previous).taken >= 0).any())
+        return bool((plan_chunks(layout, source.digests, previous).taken >= 0).any())
 
     @property
     def uses_bases(self) -> bool:
@@ -271,7 +271,7 @@ class Encoder:
         some = there[:: max(1, len(there) // SHARING_PROBES)].tolist()
 
         def probe() -> bool:
-            alike = [blob_digest(source.peek(b)) == previous.table.digest[rows[b]].tobytes() for b in some]
+            alike = [chunk_digest(source.peek(b)) == previous.table.digest[rows[b]].tobytes() for b in some]
             return _is_enough(source.layout, some, alike)
 
         return await asyncio.to_thread(probe)
@@ -287,8 +287,8 @@ class Encoder:
             self.rate = _mixed(self.rate, plain / encode_s)
 
 
-def _is_enough(layout: Layout, blobs: Sequence[int], alike: Sequence[bool]) -> bool:
-    sizes = [layout.arrangement.blobs[b].length for b in blobs]
+def _is_enough(layout: Layout, chunks: Sequence[int], alike: Sequence[bool]) -> bool:
+    sizes = [layout.arrangement.chunks[b].length for b in chunks]
     share = sum(n for n, same in zip(sizes, alike, strict=True) if same) / max(1, sum(sizes))
     return bool(share > WORTH and share * layout.arrangement.data_size > LEAST)
 
@@ -351,9 +351,9 @@ class PartEncoder:
         self.previous, self.numbers, self.bases, self.compress = previous, numbers, bases, compress
         self.log = log
         self.layout = snapshot.layout
-        self.blobs = self.layout.arrangement.blobs
+        self.chunks = self.layout.arrangement.chunks
         self.digests: Digests
-        self.plan: BlobPlan  # how each chunk is stored
+        self.plan: ChunkPlan  # how each chunk is stored
         self.forms: dict[str, str] = {}
         self.encode_s, self.plain = 0.0, 0
 
@@ -363,22 +363,22 @@ class PartEncoder:
             digests = await asyncio.to_thread(_digests, self.layout, self.snapshot.data)
         self.digests = digests
         await self._plan()
-        packer = await self._packed(check)
-        self.encoder.learn(packer.nbytes, packer.busy_s, self.plain, self.encode_s)
-        table, packs = table_of(self.layout, self.plan, digests, self.previous, packer)
-        built_on = any(owner(pack.key) != self.snapshot.attempt for pack in packs)
+        writer = await self._packed(check)
+        self.encoder.learn(writer.nbytes, writer.busy_s, self.plain, self.encode_s)
+        table, files = table_of(self.layout, self.plan, digests, self.previous, writer)
+        built_on = any(owner(file.key) != self.snapshot.checkpoint for file in files)
         return await finish_part(
             self.store,
             self.snapshot,
             table,
-            packs,
+            files,
             reason=reason,
             base=self.previous if built_on else None,
             check=check,
         )
 
     async def _plan(self) -> None:
-        self.plan = plan_blobs(self.layout, self.digests, self.previous)
+        self.plan = plan_chunks(self.layout, self.digests, self.previous)
         if self.compress:
             await self._choose()
         if not self._any_delta():
@@ -388,33 +388,33 @@ class PartEncoder:
         builds = ((self.plan.taken >= 0) | (self.plan.base >= 0)).any()
         if self.previous is not None and self.log is not None and builds:
             await self.log.refresh()
-            if self.previous.attempt not in self.log.state.commits:
+            if self.previous.checkpoint not in self.log.state.commits:
                 self._build_on_nothing()
 
     def _build_on_nothing(self) -> None:
-        self.previous, self.plan = None, plan_blobs(self.layout, self.digests, None)
+        self.previous, self.plan = None, plan_chunks(self.layout, self.digests, None)
 
-    async def _packed(self, check: Callable[[], None]) -> Packer:
+    async def _packed(self, check: Callable[[], None]) -> DataFileWriter:
         """Write all chunks that must be stored into data files."""
         todo = self.plan.anew
-        anew = sum(self.blobs[blob].length for blob in todo)
+        anew = sum(self.chunks[chunk].length for chunk in todo)
         self.encoder.flow.expect(anew)
-        packer = Packer(self.store, self.snapshot, self.numbers, pack_size(anew), self.encoder.flow.add)
+        writer = DataFileWriter(self.store, self.snapshot, self.numbers, file_size(anew), self.encoder.flow.add)
         try:
             with ThreadPoolExecutor(self.encoder.threads, "ckpt-encode") as pool:
                 async with contextlib.aclosing(self._encoded(pool, todo)) as found:
                     async for encoded in found:
-                        await packer.add(encoded)
-            await packer.finish()
+                        await writer.add(encoded)
+            await writer.finish()
             check()
         except BaseException:
-            await packer.abort()
+            await writer.abort()
             raise
-        return packer
+        return writer
 
     def _worth(self) -> bool:
         """Return True if enough chunks need not be stored again."""
-        taken = sum(self.blobs[blob].length for blob in np.flatnonzero(self.plan.taken >= 0))
+        taken = sum(self.chunks[chunk].length for chunk in np.flatnonzero(self.plan.taken >= 0))
         return bool(taken > max(LEAST, WORTH * self.layout.arrangement.data_size))
 
     # -- the form for each kind of chunk --
@@ -422,53 +422,53 @@ class PartEncoder:
     async def _choose(self) -> None:
         """Choose how chunks of each kind are stored, from a few samples of each kind."""
         kinds: dict[str, list[int]] = {}
-        for blob in self.plan.anew:
-            if self.blobs[blob].length >= SMALL:
-                kinds.setdefault(kind_of(self._tensor(blob)), []).append(blob)
-        probes = {kind: _spread(blobs) for kind, blobs in kinds.items()}
-        wanted = sorted({blob for blobs in probes.values() for blob in blobs})
+        for chunk in self.plan.anew:
+            if self.chunks[chunk].length >= SMALL:
+                kinds.setdefault(kind_of(self._tensor(chunk)), []).append(chunk)
+        probes = {kind: _spread(chunks) for kind, chunks in kinds.items()}
+        wanted = sorted({chunk for chunks in probes.values() for chunk in chunks})
         whole, gains = dict[int, float](), dict[int, float]()
         for window in self._windows(wanted):
             peek, bases = await self._load(window)
             await asyncio.to_thread(self._sample, window, peek, bases, whole, gains)
         self.encoder.sampled |= bool(gains)
-        for kind, blobs in probes.items():
+        for kind, chunks in probes.items():
             learnt = self.encoder.kinds.setdefault(kind, Learnt())
-            self.forms[kind] = learnt.choose([whole[b] for b in blobs], [gains[b] for b in blobs if b in gains])
+            self.forms[kind] = learnt.choose([whole[b] for b in chunks], [gains[b] for b in chunks if b in gains])
 
     def _sample(
         self,
-        blobs: list[int],
+        chunks: list[int],
         peek: Peek,
         bases: dict[int, memoryview],
         whole: dict[int, float],
         gains: dict[int, float],
     ) -> None:
         """Estimate the size of each sample. `gains`: the size with a base, relative to the size without."""
-        for blob in blobs:
-            dtype, plain, base = self._tensor(blob).dtype, peek(blob), bases.get(int(self.plan.base[blob]))
+        for chunk in chunks:
+            dtype, plain, base = self._tensor(chunk).dtype, peek(chunk), bases.get(int(self.plan.base[chunk]))
             word = codec.word_of(dtype)
-            whole[blob] = codec.estimate(PLANES, plain, word)
+            whole[chunk] = codec.estimate(PLANES, plain, word)
             if base is not None:
-                gains[blob] = codec.estimate(DELTA, plain, word, base) / min(whole[blob], 1.0)
+                gains[chunk] = codec.estimate(DELTA, plain, word, base) / min(whole[chunk], 1.0)
 
     def _any_delta(self) -> bool:
         return "delta" in self.forms.values()
 
-    def _tensor(self, blob: int) -> TensorSpec:
-        return self.layout.tensors[self.blobs[blob].tensor]
+    def _tensor(self, chunk: int) -> TensorSpec:
+        return self.layout.tensors[self.chunks[chunk].tensor]
 
     # -- encoding --
 
-    def _windows(self, blobs: Sequence[int]) -> Iterator[list[int]]:
+    def _windows(self, chunks: Sequence[int]) -> Iterator[list[int]]:
         window: list[int] = []
         nbytes = 0
-        for blob in blobs:
-            if window and nbytes + self.blobs[blob].length > WINDOW:
+        for chunk in chunks:
+            if window and nbytes + self.chunks[chunk].length > WINDOW:
                 yield window
                 window, nbytes = [], 0
-            window.append(blob)
-            nbytes += self.blobs[blob].length
+            window.append(chunk)
+            nbytes += self.chunks[chunk].length
         if window:
             yield window
 
@@ -479,11 +479,11 @@ class PartEncoder:
         bases = await self.bases(self.previous, rows) if self.previous is not None and rows else {}
         return peek, bases
 
-    def _form(self, blob: int) -> str:
+    def _form(self, chunk: int) -> str:
         """Return the form that was chosen for a chunk, "" before any was chosen."""
         if not self.compress:
             return "raw"
-        return self.forms.get(kind_of(self._tensor(blob)), "")
+        return self.forms.get(kind_of(self._tensor(chunk)), "")
 
     async def _encoded(self, pool: ThreadPoolExecutor, todo: Sequence[int]) -> AsyncGenerator[Encoded, None]:
         """Yield the encoded chunks in order. The next window is loaded while one is encoded."""
@@ -494,62 +494,62 @@ class PartEncoder:
             assert loading is not None
             peek, bases = await loading
             loading = asyncio.ensure_future(self._load(windows[i + 1])) if i + 1 < len(windows) else None
-            tasks = [loop.run_in_executor(pool, self._encode, blob, peek, bases) for blob in window]
+            tasks = [loop.run_in_executor(pool, self._encode, chunk, peek, bases) for chunk in window]
             try:
                 for task in tasks:
                     encoded, seconds = await task
                     if encoded.codec != RAW:
                         self.encode_s += seconds
-                        self.plain += self.blobs[encoded.blob].length
+                        self.plain += self.chunks[encoded.chunk].length
                     yield encoded
             except BaseException:
                 await asyncio.gather(*tasks, *([loading] if loading else []), return_exceptions=True)
                 raise
 
-    def _encode(self, blob: int, peek: Peek, bases: dict[int, memoryview]) -> tuple[Encoded, float]:
+    def _encode(self, chunk: int, peek: Peek, bases: dict[int, memoryview]) -> tuple[Encoded, float]:
         """Encode a chunk in the form chosen for its kind, unless another form is smaller. Runs in a thread."""
-        began, plain = time.perf_counter(), peek(blob)
-        encoded = self._smallest(blob, plain, bases)
-        if encoded.codec != RAW and blob % SELF_CHECK == 0:
+        began, plain = time.perf_counter(), peek(chunk)
+        encoded = self._smallest(chunk, plain, bases)
+        if encoded.codec != RAW and chunk % SELF_CHECK == 0:
             self._prove(encoded, plain, bases)
         self.encoder.pace(time.perf_counter() - began)
         return encoded, time.perf_counter() - began
 
-    def _smallest(self, blob: int, plain: memoryview, bases: dict[int, memoryview]) -> Encoded:
-        raw = Encoded(blob, RAW, plain)
+    def _smallest(self, chunk: int, plain: memoryview, bases: dict[int, memoryview]) -> Encoded:
+        raw = Encoded(chunk, RAW, plain)
         if not self.compress or len(plain) < SMALL:
             return raw
-        tensor = self._tensor(blob)
-        word, kind, row = codec.word_of(tensor.dtype), kind_of(tensor), int(self.plan.base[blob])
+        tensor = self._tensor(chunk)
+        word, kind, row = codec.word_of(tensor.dtype), kind_of(tensor), int(self.plan.base[chunk])
         form, base = self.forms.get(kind, "whole"), bases.get(row)
         if form == "delta" and base is not None:
             with_base = codec.estimate(DELTA, plain, word, base)
             if with_base < BASE_AGAIN * min(codec.estimate(PLANES, plain, word), 1.0):
                 data = codec.encode(DELTA, plain, word, base)
-                return Encoded(blob, DELTA, data, row) if len(data) < WHOLE_AGAIN * len(plain) else raw
+                return Encoded(chunk, DELTA, data, row) if len(data) < WHOLE_AGAIN * len(plain) else raw
         if form == "raw":
             return raw
         data = codec.encode(PLANES, plain, word)
-        return Encoded(blob, PLANES, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
+        return Encoded(chunk, PLANES, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
 
     def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview]) -> None:
         """Raise SaveError if an encoded chunk cannot be decoded, because of a faulty machine or a bug."""
         room = memoryview(bytearray(len(plain)))
         codec.decode(encoded.codec, encoded.data, len(plain), bases.get(encoded.base), room)
-        if blob_digest(room) != self.digests[encoded.blob].tobytes():
-            name = self._tensor(encoded.blob).name
+        if chunk_digest(room) != self.digests[encoded.chunk].tobytes():
+            name = self._tensor(encoded.chunk).name
             raise SaveError(
                 f"{name} does not decode to the saved bytes: they changed during the save, or the machine is faulty"
             )
 
 
 def _digests(layout: Layout, data: memoryview) -> Digests:
-    return np.frombuffer(digest_blobs(layout, data), np.uint8).reshape(-1, DIGEST_SIZE)
+    return np.frombuffer(digest_chunks(layout, data), np.uint8).reshape(-1, DIGEST_SIZE)
 
 
-def _spread(blobs: Sequence[int]) -> list[int]:
+def _spread(chunks: Sequence[int]) -> list[int]:
     """Return a few of these chunks, evenly spaced."""
-    return list(dict.fromkeys(blobs[i * (len(blobs) - 1) // max(1, PROBES - 1)] for i in range(PROBES)))
+    return list(dict.fromkeys(chunks[i * (len(chunks) - 1) // max(1, PROBES - 1)] for i in range(PROBES)))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 
 from ckpt.core.checkpoint.chunks import fetch, plan_reads
-from ckpt.core.format.layout import BLOB, Layout, TensorSpec
-from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
+from ckpt.core.format.layout import CHUNK, Layout, TensorSpec
+from ckpt.core.format.manifest import CheckpointId, DataFile, Part, owner
 from ckpt.core.format.table import Table
 from ckpt.core.log.records import RunState
 from ckpt.errors import CorruptError, StoreError
@@ -52,14 +52,14 @@ class Policy:
     full_every: int = 10
     cadence: int = 1
 
-    def full(self, state: RunState, attempt: Attempt, chain: int) -> bool:
+    def full(self, state: RunState, checkpoint: CheckpointId, chain: int) -> bool:
         """Return True if a checkpoint must be full. `chain`: number of increments since the last full one.
 
         This depends on the step, so that all ranks write full checkpoints at the same time without communication.
         """
-        if not self.incremental or sum(not c.needs for c in state.lineage() if c.attempt < attempt) < FULLS:
+        if not self.incremental or sum(not c.needs for c in state.lineage() if c.checkpoint < checkpoint) < FULLS:
             return True
-        number, off = divmod(attempt.step, self.cadence)
+        number, off = divmod(checkpoint.step, self.cadence)
         return (not off and number % self.full_every == 0) or chain + 1 >= min(2 * self.full_every, MAX_CHAIN)
 
 
@@ -72,9 +72,9 @@ class WrittenPart:
     table: Table
 
     @property
-    def packs(self) -> tuple[str, ...]:
+    def files(self) -> tuple[str, ...]:
         """Return the data files that its table names."""
-        return self.table.packs
+        return self.table.files
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,17 @@ class Previous:
     table: Table
 
     @cached_property
-    def attempt(self) -> Attempt:
-        return Attempt.parse(self.part.attempt)
+    def checkpoint(self) -> CheckpointId:
+        return CheckpointId.parse(self.part.checkpoint)
 
     @cached_property
-    def full(self) -> Attempt:
+    def full(self) -> CheckpointId:
         """Return the last full checkpoint, which may be this one."""
-        return Attempt.parse(self.part.full) if self.part.full else self.attempt
+        return CheckpointId.parse(self.part.full) if self.part.full else self.checkpoint
 
     @cached_property
-    def packs(self) -> dict[str, PackInfo]:
-        return {pack.key: pack for pack in self.part.packs}
+    def files(self) -> dict[str, DataFile]:
+        return {file.key: file for file in self.part.files}
 
     def rows(self, layout: Layout) -> I64:
         """Return for every chunk of a layout, in file order, the chunk with the same piece, -1 if none."""
@@ -106,17 +106,17 @@ class Previous:
         }
         found: list[I64] = []
         for tensor in (layout.tensors[i] for i in layout.arrangement.order):
-            count = -(-tensor.nbytes // BLOB)
+            count = -(-tensor.nbytes // CHUNK)
             at = there.get((tensor.name, tensor.instance, tensor.dtype, tensor.full, tensor.at, tensor.shape))
-            blobs = range(0) if at is None else self.table.blobs(at)
-            lengths = [min(BLOB, tensor.nbytes - start) for start in range(0, tensor.nbytes, BLOB)]
-            alike = self.table.length[blobs.start : blobs.stop].tolist() == lengths  # divided in the same way
-            found.append(np.arange(blobs.start, blobs.stop) if alike else np.full(count, -1))
+            chunks = range(0) if at is None else self.table.chunks(at)
+            lengths = [min(CHUNK, tensor.nbytes - start) for start in range(0, tensor.nbytes, CHUNK)]
+            alike = self.table.length[chunks.start : chunks.stop].tolist() == lengths  # divided in the same way
+            found.append(np.arange(chunks.start, chunks.stop) if alike else np.full(count, -1))
         return np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class BlobPlan:
+class ChunkPlan:
     """One entry for each chunk, in file order; -1 means none.
 
     `taken`: the equal chunk of the previous checkpoint. `same`: the earlier chunk of this checkpoint with the same
@@ -134,7 +134,7 @@ class BlobPlan:
         return np.flatnonzero((self.taken < 0) & (self.same < 0)).tolist()
 
 
-def plan_blobs(layout: Layout, digests: Digests, previous: Previous | None) -> BlobPlan:
+def plan_chunks(layout: Layout, digests: Digests, previous: Previous | None) -> ChunkPlan:
     """Plan all chunks. `digests`: of all chunks, in file order. `previous`: None for a full checkpoint."""
     count = len(digests)
     taken, base = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
@@ -147,22 +147,22 @@ def plan_blobs(layout: Layout, digests: Digests, previous: Previous | None) -> B
         # The base of the former delta, or the chunk itself if the full checkpoint stores it whole.
         delta = table.base[row] >= table.owned
         whole = np.where(delta, table.base[row], row)
-        from_full = np.array([owner(key) == previous.full for key in table.packs], np.bool_)[table.pack[whole]]
+        from_full = np.array([owner(key) == previous.full for key in table.files], np.bool_)[table.file[whole]]
         useful = ~equal & (delta | from_full)
         base[there[useful]] = whole[useful]
         for key in _given_up(previous, taken):
-            leaving = _uses(table, taken, table.packs.index(key))
+            leaving = _uses(table, taken, table.files.index(key))
             taken[leaving] = -1
-    return BlobPlan(taken, _same(layout, digests, taken), base)
+    return ChunkPlan(taken, _same(layout, digests, taken), base)
 
 
-def _uses(table: Table, taken: I64, pack: int) -> npt.NDArray[np.bool_]:
+def _uses(table: Table, taken: I64, file: int) -> npt.NDArray[np.bool_]:
     """Return which chunks are taken from a data file, or are deltas against a chunk in it."""
     row = np.maximum(taken, 0)
     base = table.base[row]
-    in_pack: npt.NDArray[np.bool_] = table.pack[row] == pack
-    in_pack |= (base >= 0) & (table.pack[np.maximum(base, 0)] == pack)
-    return in_pack & (taken >= 0)
+    in_file: npt.NDArray[np.bool_] = table.file[row] == file
+    in_file |= (base >= 0) & (table.file[np.maximum(base, 0)] == file)
+    return in_file & (taken >= 0)
 
 
 def _given_up(previous: Previous, taken: I64) -> list[str]:
@@ -170,27 +170,28 @@ def _given_up(previous: Previous, taken: I64) -> list[str]:
     table = previous.table
     rows = taken[taken >= 0]
     rows = np.unique(np.concatenate([rows, table.base[rows][table.base[rows] >= 0]]))
-    needed = np.bincount(table.pack[rows], weights=table.stored[rows], minlength=len(table.packs))
+    needed = np.bincount(table.file[rows], weights=table.stored[rows], minlength=len(table.files))
     dead = [
         key
-        for key, nbytes in zip(table.packs, needed.tolist(), strict=True)
-        if 0 < nbytes < MOSTLY_DEAD * previous.packs[key].size and owner(key) not in (previous.attempt, previous.full)
+        for key, nbytes in zip(table.files, needed.tolist(), strict=True)
+        if 0 < nbytes < MOSTLY_DEAD * previous.files[key].size
+        and owner(key) not in (previous.checkpoint, previous.full)
     ]
-    used = {owner(key) for key, nbytes in zip(table.packs, needed.tolist(), strict=True) if nbytes and key not in dead}
+    used = {owner(key) for key, nbytes in zip(table.files, needed.tolist(), strict=True) if nbytes and key not in dead}
     owners = sorted((a for a in used if a is not None and a != previous.full), reverse=True)
     too_old = set(owners[MAX_OWNERS:])
-    return dead + [key for key in table.packs if owner(key) in too_old and key not in dead]
+    return dead + [key for key in table.files if owner(key) in too_old and key not in dead]
 
 
 def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
     """Return for each chunk to store the first one with the same bytes."""
     same = np.full(len(digests), -1, np.int64)
-    blobs, first = layout.arrangement.blobs, dict[tuple[bytes, int], int]()
-    for blob in np.flatnonzero(taken < 0).tolist():
-        key = digests[blob].tobytes(), blobs[blob].length
-        earlier = first.setdefault(key, blob)
-        if earlier != blob:
-            same[blob] = earlier
+    chunks, first = layout.arrangement.chunks, dict[tuple[bytes, int], int]()
+    for chunk in np.flatnonzero(taken < 0).tolist():
+        key = digests[chunk].tobytes(), chunks[chunk].length
+        earlier = first.setdefault(key, chunk)
+        if earlier != chunk:
+            same[chunk] = earlier
     return same
 
 
@@ -213,7 +214,7 @@ class ByteSource(Protocol):
     def digests(self) -> Digests | None:
         """Return the digests of all chunks, None if unknown."""
 
-    async def load(self, blobs: Sequence[int]) -> Peek:
+    async def load(self, chunks: Sequence[int]) -> Peek:
         """Prepare the bytes of these chunks."""
 
 
@@ -228,12 +229,12 @@ class InMemory:
     def digests(self) -> None:
         return None
 
-    async def load(self, blobs: Sequence[int]) -> Peek:
+    async def load(self, chunks: Sequence[int]) -> Peek:
         return self.peek
 
     def peek(self, number: int) -> memoryview:
-        blob = self.layout.arrangement.blobs[number]
-        return self.data[blob.offset : blob.offset + blob.length]
+        chunk = self.layout.arrangement.chunks[number]
+        return self.data[chunk.offset : chunk.offset + chunk.length]
 
 
 @dataclass
@@ -247,19 +248,19 @@ class InStore:
     def digests(self) -> Digests:
         return self.table.digest[: self.table.owned]
 
-    async def load(self, blobs: Sequence[int]) -> Peek:
+    async def load(self, chunks: Sequence[int]) -> Peek:
         """Read chunks. Raise CorruptError or StoreError if one of them cannot be read."""
         found: dict[int, memoryview] = {}
-        sizes = [int(self.table.length[blob]) for blob in blobs]
+        sizes = [int(self.table.length[chunk]) for chunk in chunks]
         room = memoryview(bytearray(sum(sizes)))
-        at = dict(zip(blobs, np.cumsum([0, *sizes]).tolist(), strict=False))
+        at = dict(zip(chunks, np.cumsum([0, *sizes]).tolist(), strict=False))
 
-        def keep(blob: int, data: memoryview) -> None:
-            view = room[at[blob] : at[blob] + len(data)]
+        def keep(chunk: int, data: memoryview) -> None:
+            view = room[at[chunk] : at[chunk] + len(data)]
             view[:] = data
-            found[blob] = view
+            found[chunk] = view
 
-        await fetch(self.store, self.table, plan_reads(self.table, blobs, far=self.store.remote), keep)
+        await fetch(self.store, self.table, plan_reads(self.table, chunks, far=self.store.remote), keep)
         return found.__getitem__
 
 
@@ -280,14 +281,14 @@ def bases_in(store: Store) -> Bases:
     return load
 
 
-def bases_near(store: Store, find: Callable[[Attempt], Awaitable[Table | None]]) -> Bases:
+def bases_near(store: Store, find: Callable[[CheckpointId], Awaitable[Table | None]]) -> Bases:
     """Return a loader of bases from a nearer tier, by digest. `find`: returns this rank's table there."""
 
     async def load(previous: Previous, rows: Sequence[int]) -> dict[int, memoryview]:
         found: dict[int, memoryview] = {}
         table = previous.table
-        for attempt in {owner(table.packs[int(table.pack[row])]) for row in rows} - {None}:
-            theirs = None if attempt is None else await find(attempt)
+        for checkpoint in {owner(table.files[int(table.file[row])]) for row in rows} - {None}:
+            theirs = None if checkpoint is None else await find(checkpoint)
             if theirs is not None:
                 numbers = {digest.tobytes(): n for n, digest in enumerate(theirs.digest[: theirs.owned])}
                 there = {row: numbers[d] for row in rows if (d := table.digest[row].tobytes()) in numbers}

@@ -250,7 +250,7 @@ async def check_free(
             return
         waited_s = time.monotonic() - began
         owner = log.state.acquires[-1]
-        mine = lease is not None and lease.term == f"{owner.epoch}.{owner.nonce}" and lease.visible
+        mine = lease is not None and lease.term == f"{owner.term}.{owner.nonce}" and lease.visible
         if lease is not None and mine and not lease.alive:
             return
         if lease is not None and mine and lease.inode == inode_of(log.store.url):
@@ -287,7 +287,7 @@ async def fence(specs: Sequence[dict[str, Any]]) -> None:
     try:
         for spec in specs:
             places.append(await open_place(spec))
-        nonce, floor = new_nonce(), max(place.log.state.epoch for place in places)
+        nonce, floor = new_nonce(), max(place.log.state.term for place in places)
         for place in places:
             await acquire(place.log, nonce, floor=floor)
     finally:

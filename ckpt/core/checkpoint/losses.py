@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt.core.format.manifest import STEPS, Attempt, index_key, owner
+from ckpt.core.format.manifest import STEPS, CheckpointId, index_key, owner
 from ckpt.core.log.records import Acquire, in_history
 from ckpt.core.log.run_log import RunLog
 from ckpt.events import log as logger
@@ -33,12 +33,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Loss:
-    """Damage in one tier. `attempts`: checkpoints that may be lost, in any order. If there are many, it has only the
+    """Damage in one tier. `checkpoints`: checkpoints that may be lost, in any order. If there are many, it has only the
     newest of each job attempt."""
 
     tier: str
     reason: str
-    attempts: tuple[Attempt, ...] = ()
+    checkpoints: tuple[CheckpointId, ...] = ()
 
 
 async def of_log(log: RunLog) -> list[Loss]:
@@ -61,7 +61,7 @@ async def warn(log: RunLog) -> None:
         logger.warning("%s: %s", loss.tier, loss.reason)
 
 
-async def _unrecorded(log: RunLog) -> set[Attempt]:
+async def _unrecorded(log: RunLog) -> set[CheckpointId]:
     """Return the checkpoints that have an index but no record that ends them."""
     begun = [info.key async for info in log.store.list(STEPS)]
     state = log.state
@@ -69,8 +69,8 @@ async def _unrecorded(log: RunLog) -> set[Attempt]:
     return {a for a in with_index if not state.ended(a) and a not in state.held}
 
 
-def _unrecorded_steps(lost: Iterable[Attempt]) -> str:
-    steps = sorted({attempt.step for attempt in lost})
+def _unrecorded_steps(lost: Iterable[CheckpointId]) -> str:
+    steps = sorted({checkpoint.step for checkpoint in lost})
     shown = ", ".join(map(str, steps[-SHOWN:]))
     which = f"step {shown} is a checkpoint, but it has"
     if len(steps) > 1:
@@ -103,34 +103,34 @@ def one_by_one(damaged: Iterable[int]) -> list[str]:
     return found
 
 
-def _may_have(lost: Iterable[Attempt]) -> str:
-    steps = sorted({attempt.step for attempt in lost})
+def _may_have(lost: Iterable[CheckpointId]) -> str:
+    steps = sorted({checkpoint.step for checkpoint in lost})
     if not steps:
         return ", and its content is unknown"
     shown = ", ".join(map(str, steps[-SHOWN:]))
     return f", and may have made step{'s' * (len(steps) > 1)} {shown} a checkpoint"
 
 
-def of_each(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
+def of_each(checkpoints: Iterable[CheckpointId]) -> tuple[CheckpointId, ...]:
     """Return the newest checkpoint of each job attempt."""
-    found: dict[tuple[int, str], Attempt] = {}
-    for attempt in sorted(attempts):
-        found[attempt.epoch, attempt.nonce] = attempt
+    found: dict[tuple[int, str], CheckpointId] = {}
+    for checkpoint in sorted(checkpoints):
+        found[checkpoint.term, checkpoint.nonce] = checkpoint
     return tuple(found.values())
 
 
 def passed_over(
-    losses: Iterable[Loss], chosen: Attempt | None, acquires: Iterable[Acquire] = (), *, step: int | None = None
+    losses: Iterable[Loss], chosen: CheckpointId | None, acquires: Iterable[Acquire] = (), *, step: int | None = None
 ) -> list[Skipped]:
     """Return the losses that are newer than the chosen checkpoint and belong to the present history; with `step`, those
     of that step, unless it was found."""
     found = []
-    known = sorted(acquires, key=lambda acquire: acquire.epoch)
+    known = sorted(acquires, key=lambda acquire: acquire.term)
     for loss in losses:
         if step is None:
-            newer = [a for a in in_history(known, loss.attempts) if chosen is None or a > chosen]
+            newer = [a for a in in_history(known, loss.checkpoints) if chosen is None or a > chosen]
         else:
-            newer = [a for a in loss.attempts if chosen is None and a.step == step]
+            newer = [a for a in loss.checkpoints if chosen is None and a.step == step]
         if newer:
             found.append(Skipped(max(newer).step, loss.tier, loss.reason))
     return found

@@ -19,7 +19,7 @@ from ckpt.core.checkpoint import commits, retention
 from ckpt.core.checkpoint.encode import Encoder, UploadStats
 from ckpt.core.checkpoint.incremental import Policy
 from ckpt.core.checkpoint.read import verify
-from ckpt.core.format.manifest import Attempt, folder_of, rank_of
+from ckpt.core.format.manifest import CheckpointId, folder_of, rank_of
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.ipc.messages import DamagedNote, Note, SaidNote
 from ckpt.core.log.records import Acquire, RunState, words_of
@@ -48,13 +48,15 @@ class OpenTier:
     grace_s: float = 0.0
     role: commits.Role = field(default_factory=commits.Role)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
-    verified: set[Attempt] = field(default_factory=set)
-    in_flight: set[Attempt] = field(default_factory=set)
-    sources: dict[Attempt, set[Attempt]] = field(default_factory=dict)  # checkpoints that those in flight may build on
-    promoting: Counter[Attempt] = field(default_factory=Counter)  # being copied from here to other tiers
+    verified: set[CheckpointId] = field(default_factory=set)
+    in_flight: set[CheckpointId] = field(default_factory=set)
+    sources: dict[CheckpointId, set[CheckpointId]] = field(
+        default_factory=dict
+    )  # checkpoints that those in flight may build on
+    promoting: Counter[CheckpointId] = field(default_factory=Counter)  # being copied from here to other tiers
     encoder: Encoder = field(default_factory=Encoder)
-    anchors: dict[str, Attempt] = field(default_factory=dict)  # base checkpoints for other tiers, by URL
-    read_back: set[Attempt] = field(default_factory=set)  # intact when they were read
+    anchors: dict[str, CheckpointId] = field(default_factory=dict)  # base checkpoints for other tiers, by URL
+    read_back: set[CheckpointId] = field(default_factory=set)  # intact when they were read
     notes: Mapping[int, str] | None = None  # notes by step, of steps that training wants kept; None: not yet known
     noting: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0  # checkpoints on their way here, including those in the queue
@@ -66,8 +68,8 @@ class OpenTier:
     sweeps: int = 0
     leaving: set[str] = field(default_factory=set)  # files that are deleted after the grace period
     graces: set[asyncio.Task[None]] = field(default_factory=set)
-    warned: set[Attempt] = field(default_factory=set)  # unreadable ones that the user was warned of
-    tidied: set[Attempt] = field(default_factory=set)  # aborted ones without files
+    warned: set[CheckpointId] = field(default_factory=set)  # unreadable ones that the user was warned of
+    tidied: set[CheckpointId] = field(default_factory=set)  # aborted ones without files
     trimmer: Trimmer = field(default_factory=Trimmer)
 
     @property
@@ -102,26 +104,26 @@ class OpenTier:
         self.every = steps
         self.encoder.policy = replace(self.encoder.policy, cadence=steps)
 
-    def builds_on(self, attempt: Attempt, source: Attempt) -> None:
+    def builds_on(self, checkpoint: CheckpointId, source: CheckpointId) -> None:
         """Protect a checkpoint from this job's clean-up while one in flight may use its data files."""
         self.sources = {one: found for one, found in self.sources.items() if one in self.in_flight}
-        self.sources.setdefault(attempt, set()).add(source)
+        self.sources.setdefault(checkpoint, set()).add(source)
 
-    def unpin(self, attempt: Attempt) -> None:
-        self.promoting[attempt] -= 1
-        if self.promoting[attempt] <= 0:
-            del self.promoting[attempt]
+    def unpin(self, checkpoint: CheckpointId) -> None:
+        self.promoting[checkpoint] -= 1
+        if self.promoting[checkpoint] <= 0:
+            del self.promoting[checkpoint]
 
-    async def drop_uploads(self, owner: Acquire, wanted: set[Attempt]) -> None:
+    async def drop_uploads(self, owner: Acquire, wanted: set[CheckpointId]) -> None:
         """Abort the unfinished uploads of earlier job attempts, and delete their temporary files."""
 
         def keep(key: str) -> bool:
-            attempt = owner_of(key)
-            if attempt is None:
+            checkpoint = owner_of(key)
+            if checkpoint is None:
                 return not is_temporary(key)
-            if attempt in wanted or attempt in self.in_flight:
+            if checkpoint in wanted or checkpoint in self.in_flight:
                 return True
-            return attempt.epoch >= owner.epoch and not self.log.state.ended(attempt)
+            return checkpoint.term >= owner.term and not self.log.state.ended(checkpoint)
 
         try:
             dropped = await self.store.drop_uploads(keep)
@@ -131,7 +133,7 @@ class OpenTier:
         if dropped:
             events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
 
-    async def remove_rest(self, attempt: Attempt, rank: int | None = None) -> None:
+    async def remove_rest(self, checkpoint: CheckpointId, rank: int | None = None) -> None:
         """Delete the files of a checkpoint that was being written when the run was deleted or replaced.
 
         No other run has files of these names, but a restart in the emptied location would fail because of them. Files
@@ -139,14 +141,16 @@ class OpenTier:
 
         rank: the rank whose files are deleted, default: every rank.
         """
-        if attempt in self.log.state.commits or attempt in self.log.state.held:
+        if checkpoint in self.log.state.commits or checkpoint in self.log.state.held:
             return
         try:
-            keys = [info.key async for info in self.store.list(folder_of(attempt))]
-            own = [key for key in keys if owner_of(key) == attempt and (rank is None or rank_of(key) in (rank, None))]
+            keys = [info.key async for info in self.store.list(folder_of(checkpoint))]
+            own = [
+                key for key in keys if owner_of(key) == checkpoint and (rank is None or rank_of(key) in (rank, None))
+            ]
             await retention.delete_in_order(self.store, own)
         except CheckpointError as error:
-            events.log.warning("could not delete all files of step %d in %s: %s", attempt.step, self.url, error)
+            events.log.warning("could not delete all files of step %d in %s: %s", checkpoint.step, self.url, error)
 
     async def sweep(self, owner: Acquire, notify: Callable[[Note], None]) -> None:
         """Apply retention, and trim the log. Errors are logged, and the next checkpoint retries the clean-up."""
@@ -171,18 +175,18 @@ class OpenTier:
         if not history:
             return  # a rollback undid all checkpoints; the next checkpoint makes them obsolete
         newest = history[0]
-        recent = {c.attempt for c in history[: READ_BACK_EVERY if self.store.remote else 1]}
+        recent = {c.checkpoint for c in history[: READ_BACK_EVERY if self.store.remote else 1]}
         if not recent & self.verified:
             # Data from checkpoints that were read back is not read again, because reading costs more than writing.
             new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
             problems = await verify(self.store, newest, new=new)
             if problems:
                 # Other checkpoints may have been built on the damaged bytes during this read.
-                self.encoder.distrust(max([newest.attempt, *self.log.state.commits, *self.in_flight]))
+                self.encoder.distrust(max([newest.checkpoint, *self.log.state.commits, *self.in_flight]))
                 notify(DamagedNote(self.url, newest.step, problems[:10]))
                 return
-            self.verified = {newest.attempt}
-            self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}
+            self.verified = {newest.checkpoint}
+            self.read_back = (self.read_back & state.commits.keys()) | {newest.checkpoint}
         self.sweeps += 1
         await self._warn(notify)
         await retention.retire(
@@ -198,22 +202,22 @@ class OpenTier:
         if full:
             self.tidied |= left - self.in_flight
 
-    def _pinned(self, state: RunState) -> set[Attempt]:
+    def _pinned(self, state: RunState) -> set[CheckpointId]:
         """Return checkpoints that must stay: sources of those in flight, and steps that training wants kept."""
-        wanted = {attempt for attempt in state.commits if attempt.step in (self.notes or ())}
-        sources = set[Attempt]().union(*(self.sources.get(attempt, ()) for attempt in self.in_flight))
+        wanted = {checkpoint for checkpoint in state.commits if checkpoint.step in (self.notes or ())}
+        sources = set[CheckpointId]().union(*(self.sources.get(checkpoint, ()) for checkpoint in self.in_flight))
         return {*self.promoting, *self.anchors.values(), *sources, *wanted}
 
     def noted(self) -> dict[int, str]:
         """Return the notes of steps that training wants kept: this job's, or otherwise the log's."""
         if self.notes is not None:
             return dict(self.notes)
-        kept = {one.step: words_of(self.log.state.kept.get(one.attempt, ""))[0] for one in self.log.state.lineage()}
+        kept = {one.step: words_of(self.log.state.kept.get(one.checkpoint, ""))[0] for one in self.log.state.lineage()}
         return {step: ours for step, ours in kept.items() if ours}
 
     def steps(self) -> set[int]:
         """Return the steps of the present history and of the checkpoints in flight."""
-        return {one.step for one in self.log.state.lineage()} | {attempt.step for attempt in self.in_flight}
+        return {one.step for one in self.log.state.lineage()} | {checkpoint.step for checkpoint in self.in_flight}
 
     async def keep_noted(self, owner: Acquire) -> CheckpointError | None:
         """Record which steps training wants kept. Return the error if that fails; the next clean-up retries it."""
@@ -230,13 +234,13 @@ class OpenTier:
 
     async def _warn(self, notify: Callable[[Note], None]) -> None:
         """Warn once of each unreadable checkpoint, because nothing is cleaned up while it exists."""
-        unread: dict[Attempt, CheckpointError] = {}
+        unread: dict[CheckpointId, CheckpointError] = {}
         await retention.files_of(self.log, self.log.state.commits.values(), unread)
         if unread.keys() - self.warned:  # an older writer that is still running may have retired it
             await self.log.refresh()
-            unread = {attempt: why for attempt, why in unread.items() if attempt in self.log.state.commits}
-        for attempt in sorted(unread.keys() - self.warned):
-            error, problem = unread[attempt], f"step {attempt.step} of {self.url} cannot be read"
+            unread = {checkpoint: why for checkpoint, why in unread.items() if checkpoint in self.log.state.commits}
+        for checkpoint in sorted(unread.keys() - self.warned):
+            error, problem = unread[checkpoint], f"step {checkpoint.step} of {self.url} cannot be read"
             if is_unreadable(error):
                 _send_text(notify, f"{problem} now. Clean-up there stops until it can be read again: {error}")
             else:
@@ -249,9 +253,9 @@ class OpenTier:
         history, held = self.log.state.lineage(), sorted(self.log.state.held, reverse=True)
         old = set(held[max(self.keep.last, retention.ALWAYS) :])
         if len(history) >= retention.ALWAYS:
-            old |= {attempt for attempt in held if attempt < history[retention.ALWAYS - 1].attempt}
-        for attempt in sorted(old - self.in_flight):
-            await commits.abort(self.log, owner, attempt, "other nodes do not have their files", held=True)
+            old |= {checkpoint for checkpoint in held if checkpoint < history[retention.ALWAYS - 1].checkpoint}
+        for checkpoint in sorted(old - self.in_flight):
+            await commits.abort(self.log, owner, checkpoint, "other nodes do not have their files", held=True)
 
     async def _delete_later(self, keys: Sequence[str]) -> None:
         """Delete files after the grace period. If the writer ends before, the next job attempt deletes them."""

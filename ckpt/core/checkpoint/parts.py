@@ -18,8 +18,8 @@ from ckpt.core.format.index import MAX_INDEX, Index
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
     MAX_JSON,
-    Attempt,
-    PackInfo,
+    CheckpointId,
+    DataFile,
     Part,
     folder_of,
     index_key,
@@ -48,16 +48,16 @@ async def read_exact(store: Store, key: str, digest: str, limit: int) -> memoryv
     return raw
 
 
-async def read_header(store: Store, pack: PackInfo) -> memoryview:
-    head = await chunks.get(store, pack.key, start=0, length=pack.header_size)
-    if file_digest(head) != pack.header:
-        raise CorruptError(f"{pack.key} is damaged: its header does not match its digest")
+async def read_header(store: Store, file: DataFile) -> memoryview:
+    head = await chunks.get(store, file.key, start=0, length=file.header_size)
+    if file_digest(head) != file.header:
+        raise CorruptError(f"{file.key} is damaged: its header does not match its digest")
     return head
 
 
 async def load_part(
     store: Store,
-    attempt: Attempt,
+    checkpoint: CheckpointId,
     rank: int,
     *,
     expected: str | None = None,
@@ -69,46 +69,48 @@ async def load_part(
     sizes: known sizes of data files, by key.
     compact: keep only what the index needs.
     """
-    part, digest = await read_part(store, attempt, rank, expected=expected)
+    part, digest = await read_part(store, checkpoint, rank, expected=expected)
     await check_sizes(store, part, sizes)
     table = table_of(part)
     if compact:
-        return WrittenPart(replace(part, packs=[], table=b""), digest, table.compact())
+        return WrittenPart(replace(part, files=[], table=b""), digest, table.compact())
     return WrittenPart(part, digest, table)
 
 
-async def load_parts(store: Store, attempt: Attempt, wanted: Sequence[tuple[int, str]]) -> list[WrittenPart]:
+async def load_parts(store: Store, checkpoint: CheckpointId, wanted: Sequence[tuple[int, str]]) -> list[WrittenPart]:
     """Read parts, given rank and digest of each. With many ranks, keep only what the index needs."""
-    sizes, many = await sizes_of_many(store, attempt, len(wanted)), len(wanted) > MANY
+    sizes, many = await sizes_of_many(store, checkpoint, len(wanted)), len(wanted) > MANY
 
     async def load(one: tuple[int, str]) -> WrittenPart:
-        return await load_part(store, attempt, one[0], expected=one[1], sizes=sizes, compact=many)
+        return await load_part(store, checkpoint, one[0], expected=one[1], sizes=sizes, compact=many)
 
     return await of_each(wanted, load)
 
 
-async def read_part(store: Store, attempt: Attempt, rank: int, *, expected: str | None = None) -> tuple[Part, str]:
+async def read_part(
+    store: Store, checkpoint: CheckpointId, rank: int, *, expected: str | None = None
+) -> tuple[Part, str]:
     """Read one rank's part. Return it and its digest."""
-    what = manifest_key(attempt, rank)
+    what = manifest_key(checkpoint, rank)
     raw = await chunks.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
     if expected is not None and digest != expected:
         raise CorruptError(f"{what} is damaged: its digest is not the committed one")
     part = Part.from_bytes(raw, what)
-    if (part.attempt, part.rank) != (str(attempt), rank):
-        raise CorruptError(f"{what} belongs to rank {part.rank} of checkpoint {part.attempt}")
+    if (part.checkpoint, part.rank) != (str(checkpoint), rank):
+        raise CorruptError(f"{what} belongs to rank {part.rank} of checkpoint {part.checkpoint}")
     return part, digest
 
 
 def table_of(part: Part) -> Table:
     """Return the chunk table of a part. Raise CorruptError if it is damaged or exceeds the data files of the part."""
-    what = f"the table of {manifest_key(Attempt.parse(part.attempt), part.rank)}"
-    table, sizes = Table.from_bytes(part.table, what), {pack.key: pack.size for pack in part.packs}
-    if not sizes.keys() >= set(table.packs):
+    what = f"the table of {manifest_key(CheckpointId.parse(part.checkpoint), part.rank)}"
+    table, sizes = Table.from_bytes(part.table, what), {file.key: file.size for file in part.files}
+    if not sizes.keys() >= set(table.files):
         raise CorruptError(f"{what} names data files that its manifest does not")
-    ends = np.zeros(len(table.packs), np.int64)
-    np.maximum.at(ends, table.pack, table.offset + table.stored)
-    for key, end in zip(table.packs, ends.tolist(), strict=True):
+    ends = np.zeros(len(table.files), np.int64)
+    np.maximum.at(ends, table.file, table.offset + table.stored)
+    for key, end in zip(table.files, ends.tolist(), strict=True):
         if end > sizes[key]:
             raise CorruptError(f"{what} points behind the end of {key}")
     return table
@@ -128,23 +130,23 @@ def layout_of(part: Part, table: Table, known: Layout | None = None) -> Layout:
 async def check_sizes(store: Store, part: Part, known: Mapping[str, int] = NO_SIZES) -> None:
     """Raise CorruptError if a data file of a part has a wrong size, NotFoundError if one is missing."""
     there = await _sizes(store, part, known)
-    for pack in part.packs:
-        if there[pack.key] != pack.size:
-            raise CorruptError(f"{pack.key} holds {there[pack.key]} bytes, not {pack.size}")
+    for file in part.files:
+        if there[file.key] != file.size:
+            raise CorruptError(f"{file.key} holds {there[file.key]} bytes, not {file.size}")
 
 
-async def sizes_of_many(store: Store, attempt: Attempt, ranks: int) -> Mapping[str, int]:
+async def sizes_of_many(store: Store, checkpoint: CheckpointId, ranks: int) -> Mapping[str, int]:
     """Return the sizes of a checkpoint's data files if it has many ranks, else {}: one listing replaces thousands of
     requests."""
     if ranks <= MANY:
         return NO_SIZES
-    return {info.key: info.size async for info in store.list(folder_of(attempt)) if is_data(info.key)}
+    return {info.key: info.size async for info in store.list(folder_of(checkpoint)) if is_data(info.key)}
 
 
 async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes of all data files of a part. Raise NotFoundError if one is missing."""
-    found = {pack.key: known[pack.key] for pack in part.packs if pack.key in known}
-    keys = [pack.key for pack in part.packs if pack.key not in found]
+    found = {file.key: known[file.key] for file in part.files if file.key in known}
+    keys = [file.key for file in part.files if file.key not in found]
     if store.remote and len(keys) > FEW:  # a listing replaces many requests
         for folder in sorted({key[: key.rfind("/") + 1] for key in keys}):
             found |= {info.key: info.size async for info in store.list(folder) if info.key in keys}
@@ -154,7 +156,7 @@ async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str
 
 async def load_index(store: Store, commit: Commit) -> Index:
     """Read the index. Raise CorruptError or NotFoundError if it is damaged or missing."""
-    key = index_key(commit.attempt)
+    key = index_key(commit.checkpoint)
     raw = await read_exact(store, key, commit.index, MAX_INDEX)
     return Index.from_bytes(raw, key, commit.world, len(commit.parts))
 
@@ -164,7 +166,7 @@ async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict
     known = dict(commit.parts)
 
     async def one(rank: int) -> tuple[list[Any], Table]:
-        part, _ = await read_part(store, commit.attempt, rank, expected=known[rank])
+        part, _ = await read_part(store, commit.checkpoint, rank, expected=known[rank])
         if part.world != commit.world:
             raise CorruptError(f"the part of rank {rank} at step {commit.step} is of another number of ranks")
         return part.values, table_of(part)
@@ -175,15 +177,15 @@ async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict
 # -- parts of checkpoints without a log record --
 
 
-async def stored_part(store: Store, attempt: Attempt, rank: int) -> WrittenPart | None:
+async def stored_part(store: Store, checkpoint: CheckpointId, rank: int) -> WrittenPart | None:
     """Return a rank's stored part of a checkpoint, or None if it is missing or damaged."""
-    key = manifest_key(attempt, rank)
-    keys = [info.key async for info in store.list(folder_of(attempt)) if info.key == key]
-    return (await sound_parts(store, attempt, keys)).get(rank)
+    key = manifest_key(checkpoint, rank)
+    keys = [info.key async for info in store.list(folder_of(checkpoint)) if info.key == key]
+    return (await sound_parts(store, checkpoint, keys)).get(rank)
 
 
 async def sound_parts(
-    store: Store, attempt: Attempt, keys: Iterable[str], own: WrittenPart | None = None
+    store: Store, checkpoint: CheckpointId, keys: Iterable[str], own: WrittenPart | None = None
 ) -> dict[int, WrittenPart]:
     """Read the manifests among some files of a checkpoint. Return those that are intact, by rank.
 
@@ -194,20 +196,20 @@ async def sound_parts(
     found: dict[int, WrittenPart] = {} if own is None else {own.part.rank: own}
     wanted = sorted(ranks_in(keys) - found.keys())
     many = len(found) + len(wanted) > MANY
-    sizes = await sizes_of_many(store, attempt, len(wanted))
-    read = await of_each(wanted, functools.partial(_sound, store, attempt, sizes, many), AT_ONCE)
+    sizes = await sizes_of_many(store, checkpoint, len(wanted))
+    read = await of_each(wanted, functools.partial(_sound, store, checkpoint, sizes, many), AT_ONCE)
     return found | {written.part.rank: written for written in read if written is not None}
 
 
 async def _sound(
-    store: Store, attempt: Attempt, sizes: Mapping[str, int], compact: bool, rank: int
+    store: Store, checkpoint: CheckpointId, sizes: Mapping[str, int], compact: bool, rank: int
 ) -> WrittenPart | None:
     for again in (store.remote, False):  # bytes from a bucket may have been damaged in transit
         try:
-            return await load_part(store, attempt, rank, sizes=sizes, compact=compact)
+            return await load_part(store, checkpoint, rank, sizes=sizes, compact=compact)
         except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
             if not (again and isinstance(error, CorruptError)):
-                logger.warning("checkpoint %s: the part of rank %d does not count: %s", attempt, rank, error)
+                logger.warning("checkpoint %s: the part of rank %d does not count: %s", checkpoint, rank, error)
                 return None
     return None
 

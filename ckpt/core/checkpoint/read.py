@@ -2,7 +2,7 @@
 
     open_run -> choose a commit -> load_manifest -> plan_reads -> fetch
 
-Reading needs no torch: bytes go to a sink that the caller provides. Readers of a run need only this module. `blobs`
+Reading needs no torch: bytes go to a sink that the caller provides. Readers of a run need only this module. `chunks`
 reads chunks, and `parts` reads manifests and indexes.
 
 Reads files of a folder into their final memory, in a few long streams through the page cache.
@@ -37,7 +37,7 @@ import numpy as np
 from ckpt.core.checkpoint.chunks import Batch, OnDamage, Read, Scratch, deliver, not_its_digest
 from ckpt.core.checkpoint.chunks import Sink as Sink
 from ckpt.core.checkpoint.chunks import fetch as fetch
-from ckpt.core.checkpoint.chunks import fetch as fetch_blobs
+from ckpt.core.checkpoint.chunks import fetch as fetch_chunks
 from ckpt.core.checkpoint.chunks import plan_reads as plan_reads
 from ckpt.core.checkpoint.concurrent import all_of, of_each
 from ckpt.core.checkpoint.concurrent import run as run
@@ -57,7 +57,7 @@ from ckpt.core.format.codec import RAW
 from ckpt.core.format.index import Index
 from ckpt.core.format.kernels import Room, memory_at, put
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, Part, owner
+from ckpt.core.format.manifest import CheckpointId, Part, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import Content, Table, merge
 from ckpt.core.log.records import MARK, THE_BEST, Commit, RunState
@@ -94,8 +94,8 @@ class Manifest:
     tables: tuple[Table, ...]
 
     @property
-    def attempt(self) -> Attempt:
-        return self.commit.attempt
+    def checkpoint(self) -> CheckpointId:
+        return self.commit.checkpoint
 
     @cached_property
     def table(self) -> Table:
@@ -150,7 +150,7 @@ def choose(log: RunLog, step: Which = None) -> Commit:
     sound = [commit for commit in history if commit.finite is not False]
     if number(step) is None and sound:
         return sound[0]
-    for commit in [*history, *sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)]:
+    for commit in [*history, *sorted(log.state.commits.values(), key=lambda c: c.checkpoint, reverse=True)]:
         if commit.step == step:
             return commit
     steps = ", ".join(str(c.step) for c in history[:20]) or "none"
@@ -228,13 +228,13 @@ async def _from_any(
 
 async def load_manifest(store: Store, commit: Commit) -> Manifest:
     """Read and verify every rank's part. Raise CorruptError or NotFoundError if one is damaged or missing."""
-    sizes = await sizes_of_many(store, commit.attempt, len(commit.parts))
+    sizes = await sizes_of_many(store, commit.checkpoint, len(commit.parts))
     return await _manifest(store, commit, commit.parts, sizes)
 
 
 async def in_turn(store: Store, commit: Commit) -> AsyncIterator[Coroutine[Any, Any, Manifest]]:
     """Yield `load_manifest` for a few ranks at a time. Await each before the next."""
-    sizes = await sizes_of_many(store, commit.attempt, len(commit.parts))
+    sizes = await sizes_of_many(store, commit.checkpoint, len(commit.parts))
     for start in range(0, len(commit.parts), MANY):
         yield _manifest(store, commit, commit.parts[start : start + MANY], sizes)
 
@@ -243,7 +243,7 @@ async def _manifest(
     store: Store, commit: Commit, wanted: Sequence[tuple[int, str]], sizes: Mapping[str, int]
 ) -> Manifest:
     async def load(row: tuple[int, str]) -> Part:
-        part, _ = await read_part(store, commit.attempt, row[0], expected=row[1])
+        part, _ = await read_part(store, commit.checkpoint, row[0], expected=row[1])
         await check_sizes(store, part, sizes)
         return part
 
@@ -282,12 +282,12 @@ async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> 
             yield table
 
 
-async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
+async def data_files_of(store: Store, commit: Commit) -> frozenset[str]:
     """Return the data files that a checkpoint uses, including older ones. Raise CorruptError or StoreError."""
     index = await index_or_none(store, commit)
     if index is not None:
-        return frozenset(index.packs)
-    return frozenset({key async for table in tables_of(store, commit) for key in table.packs})
+        return frozenset(index.files)
+    return frozenset({key async for table in tables_of(store, commit) for key in table.files})
 
 
 async def saved_of(
@@ -311,7 +311,7 @@ async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
 
 async def still_live(log: RunLog, commit: Commit) -> bool:
     """Return True if an unreadable checkpoint should exist. A running job may have retired it."""
-    return commit.attempt in (await log.refresh()).commits
+    return commit.checkpoint in (await log.refresh()).commits
 
 
 # -- verification --
@@ -359,12 +359,12 @@ async def verify(
         if manifest is None:
             continue
         for part in manifest.parts:
-            for pack in part.packs:
-                if not new or owner(pack.key) == commit.attempt:
-                    await check(read_header(store, pack))
+            for file in part.files:
+                if not new or owner(file.key) == commit.checkpoint:
+                    await check(read_header(store, file))
         await check(asyncio.to_thread(_check_parses, manifest, index))
         if data:
-            await _verify_blobs(store, commit, manifest.table, new, on_bytes, note)
+            await _verify_chunks(store, commit, manifest.table, new, on_bytes, note)
     return problems
 
 
@@ -385,7 +385,7 @@ def no_ranks(ranks: Sequence[int]) -> dict[int, Any]:
     return {}
 
 
-async def _verify_blobs(
+async def _verify_chunks(
     store: Store,
     commit: Commit,
     table: Table,
@@ -393,24 +393,24 @@ async def _verify_blobs(
     on_bytes: Callable[[int], None] | None,
     note: Callable[[CorruptError | StoreError], None],
 ) -> None:
-    own = np.array([not new or owner(key) == commit.attempt for key in table.packs], np.bool_)
-    blobs = _distinct(table, np.flatnonzero(own[table.pack[: table.owned]]))
+    own = np.array([not new or owner(key) == commit.checkpoint for key in table.files], np.bool_)
+    chunks = _distinct(table, np.flatnonzero(own[table.file[: table.owned]]))
 
-    def on_damage(blobs: Sequence[int], error: CorruptError | StoreError) -> None:
+    def on_damage(chunks: Sequence[int], error: CorruptError | StoreError) -> None:
         note(error)
 
-    batches = plan_reads(table, blobs.tolist(), far=store.remote)
+    batches = plan_reads(table, chunks.tolist(), far=store.remote)
     await fetch(store, table, batches, None, on_bytes=on_bytes, on_damage=on_damage)
 
 
-def _distinct(table: Table, blobs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _distinct(table: Table, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Drop repeated chunks that expand the same few bytes, so that no small file makes verification very long."""
-    swelling = (table.codec[blobs] != RAW) & (table.stored[blobs] * 256 < table.length[blobs])
-    some = blobs[swelling]
-    columns = (table.pack, table.offset, table.stored, table.codec, table.base, table.length)
+    swelling = (table.codec[chunks] != RAW) & (table.stored[chunks] * 256 < table.length[chunks])
+    some = chunks[swelling]
+    columns = (table.file, table.offset, table.stored, table.codec, table.base, table.length)
     numbers = np.stack([column[some] for column in columns], 1).astype(np.int64).view(np.uint8)
     rows = np.concatenate([numbers, table.digest[some], table.stored_digest[some]], 1)
-    return np.sort(np.concatenate([blobs[~swelling], some[np.unique(rows, axis=0, return_index=True)[1]]]))
+    return np.sort(np.concatenate([chunks[~swelling], some[np.unique(rows, axis=0, return_index=True)[1]]]))
 
 
 # -- files of a folder, into their final memory --
@@ -466,18 +466,18 @@ def _run(
                 found = _one_by_one(store, table, read, _views(table, read, spare, places, small)[1], lost)
             stored.update(found)
             _put(table, read, spare, small, on_damage)
-        blobs = [blob for blob in batch.blobs if blob not in small] if small else batch.blobs
-        deliver(table, blobs, stored, lost, scratch, sink, on_damage, places)
+        chunks = [chunk for chunk in batch.chunks if chunk not in small] if small else batch.chunks
+        deliver(table, chunks, stored, lost, scratch, sink, on_damage, places)
 
 
 def _put(table: Table, read: Read, spare: memoryview, small: dict[int, int], on_damage: OnDamage) -> None:
     """Copy small chunks to their addresses."""
-    blobs = np.fromiter(small, np.int64, len(small))
+    chunks = np.fromiter(small, np.int64, len(small))
     places = np.fromiter(small.values(), np.int64, len(small))
-    starts = table.offset[blobs] - read.start
-    for i in put(spare, starts, table.stored[blobs], table.stored_digest[blobs], places):
-        blob = int(blobs[i])
-        on_damage((blob,), not_its_digest(table, blob))
+    starts = table.offset[chunks] - read.start
+    for i in put(spare, starts, table.stored[chunks], table.stored_digest[chunks], places):
+        chunk = int(chunks[i])
+        on_damage((chunk,), not_its_digest(table, chunk))
 
 
 def _one_by_one(
@@ -489,20 +489,20 @@ def _one_by_one(
 ) -> dict[int, memoryview]:
     """Read the chunks of a read separately, and return those that can be read."""
     found: dict[int, memoryview] = {}
-    for blob, place in places.items():
-        start, length = int(table.offset[blob]), int(table.stored[blob])
+    for chunk, place in places.items():
+        start, length = int(table.offset[chunk]), int(table.stored[chunk])
         try:
-            _scatter(store, Read(read.pack, start, length, (blob,)), [place])
+            _scatter(store, Read(read.file, start, length, (chunk,)), [place])
         except StoreError as error:
-            lost[blob] = error
+            lost[chunk] = error
         else:
-            found[blob] = place
+            found[chunk] = place
     return found
 
 
 def _scatter(store: Store, read: Read, views: Sequence[memoryview]) -> None:
     near: Any = store  # stores that are not remote have this method
-    near.scatter(read.pack, read.start, views)
+    near.scatter(read.file, read.start, views)
 
 
 def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, memoryview], dict[int, int]]:
@@ -510,15 +510,15 @@ def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, me
     copied from one long read."""
     if room is None:
         return {}, {}
-    blobs = np.array(batch.blobs, np.int64)
-    found, length = room(blobs), table.length[blobs]
-    large, alone = length >= LEAST, len(batch.reads) == 1 and bool((table.base[blobs] < 0).all())
+    chunks = np.array(batch.chunks, np.int64)
+    found, length = room(chunks), table.length[chunks]
+    large, alone = length >= LEAST, len(batch.reads) == 1 and bool((table.base[chunks] < 0).all())
     big = (found > 0) & large
-    small = (found > 0) & ~large & (table.codec[blobs] == RAW) & alone
-    places = zip(blobs[big].tolist(), found[big].tolist(), length[big].tolist(), strict=True)
+    small = (found > 0) & ~large & (table.codec[chunks] == RAW) & alone
+    places = zip(chunks[big].tolist(), found[big].tolist(), length[big].tolist(), strict=True)
     return (
-        {blob: memory_at(address, size) for blob, address, size in places},
-        dict(zip(blobs[small].tolist(), found[small].tolist(), strict=True)),
+        {chunk: memory_at(address, size) for chunk, address, size in places},
+        dict(zip(chunks[small].tolist(), found[small].tolist(), strict=True)),
     )
 
 
@@ -534,29 +534,29 @@ def _views(
     views: list[memoryview] = []
     found: dict[int, memoryview] = {}
     done = 0
-    blobs = list(read.blobs)
-    starts = table.offset[blobs]
-    ends = starts + table.stored[blobs]
-    shared = np.zeros(len(blobs), np.bool_)
+    chunks = list(read.chunks)
+    starts = table.offset[chunks]
+    ends = starts + table.stored[chunks]
+    shared = np.zeros(len(chunks), np.bool_)
     meets = np.maximum.accumulate(ends)[:-1] > starts[1:]  # in ascending order of their starts
     shared[1:] |= meets
     shared[:-1] |= ends[:-1] > starts[1:]
-    sizes = table.stored[blobs].tolist()
-    raw = (table.codec[blobs] == RAW).tolist()
-    for blob, offset, size, plain, several in zip(blobs, starts.tolist(), sizes, raw, shared.tolist(), strict=True):
-        if blob in small:
+    sizes = table.stored[chunks].tolist()
+    raw = (table.codec[chunks] == RAW).tolist()
+    for chunk, offset, size, plain, several in zip(chunks, starts.tolist(), sizes, raw, shared.tolist(), strict=True):
+        if chunk in small:
             continue
         at = offset - read.start
         if plain and several:
-            places.pop(blob, None)  # it is passed to the sink instead
-        if plain and blob in places:
+            places.pop(chunk, None)  # it is passed to the sink instead
+        if plain and chunk in places:
             if at > done:
                 views.append(spare[done:at])
-            views.append(places[blob])
-            found[blob] = places[blob]
+            views.append(places[chunk])
+            found[chunk] = places[chunk]
             done = at + size
         else:
-            found[blob] = spare[at : at + size]
+            found[chunk] = spare[at : at + size]
     if done < read.length:
         views.append(spare[done : read.length])
     return views, found
@@ -572,9 +572,9 @@ Lost = dict[int, CorruptError | StoreError]
 
 async def fetch_repaired(
     store: Store,
-    attempt: Attempt,
+    checkpoint: CheckpointId,
     table: Table,
-    blobs: Sequence[int],
+    chunks: Sequence[int],
     sink: Sink,
     others: Sequence[str] = (),
     room: Room | None = None,
@@ -592,25 +592,25 @@ async def fetch_repaired(
     def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
         missing.update(dict.fromkeys(lost, error))
 
-    batches = plan_reads(table, blobs, far=True)  # long reads, also from a folder
+    batches = plan_reads(table, chunks, far=True)  # long reads, also from a folder
     if store.remote or not hasattr(store, "scatter"):
-        await fetch_blobs(store, table, batches, sink, on_damage=note)
+        await fetch_chunks(store, table, batches, sink, on_damage=note)
     else:
         await fetch_local(store, table, batches, sink, note, room)
         # `scatter` reads once. The other function retries transient errors.
-        again = [blob for blob, error in missing.items() if isinstance(error, StoreError)]
-        for blob in again:
-            del missing[blob]
+        again = [chunk for chunk, error in missing.items() if isinstance(error, StoreError)]
+        for chunk in again:
+            del missing[chunk]
         if again:
-            await fetch_blobs(store, table, plan_reads(table, again, far=True), sink, on_damage=note)
+            await fetch_chunks(store, table, plan_reads(table, again, far=True), sink, on_damage=note)
     repaired, unreadable = list[str](), list[StoreError]()
     if missing:
         first = next(iter(missing.values()))
         for url in (store.url, *others):
             if missing:
-                await _search(store, url, attempt, table, missing, sink, repaired, unreadable)
+                await _search(store, url, checkpoint, table, missing, sink, repaired, unreadable)
         for text in repaired:
-            logger.warning("step %d in %s: %s; the first error: %s", attempt.step, store.url, text, first)
+            logger.warning("step %d in %s: %s; the first error: %s", checkpoint.step, store.url, text, first)
     if missing:
         errors = [*missing.values(), *unreadable]
         raise next((error for error in errors if is_unreadable(error)), errors[0])
@@ -620,7 +620,7 @@ async def fetch_repaired(
 async def _search(
     store: Store,
     url: str,
-    attempt: Attempt,
+    checkpoint: CheckpointId,
     table: Table,
     missing: Lost,
     sink: Sink,
@@ -632,12 +632,12 @@ async def _search(
     try:
         async with opened(url) as other:
             state = (await open_run(url, other)).state
-            for commit in _candidates(state, attempt, url == store.url):
+            for commit in _candidates(state, checkpoint, url == store.url):
                 if missing:
-                    await _take(other, commit, attempt, table, missing, sink, repaired, unreadable)
+                    await _take(other, commit, checkpoint, table, missing, sink, repaired, unreadable)
     except (CorruptError, FormatError, NoCheckpointError, StoreError) as error:
         _note_unreadable(error, unreadable)
-        logger.warning("step %d cannot be repaired from %s: %s", attempt.step, url, error)
+        logger.warning("step %d cannot be repaired from %s: %s", checkpoint.step, url, error)
 
 
 def _note_unreadable(error: CheckpointError, unreadable: list[StoreError]) -> None:
@@ -645,17 +645,17 @@ def _note_unreadable(error: CheckpointError, unreadable: list[StoreError]) -> No
         unreadable.append(error)
 
 
-def _candidates(state: RunState, attempt: Attempt, here: bool) -> list[Commit]:
-    same = state.commits.get(attempt) or state.held.get(attempt)
-    others = [c for c in state.lineage() if c.attempt != attempt]
-    others.sort(key=lambda c: abs(c.step - attempt.step))  # nearby steps are most alike
+def _candidates(state: RunState, checkpoint: CheckpointId, here: bool) -> list[Commit]:
+    same = state.commits.get(checkpoint) or state.held.get(checkpoint)
+    others = [c for c in state.lineage() if c.checkpoint != checkpoint]
+    others.sort(key=lambda c: abs(c.step - checkpoint.step))  # nearby steps are most alike
     return [*([same] if same is not None and not here else []), *others[:NEARBY]]
 
 
 async def _take(
     other: Store,
     commit: Commit,
-    attempt: Attempt,
+    checkpoint: CheckpointId,
     table: Table,
     missing: Lost,
     sink: Sink,
@@ -665,7 +665,7 @@ async def _take(
     """Read the missing chunks that one checkpoint has."""
     found: list[int] = []
     try:
-        async for theirs in tables_of(other, commit, {table.name_of(blob) for blob in missing}):
+        async for theirs in tables_of(other, commit, {table.name_of(chunk) for chunk in missing}):
             found += await _take_of(other, theirs, table, missing, sink, unreadable)
             if not missing:
                 break
@@ -673,10 +673,10 @@ async def _take(
         _note_unreadable(error, unreadable)
         logger.warning("cannot repair from step %d of %s: %s", commit.step, other.url, error)
     if found:
-        names = list(dict.fromkeys(table.name_of(blob) for blob in sorted(found)))
+        names = list(dict.fromkeys(table.name_of(chunk) for chunk in sorted(found)))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         pieces = "1 damaged piece" if len(found) == 1 else f"{len(found)} damaged pieces"
-        where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"
+        where = other.url if commit.checkpoint == checkpoint else f"{other.url}, step {commit.step}"
         repaired.append(f"{pieces} ({', '.join(names[:3])}{more}) came from {where}")
 
 
@@ -685,20 +685,20 @@ async def _take_of(
 ) -> set[int]:
     """Read missing chunks by digest, and return those that were found."""
     wanted: dict[Content, list[int]] = {}
-    for blob in missing:
-        wanted.setdefault(table.content(blob), []).append(blob)
+    for chunk in missing:
+        wanted.setdefault(table.content(chunk), []).append(chunk)
     keys = zip(map(bytes, theirs.digest), theirs.length.tolist(), strict=True)
-    alike = {blob: wanted[key] for blob, key in enumerate(keys) if key in wanted and blob < theirs.owned}
+    alike = {chunk: wanted[key] for chunk, key in enumerate(keys) if key in wanted and chunk < theirs.owned}
     done: set[int] = set()
 
-    def take(blob: int, data: memoryview) -> None:
-        for same in alike[blob]:
+    def take(chunk: int, data: memoryview) -> None:
+        for same in alike[chunk]:
             if same not in done:
                 sink(same, data)
                 done.add(same)
 
     reads = plan_reads(theirs, alike, far=other.remote)
-    await fetch_blobs(other, theirs, reads, take, on_damage=lambda blobs, error: _note_unreadable(error, unreadable))
-    for blob in done:
-        del missing[blob]
+    await fetch_chunks(other, theirs, reads, take, on_damage=lambda chunks, error: _note_unreadable(error, unreadable))
+    for chunk in done:
+        del missing[chunk]
     return done

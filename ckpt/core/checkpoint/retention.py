@@ -11,9 +11,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from ckpt.core.checkpoint.read import packs_of
-from ckpt.core.format.manifest import STEPS, Attempt, in_deletion_order, index_key, manifest_key
-from ckpt.core.log.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_packs, words_of
+from ckpt.core.checkpoint.read import data_files_of
+from ckpt.core.format.manifest import STEPS, CheckpointId, in_deletion_order, index_key, manifest_key
+from ckpt.core.log.records import BY_HAND, LONGEST, MARK, Acquire, Commit, Record, RunState, live_files, words_of
 from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, CorruptError, InvalidArgumentError, NoCheckpointError, StoreError
 from ckpt.events import log as logger
@@ -71,7 +71,7 @@ def as_keep(keep: object) -> Keep:
     raise InvalidArgumentError(f'keep must be "all", a number of checkpoints, or a Keep, not {keep!r}')
 
 
-def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[Attempt, str]:
+def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> dict[CheckpointId, str]:
     """Return the reason for every checkpoint that stays. Pure.
 
     Whatever `keep` is, these stay: checkpoints with a KEEP record, the newest two, the newest verified and the newest
@@ -79,16 +79,19 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[A
     a HELD checkpoint builds on.
     """
     history, checked = state.lineage(), set(verified)
-    rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
+    rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.checkpoint, reverse=True)
     ordered: list[Commit] = [*history, *rest]
     newest, due = ordered[:ALWAYS], [c for c in ordered if c.reason == "due"]
     full = [c for c in ordered if c.full][:ALWAYS]
     pinned = {need for held in state.held.values() for need in held.needs}
     rules: list[tuple[str, list[Commit]]] = [
-        *((f"kept: {note}", [c for c in ordered if c.attempt == attempt]) for attempt, note in state.kept.items()),
+        *(
+            (f"kept: {note}", [c for c in ordered if c.checkpoint == checkpoint])
+            for checkpoint, note in state.kept.items()
+        ),
         ("the newest two stay", newest),
         ("one of the newest two full ones", [c for c in full if c not in newest]),
-        ("in use by one that is being written", [c for c in ordered if c.attempt in pinned]),
+        ("in use by one that is being written", [c for c in ordered if c.checkpoint in pinned]),
         ("the newest finite one", [c for c in ordered if c.finite is not False][:1]),
         (f"of the last {keep.last}", [] if keep.all else due[: keep.last]),
         (
@@ -99,18 +102,18 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[A
         ("the newest of its day", _newest_of_each(due, keep.daily, lambda day: day)),
         ("the newest of its week", _newest_of_each(due, keep.weekly, lambda day: (day + 3) // 7)),  # day 0: a Thursday
     ]
-    found: dict[Attempt, list[str]] = {}
+    found: dict[CheckpointId, list[str]] = {}
     for reason, commits in rules:
         for commit in commits:
-            found.setdefault(commit.attempt, []).append(reason)
+            found.setdefault(commit.checkpoint, []).append(reason)
     # An emergency save does not replace a scheduled one. It goes when a newer scheduled one exists, or when there are
     # enough emergency saves, in a series of restarts.
     ring = history[: history.index(due[0]) if due and due[0] in history else None]
-    for commit in [c for c in ordered if c.attempt in checked][:1]:
-        found.setdefault(commit.attempt, ["the one that was read back"])
+    for commit in [c for c in ordered if c.checkpoint in checked][:1]:
+        found.setdefault(commit.checkpoint, ["the one that was read back"])
     for commit in ring[: max(keep.last, ALWAYS)]:
-        found.setdefault(commit.attempt, ["an emergency save after the scheduled ones"])
-    return {attempt: "; ".join(reasons) for attempt, reasons in found.items()}
+        found.setdefault(commit.checkpoint, ["an emergency save after the scheduled ones"])
+    return {checkpoint: "; ".join(reasons) for checkpoint, reasons in found.items()}
 
 
 def _within(commits: Sequence[Commit], hours: float | None) -> list[Commit]:
@@ -128,7 +131,7 @@ def _newest_of_each(commits: Sequence[Commit], count: int, period: Callable[[int
     return [first[number] for number in sorted(first, reverse=True)[:count]]
 
 
-def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
+def choose(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> set[CheckpointId]:
     """Return the checkpoints to retire: all that `why_kept` has no reason for. Pure."""
     return state.commits.keys() - why_kept(state, keep, verified).keys()
 
@@ -137,7 +140,7 @@ def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Atte
 class Sweep:
     """The contents of a PLAN record: checkpoints to retire, and files to delete."""
 
-    retire: Set[Attempt] = frozenset()
+    retire: Set[CheckpointId] = frozenset()
     delete: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -169,13 +172,13 @@ async def retire(
     log: RunLog,
     owner: Acquire | None,
     keep: Keep,
-    verified: Iterable[Attempt],
+    verified: Iterable[CheckpointId],
     *,
-    pinned: Callable[[RunState], Set[Attempt]] = lambda state: frozenset(),
+    pinned: Callable[[RunState], Set[CheckpointId]] = lambda state: frozenset(),
     orphans: bool = True,
     spared: Set[str] = frozenset(),
     delete: Callable[[Sequence[str]], Awaitable[None]] | None = None,
-) -> set[Attempt]:
+) -> set[CheckpointId]:
     """Retire the checkpoints that `keep` does not protect, and delete unneeded files. Return the retired checkpoints.
 
     Nothing happens unless a checkpoint that stays is among `verified`.
@@ -209,9 +212,9 @@ async def retire(
 
 def plan_deletion(
     state: RunState,
-    retiring: Set[Attempt],
-    verified: Set[Attempt],
-    used: Mapping[Attempt, Set[str]],
+    retiring: Set[CheckpointId],
+    verified: Set[CheckpointId],
+    used: Mapping[CheckpointId, Set[str]],
     listed: Sequence[str] | None,
 ) -> list[str] | None:
     """Return the files to delete when these checkpoints are retired, or None if nothing may be deleted. Pure.
@@ -225,15 +228,15 @@ def plan_deletion(
     if listed is None:
         if not retiring <= used.keys():
             return None
-        listed = sorted({key for attempt in retiring for key in used[attempt]})
+        listed = sorted({key for checkpoint in retiring for key in used[checkpoint]})
     later = replace(state, retired=state.retired | retiring)
-    live = live_packs(later, listed, {key for a in staying for key in used[a]})
+    live = live_files(later, listed, {key for a in staying for key in used[a]})
     return [key for key in listed if key not in live]
 
 
-def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
+def remember_files(log: RunLog, checkpoint: CheckpointId, files: Iterable[str]) -> None:
     """Remember the data files of a checkpoint for `files_of`, so that it need not read them."""
-    _cache[(log.store.url, attempt)] = frozenset(packs)
+    _cache[(log.store.url, checkpoint)] = frozenset(files)
 
 
 async def delete_unused(log: RunLog, keys: Iterable[str]) -> None:
@@ -252,44 +255,44 @@ async def delete_in_order(store: Store, keys: Iterable[str]) -> None:
 
 
 async def files_of(
-    log: RunLog, commits: Iterable[Commit], unread: dict[Attempt, CheckpointError] | None = None
-) -> dict[Attempt, set[str]]:
+    log: RunLog, commits: Iterable[Commit], unread: dict[CheckpointId, CheckpointError] | None = None
+) -> dict[CheckpointId, set[str]]:
     """Return the files that each live checkpoint needs, including those of older ones. An unreadable checkpoint is left
     out, which protects all files, and `unread` gets the error."""
-    found: dict[Attempt, set[str]] = {}
+    found: dict[CheckpointId, set[str]] = {}
     for commit in list(commits):
-        keys = {index_key(commit.attempt), *(manifest_key(commit.attempt, rank) for rank, _ in commit.parts)}
-        packs = _cache.get((log.store.url, commit.attempt))
-        if packs is None:
+        keys = {index_key(commit.checkpoint), *(manifest_key(commit.checkpoint, rank) for rank, _ in commit.parts)}
+        files = _cache.get((log.store.url, commit.checkpoint))
+        if files is None:
             try:
-                packs = await packs_of(log.store, commit)
+                files = await data_files_of(log.store, commit)
             except (CorruptError, StoreError) as error:
                 if unread is None:
                     logger.warning("step %d cannot be read, so clean-up stops: %s", commit.step, error)
                 else:
-                    unread[commit.attempt] = error
+                    unread[commit.checkpoint] = error
                 continue
-            _cache[(log.store.url, commit.attempt)] = packs
-        found[commit.attempt] = keys | packs
+            _cache[(log.store.url, commit.checkpoint)] = files
+        found[commit.checkpoint] = keys | files
     return found
 
 
-_cache: dict[tuple[str, Attempt], frozenset[str]] = {}
+_cache: dict[tuple[str, CheckpointId], frozenset[str]] = {}
 
 
 # -- checkpoints that stay regardless of the rules --
 
 
-async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, owner: Acquire | None = None) -> None:
+async def set_keep(log: RunLog, checkpoint: CheckpointId, note: str | None, *, owner: Acquire | None = None) -> None:
     """Keep a checkpoint for the reason in `note`, or release it (None). Raise NoCheckpointError if it was retired
     before. `owner`: the training that keeps it; notes by hand stay. None: kept by hand, without an ownership check; the
     note of the training stays, unless the checkpoint is released."""
     token = secrets.token_hex(4)
 
     def make(state: RunState) -> Record | None:
-        if attempt not in state.commits and note is not None:
-            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was retired a moment ago")
-        before = state.kept.get(attempt, "")
+        if checkpoint not in state.commits and note is not None:
+            raise NoCheckpointError(f"step {checkpoint.step} of {log.store.url} was retired a moment ago")
+        before = state.kept.get(checkpoint, "")
         ours, by_hand = words_of(before)
         if owner is not None:
             ours = note or ""
@@ -298,8 +301,8 @@ async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, owner: Ac
         text = BY_HAND.join(one for one in (ours and MARK + ours, by_hand) if one)[:LONGEST]
         if text == before:
             return None
-        body = {"checkpoint": str(attempt), "note": text, "keep": bool(text)}
-        return Record("KEEP", body, f"keep:{attempt}:{token}")
+        body = {"checkpoint": str(checkpoint), "note": text, "keep": bool(text)}
+        return Record("KEEP", body, f"keep:{checkpoint}:{token}")
 
     await log.append(make, owner=owner)
 
@@ -308,9 +311,9 @@ async def keep_steps(log: RunLog, owner: Acquire, notes: Mapping[int, str]) -> N
     """Keep the existing checkpoints of these steps, and release others that a training kept before, unless they are
     also kept by hand."""
     state = await log.refresh()
-    newest = {commit.step: commit.attempt for commit in reversed(state.lineage())}
+    newest = {commit.step: commit.checkpoint for commit in reversed(state.lineage())}
     wanted = {newest[step]: note for step, note in notes.items() if step in newest}
-    before = {attempt: ours for attempt, note in state.kept.items() if (ours := words_of(note)[0])}
-    for attempt in [*wanted, *(before.keys() - wanted.keys())]:
-        if before.get(attempt) != wanted.get(attempt):
-            await set_keep(log, attempt, wanted.get(attempt), owner=owner)
+    before = {checkpoint: ours for checkpoint, note in state.kept.items() if (ours := words_of(note)[0])}
+    for checkpoint in [*wanted, *(before.keys() - wanted.keys())]:
+        if before.get(checkpoint) != wanted.get(checkpoint):
+            await set_keep(log, checkpoint, wanted.get(checkpoint), owner=owner)

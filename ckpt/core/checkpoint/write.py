@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.core.checkpoint.incremental import BlobPlan, Digests, Previous
+from ckpt.core.checkpoint.incremental import ChunkPlan, Digests, Previous
 from ckpt.core.checkpoint.incremental import WrittenPart as WrittenPart
 from ckpt.core.checkpoint.parts import load_part
 from ckpt.core.format.codec import RAW
 from ckpt.core.format.columns import Replicas
-from ckpt.core.format.digest import DIGEST_SIZE, blob_digest, file_digest
+from ckpt.core.format.digest import DIGEST_SIZE, chunk_digest, file_digest
 from ckpt.core.format.layout import METADATA, NATIVE, Layout, TensorSpec, pages
-from ckpt.core.format.manifest import MAX_JSON, Attempt, PackInfo, Part, data_key, manifest_key, metadata_of, owner
+from ckpt.core.format.manifest import MAX_JSON, CheckpointId, DataFile, Part, data_key, manifest_key, metadata_of, owner
 from ckpt.core.format.table import SavedShards, Table
 from ckpt.errors import (
     CheckpointError,
@@ -59,7 +59,7 @@ class RankSnapshot:
     `info`, `parents`: see `ckpt.core.format.manifest.Part`.
     """
 
-    attempt: Attempt
+    checkpoint: CheckpointId
     layout: Layout
     data: memoryview
     values: list[Any]
@@ -84,12 +84,12 @@ async def write_part(
     check: raises if the snapshot has changed. It is called before anything counts.
     """
     layout, rank = snapshot.layout, snapshot.layout.rank
-    key = data_key(snapshot.attempt, rank, 0 if numbers is None else next(numbers))
+    key = data_key(snapshot.checkpoint, rank, 0 if numbers is None else next(numbers))
     header = layout.arrangement.header(metadata_of(key))
-    digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # in the background
+    digesting = asyncio.ensure_future(asyncio.to_thread(digest_chunks, layout, snapshot.data))  # in the background
     digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # the write may fail first
     try:
-        await _write_pack(store, key, header, snapshot.data, on_bytes)
+        await _write_file(store, key, header, snapshot.data, on_bytes)
     except BaseException:
         await asyncio.wait((digesting,))  # it reads memory that the caller may change afterwards
         raise
@@ -98,16 +98,16 @@ async def write_part(
     except BaseException:
         await drop(store, [key])
         raise
-    pack = PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))
+    file = DataFile(key, len(header) + len(snapshot.data), len(header), file_digest(header))
     table = build_table(layout, key, digests)
-    return await finish_part(store, snapshot, table, [pack], reason=reason, check=check)
+    return await finish_part(store, snapshot, table, [file], reason=reason, check=check)
 
 
 async def finish_part(
     store: Store,
     snapshot: RankSnapshot,
     table: Table,
-    packs: list[PackInfo],
+    files: list[DataFile],
     *,
     reason: str,
     base: Previous | None = None,
@@ -119,29 +119,29 @@ async def finish_part(
     The manifest of a rank is created once. If it exists, a dead writer stored it, or a request was repeated. Then the
     existing manifest counts if it has the same content. Otherwise this checkpoint fails.
 
-    packs: all data files that the table names, including those of older checkpoints.
+    data files: all data files that the table names, including those of older checkpoints.
     base: the checkpoint that it was built on.
     """
-    attempt, rank = snapshot.attempt, snapshot.layout.rank
-    own = [pack.key for pack in packs if owner(pack.key) == attempt]
+    checkpoint, rank = snapshot.checkpoint, snapshot.layout.rank
+    own = [file.key for file in files if owner(file.key) == checkpoint]
     try:
         check()
-        part = _part(snapshot, table.to_bytes(), packs, reason, base)
+        part = _part(snapshot, table.to_bytes(), files, reason, base)
         raw_part = part.to_bytes()
         if len(raw_part) > MAX_JSON:
-            raise SaveError(f"step {attempt.step}: the manifest of rank {rank} has {len(raw_part)} bytes, too many")
+            raise SaveError(f"step {checkpoint.step}: the manifest of rank {rank} has {len(raw_part)} bytes, too many")
     except BaseException:
         await drop(store, own)
         raise
     try:
-        await store.put(manifest_key(attempt, rank), raw_part, create=True)
+        await store.put(manifest_key(checkpoint, rank), raw_part, create=True)
     except FullError:
         await drop(store, own)
         raise
     except ExistsError:
         there = await _stored_before(store, part, table)
         if there.digest != file_digest(raw_part):
-            await drop(store, [key for key in own if key not in there.packs])
+            await drop(store, [key for key in own if key not in there.files])
         return there
     # After other errors the manifest may exist, and other ranks may have found it. Only the log can abort it, and the
     # clean-up deletes its files.
@@ -151,10 +151,10 @@ async def finish_part(
 
 async def _stored_before(store: Store, part: Part, table: Table) -> WrittenPart:
     """Return the manifest of this rank from the store. Raise SaveError unless it has the same content."""
-    attempt = Attempt.parse(part.attempt)
-    name = f"step {attempt.step}: {manifest_key(attempt, part.rank)} in {store.url}"
+    checkpoint = CheckpointId.parse(part.checkpoint)
+    name = f"step {checkpoint.step}: {manifest_key(checkpoint, part.rank)} in {store.url}"
     try:
-        there = await load_part(store, attempt, part.rank)
+        there = await load_part(store, checkpoint, part.rank)
     except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
         raise SaveError(f"{name} is from an earlier writer and damaged: {error}") from None
     same = (there.part.layout, there.part.values) == (part.layout, part.values)
@@ -164,35 +164,35 @@ async def _stored_before(store: Store, part: Part, table: Table) -> WrittenPart:
     return there
 
 
-def _part(snapshot: RankSnapshot, table: bytes, packs: list[PackInfo], reason: str, base: Previous | None) -> Part:
+def _part(snapshot: RankSnapshot, table: bytes, files: list[DataFile], reason: str, base: Previous | None) -> Part:
     layout = snapshot.layout
     return Part(
-        attempt=str(snapshot.attempt),
+        checkpoint=str(snapshot.checkpoint),
         rank=layout.rank,
         world=layout.world,
         layout=layout.shared,
         values=snapshot.values,
         table=table,
-        packs=packs,
+        files=files,
         reason=reason,
         finite=snapshot.finite,
         replicas=snapshot.replicas,
         info=snapshot.info,
         parents=list(snapshot.parents),
-        needs=[] if base is None else [base.part.attempt],
+        needs=[] if base is None else [base.part.checkpoint],
         chain=0 if base is None else base.part.chain + 1,
         full="" if base is None else str(base.full),
     )
 
 
-async def drop(store: Store, packs: Iterable[str]) -> None:
+async def drop(store: Store, files: Iterable[str]) -> None:
     """Delete data files without a manifest. No record can name them, and the disk may be full."""
-    for pack in packs:
+    for file in files:
         with contextlib.suppress(StoreError):
-            await store.delete(pack)
+            await store.delete(file)
 
 
-async def _write_pack(
+async def _write_file(
     store: Store, key: str, header: bytes, data: memoryview, on_bytes: Callable[[int], None] | None
 ) -> None:
     """Write header and data as one object, in ranges that suit the store."""
@@ -222,7 +222,7 @@ async def upload_from(
     An error of a piece or of the store aborts the upload, which then leaves nothing.
     """
     upload = await store.upload(key, size=size)
-    point("pack.opened")
+    point("data_file.opened")
     try:
         length = upload.part or CHUNK
         room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # if it is limited
@@ -267,23 +267,23 @@ def _page_aligned(data: bytes) -> memoryview:
     return view
 
 
-def digest_blobs(layout: Layout, data: memoryview) -> bytes:
+def digest_chunks(layout: Layout, data: memoryview) -> bytes:
     """Return the digests of all chunks, joined, in file order."""
-    return b"".join(blob_digest(data[b.offset : b.offset + b.length]) for b in layout.arrangement.blobs)
+    return b"".join(chunk_digest(data[b.offset : b.offset + b.length]) for b in layout.arrangement.chunks)
 
 
-def build_table(layout: Layout, pack: str, digests: bytes | None, begin: int | None = None) -> Table:
+def build_table(layout: Layout, file: str, digests: bytes | None, begin: int | None = None) -> Table:
     """Return one rank's chunk table for a raw data file. `digests`: None if unknown, then zeros. `begin`: where
     the data begins, default: after the header."""
     arrangement = layout.arrangement
     if begin is None:
-        begin = len(arrangement.header(metadata_of(pack)))
-    offset, length = arrangement.blob_columns
+        begin = len(arrangement.header(metadata_of(file)))
+    offset, length = arrangement.chunk_columns
     raw = bytes(len(length) * DIGEST_SIZE) if digests is None else digests[: len(length) * DIGEST_SIZE]
     return Table(
         shards=SavedShards.of_layout(layout),
-        starts=np.array(arrangement.blob_starts, np.int64),
-        pack=np.zeros(len(length), np.int64),
+        starts=np.array(arrangement.chunk_starts, np.int64),
+        file=np.zeros(len(length), np.int64),
         offset=offset + begin,
         stored=length,
         length=length,
@@ -291,38 +291,38 @@ def build_table(layout: Layout, pack: str, digests: bytes | None, begin: int | N
         base=np.full(len(length), -1, np.int64),
         digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
         stored_digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
-        packs=(pack,),
+        files=(file,),
     )
 
 
 # -- data files of encoded chunks --
 
 
-PACK = (16 << 20, 64 << 20)  # minimum and maximum bytes of a data file
-PACKS = 64  # maximum data files of a part, if the sizes allow it
+FILE = (16 << 20, 64 << 20)  # minimum and maximum bytes of a data file
+FILES = 64  # maximum data files of a part, if the sizes allow it
 UPLOADS = 2  # concurrent uploads of data files
 
 
-def pack_size(total: int) -> int:
+def file_size(total: int) -> int:
     """Return the size at which data files are closed, for `total` bytes."""
-    return min(max(total // PACKS, PACK[0]), PACK[1])
+    return min(max(total // FILES, FILE[0]), FILE[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A chunk in its stored form. `base`: the row of the previous table that it is a delta against, or -1."""
 
-    blob: int
+    chunk: int
     codec: int
     data: bytes | memoryview
     base: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class BlobLocation:
+class ChunkLocation:
     """Location of a stored chunk."""
 
-    pack: int
+    file: int
     offset: int
     stored: int
     codec: int
@@ -330,7 +330,7 @@ class BlobLocation:
     digest: bytes
 
 
-class Packer:
+class DataFileWriter:
     """Puts encoded chunks into data files, and uploads each file when it is full."""
 
     def __init__(
@@ -349,8 +349,8 @@ class Packer:
         """
         self.store, self.snapshot, self.numbers, self.size = store, snapshot, numbers, size
         self.on_bytes = on_bytes
-        self.packs: list[PackInfo] = []
-        self.places: dict[int, BlobLocation] = {}
+        self.files: list[DataFile] = []
+        self.places: dict[int, ChunkLocation] = {}
         self.nbytes, self.busy_s = 0, 0.0
         self._items: list[Encoded] = []
         self._held = 0
@@ -371,13 +371,13 @@ class Packer:
             await self._send()
         await asyncio.gather(*self._tasks)
         self._raise()
-        point("packs.stored")
+        point("data_files.stored")
 
     async def abort(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await drop(self.store, [pack.key for pack in self.packs])
+        await drop(self.store, [file.key for file in self.files])
 
     def _raise(self) -> None:
         if self._failed:
@@ -388,20 +388,20 @@ class Packer:
         self._raise()
         items, self._items, self._held = self._items, [], 0
         number = next(self.numbers) or next(self.numbers)  # 0 is for raw data
-        key, pack = data_key(self.snapshot.attempt, self.snapshot.layout.rank, number), len(self.packs)
-        header = pack_header(self.snapshot.layout, items, metadata_of(key))
+        key, file = data_key(self.snapshot.checkpoint, self.snapshot.layout.rank, number), len(self.files)
+        header = data_file_header(self.snapshot.layout, items, metadata_of(key))
         data = await asyncio.to_thread(_joined, header, items)
         offset = len(header)
         for item in items:
-            digest = blob_digest(item.data) if item.codec != RAW else b""
-            self.places[item.blob] = BlobLocation(pack, offset, len(item.data), item.codec, item.base, digest)
+            digest = chunk_digest(item.data) if item.codec != RAW else b""
+            self.places[item.chunk] = ChunkLocation(file, offset, len(item.data), item.codec, item.base, digest)
             offset += len(item.data)
-        self.packs.append(PackInfo(key, len(data), len(header), file_digest(header)))
+        self.files.append(DataFile(key, len(data), len(header), file_digest(header)))
         self.nbytes += len(data)
         if not self._tasks:
             self._began = time.monotonic()
-        blobs = self.snapshot.layout.arrangement.blobs
-        task = asyncio.ensure_future(self._upload(key, data, sum(blobs[item.blob].length for item in items)))
+        chunks = self.snapshot.layout.arrangement.chunks
+        task = asyncio.ensure_future(self._upload(key, data, sum(chunks[item.chunk].length for item in items)))
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -427,7 +427,7 @@ class Packer:
             self._failed.append(error)
 
 
-def pack_header(layout: Layout, items: Sequence[Encoded], metadata: Mapping[str, str]) -> bytes:
+def data_file_header(layout: Layout, items: Sequence[Encoded], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a data file. Each chunk is an entry. A tensor whose chunks are all in this file and raw is
     one entry with its own dtype."""
     entries, at = dict[str, Any]({METADATA: metadata}), 0
@@ -458,17 +458,17 @@ def _unused(name: str, entries: dict[str, Any]) -> str:
 
 def _grouped(layout: Layout, items: Sequence[Encoded]) -> Iterator[tuple[TensorSpec, list[int] | None, list[Encoded]]]:
     """Yield the items of each tensor, with their chunk numbers in it, or None if they are all its chunks and raw."""
-    blobs, first = layout.arrangement.blobs, layout.arrangement.first_blob
+    chunks, first = layout.arrangement.chunks, layout.arrangement.first_chunk
     at = 0
     while at < len(items):
-        tensor = blobs[items[at].blob].tensor
+        tensor = chunks[items[at].chunk].tensor
         end = at
-        while end < len(items) and blobs[items[end].blob].tensor == tensor:
+        while end < len(items) and chunks[items[end].chunk].tensor == tensor:
             end += 1
         group = list(items[at:end])
         spec = layout.tensors[tensor]
         whole = all(item.codec == RAW for item in group) and sum(len(item.data) for item in group) == spec.nbytes
-        yield spec, None if whole else [item.blob - first[tensor] for item in group], group
+        yield spec, None if whole else [item.chunk - first[tensor] for item in group], group
         at = end
 
 
@@ -483,75 +483,75 @@ def _joined(header: bytes, items: Sequence[Encoded]) -> memoryview:
 
 
 def table_of(
-    layout: Layout, plan: BlobPlan, digests: Digests, previous: Previous | None, packer: Packer
-) -> tuple[Table, list[PackInfo]]:
-    """Return the table of a part and its data files. `packer` has the locations of new chunks."""
-    rows = _Rows(layout, digests, previous, packer)
-    for blob in range(len(digests)):
-        if plan.taken[blob] >= 0:
-            rows.take(blob, int(plan.taken[blob]))
+    layout: Layout, plan: ChunkPlan, digests: Digests, previous: Previous | None, writer: DataFileWriter
+) -> tuple[Table, list[DataFile]]:
+    """Return the table of a part and its data files. `writer` has the locations of new chunks."""
+    rows = _Rows(layout, digests, previous, writer)
+    for chunk in range(len(digests)):
+        if plan.taken[chunk] >= 0:
+            rows.take(chunk, int(plan.taken[chunk]))
         else:
-            rows.put(blob, packer.places.get(blob) or packer.places[int(plan.same[blob])])
+            rows.put(chunk, writer.places.get(chunk) or writer.places[int(plan.same[chunk])])
     return rows.table()
 
 
 class _Rows:
     """A table under construction. Rows of the previous table that are needed as bases follow the new rows."""
 
-    def __init__(self, layout: Layout, digests: Digests, previous: Previous | None, packer: Packer) -> None:
-        self.layout, self.previous, self.packer = layout, previous, packer
+    def __init__(self, layout: Layout, digests: Digests, previous: Previous | None, writer: DataFileWriter) -> None:
+        self.layout, self.previous, self.writer = layout, previous, writer
         self.old = previous.table if previous is not None else None
-        self.packs = {info.key: i for i, info in enumerate(packer.packs)}
+        self.files = {info.key: i for i, info in enumerate(writer.files)}
         self.bases: dict[int, int] = {}
         count = len(digests)
         self.columns: dict[str, Any] = {
-            name: np.zeros(count, np.int64) for name in ("pack", "offset", "stored", "codec")
+            name: np.zeros(count, np.int64) for name in ("file", "offset", "stored", "codec")
         }
-        self.columns["length"] = np.array([blob.length for blob in layout.arrangement.blobs], np.int64)
+        self.columns["length"] = np.array([chunk.length for chunk in layout.arrangement.chunks], np.int64)
         self.columns["base"] = np.full(count, -1, np.int64)
         self.columns["digest"], self.columns["stored_digest"] = digests, digests.copy()
 
-    def take(self, blob: int, row: int) -> None:
+    def take(self, chunk: int, row: int) -> None:
         """Add a chunk that is equal to a row of the previous table."""
         assert self.old is not None
         for name in ("offset", "stored", "codec", "stored_digest"):
-            self.columns[name][blob] = getattr(self.old, name)[row]
-        self.columns["pack"][blob] = self._pack_of(row)
+            self.columns[name][chunk] = getattr(self.old, name)[row]
+        self.columns["file"][chunk] = self._file_of(row)
         if self.old.base[row] >= 0:
-            self.columns["base"][blob] = self._based_on(int(self.old.base[row]))
+            self.columns["base"][chunk] = self._based_on(int(self.old.base[row]))
 
-    def put(self, blob: int, lies: BlobLocation) -> None:
+    def put(self, chunk: int, lies: ChunkLocation) -> None:
         """Add a chunk that was stored by this checkpoint."""
-        for name in ("pack", "offset", "stored", "codec"):
-            self.columns[name][blob] = getattr(lies, name)
+        for name in ("file", "offset", "stored", "codec"):
+            self.columns[name][chunk] = getattr(lies, name)
         if lies.codec != RAW:
-            self.columns["stored_digest"][blob] = np.frombuffer(lies.digest, np.uint8)
+            self.columns["stored_digest"][chunk] = np.frombuffer(lies.digest, np.uint8)
         if lies.base >= 0:
-            self.columns["base"][blob] = self._based_on(lies.base)
+            self.columns["base"][chunk] = self._based_on(lies.base)
 
-    def _pack_of(self, row: int) -> int:
+    def _file_of(self, row: int) -> int:
         assert self.old is not None
-        return self.packs.setdefault(self.old.packs[int(self.old.pack[row])], len(self.packs))
+        return self.files.setdefault(self.old.files[int(self.old.file[row])], len(self.files))
 
     def _based_on(self, row: int) -> int:
-        return len(self.columns["pack"]) + self.bases.setdefault(row, len(self.bases))
+        return len(self.columns["file"]) + self.bases.setdefault(row, len(self.bases))
 
-    def table(self) -> tuple[Table, list[PackInfo]]:
+    def table(self) -> tuple[Table, list[DataFile]]:
         if self.old is not None and self.bases:
             rows = list(self.bases)
-            packs = np.array([self._pack_of(row) for row in rows], np.int64)
+            files = np.array([self._file_of(row) for row in rows], np.int64)
             for name, column in self.columns.items():
                 self.columns[name] = np.concatenate(
-                    [column, packs if name == "pack" else getattr(self.old, name)[rows]]
+                    [column, files if name == "file" else getattr(self.old, name)[rows]]
                 )
         layout = self.layout
         table = Table(
             shards=SavedShards.of_layout(layout),
-            starts=np.array(layout.arrangement.blob_starts, np.int64),
-            packs=tuple(self.packs),
+            starts=np.array(layout.arrangement.chunk_starts, np.int64),
+            files=tuple(self.files),
             **self.columns,
         )
-        infos = {info.key: info for info in self.packer.packs}
+        infos = {info.key: info for info in self.writer.files}
         if self.previous is not None:
-            infos = {**self.previous.packs, **infos}
-        return table, [infos[key] for key in self.packs]
+            infos = {**self.previous.files, **infos}
+        return table, [infos[key] for key in self.files]

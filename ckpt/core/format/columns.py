@@ -134,9 +134,9 @@ class Columns:
             raise CorruptError(f"{self._what}: column {name} is out of range")
         return column
 
-    def packs(self) -> tuple[str, ...]:
+    def files(self) -> tuple[str, ...]:
         """Return the keys of the data files."""
-        found = json.loads(self._columns["packs"].tobytes())
+        found = json.loads(self._columns["files"].tobytes())
         if type(found) is not list or not all(type(k) is str and is_data(k) for k in found):
             raise CorruptError(f"{self._what}: names impossible data files")
         return tuple(found)

@@ -19,13 +19,13 @@ from ckpt.store import Buffer
 DIGEST_SIZE = 16
 
 
-def blob_digest(data: Buffer) -> bytes:
+def chunk_digest(data: Buffer) -> bytes:
     """Return 16 bytes: XXH3-128 in canonical (big-endian) form."""
     return xxhash.xxh3_128_digest(data)
 
 
-def blob_hasher() -> xxhash.xxh3_128:
-    """Return a hasher for bytes that come in pieces: `update` with each, then `digest` equals `blob_digest`."""
+def chunk_hasher() -> xxhash.xxh3_128:
+    """Return a hasher for bytes that come in pieces: `update` with each, then `digest` equals `chunk_digest`."""
     return xxhash.xxh3_128()
 
 
@@ -40,7 +40,7 @@ class RangeHasher:
         """Yield the ranges that end in these bytes, with their digests."""
         end, still = start + len(view), list[tuple[int, int, xxhash.xxh3_128]]()
         while self._waiting and self._waiting[-1][0] < end:
-            self._open.append((*self._waiting.pop(), blob_hasher()))
+            self._open.append((*self._waiting.pop(), chunk_hasher()))
         for low, high, hasher in self._open:
             hasher.update(view[max(low, start) - start : min(high, end) - start])
             if high <= end:

@@ -20,7 +20,7 @@ The index is derived from the bytes of the manifests, so two committers write eq
     piece_dims                        offsets and sizes of each piece
     owned, view, alike                for each rank: number of chunks of its shards; number of its view; the lowest rank
                                       with the same plain values
-    packs                             JSON list of the keys of all data files that the tables name
+    data files                             JSON list of the keys of all data files that the tables name
     views                             JSON: `layouts`, `values` and `views`, each different one once
 
 Tensors that are divided in the same way share a pattern, so thousands of tensors on thousands of ranks have only a few
@@ -47,7 +47,7 @@ import numpy as np
 
 from ckpt.core.format.boxes import GLOBAL, Box, Dims, Effort, TangledError, times_covered
 from ckpt.core.format.columns import I64, ODD, Bytes, ColumnFile, Columns, end_to_end, reading, spans, starts_of
-from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.core.format.digest import DIGEST_SIZE, chunk_digest
 from ckpt.core.format.layout import MAX_DIMS, OWN, TensorSpec, check_components
 from ckpt.core.format.manifest import MAX_JSON, MAX_WORLD, SharedLayout, canonical
 from ckpt.core.format.table import DTYPES, MAX_DIM, SavedShards, Table, texts
@@ -65,10 +65,10 @@ COLUMNS = {
     "names": "uint8", "name_ends": "int64", "tensor_name": "int32", "tensor_instance": "int32",
     "tensor_dtype": "uint8", "tensor_pattern": "int32", "tensor_accelerated": "uint8", "tensor_content": "uint8",
     "pattern_shape": "int64", "pattern_dim_ends": "int64", "pattern_ends": "int64", "piece_rank": "int32",
-    "piece_dims": "int64", "owned": "int64", "view": "int32", "alike": "int32", "packs": "uint8", "views": "uint8",
+    "piece_dims": "int64", "owned": "int64", "view": "int32", "alike": "int32", "files": "uint8", "views": "uint8",
 }  # fmt: skip
 FILE = ColumnFile(
-    COLUMNS, MAX_INDEX, ("name_ends", "tensor_name", "pattern_ends"), ("packs", "views"), ("tensor_content",)
+    COLUMNS, MAX_INDEX, ("name_ends", "tensor_name", "pattern_ends"), ("files", "views"), ("tensor_content",)
 )
 
 Key = tuple[str, int]
@@ -143,7 +143,7 @@ class Index:
     columns: dict[str, npt.NDArray[Any]]
     names: tuple[str, ...]
     views: tuple[View, ...]
-    packs: tuple[str, ...]
+    files: tuple[str, ...]
 
     @property
     def world(self) -> int:
@@ -186,7 +186,7 @@ class Index:
         return self._rows["dtype"][tensor], self._shapes[self._rows["pattern"][tensor]], digest
 
     @cached_property
-    def first_blob(self) -> I64:
+    def first_chunk(self) -> I64:
         """Return the number of each rank's first chunk, counting the chunks of one rank after the other."""
         return starts_of(np.cumsum(self.columns["owned"]))
 
@@ -261,7 +261,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str, world: int, count: int
     alike = columns.numbers("alike", count, 0, count - 1)
     if (alike > np.arange(count)).any() or (alike[alike] != alike).any() or (entries[alike] != entries).any():
         raise CorruptError(f"{what} has a rank that is like an impossible one")
-    return Index(raw, names, views, columns.packs())
+    return Index(raw, names, views, columns.files())
 
 
 def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: str, world: int) -> None:
@@ -353,7 +353,7 @@ def _build(shares: Sequence[Share], partial: bool) -> Index:
     if not partial:
         _check_views(shares, pool, tensors)
     text = [name.encode() for name in names]
-    packs = tuple(sorted({key for share in shares for key in share.table.packs}))
+    files = tuple(sorted({key for share in shares for key in share.table.files}))
     columns: dict[str, Any] = {
         "names": np.frombuffer(b"".join(text), np.uint8),
         "name_ends": np.cumsum([len(one) for one in text], dtype=np.int64),
@@ -361,10 +361,10 @@ def _build(shares: Sequence[Share], partial: bool) -> Index:
         "owned": [share.table.owned for share in shares],
         "view": view_of,
         "alike": pool.alike,
-        "packs": np.frombuffer(canonical(packs), np.uint8),
+        "files": np.frombuffer(canonical(files), np.uint8),
         "views": np.frombuffer(canonical(pool.to_json()), np.uint8),
     }
-    return Index({name: np.asarray(columns[name], kind) for name, kind in COLUMNS.items()}, names, pool.views, packs)
+    return Index({name: np.asarray(columns[name], kind) for name, kind in COLUMNS.items()}, names, pool.views, files)
 
 
 def _numbered(names_of: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list[npt.NDArray[np.int32]]]:
@@ -531,7 +531,9 @@ def _content(box: I64, k: int, rows: I64, block: _Block) -> bytes:
     """Return a digest that is equal for tensors with the same bytes and chunks, on any ranks."""
     order = np.lexsort(box[:, :k].T[::-1]) if k else np.arange(len(rows))
     counts, first = block.counts[rows[order]], block.first[rows[order]]
-    return blob_digest(b"".join((box[order].tobytes(), counts.tobytes(), block.digest[spans(first, counts)].tobytes())))
+    return chunk_digest(
+        b"".join((box[order].tobytes(), counts.tobytes(), block.digest[spans(first, counts)].tobytes()))
+    )
 
 
 def _check_views(shares: Sequence[Share], pool: _Pool, tensors: _Tensors) -> None:

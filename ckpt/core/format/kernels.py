@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpt.core.format.columns import I64, Bytes
-from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.core.format.digest import DIGEST_SIZE, chunk_digest
 from ckpt.events import log
 
 if TYPE_CHECKING:
@@ -86,15 +86,15 @@ def _copies(library: Kernels, source: Any, at: int) -> bool:
     expected = room.copy()
     expected[at : at + len(source)] = source
     digest = library.copy_digest(room.ctypes.data + at, source.ctypes.data, len(source))
-    return digest == blob_digest(source.data) and bool((room == expected).all())
+    return digest == chunk_digest(source.data) and bool((room == expected).all())
 
 
 # -- copies to final addresses --
 
 
 Room = Callable[[I64], I64]
-"""`room(blobs)`: the address of memory for the plain bytes of each of these chunks, of exactly their size; 0 for chunks
-without such an address."""
+"""`room(chunks)`: the address of memory for the plain bytes of each of these chunks, of exactly their size; 0 for
+chunks without such an address."""
 
 
 def address_of(memory: memoryview) -> int:
@@ -120,7 +120,7 @@ def put(memory: memoryview, starts: I64, lengths: I64, digests: Bytes | None, pl
     for i, (start, length, place, digest) in enumerate(rows):
         if digest is not None and length >= SMALL and library is not None:
             right = library.copy_digest(place, base + start, length) == digest
-        elif right := digest is None or blob_digest(memory[start : start + length]) == digest:
+        elif right := digest is None or chunk_digest(memory[start : start + length]) == digest:
             ctypes.memmove(place, base + start, length)  # without the GIL, and while the bytes are in the cache
         if not right:
             wrong.append(i)

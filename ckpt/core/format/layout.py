@@ -29,7 +29,7 @@ from ckpt.core.format.manifest import MAX_WORLD, SharedLayout, canonical
 from ckpt.errors import CorruptError, StateError
 from ckpt.store import PAGE
 
-BLOB = 4 << 20
+CHUNK = 4 << 20
 LINE = 256  # bytes, the largest alignment
 MAX_HEADER = 96 << 20  # safetensors rejects 100 MB
 METADATA, FOR_METADATA = "__metadata__", 1 << 10  # an entry that is not a tensor, and its maximum bytes
@@ -244,7 +244,7 @@ def check_components(components: list[Any], names: set[str] | frozenset[str] | N
 
 
 @dataclass(frozen=True, slots=True)
-class Blob:
+class Chunk:
     """A chunk: `length` bytes at `offset` of the data, in tensor number `tensor`."""
 
     tensor: int
@@ -262,31 +262,31 @@ class Arrangement:
     data_size: int
 
     @cached_property
-    def blobs(self) -> tuple[Blob, ...]:
+    def chunks(self) -> tuple[Chunk, ...]:
         return tuple(_cut(self))
 
     @cached_property
-    def first_blob(self) -> dict[int, int]:
+    def first_chunk(self) -> dict[int, int]:
         """Return the first chunk of each tensor that is not empty, by tensor number."""
         found: dict[int, int] = {}
-        for number, blob in enumerate(self.blobs):
-            found.setdefault(blob.tensor, number)
+        for number, chunk in enumerate(self.chunks):
+            found.setdefault(chunk.tensor, number)
         return found
 
     @cached_property
-    def blob_starts(self) -> list[int]:
+    def chunk_starts(self) -> list[int]:
         """Return the number of the first chunk of each tensor, in file order, and the number of all chunks."""
-        return list(itertools.accumulate((-(-self.tensors[i].nbytes // BLOB) for i in self.order), initial=0))
+        return list(itertools.accumulate((-(-self.tensors[i].nbytes // CHUNK) for i in self.order), initial=0))
 
     @cached_property
-    def blob_columns(self) -> tuple[I64, I64]:
+    def chunk_columns(self) -> tuple[I64, I64]:
         """Return offset and length of each chunk."""
-        starts = np.array(self.blob_starts, np.int64)
+        starts = np.array(self.chunk_starts, np.int64)
         counts = np.diff(starts)
         sizes = np.array([self.tensors[i].nbytes for i in self.order], np.int64)
         ends = np.cumsum(sizes)
-        offsets = np.repeat(ends - sizes - starts[:-1] * BLOB, counts) + np.arange(starts[-1]) * BLOB
-        return offsets, np.minimum(np.repeat(ends, counts) - offsets, BLOB)
+        offsets = np.repeat(ends - sizes - starts[:-1] * CHUNK, counts) + np.arange(starts[-1]) * CHUNK
+        return offsets, np.minimum(np.repeat(ends, counts) - offsets, CHUNK)
 
     @cached_property
     def _entries(self) -> bytes:
@@ -311,11 +311,11 @@ def arrange(tensors: tuple[TensorSpec, ...]) -> Arrangement:
     return Arrangement(tensors, tuple(order), tuple(offsets), position)
 
 
-def _cut(arrangement: Arrangement) -> Iterator[Blob]:
+def _cut(arrangement: Arrangement) -> Iterator[Chunk]:
     for i in arrangement.order:
         start, size = arrangement.offsets[i], arrangement.tensors[i].nbytes
-        for offset in range(0, size, BLOB):
-            yield Blob(i, start + offset, min(BLOB, size - offset))
+        for offset in range(0, size, CHUNK):
+            yield Chunk(i, start + offset, min(CHUNK, size - offset))
 
 
 def _entries(arrangement: Arrangement) -> bytes:

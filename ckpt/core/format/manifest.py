@@ -43,7 +43,7 @@ MAJOR, MINOR = 3, 0
 MAX_JSON = 256 << 20  # bytes; a larger file is rejected before parsing
 FEW_BYTES, MOST_FOLDS = 16 << 20, 500  # limits of decompressed JSON, see `plain_size`
 MAX_FORMAT = 1 << 20
-MAX_EPOCH = 10**12
+MAX_TERM = 10**12
 MAX_WORLD = 1 << 20
 MAX_HEADER = 100 << 20  # bytes of a data file's header; safetensors rejects more
 MAX_NEEDS = 64  # maximum older checkpoints that a checkpoint builds on
@@ -52,18 +52,18 @@ _ID = re.compile(r"([0-9]{9}|[1-9][0-9]{9,17})\.([1-9][0-9]{0,11})-([0-9a-f]{8})
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Attempt:
+class CheckpointId:
     """The id of a checkpoint: one step, saved by one job attempt. Text form: `<step, 9 digits>.<term>-<nonce>`."""
 
-    epoch: int
+    term: int
     step: int
     nonce: str
 
     def __str__(self) -> str:
-        return f"{self.step:09d}.{self.epoch}-{self.nonce}"
+        return f"{self.step:09d}.{self.term}-{self.nonce}"
 
     @classmethod
-    def parse(cls, text: object) -> Attempt:
+    def parse(cls, text: object) -> CheckpointId:
         found = _ID.fullmatch(text) if isinstance(text, str) else None
         if found is None:
             raise CorruptError(f"not a checkpoint id: {text!r}")
@@ -79,36 +79,36 @@ def nonce_of(job: str, turn: int) -> str:
     return hashlib.sha256(f"{job}:{turn}".encode()).hexdigest()[:8]
 
 
-def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:
+def read_needs(texts: Any, checkpoint: CheckpointId) -> tuple[CheckpointId, ...]:
     """Parse the ids that a checkpoint builds on. Raise CorruptError unless all are older, sorted, and not too many."""
     if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
-        raise CorruptError(f"checkpoint {attempt} needs an impossible number of others")
-    found = tuple(map(Attempt.parse, texts))
-    if any(a >= b for a, b in itertools.pairwise((*found, attempt))):
-        raise CorruptError(f"checkpoint {attempt} needs one that is not older, or not in its place")
+        raise CorruptError(f"checkpoint {checkpoint} needs an impossible number of others")
+    found = tuple(map(CheckpointId.parse, texts))
+    if any(a >= b for a, b in itertools.pairwise((*found, checkpoint))):
+        raise CorruptError(f"checkpoint {checkpoint} needs one that is not older, or not in its place")
     return found
 
 
-def needs_texts(attempts: Iterable[Attempt]) -> list[str]:
+def needs_texts(checkpoints: Iterable[CheckpointId]) -> list[str]:
     """Return ids in the form that `read_needs` parses."""
-    return [str(attempt) for attempt in sorted(set(attempts))]
+    return [str(checkpoint) for checkpoint in sorted(set(checkpoints))]
 
 
-def folder_of(attempt: Attempt) -> str:
-    return f"{STEPS}{attempt}/"
+def folder_of(checkpoint: CheckpointId) -> str:
+    return f"{STEPS}{checkpoint}/"
 
 
-def data_key(attempt: Attempt, rank: int, number: int = 0) -> str:
+def data_key(checkpoint: CheckpointId, rank: int, number: int = 0) -> str:
     """Return the name of a data file. `number`: 0 for the raw data that a rank writes first, more for all others."""
-    return f"{folder_of(attempt)}rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
+    return f"{folder_of(checkpoint)}rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 
-def manifest_key(attempt: Attempt, rank: int) -> str:
-    return f"{folder_of(attempt)}rank-{rank:05d}.json"
+def manifest_key(checkpoint: CheckpointId, rank: int) -> str:
+    return f"{folder_of(checkpoint)}rank-{rank:05d}.json"
 
 
-def index_key(attempt: Attempt) -> str:
-    return f"{folder_of(attempt)}index.safetensors"
+def index_key(checkpoint: CheckpointId) -> str:
+    return f"{folder_of(checkpoint)}index.safetensors"
 
 
 _OWNED = re.compile(
@@ -117,26 +117,26 @@ _OWNED = re.compile(
 )
 
 
-def _parsed(key: str) -> tuple[Attempt, re.Match[str]] | None:
+def _parsed(key: str) -> tuple[CheckpointId, re.Match[str]] | None:
     found = _OWNED.fullmatch(key)
     try:
-        return (Attempt.parse(found[1]), found) if found else None
+        return (CheckpointId.parse(found[1]), found) if found else None
     except CorruptError:
         return None
 
 
-def owner(key: str) -> Attempt | None:
+def owner(key: str) -> CheckpointId | None:
     """Return the checkpoint id that a file belongs to, by its name; None if it is not ours."""
     found = _parsed(key)
     return found[0] if found else None
 
 
-def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
+def by_owner(keys: Iterable[str]) -> dict[CheckpointId, list[str]]:
     """Return the files of each checkpoint id."""
-    found: dict[Attempt, list[str]] = {}
+    found: dict[CheckpointId, list[str]] = {}
     for key in keys:
-        if (attempt := owner(key)) is not None:
-            found.setdefault(attempt, []).append(key)
+        if (checkpoint := owner(key)) is not None:
+            found.setdefault(checkpoint, []).append(key)
     return found
 
 
@@ -338,7 +338,7 @@ MAX_PARENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class PackInfo:
+class DataFile:
     """A data file. `size`: bytes. `header`: SHA-256 of all bytes before the first tensor."""
 
     key: str
@@ -352,7 +352,7 @@ class Part:
     """One rank's manifest: its share of a checkpoint. `values` are tagged plain values.
 
     `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64.
-    `packs`: all data files that the table names, including those of older checkpoints. `needs`: the older checkpoints
+    `files`: all data files that the table names, including those of older checkpoints. `needs`: the older checkpoints
     that it builds on, in order. `chain`: the number of increments since the last full one; 0 for a full one. `full`:
     the last full one; empty for a full one. `replicas`: see `ckpt.core.format.columns`.
 
@@ -361,13 +361,13 @@ class Part:
     `features`: names of features that a reader needs; a reader that lacks one rejects the manifest.
     """
 
-    attempt: str
+    checkpoint: str
     rank: int
     world: int
     layout: SharedLayout
     values: list[Any]
     table: bytes
-    packs: list[PackInfo]
+    files: list[DataFile]
     finite: bool | None = None
     reason: str = "due"  # why it was saved, see `ckpt.core.log.records.Commit`
     needs: list[str] = field(default_factory=list)
@@ -381,7 +381,7 @@ class Part:
 
     def to_bytes(self) -> bytes:
         data = {one.name: getattr(self, one.name) for one in fields(self)}
-        data["checkpoint"], data["files"] = data.pop("attempt"), [asdict(pack) for pack in data.pop("packs")]
+        data["checkpoint"], data["files"] = data.pop("checkpoint"), [asdict(file) for file in data.pop("files")]
         data["table"], data["layout"] = base64.b64encode(self.table).decode(), self.layout.text
         for name in ("needs", "chain", "full", "replicas", "info", "parents", "content", "features"):
             if not data[name]:
@@ -391,7 +391,7 @@ class Part:
     def check(self, what: str) -> None:
         """Raise CorruptError if a field has a wrong type or an implausible number, FormatError if a feature is
         unknown."""
-        attempt = Attempt.parse(self.attempt)
+        checkpoint = CheckpointId.parse(self.checkpoint)
         if (type(self.rank), type(self.world)) != (int, int) or not 0 <= self.rank < self.world <= MAX_WORLD:
             raise CorruptError(f"{what} has an impossible rank or world")
         kinds = (
@@ -408,20 +408,20 @@ class Part:
                 f"{what} needs the feature {unknown[0]!r:.80}, which this version does not know: upgrade with "
                 "`pip install -U everystep`"
             )
-        needs = read_needs(self.needs, attempt)
+        needs = read_needs(self.needs, checkpoint)
         if type(self.chain) is not int or not 0 <= self.chain < (10**9 if self.needs else 1):
             raise CorruptError(f"{what} has an impossible number of increments since a full checkpoint")
-        if self.full != "" and not (needs and Attempt.parse(self.full) < attempt):
+        if self.full != "" and not (needs and CheckpointId.parse(self.full) < checkpoint):
             raise CorruptError(f"{what} builds on an impossible full checkpoint")
-        for pack in self.packs:
-            sizes = (pack.header_size, pack.size)
-            named = isinstance(pack.key, str) and is_data(pack.key)
+        for file in self.files:
+            sizes = (file.header_size, file.size)
+            named = isinstance(file.key, str) and is_data(file.key)
             if not named or any(type(n) is not int for n in sizes):
                 raise CorruptError(f"{what} names an impossible data file")
             # It may belong to an older checkpoint that is not in `needs`, if one in `needs` uses it too.
-            if (of := owner(pack.key)) is None or not (of == attempt or (needs and of < attempt)):
+            if (of := owner(file.key)) is None or not (of == checkpoint or (needs and of < checkpoint)):
                 raise CorruptError(f"{what} names a data file that it cannot have")
-            if not 0 <= pack.header_size <= min(pack.size, MAX_HEADER):
+            if not 0 <= file.header_size <= min(file.size, MAX_HEADER):
                 raise CorruptError(f"{what} names a data file of impossible size")
 
     @classmethod
@@ -433,10 +433,10 @@ class Part:
             if type(layout) is not str:
                 raise ValueError("its layout is not a text")
             part = cls(
-                attempt=data.pop("checkpoint"),
+                checkpoint=data.pop("checkpoint"),
                 layout=SharedLayout.of_text(layout),
                 table=base64.b64decode(data.pop("table"), validate=True),
-                packs=[PackInfo(*(file[one.name] for one in fields(PackInfo))) for file in files],
+                files=[DataFile(*(file[one.name] for one in fields(DataFile))) for file in files],
                 **{one.name: data[one.name] for one in fields(cls) if one.name in data},
             )
             part.check(what)

@@ -128,7 +128,7 @@ class SavedState:
     # -- chunks --
 
     @cached_property
-    def shard_of_blob(self) -> I64:
+    def shard_of_chunk(self) -> I64:
         return np.repeat(np.arange(len(self.table.shards)), np.diff(self.table.starts))
 
     @cached_property
@@ -136,12 +136,12 @@ class SavedState:
         """Return the offset of each chunk in the bytes of its shard."""
         lengths = self.table.length[: self.table.owned]
         before = starts_of(np.cumsum(lengths))
-        found: I64 = before[:-1] - before[self.table.starts[:-1]][self.shard_of_blob]
+        found: I64 = before[:-1] - before[self.table.starts[:-1]][self.shard_of_chunk]
         return found
 
-    def blobs(self, key: Key) -> Iterator[int]:
+    def chunks(self, key: Key) -> Iterator[int]:
         for shard in self.tensors[key].shards:
-            yield from self.table.blobs(shard)
+            yield from self.table.chunks(shard)
 
     @cached_property
     def numbers(self) -> I64:
@@ -150,7 +150,7 @@ class SavedState:
             return np.arange(self.table.owned)
         ranks = np.repeat(self.table.columns.rank, np.diff(self.table.starts))
         first = np.searchsorted(ranks, ranks)  # tables are attached in the order of their ranks
-        found: I64 = self.index.first_blob[ranks] + np.arange(len(ranks)) - first
+        found: I64 = self.index.first_chunk[ranks] + np.arange(len(ranks)) - first
         return found
 
     @property
@@ -216,7 +216,7 @@ class SavedState:
     def _attach(self, tables: Mapping[int, Table], wanted: Mapping[int, I64]) -> None:
         """Use the tables of some ranks. Raise CorruptError unless they have the wanted pieces of each tensor."""
         self.table = merge([tables[rank] for rank in sorted(tables)])
-        for one in ("numbers", "position", "shard_of_blob"):
+        for one in ("numbers", "position", "shard_of_chunk"):
             self.__dict__.pop(one, None)
         here = np.zeros(self.world, np.bool_)
         here[list(tables)] = True

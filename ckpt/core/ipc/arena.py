@@ -53,7 +53,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ckpt.core.format.layout import pages
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.heartbeat import number_in_proc
 from ckpt.errors import CorruptError
 from ckpt.store import PAGE
@@ -291,7 +291,7 @@ class Label:
 
     state: int
     order: int = 0
-    attempt: Attempt | None = None
+    checkpoint: CheckpointId | None = None
     layout: str = ""
     data_size: int = 0
     values_size: int = 0
@@ -473,25 +473,25 @@ class Arena:
         return found
 
     def _parsed(self, slot: int, raw: bytes) -> Label:
-        state, checksum, order, epoch, step, nonce, layout, data, values, at = _LABEL.unpack(raw)
+        state, checksum, order, term, step, nonce, layout, data, values, at = _LABEL.unpack(raw)
         if checksum != zlib.crc32(raw[8:], state) or pages(data) + values > self.slot_size:
             raise CorruptError(f"slot {slot} of the shared memory is damaged")
         if state == EMPTY:
             return Label(EMPTY)
-        attempt, finite = Attempt(epoch, step, nonce.decode()), _FINITE.get(state & ~_STATE)
-        return Label(state & _STATE, order, attempt, layout.hex(), data, values, at, finite)
+        checkpoint, finite = CheckpointId(term, step, nonce.decode()), _FINITE.get(state & ~_STATE)
+        return Label(state & _STATE, order, checkpoint, layout.hex(), data, values, at, finite)
 
     def set_label(self, slot: int, label: Label) -> None:
         """Set the label of a slot. Only the thread that owns `mutex` may call this."""
         at = _TABLE + slot * _ENTRY
         number = self._words[at // _WORD] | 1
         self._words[at // _WORD] = number
-        attempt = label.attempt or Attempt(0, 0, "0" * 8)
+        checkpoint = label.checkpoint or CheckpointId(0, 0, "0" * 8)
         fields = (
             label.order,
-            attempt.epoch,
-            attempt.step,
-            attempt.nonce.encode(),
+            checkpoint.term,
+            checkpoint.step,
+            checkpoint.nonce.encode(),
             bytes.fromhex(label.layout),
             label.data_size,
             label.values_size,

@@ -192,19 +192,19 @@ def refusal(name: str, problem: str) -> ProtocolError:
 
 class SlotReadNote(Note, frozen=True):
     """A slot may be reused: all bytes of this checkpoint are in this tier, or will be copied there from a nearer one.
-    `attempt` is "" if the slot was being written when the trainer connected."""
+    `checkpoint` is "" if the slot was being written when the trainer connected."""
 
     arena: str
     slot: int
     tier: int = -1
-    attempt: str = ""
+    checkpoint: str = ""
 
 
 class HeldNote(Note, frozen=True):
     """This node's disk has all its parts of a checkpoint. The other parts belong on the disks of other nodes."""
 
     tier: int
-    attempt: str
+    checkpoint: str
 
 
 class DamagedNote(Note, frozen=True):
@@ -339,7 +339,7 @@ class TierFound(Body, frozen=True):
     """A tier that was opened. `checkpoints`: their number. `damaged`: records that cannot be read."""
 
     root: str
-    epoch: int
+    term: int
     checkpoints: int
     damaged: list[int]
 
@@ -381,7 +381,7 @@ class PartsHere(Body, frozen=True):
     """The ranks, out of `world`, whose parts of a checkpoint are in a tier."""
 
     tier: int
-    attempt: str
+    checkpoint: str
     world: int
     ranks: list[int]
 
@@ -405,7 +405,7 @@ class Complete(Request[None], frozen=True):
     """The other nodes have their parts of these checkpoints too."""
 
     tier: int
-    attempts: list[str]
+    checkpoints: list[str]
 
 
 class Distrust(Request[None], frozen=True):
@@ -476,7 +476,7 @@ class Push(Request[None], frozen=True):
 
     arena: str
     slot: int
-    attempt: str
+    checkpoint: str
 
 
 # -- saving --
@@ -498,7 +498,7 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
     tier: int
     arena: str
     slot: int
-    attempt: str
+    checkpoint: str
     stored: bool = False
     replicas: Json = field(default_factory=dict)
 
@@ -506,7 +506,7 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
 class Retract(Request[None], frozen=True):
     """Abort the checkpoint of a snapshot, or retire it if it is committed already."""
 
-    attempt: str
+    checkpoint: str
     reason: str
 
 
@@ -543,7 +543,7 @@ class Persist(Request[list[SavedInTier]], frozen=True):
 
     deadline_s: float
     far: bool
-    attempts: list[str]
+    checkpoints: list[str]
 
 
 # -- the trainer: run metrics, status, faults --
@@ -559,8 +559,8 @@ class RestoreDone(Request[None], frozen=True):
     seconds: float
     step: int | None
     source: str
-    attempt: str
-    epoch: str
+    checkpoint: str
+    term: str
     stalled: float
     saves: int
     skipped: int
@@ -582,10 +582,10 @@ class CadenceOf(Body, frozen=True):
 class KeepBooks(Request[None], frozen=True):
     """Record the run metrics of the trainer from now on, see `cadence.ledger.Account`. Its heartbeat is sent along.
     `decides`: propose save intervals to it. `again`: an earlier writer began the record. `term`: term of the job since
-    its last restore, "" for `epoch`."""
+    its last restore, "" for `first_term`."""
 
     descriptors = 1
-    epoch: str
+    first_term: str
     rank: int
     world: int
     url: str

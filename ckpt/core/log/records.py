@@ -21,29 +21,29 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.core.format.manifest import MAX_EPOCH, MAX_WORLD, Attempt, needs_texts, owner, read_needs
+from ckpt.core.format.manifest import MAX_TERM, MAX_WORLD, CheckpointId, needs_texts, owner, read_needs
 from ckpt.errors import CorruptError
 
 Group = tuple[int, str]  # epoch and nonce
 MOST = 20_000_000  # steps in one file: more would exhaust memory
 
 
-class Attempts(MutableSet[Attempt]):
+class CheckpointIds(MutableSet[CheckpointId]):
     """A set of checkpoint ids, grouped by job attempt."""
 
-    def __init__(self, attempts: Iterable[Attempt] = ()) -> None:
+    def __init__(self, checkpoints: Iterable[CheckpointId] = ()) -> None:
         self._steps: dict[Group, set[int]] = {}
         self._rows: dict[Group, list[list[int]]] = {}  # cached rows of `to_json`
-        for attempt in attempts:
-            self.add(attempt)
+        for checkpoint in checkpoints:
+            self.add(checkpoint)
 
-    def __contains__(self, attempt: object) -> bool:
-        if not isinstance(attempt, Attempt):
+    def __contains__(self, checkpoint: object) -> bool:
+        if not isinstance(checkpoint, CheckpointId):
             return False
-        return attempt.step in self._steps.get((attempt.epoch, attempt.nonce), ())
+        return checkpoint.step in self._steps.get((checkpoint.term, checkpoint.nonce), ())
 
-    def __iter__(self) -> Iterator[Attempt]:
-        return (Attempt(epoch, step, nonce) for (epoch, nonce), steps in self._steps.items() for step in steps)
+    def __iter__(self) -> Iterator[CheckpointId]:
+        return (CheckpointId(term, step, nonce) for (term, nonce), steps in self._steps.items() for step in steps)
 
     def __len__(self) -> int:
         return sum(map(len, self._steps.values()))
@@ -51,15 +51,15 @@ class Attempts(MutableSet[Attempt]):
     def __repr__(self) -> str:
         return f"Attempts({sorted(self)})"
 
-    def __or__(self, others: AbstractSet[Any]) -> Attempts:
-        found = Attempts()
+    def __or__(self, others: AbstractSet[Any]) -> CheckpointIds:
+        found = CheckpointIds()
         found._steps = {group: set(steps) for group, steps in self._steps.items()}
         for one in others:
             found.add(one)
         return found
 
-    def add(self, value: Attempt) -> None:
-        group = value.epoch, value.nonce
+    def add(self, value: CheckpointId) -> None:
+        group = value.term, value.nonce
         steps = self._steps.setdefault(group, set())
         if value.step in steps:
             return
@@ -70,9 +70,9 @@ class Attempts(MutableSet[Attempt]):
         else:
             self._rows.pop(group, None)
 
-    def discard(self, value: Attempt) -> None:
-        self._rows.pop((value.epoch, value.nonce), None)
-        self._steps.get((value.epoch, value.nonce), set()).discard(value.step)
+    def discard(self, value: CheckpointId) -> None:
+        self._rows.pop((value.term, value.nonce), None)
+        self._steps.get((value.term, value.nonce), set()).discard(value.step)
 
     def to_json(self) -> dict[str, list[list[int]]]:
         """Return rows of [first step, stride, count], by `<term>-<nonce>`. Equal sets give equal rows."""
@@ -82,15 +82,15 @@ class Attempts(MutableSet[Attempt]):
                 for step in sorted(steps):
                     _extend(rows, step)
         found = sorted((group, rows) for group, rows in self._rows.items() if rows)
-        return {f"{epoch}-{nonce}": [list(row) for row in rows] for (epoch, nonce), rows in found}
+        return {f"{term}-{nonce}": [list(row) for row in rows] for (term, nonce), rows in found}
 
     @classmethod
-    def from_json(cls, groups: dict[str, list[Any]], most: int = MOST) -> Attempts:
+    def from_json(cls, groups: dict[str, list[Any]], most: int = MOST) -> CheckpointIds:
         """Decode a set. Raise CorruptError, ValueError or TypeError for impossible sets or more than `most` steps."""
         found, left = cls(), min(most, MOST)
         for name, rows in groups.items():
             any_one = _at_step(name, 0)
-            steps = found._steps.setdefault((any_one.epoch, any_one.nonce), set())
+            steps = found._steps.setdefault((any_one.term, any_one.nonce), set())
             for row in rows:
                 first, stride, count = (row, 1, 1) if type(row) is int else row
                 if any(type(n) is not int for n in (first, stride, count)) or stride < 1 or not 1 <= count <= left:
@@ -102,8 +102,8 @@ class Attempts(MutableSet[Attempt]):
         return found
 
 
-def _at_step(group: str, step: int) -> Attempt:
-    return Attempt.parse(f"{step:09d}.{group}")
+def _at_step(group: str, step: int) -> CheckpointId:
+    return CheckpointId.parse(f"{step:09d}.{group}")
 
 
 def _extend(rows: list[list[int]], step: int) -> None:
@@ -159,9 +159,9 @@ class Record:
 class Acquire:
     """A job attempt, or a rollback within one."""
 
-    epoch: int
+    term: int
     nonce: str
-    restored: Attempt | None
+    restored: CheckpointId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,18 +175,18 @@ class Commit:
     time: of the commit, in seconds since 1970.
     """
 
-    attempt: Attempt
+    checkpoint: CheckpointId
     world: int
     parts: tuple[tuple[int, str], ...]
     index: str
     finite: bool | None = None
     reason: str = "due"  # or "ring": an emergency save, or "late": saved after the trainer's death
-    needs: tuple[Attempt, ...] = ()
+    needs: tuple[CheckpointId, ...] = ()
     time: float = 0.0
 
     @property
     def step(self) -> int:
-        return self.attempt.step
+        return self.checkpoint.step
 
     @property
     def whole(self) -> bool:
@@ -206,23 +206,23 @@ class RunState:
     next_seq: int = 0
     last: str = ""  # SHA-256 of the bytes of the newest record
     acquires: list[Acquire] = field(default_factory=list)
-    commits: dict[Attempt, Commit] = field(default_factory=dict)  # live checkpoints
-    held: dict[Attempt, Commit] = field(default_factory=dict)  # this node's files are here
-    retired: Attempts = field(default_factory=Attempts)
-    aborted: Attempts = field(default_factory=Attempts)
-    reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted or rolled back
-    kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that gives the reason
+    commits: dict[CheckpointId, Commit] = field(default_factory=dict)  # live checkpoints
+    held: dict[CheckpointId, Commit] = field(default_factory=dict)  # this node's files are here
+    retired: CheckpointIds = field(default_factory=CheckpointIds)
+    aborted: CheckpointIds = field(default_factory=CheckpointIds)
+    reasons: dict[CheckpointId, str] = field(default_factory=dict)  # why they were aborted or rolled back
+    kept: dict[CheckpointId, str] = field(default_factory=dict)  # with the note that gives the reason
     requests: dict[str, int] = field(default_factory=dict)  # of all records from `requests_from` on
     requests_from: int = 0
     damaged: list[int] = field(default_factory=list)
-    seen_epoch: int = 0  # the highest term in any record, because the ACQUIRE record may be damaged or deleted
+    seen_term: int = 0  # the highest term in any record, because the ACQUIRE record may be damaged or deleted
 
     @property
-    def epoch(self) -> int:
-        return max(self.seen_epoch, self.acquires[-1].epoch if self.acquires else 0)
+    def term(self) -> int:
+        return max(self.seen_term, self.acquires[-1].term if self.acquires else 0)
 
-    def ended(self, attempt: Attempt) -> bool:
-        return attempt in self.commits or attempt in self.retired or attempt in self.aborted
+    def ended(self, checkpoint: CheckpointId) -> bool:
+        return checkpoint in self.commits or checkpoint in self.retired or checkpoint in self.aborted
 
     def lineage(self) -> list[Commit]:
         """Return the live checkpoints of the present history, newest first.
@@ -231,26 +231,26 @@ class RunState:
         history immediately, even before the new attempt has saved anything, so a restart cannot undo a rollback.
         """
         history = in_history(self.acquires, self.commits)
-        return [self.commits[attempt] for attempt in history]
+        return [self.commits[checkpoint] for checkpoint in history]
 
 
-def in_history(acquires: Iterable[Acquire], attempts: Iterable[Attempt]) -> list[Attempt]:
+def in_history(acquires: Iterable[Acquire], checkpoints: Iterable[CheckpointId]) -> list[CheckpointId]:
     """Return the checkpoint ids in the present history, newest first; see `RunState.lineage`."""
-    restored = {a.epoch: a.restored for a in acquires}
-    by_epoch: dict[int, list[Attempt]] = {}
-    for attempt in attempts:
-        by_epoch.setdefault(attempt.epoch, []).append(attempt)
-    found: list[Attempt] = []
+    restored = {a.term: a.restored for a in acquires}
+    by_term: dict[int, list[CheckpointId]] = {}
+    for checkpoint in checkpoints:
+        by_term.setdefault(checkpoint.term, []).append(checkpoint)
+    found: list[CheckpointId] = []
     limit: tuple[float, float] = (float("inf"), float("inf"))
-    for epoch in sorted(restored.keys() | by_epoch.keys(), reverse=True):
-        if epoch > limit[0]:
+    for term in sorted(restored.keys() | by_term.keys(), reverse=True):
+        if term > limit[0]:
             continue  # a later job attempt rolled back to before this one
-        last_step = limit[1] if epoch == limit[0] else float("inf")
-        here = [a for a in by_epoch.get(epoch, ()) if a.step <= last_step]
+        last_step = limit[1] if term == limit[0] else float("inf")
+        here = [a for a in by_term.get(term, ()) if a.step <= last_step]
         found += sorted(here, key=lambda a: a.step, reverse=True)
-        back = restored.get(epoch)
+        back = restored.get(term)
         if back is not None:
-            limit = min(limit, (back.epoch, back.step))
+            limit = min(limit, (back.term, back.step))
     return found
 
 
@@ -258,59 +258,59 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
     """Apply one record. Raise CorruptError if its body is impossible, before anything is changed."""
     try:
         kind, body, request, seq = record["type"], record["body"], str(record["id"]), record["seq"]
-        epoch = record.get("term", 0)
-        if kind not in _FOLDS or type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
-            raise CorruptError(f"not a record: {kind!r} of term {epoch!r}")
+        term = record.get("term", 0)
+        if kind not in _FOLDS or type(term) is not int or not 0 <= term < MAX_TERM:
+            raise CorruptError(f"not a record: {kind!r} of term {term!r}")
         _FOLDS[kind](state, body)
         state.requests[request] = seq
-        state.seen_epoch = max(state.seen_epoch, epoch)
+        state.seen_term = max(state.seen_term, term)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"impossible record: {error}") from None
 
 
 def _acquire(state: RunState, body: dict[str, Any]) -> None:
-    epoch, restored = body["term"], body["restored"]
-    if type(epoch) is not int or not state.epoch < epoch < MAX_EPOCH:
-        raise CorruptError(f"term {epoch!r} after {state.epoch}")
-    state.acquires.append(Acquire(epoch, str(body["nonce"]), None if restored is None else Attempt.parse(restored)))
+    term, restored = body["term"], body["restored"]
+    if type(term) is not int or not state.term < term < MAX_TERM:
+        raise CorruptError(f"term {term!r} after {state.term}")
+    state.acquires.append(Acquire(term, str(body["nonce"]), None if restored is None else CheckpointId.parse(restored)))
 
 
 def _held(state: RunState, body: dict[str, Any]) -> None:
     commit = _checked(body)
-    if not state.ended(commit.attempt):
-        state.held[commit.attempt] = commit
+    if not state.ended(commit.checkpoint):
+        state.held[commit.checkpoint] = commit
 
 
 def _commit(state: RunState, body: dict[str, Any]) -> None:
     commit = _checked(body)
-    if not state.ended(commit.attempt):
-        state.commits[commit.attempt] = commit
-    state.held.pop(commit.attempt, None)
+    if not state.ended(commit.checkpoint):
+        state.commits[commit.checkpoint] = commit
+    state.held.pop(commit.checkpoint, None)
 
 
 def _abort(state: RunState, body: dict[str, Any]) -> None:
-    attempt = Attempt.parse(body["checkpoint"])
-    if not state.ended(attempt):
-        state.reasons[attempt] = str(body["reason"])[:500]
-        state.aborted.add(attempt)
-    state.held.pop(attempt, None)
+    checkpoint = CheckpointId.parse(body["checkpoint"])
+    if not state.ended(checkpoint):
+        state.reasons[checkpoint] = str(body["reason"])[:500]
+        state.aborted.add(checkpoint)
+    state.held.pop(checkpoint, None)
 
 
 def _plan(state: RunState, body: dict[str, Any]) -> None:
-    for attempt in [Attempt.parse(text) for text in body["retire"]]:
-        state.commits.pop(attempt, None)
-        state.held.pop(attempt, None)
-        state.retired.add(attempt)
+    for checkpoint in [CheckpointId.parse(text) for text in body["retire"]]:
+        state.commits.pop(checkpoint, None)
+        state.held.pop(checkpoint, None)
+        state.retired.add(checkpoint)
         if "reason" in body:
-            state.reasons[attempt] = str(body["reason"])[:500]
+            state.reasons[checkpoint] = str(body["reason"])[:500]
 
 
 def _keep(state: RunState, body: dict[str, Any]) -> None:
-    attempt = Attempt.parse(body["checkpoint"])
+    checkpoint = CheckpointId.parse(body["checkpoint"])
     if body.get("keep", True) is False:
-        state.kept.pop(attempt, None)
+        state.kept.pop(checkpoint, None)
     else:
-        state.kept[attempt] = str(body["note"])[:LONGEST]
+        state.kept[checkpoint] = str(body["note"])[:LONGEST]
 
 
 def _snapshot(state: RunState, body: dict[str, Any]) -> None:
@@ -323,7 +323,7 @@ def _snapshot(state: RunState, body: dict[str, Any]) -> None:
 
 def _ended(groups: Any, most: int) -> Any:
     """Return the groups as `summary` writes them."""
-    return Attempts.from_json(groups, most).to_json()
+    return CheckpointIds.from_json(groups, most).to_json()
 
 
 _FOLDS = {
@@ -344,30 +344,30 @@ TITLES = {  # for messages
 
 def _checked(body: dict[str, Any]) -> Commit:
     """Return the checkpoint of a COMMIT or HELD record. Raise CorruptError unless its ranks and values are valid."""
-    attempt = Attempt.parse(body["checkpoint"])
+    checkpoint = CheckpointId.parse(body["checkpoint"])
     parts = tuple((rank, digest) for rank, digest in body["manifests"])
     world, index, finite = body["world"], body["index"], body["finite"]
     if type(world) is not int or not 1 <= len(parts) <= world <= MAX_WORLD or not _is_digest(index):
-        raise CorruptError(f"checkpoint {attempt} has an impossible world or index")
+        raise CorruptError(f"checkpoint {checkpoint} has an impossible world or index")
     last = -1
     for rank, digest in parts:
         if type(rank) is not int or not _is_digest(digest):
-            raise CorruptError(f"impossible manifest of checkpoint {attempt}")
+            raise CorruptError(f"impossible manifest of checkpoint {checkpoint}")
         if not last < rank < world:
-            raise CorruptError(f"impossible rank {rank} in checkpoint {attempt}")
+            raise CorruptError(f"impossible rank {rank} in checkpoint {checkpoint}")
         last = rank
     if finite is not None and type(finite) is not bool:
         raise CorruptError(f"impossible finite: {finite!r}")
-    needs, when = read_needs(body.get("needs", []), attempt), body["time"]
+    needs, when = read_needs(body.get("needs", []), checkpoint), body["time"]
     if type(when) not in (int, float) or not 0 <= when < LAST_TIME:
         raise CorruptError(f"impossible time: {when!r}")
-    return Commit(attempt, world, parts, index, finite, str(body["reason"]), needs, when)
+    return Commit(checkpoint, world, parts, index, finite, str(body["reason"]), needs, when)
 
 
 def commit_body(commit: Commit) -> dict[str, Any]:
     """Return the body of a COMMIT or HELD record. It has no `needs` if the checkpoint is full."""
     body: dict[str, Any] = {
-        "checkpoint": str(commit.attempt),
+        "checkpoint": str(commit.checkpoint),
         "world": commit.world,
         "manifests": [list(part) for part in commit.parts],
         "index": commit.index,
@@ -382,7 +382,7 @@ def summary(state: RunState) -> dict[str, Any]:
     """Return the body of a SNAPSHOT at `state.next_seq`. It is the same in every process."""
     seq = state.next_seq
     return {
-        "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in state.acquires],
+        "acquires": [[a.term, a.nonce, a.restored and str(a.restored)] for a in state.acquires],
         "commits": [commit_body(state.commits[a]) for a in sorted(state.commits)],
         "held": [commit_body(state.held[a]) for a in sorted(state.held)],
         "retired": state.retired.to_json(),
@@ -398,17 +398,17 @@ def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
     most = FEW_ENDED + ENDED_EACH * seq
     try:
         state = RunState(
-            commits={one.attempt: one for one in map(_checked, body["commits"])},
-            held={one.attempt: one for one in map(_checked, body["held"])},
-            retired=Attempts.from_json(body["retired"], most),
-            aborted=Attempts.from_json(body["aborted"], most),
-            reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
-            kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
+            commits={one.checkpoint: one for one in map(_checked, body["commits"])},
+            held={one.checkpoint: one for one in map(_checked, body["held"])},
+            retired=CheckpointIds.from_json(body["retired"], most),
+            aborted=CheckpointIds.from_json(body["aborted"], most),
+            reasons={CheckpointId.parse(a): str(why) for a, why in body.get("reasons", ())},
+            kept={CheckpointId.parse(a): str(note) for a, note in body["kept"]},
             requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
             requests_from=max(0, seq - KEPT_REQUESTS),
         )
-        for epoch, nonce, restored in body["acquires"]:
-            _acquire(state, {"term": epoch, "nonce": nonce, "restored": restored})
+        for term, nonce, restored in body["acquires"]:
+            _acquire(state, {"term": term, "nonce": nonce, "restored": restored})
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(f"impossible snapshot: {error}") from None
     return state
@@ -418,11 +418,11 @@ def _is_digest(text: object) -> bool:
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 
-def live_packs(state: RunState, packs: Iterable[str], used: Iterable[str]) -> set[str]:
+def live_files(state: RunState, files: Iterable[str], used: Iterable[str]) -> set[str]:
     """Return the listed data files that must stay: those `used` by live checkpoints, or owned by an unfinished one.
 
     An unfinished checkpoint may also refer to files of older checkpoints. They stay only as long as a live one uses
     them. Its COMMIT checks that.
     """
     protected = set(used)
-    return {key for key in packs if key in protected or (a := owner(key)) is None or not state.ended(a)}
+    return {key for key in files if key in protected or (a := owner(key)) is None or not state.ended(a)}

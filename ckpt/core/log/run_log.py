@@ -55,7 +55,7 @@ from ckpt.core.log.records import (
     expand,
     fold,
     in_history,
-    live_packs,
+    live_files,
     summary,
 )
 from ckpt.errors import (
@@ -218,7 +218,7 @@ class LogFiles:
 # -- the log --
 
 
-__all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "infer_root", "live_packs", "record_key"]
+__all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "infer_root", "live_files", "record_key"]
 
 _DICE = SystemRandom()  # never changes the random numbers of the training
 MAX_PARTS = 1_000_000  # with more, a SNAPSHOT could be too large to read, so none is made
@@ -554,7 +554,7 @@ class RunLog(LogFiles):
             return
         newest = self.state.acquires[-1]
         # An older owner only means that this log was read before our own record.
-        if newest.epoch >= owner.epoch and (newest.epoch, newest.nonce) != (owner.epoch, owner.nonce):
+        if newest.term >= owner.term and (newest.term, newest.nonce) != (owner.term, owner.nonce):
             raise FencedError(
                 f"another job took ownership of {self.store.url}, so this one can no longer save there. Stop this job, "
                 "or give it a folder of its own"
@@ -566,7 +566,7 @@ class RunLog(LogFiles):
                 "seq": state.next_seq,
                 "prev": state.last,
                 "root": self.root,
-                "term": record.body.get("term", state.epoch),
+                "term": record.body.get("term", state.term),
                 "id": record.id,
                 "type": record.type,
                 "body": record.body,

@@ -1,9 +1,9 @@
 """Transfers bytes from a rank that has read them to ranks that need them, over plain TCP during a restore.
 
     all ranks             Transfer() listens; ranks exchange its `contact`
-    a rank that receives  `receive` connects to each rank that reads blobs for it, and takes them as they arrive
-    a rank that sends     `wait_for` its recipients, then `send` each blob as it is read
-    all ranks             `wait` until all blobs have arrived, `close` when all ranks are done
+    a rank that receives  `receive` connects to each rank that reads chunks for it, and takes them as they arrive
+    a rank that sends     `wait_for` its recipients, then `send` each chunk as it is read
+    all ranks             `wait` until all chunks have arrived, `close` when all ranks are done
 
 A rank that fails closes its connections, so that no rank waits for it. The ranks get the reason in their next
 agreement. The transfer does not verify bytes: `take` has to compare digests. Addresses and tokens come from the job's
@@ -25,29 +25,29 @@ from typing import Any
 
 import psutil
 
-from ckpt.core.format.table import MAX_BLOB
+from ckpt.core.format.table import MAX_CHUNK
 from ckpt.errors import ClosedError, DeadlineError, PeerError
 
 HELLO = struct.Struct("!8s32sI")  # magic, token, rank
 MAGIC = b"ckpt-xc2"
 BYTE, WELCOME = struct.Struct("B"), 6
-HEADER = struct.Struct("!QI")  # blob, length of its bytes, which follow
+HEADER = struct.Struct("!QI")  # chunk, length of its bytes, which follow
 ADDRESS_S = 5.0  # timeout to connect to one address, and for a client to send its token
 JOIN_S = 5.0  # timeout for threads to end
 Take = Callable[[int, memoryview], None]
 
 
 class Transfer:
-    """Sends blobs to other ranks and receives theirs. It uses one buffer per sending rank, of the size of the largest
-    blob."""
+    """Sends chunks to other ranks and receives theirs. It uses one buffer per sending rank, of the size of the largest
+    chunk."""
 
     def __init__(self, rank: int, *, silence_s: float = 60.0) -> None:
-        """`silence_s`: a rank that transfers no byte for that long inside a blob counts as gone."""
+        """`silence_s`: a rank that transfers no byte for that long inside a chunk counts as gone."""
         self.rank, self._silence_s = rank, silence_s
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()
         self._recipients: dict[int, tuple[socket.socket, threading.Lock]] = {}  # connected, by rank
-        self._left = 0  # number of blobs that have not arrived
+        self._left = 0  # number of chunks that have not arrived
         self._error: BaseException | None = None
         self._closed = False
         self._sockets: list[socket.socket] = []
@@ -64,39 +64,39 @@ class Transfer:
 
     def receive(
         self,
-        blobs: Mapping[int, Collection[int]],
+        chunks: Mapping[int, Collection[int]],
         contacts: Sequence[dict[str, Any]],
         nodes: Sequence[int],
         take: Take,
         timeout_s: float,
     ) -> None:
-        """Receive these blobs in the background.
+        """Receive these chunks in the background.
 
-        - `blobs`: by the rank that sends them.
+        - `chunks`: by the rank that sends them.
         - `contacts`, `nodes`: the contact and the node of every rank.
-        - `take`: called once for each blob, from several threads. The memory is reused after it returns.
+        - `take`: called once for each chunk, from several threads. The memory is reused after it returns.
         - `timeout_s`: to connect to a rank.
         """
-        self._left = sum(map(len, blobs.values()))
-        for rank, wanted in blobs.items():
+        self._left = sum(map(len, chunks.values()))
+        for rank, wanted in chunks.items():
             contact, near = contacts[rank], nodes[rank] == nodes[self.rank]
             places = (["127.0.0.1"] if near else []) + contact["addresses"]
             self._start(self._receive, rank, set(wanted), places, contact, take, time.monotonic() + timeout_s)
 
     def _receive(
-        self, rank: int, blobs: set[int], places: list[str], contact: Any, take: Take, connected_by: float
+        self, rank: int, chunks: set[int], places: list[str], contact: Any, take: Take, connected_by: float
     ) -> None:
         sock, buffer = None, memoryview(b"")
         try:
             sock = self._connect(places, contact, connected_by)
-            while blobs:
-                blob, length = _unpack(sock, HEADER, idle=True)
-                if blob not in blobs or length > MAX_BLOB:
-                    raise PeerError(f"sent blob {blob} of {length} bytes, which is not expected")
+            while chunks:
+                chunk, length = _unpack(sock, HEADER, idle=True)
+                if chunk not in chunks or length > MAX_CHUNK:
+                    raise PeerError(f"sent chunk {chunk} of {length} bytes, which is not expected")
                 if len(buffer) < length:
                     buffer = memoryview(bytearray(length))
-                take(blob, _read(sock, buffer[:length]))
-                blobs.remove(blob)
+                take(chunk, _read(sock, buffer[:length]))
+                chunks.remove(chunk)
                 with self._changed:
                     self._left -= 1
                     self._changed.notify_all()
@@ -104,7 +104,7 @@ class Transfer:
             self._fail(PeerError(f"rank {rank} {error.strerror or error if isinstance(error, OSError) else error}"))
         except BaseException as error:
             self._fail(error)
-        if sock is not None and blobs:
+        if sock is not None and chunks:
             _hang_up(sock)
 
     def _connect(self, places: list[str], contact: Any, connected_by: float) -> socket.socket:
@@ -135,18 +135,18 @@ class Transfer:
             if absent := sorted(wanted - self._recipients.keys()):
                 raise PeerError(f"rank {absent[0]} did not connect within {timeout_s:g} s")
 
-    def send(self, rank: int, blob: int, data: memoryview) -> None:
-        """Send a blob to a connected rank, from any thread. It may return before the bytes have arrived.
+    def send(self, rank: int, chunk: int, data: memoryview) -> None:
+        """Send a chunk to a connected rank, from any thread. It may return before the bytes have arrived.
 
         Raises PeerError if the rank is gone, or accepts no bytes for `silence_s`.
         """
         sock, lock = self._recipients[rank]
         try:
             with lock:
-                sock.sendall(HEADER.pack(blob, data.nbytes), socket.MSG_MORE)
+                sock.sendall(HEADER.pack(chunk, data.nbytes), socket.MSG_MORE)
                 sock.sendall(data)
         except OSError as error:
-            _hang_up(sock)  # after an incomplete blob, the receiver cannot parse the rest
+            _hang_up(sock)  # after an incomplete chunk, the receiver cannot parse the rest
             raise PeerError(f"rank {rank} takes nothing more: {error.strerror}") from None
 
     def _accept(self) -> None:
@@ -172,7 +172,7 @@ class Transfer:
     # -- the end --
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until `take` has returned for every blob.
+        """Wait until `take` has returned for every chunk.
 
         Raises the error of `take`; PeerError if a rank sent unexpected data or disconnected before it had sent all;
         DeadlineError after `timeout_s` seconds.
@@ -182,7 +182,7 @@ class Transfer:
             if self._error is not None:
                 raise self._error
             if self._left:
-                raise DeadlineError(f"{self._left} blobs of other ranks did not come within {timeout_s:g} s")
+                raise DeadlineError(f"{self._left} chunks of other ranks did not come within {timeout_s:g} s")
 
     def close(self) -> None:
         """End all connections and threads. A thread that is still in `take` after `JOIN_S` is left running."""

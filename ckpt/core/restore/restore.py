@@ -35,7 +35,7 @@ from ckpt.core.checkpoint import chunks, losses, read
 from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.checkpoint.losses import Loss, Skipped, passed_over
 from ckpt.core.format.columns import I64
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.values import Json
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, in_history
@@ -78,7 +78,7 @@ MOST_LOST = 64  # number of losses that a rank posts
 COMMITS = 8  # number of candidates whose log records all ranks get; for later ones, each rank reads the log
 DESCRIBED = 256 << 20  # characters that all ranks together may post with the candidates
 RETRY_AFTER_S = (0.2, 1.0)
-CONNECT_S, TRANSFER_S = 30.0, 600.0  # timeouts to connect to a rank, and to receive all blobs
+CONNECT_S, TRANSFER_S = 30.0, 600.0  # timeouts to connect to a rank, and to receive all chunks
 OVERRIDDEN = (
     "the checkpoint's settings were taken for %s. To have the script's, set them again after the restore: "
     "docs/guide/state.md"
@@ -143,7 +143,7 @@ class Candidates:
         """
         self._world, self._snapshots, self._acquires = world, snapshots, acquires
         self._urls, self._roots, self._step, self._held_damage = urls, roots, step, held_damage
-        self._here: dict[Attempt, list[HeldSnapshot]] = {}
+        self._here: dict[CheckpointId, list[HeldSnapshot]] = {}
         self.lost: list[Loss] = []  # losses by damage that any rank has found
 
     def gather(self) -> list[RestoreSource]:
@@ -152,21 +152,21 @@ class Candidates:
     def post(self) -> Json:
         """Collect snapshots, and read the logs of tiers for the ranks that share them. Return the post of this rank."""
         for snapshot in self._snapshots:
-            self._here.setdefault(snapshot.attempt, []).append(snapshot)
+            self._here.setdefault(snapshot.checkpoint, []).append(snapshot)
         mine = [i for i in range(len(self._urls)) if self._reads(i)]
         logs = read.run(all_of(_read_log(self._urls[i]) for i in mine)) if mine else []
         tiers: list[Json] = [None] * len(self._urls)
         for i, (log, _) in zip(mine, logs, strict=True):
-            commits: dict[Attempt, Commit] = {**log.state.held, **log.state.commits}
+            commits: dict[CheckpointId, Commit] = {**log.state.held, **log.state.commits}
             tiers[i] = [msgspec.to_builtins(commit) for commit in commits.values()]
         acquires = {*self._acquires, *(a for log, _ in logs for a in log.state.acquires)}
         lost = [*self._held_damage, *(one for _, damage in logs for one in damage)]
         return {
             "step": self._step,
-            "memory": [_held(attempt, parts) for attempt, parts in self._here.items()],
-            "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in acquires],
+            "memory": [_held(checkpoint, parts) for checkpoint, parts in self._here.items()],
+            "acquires": [[a.term, a.nonce, None if a.restored is None else str(a.restored)] for a in acquires],
             "tiers": tiers,
-            "lost": [[one.tier, one.reason, [str(a) for a in one.attempts]] for one in lost[:MOST_LOST]],
+            "lost": [[one.tier, one.reason, [str(a) for a in one.checkpoints]] for one in lost[:MOST_LOST]],
             "described": self._describe_newest(),
         }
 
@@ -180,20 +180,20 @@ class Candidates:
         usable = [a for a in self._here if self._step is None or a.step == self._step]
         if world.size == 1 or not usable:
             return None
-        newest = max(usable, key=lambda a: (a.epoch, a.step))
+        newest = max(usable, key=lambda a: (a.term, a.step))
         try:
             described = self._in_memory(newest).describe()
         except CheckpointError:  # raised again if that step is chosen
             return None
         return [str(newest), described] if len(json.dumps(described)) <= DESCRIBED // world.size else None
 
-    def _in_memory(self, attempt: Attempt, *, undone: bool = False) -> MemorySource:
+    def _in_memory(self, checkpoint: CheckpointId, *, undone: bool = False) -> MemorySource:
         """Return the source of an attempt in memory. The first rank of a node describes all snapshots that it sees.
         Each other rank describes its own snapshot, which may have been sealed later."""
         world = self._world
         describes = None if world.local_rank == 0 else [world.rank]
         alone = world.size == 1
-        return MemorySource(attempt, self._here.get(attempt, ()), alone=alone, undone=undone, describes=describes)
+        return MemorySource(checkpoint, self._here.get(checkpoint, ()), alone=alone, undone=undone, describes=describes)
 
     def choose(self, posts: list[Any]) -> Json:
         """List the checkpoints that are complete in one location, newest first, memory before tiers, undone ones last;
@@ -205,36 +205,41 @@ class Candidates:
         for rank, post in enumerate(posts):
             if post["step"] != step:
                 raise UsageError(f"rank {rank} asks for {_asked(post['step'])}, rank 0 for {_asked(step)}")
-        acquires = {(e, n): Acquire(e, n, r and Attempt.parse(r)) for post in posts for e, n, r in post["acquires"]}
-        owners = sorted(acquires.values(), key=lambda a: a.epoch)
-        found: list[tuple[Attempt, int]] = []  # location 0 is memory, then come the tiers
-        broken: set[Attempt] = set()  # not finite on some rank, so restored only if the step is requested
-        commits: dict[tuple[Attempt, int], dict[int, Json]] = {}  # by the rank that read the log
+        acquires = {
+            (e, n): Acquire(e, n, r and CheckpointId.parse(r)) for post in posts for e, n, r in post["acquires"]
+        }
+        owners = sorted(acquires.values(), key=lambda a: a.term)
+        found: list[tuple[CheckpointId, int]] = []  # location 0 is memory, then come the tiers
+        broken: set[CheckpointId] = set()  # not finite on some rank, so restored only if the step is requested
+        commits: dict[tuple[CheckpointId, int], dict[int, Json]] = {}  # by the rank that read the log
         for place in range(1 + len(self._urls)):
-            parts: dict[Attempt, tuple[int, set[int]]] = {}
+            parts: dict[CheckpointId, tuple[int, set[int]]] = {}
             for reader, post in enumerate(posts):
-                for attempt, size, ranks, finite, commit in _rows(post, place):
-                    parts.setdefault(attempt, (size, set()))[1].update(ranks)
-                    commits.setdefault((attempt, place), {})[reader] = commit
+                for checkpoint, size, ranks, finite, commit in _rows(post, place):
+                    parts.setdefault(checkpoint, (size, set()))[1].update(ranks)
+                    commits.setdefault((checkpoint, place), {})[reader] = commit
                     if finite is False:
-                        broken.add(attempt)
-            found += [(attempt, place) for attempt, (size, ranks) in parts.items() if len(ranks) == size]
-        history = set(in_history(owners, {attempt for attempt, _ in found}))
-        checked = [(attempt, place, attempt not in history) for attempt, place in found]
+                        broken.add(checkpoint)
+            found += [(checkpoint, place) for checkpoint, (size, ranks) in parts.items() if len(ranks) == size]
+        history = set(in_history(owners, {checkpoint for checkpoint, _ in found}))
+        checked = [(checkpoint, place, checkpoint not in history) for checkpoint, place in found]
         if step is None:
             chosen = [one for one in checked if not one[2] and one[0] not in broken]
         else:
             chosen = [one for one in checked if one[0].step == step]
-        chosen.sort(key=lambda one: (one[2], -one[0].epoch, -one[0].step, one[1]))
+        chosen.sort(key=lambda one: (one[2], -one[0].term, -one[0].step, one[1]))
         every = [one for post in posts for one in post["lost"]]
-        gone = {Attempt.parse(text) for _, _, attempts in every for text in attempts}
+        gone = {CheckpointId.parse(text) for _, _, checkpoints in every for text in checkpoints}
         if step is None:
             gone &= set(in_history(owners, gone))
         candidates = []
-        for number, (attempt, place, undone) in enumerate(chosen):
+        for number, (checkpoint, place, undone) in enumerate(chosen):
             carried = place > 0 and (number < COMMITS or self._partial(place - 1))
-            candidates.append([str(attempt), place, undone, commits[attempt, place] if carried else {}])
-        lost = [[tier, reason, [a for a in attempts if Attempt.parse(a) in gone]] for tier, reason, attempts in every]
+            candidates.append([str(checkpoint), place, undone, commits[checkpoint, place] if carried else {}])
+        lost = [
+            [tier, reason, [a for a in checkpoints if CheckpointId.parse(a) in gone]]
+            for tier, reason, checkpoints in every
+        ]
         return {"candidates": candidates, "lost": lost, "described": _described(posts, candidates)}
 
     def _partial(self, tier: int) -> bool:
@@ -242,10 +247,10 @@ class Candidates:
 
     def sources(self, chosen: Json) -> list[RestoreSource]:
         """Return the chosen checkpoints as sources that this rank can read."""
-        self.lost = [Loss(tier, reason, tuple(map(Attempt.parse, ids))) for tier, reason, ids in chosen["lost"]]
+        self.lost = [Loss(tier, reason, tuple(map(CheckpointId.parse, ids))) for tier, reason, ids in chosen["lost"]]
         places: dict[str, list[int]] = {}
-        for attempt, place, *_ in chosen["candidates"]:
-            places.setdefault(attempt, []).append(place)
+        for checkpoint, place, *_ in chosen["candidates"]:
+            places.setdefault(checkpoint, []).append(place)
         found = [self._source(*one, places=places[one[0]]) for one in chosen["candidates"]]
         if found and chosen["described"] is not None:
             found[0].described = chosen["described"]
@@ -255,14 +260,14 @@ class Candidates:
         self, text: str, place: int, undone: bool, commits: dict[str, Json], *, places: Sequence[int]
     ) -> RestoreSource:
         """`places`: all locations that have this checkpoint."""
-        attempt, world, tier = Attempt.parse(text), self._world, place - 1
+        checkpoint, world, tier = CheckpointId.parse(text), self._world, place - 1
         if place == 0:
-            return self._in_memory(attempt, undone=undone)
+            return self._in_memory(checkpoint, undone=undone)
         reader = self._roots[tier][world.rank]
         commit = {int(rank): one for rank, one in commits.items()}.get(reader)
         return StoreSource(
             self._urls[tier],
-            attempt,
+            checkpoint,
             None if commit is None else msgspec.convert(commit, Commit),
             partial=self._partial(tier),
             undone=undone,
@@ -287,30 +292,30 @@ async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
         await asyncio.sleep(chunks.LONGEST_PAUSE_S / 2)
 
 
-def _held(attempt: Attempt, parts: list[HeldSnapshot]) -> Json:
+def _held(checkpoint: CheckpointId, parts: list[HeldSnapshot]) -> Json:
     """Return a checkpoint in the memory of this node: id, number of saving ranks, ranks here, False if not finite."""
     finite = False if any(s.label.finite is False for s in parts) else None
-    return [str(attempt), parts[0].layout.world, [s.layout.rank for s in parts], finite]
+    return [str(checkpoint), parts[0].layout.world, [s.layout.rank for s in parts], finite]
 
 
-def _rows(post: Any, place: int) -> Iterator[tuple[Attempt, int, list[int], bool | None, Json]]:
+def _rows(post: Any, place: int) -> Iterator[tuple[CheckpointId, int, list[int], bool | None, Json]]:
     """Yield the checkpoints that a rank posted for a location, in the same form for memory and tiers."""
     if place == 0:
         for text, size, ranks, finite in post["memory"]:
-            yield Attempt.parse(text), size, ranks, finite, None
+            yield CheckpointId.parse(text), size, ranks, finite, None
     for row in post["tiers"][place - 1] or () if place else ():
         commit = msgspec.convert(row, Commit)
-        yield commit.attempt, commit.world, [rank for rank, _ in commit.parts], commit.finite, row
+        yield commit.checkpoint, commit.world, [rank for rank, _ in commit.parts], commit.finite, row
 
 
 def _described(posts: list[Any], candidates: list[Json]) -> Json:
     """Return the descriptions of the first candidate, or None if they are not complete."""
     if not candidates or candidates[0][1] > 0:
         return None
-    attempt = candidates[0][0]
+    checkpoint = candidates[0][0]
     described = [post["described"] for post in posts]
-    parts = [one[1] for one in described if one is not None and one[0] == attempt]
-    held = {rank for post in posts for text, _, ranks, _ in post["memory"] if text == attempt for rank in ranks}
+    parts = [one[1] for one in described if one is not None and one[0] == checkpoint]
+    held = {rank for post in posts for text, _, ranks, _ in post["memory"] if text == checkpoint for rank in ranks}
     return parts if {part["layout"]["rank"] for each in parts for part in each} == held else None
 
 
@@ -324,7 +329,7 @@ def _asked(step: int | None) -> str:
 class NewTerm(Protocol):
     """Begins a term, so that the history continues from the restored checkpoint."""
 
-    def lead(self, restored: Attempt) -> Json:
+    def lead(self, restored: CheckpointId) -> Json:
         """Return the term for the other ranks. Called on rank 0 once all are restored. Raises no CheckpointError."""
 
 
@@ -349,27 +354,27 @@ def restore_first(
     newer one would never be restored.
     """
     job = _Job(world, capture, result, strict, on_touch, term)
-    unreadable: tuple[Attempt, str, CheckpointError] | None = None
+    unreadable: tuple[CheckpointId, str, CheckpointError] | None = None
     for source in sources:
-        if unreadable is not None and source.attempt != unreadable[0]:
+        if unreadable is not None and source.checkpoint != unreadable[0]:
             break
         error = _problem(job, source)
         if error is None:
-            result.step, result.id, result.tier = source.attempt.step, str(source.attempt), source.tier
+            result.step, result.id, result.tier = source.checkpoint.step, str(source.checkpoint), source.tier
             result.repaired = list(source.repaired)
-            _report_lost(world, lost, source.attempt, result, step)
+            _report_lost(world, lost, source.checkpoint, result, step)
             return source
         if is_unreadable(error):
-            unreadable = unreadable or (source.attempt, source.tier, error)
-            logger.warning("step %d in %s cannot be read now: %s", source.attempt.step, source.tier, error)
+            unreadable = unreadable or (source.checkpoint, source.tier, error)
+            logger.warning("step %d in %s cannot be read now: %s", source.checkpoint.step, source.tier, error)
             continue
-        result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
+        result.skipped.append(Skipped(source.checkpoint.step, source.tier, str(error)))
         advice = "" if source.tier == "memory" else f" (`ckpt repair {source.tier}` may mend it)"
-        logger.warning("step %d in %s cannot be used%s: %s", source.attempt.step, source.tier, advice, error)
+        logger.warning("step %d in %s cannot be used%s: %s", source.checkpoint.step, source.tier, advice, error)
     if unreadable is not None:
-        attempt, tier, why = unreadable
+        checkpoint, tier, why = unreadable
         raise UnreadableError(
-            f"step {attempt.step} in {tier} cannot be read now and may be intact, so no older step was restored: {why}",
+            f"step {checkpoint.step} in {tier} cannot be read now and may be intact, so no older one is used: {why}",
             retryable=why.retryable,
         )
     _report_lost(world, lost, None, result, step)
@@ -407,7 +412,7 @@ def _problem(job: _Job, source: RestoreSource) -> CheckpointError | None:
 
 
 def _report_lost(
-    world: World, lost: Sequence[Loss], chosen: Attempt | None, result: Restored, step: int | None
+    world: World, lost: Sequence[Loss], chosen: CheckpointId | None, result: Restored, step: int | None
 ) -> None:
     """Log losses once, on rank 0, and list them in `result` on every rank."""
     missed = passed_over(lost, chosen, step=step)
@@ -452,7 +457,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
         point("restore.filled")
 
         def end(damaged: list[Any]) -> Json:
-            return {"damaged": any(damaged), "term": None if term is None else term.lead(source.attempt)}
+            return {"damaged": any(damaged), "term": None if term is None else term.lead(source.checkpoint)}
 
         ended = together(world, "finish", rank.finish, end)
     finally:
@@ -496,12 +501,12 @@ class _RankRestore:
         return post
 
     def fill(self, posts: list[Any], direct: bool) -> None:
-        """Read this rank's share, keep the blobs it needs, send those that others need, and receive the rest."""
+        """Read this rank's share, keep the chunks it needs, send those that others need, and receive the rest."""
         source, world, result = self._source, self._job.world, self._job.result
         lengths = source.saved.table.length
         if self._transfer is None:
-            source.read(self._filler.blobs, self._filler.add, self._filler.places)
-            result.nbytes, result.nbytes_received = int(lengths[self._filler.blobs].sum()), 0
+            source.read(self._filler.chunks, self._filler.add, self._filler.places)
+            result.nbytes, result.nbytes_received = int(lengths[self._filler.chunks].sum()), 0
             return
         # Each rank reads from the page cache or shared memory faster than from another rank. `direct`: the network
         # between the ranks has failed.
@@ -519,20 +524,20 @@ class _RankRestore:
         result.nbytes, result.nbytes_received = int(lengths[reads].sum()), int(lengths[expects].sum())
 
     def _share(self, transfer: Transfer, work: Work, reads: list[int], contacts: list[Any]) -> None:
-        mine, filler, nodes = set(self._filler.blobs), self._filler, self._job.world.nodes
+        mine, filler, nodes = set(self._filler.chunks), self._filler, self._job.world.nodes
         number_of = dict(zip(reads, work.reads, strict=True))
 
-        def sink(blob: int, data: memoryview) -> None:
-            if blob in mine:
-                filler.add(blob, data)
-            for rank in work.recipients[number_of[blob]]:
-                transfer.send(rank, number_of[blob], data)
+        def sink(chunk: int, data: memoryview) -> None:
+            if chunk in mine:
+                filler.add(chunk, data)
+            for rank in work.recipients[number_of[chunk]]:
+                transfer.send(rank, number_of[chunk], data)
 
-        def room(blobs: I64) -> I64:
-            found = np.zeros(len(blobs), np.int64)
-            only = [blob in mine and not work.recipients[number_of[blob]] for blob in blobs.tolist()]
+        def room(chunks: I64) -> I64:
+            found = np.zeros(len(chunks), np.int64)
+            only = [chunk in mine and not work.recipients[number_of[chunk]] for chunk in chunks.tolist()]
             here = np.array(only, np.bool_)
-            found[here] = filler.places(blobs[here])
+            found[here] = filler.places(chunks[here])
             return found
 
         transfer.receive(work.expects, contacts, nodes, verified(self._source.saved, filler), CONNECT_S)

@@ -1,15 +1,15 @@
 """Reads one checkpoint in one location: snapshots in the memory of this node, or a store.
 
-`open` creates its `SavedState`, and `read` reads its blobs and verifies each before use. If no rank can see all of a
+`open` creates its `SavedState`, and `read` reads its chunks and verifies each before use. If no rank can see all of a
 checkpoint (in memory, or on node-local disks), each rank first describes its parts with `describe`.
 
-Divides the reads of a restore among ranks: each rank posts the blobs that it needs, then computes what it reads.
+Divides the reads of a restore among ranks: each rank posts the chunks that it needs, then computes what it reads.
 
-If possible, a rank reads the blobs that it needs itself, from the memory and the folders of its node. Otherwise another
-rank sends them. If several ranks of a node need the same blob from a bucket, one downloads it and sends it to the
-others. `assign` decides this. It is pure, so every rank computes the same result.
+If possible, a rank reads the chunks that it needs itself, from the memory and the folders of its node. Otherwise
+another rank sends them. If several ranks of a node need the same chunk from a bucket, one downloads it and sends it to
+the others. `assign` decides this. It is pure, so every rank computes the same result.
 
-Ranks post global blob numbers, because a rank may have the chunk tables of only a few ranks.
+Ranks post global chunk numbers, because a rank may have the chunk tables of only a few ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.write import build_table
 from ckpt.core.format.boxes import Box
 from ckpt.core.format.columns import I64
-from ckpt.core.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.core.format.digest import DIGEST_SIZE, chunk_digest
 from ckpt.core.format.kernels import Room, put
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, SharedLayout, data_key, rank_of
+from ckpt.core.format.manifest import CheckpointId, SharedLayout, data_key, rank_of
 from ckpt.core.format.saved_state import Key, SavedState
 from ckpt.core.format.table import Table
 from ckpt.core.format.values import Json
@@ -50,7 +50,7 @@ MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
 
 Mask = npt.NDArray[np.bool_]
 Sink = Callable[[int, memoryview], None]
-"""`sink(blob, bytes)`: called from several threads; the memory is only valid until it returns."""
+"""`sink(chunk, bytes)`: called from several threads; the memory is only valid until it returns."""
 
 
 class RestoreSource(ABC):
@@ -62,8 +62,8 @@ class RestoreSource(ABC):
     - `term`: what rank 0 returned when it began a term with this checkpoint.
     """
 
-    def __init__(self, attempt: Attempt, tier: str, *, partial: bool, undone: bool) -> None:
-        self.attempt, self.tier, self.partial, self.undone = attempt, tier, partial, undone
+    def __init__(self, checkpoint: CheckpointId, tier: str, *, partial: bool, undone: bool) -> None:
+        self.checkpoint, self.tier, self.partial, self.undone = checkpoint, tier, partial, undone
         self.described: list[Json] | None = None
         self.repaired: list[str] = []
         self.damaged = False
@@ -94,20 +94,20 @@ class RestoreSource(ABC):
 
     @abstractmethod
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
-        """Extend `saved` by the blobs that contain these boxes of these tensors."""
+        """Extend `saved` by the chunks that contain these boxes of these tensors."""
 
     @abstractmethod
     def readable(self) -> Mask:
-        """Return which blobs of `saved` this rank can read."""
+        """Return which chunks of `saved` this rank can read."""
 
     @abstractmethod
-    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
-        """Read and verify blobs, and pass them to `sink`, or write them to the addresses that `room` returns. If this
+    def read(self, chunks: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        """Read and verify chunks, and pass them to `sink`, or write them to the addresses that `room` returns. If this
         fails, the written data must not be used."""
 
     @property
     def remote(self) -> bool:
-        """Return True if a read needs a network request. Then the ranks of a node share the blobs that they read."""
+        """Return True if a read needs a network request. Then the ranks of a node share the chunks that they read."""
         return False
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class RestoreSource(ABC):
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None if unknown.
+    """A sealed slot of an arena on this node. `digests`: of all chunks, then of the plain values; None if unknown.
     `late`: they were computed so late that they do not reveal earlier damage."""
 
     arena: Arena
@@ -127,9 +127,9 @@ class HeldSnapshot:
     late: bool = False
 
     @property
-    def attempt(self) -> Attempt:
-        assert self.label.attempt is not None
-        return self.label.attempt
+    def checkpoint(self) -> CheckpointId:
+        assert self.label.checkpoint is not None
+        return self.label.checkpoint
 
     def layout_or(self, known: Layout | None) -> Layout:
         """Return its layout, which is `known` if their digests are equal."""
@@ -141,7 +141,9 @@ class HeldSnapshot:
     def check(self) -> None:
         """Raise CorruptError if the snapshot was overwritten, or does not have the size of its layout."""
         if self.arena.settled(self.slot) != self.label:
-            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten while it was read")
+            raise CorruptError(
+                f"the snapshot of step {self.checkpoint.step} in memory was overwritten while it was read"
+            )
         if self.label.data_size != self.layout.arrangement.data_size:
             raise CorruptError("the snapshot in memory is of another size than its layout")
 
@@ -151,7 +153,7 @@ class MemorySource(RestoreSource):
 
     def __init__(
         self,
-        attempt: Attempt,
+        checkpoint: CheckpointId,
         snapshots: Sequence[HeldSnapshot],
         *,
         alone: bool,
@@ -159,7 +161,7 @@ class MemorySource(RestoreSource):
         describes: Iterable[int] | None = None,
     ) -> None:
         """`describes`: the ranks whose snapshots this rank describes, by default all."""
-        super().__init__(attempt, "memory", partial=not alone, undone=undone)
+        super().__init__(checkpoint, "memory", partial=not alone, undone=undone)
         self._here = {s.layout.rank: s for s in snapshots}
         self._describes = set(self._here if describes is None else describes)
         self._digested: set[int] = set()  # ranks whose digests are known
@@ -193,7 +195,7 @@ class MemorySource(RestoreSource):
         if missing := sorted(set(range(world)) - seen.keys()):
             raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
         ranks = [seen[rank] for rank in range(world)]
-        tables = [build_table(la, data_key(self.attempt, la.rank), digests, 0) for la, _, digests in ranks]
+        tables = [build_table(la, data_key(self.checkpoint, la.rank), digests, 0) for la, _, digests in ranks]
         self._digested = {la.rank for la, _, digests in ranks if digests is not None}
         digested = len(self._digested) == world
         layouts = [layout for layout, _, _ in ranks]
@@ -204,16 +206,16 @@ class MemorySource(RestoreSource):
         return self.saved.digested and not self._late
 
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
-        """Do nothing, because all blobs are already known."""
+        """Do nothing, because all chunks are already known."""
 
     def readable(self) -> Mask:
         table = self.saved.table
-        here = np.array([rank_of(key) in self._here for key in table.packs], np.bool_)
-        return here[table.pack]
+        here = np.array([rank_of(key) in self._here for key in table.files], np.bool_)
+        return here[table.file]
 
-    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
-        numbers, table = np.array(blobs, np.int64), self.saved.table
-        ranks = np.array([rank_of(key) for key in table.packs], np.int64)[table.pack[numbers]]
+    def read(self, chunks: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        numbers, table = np.array(chunks, np.int64), self.saved.table
+        ranks = np.array([rank_of(key) for key in table.files], np.int64)[table.file[numbers]]
         with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
             works = [
                 pool.submit(self._read, self._here[rank], part, sink, room)
@@ -225,27 +227,27 @@ class MemorySource(RestoreSource):
         for snapshot in self._here.values():
             snapshot.check()  # another process may have overwritten it while we read
 
-    def _read(self, snapshot: HeldSnapshot, blobs: I64, sink: Sink, room: Room | None) -> None:
+    def _read(self, snapshot: HeldSnapshot, chunks: I64, sink: Sink, room: Room | None) -> None:
         table, memory = self.saved.table, snapshot.arena.data(snapshot.slot)
         digested = snapshot.layout.rank in self._digested
-        places = np.zeros(len(blobs), np.int64) if room is None else room(blobs)
-        there = blobs[places > 0]
+        places = np.zeros(len(chunks), np.int64) if room is None else room(chunks)
+        there = chunks[places > 0]
         offsets, lengths = table.offset[there], table.length[there]
         for i in put(memory, offsets, lengths, table.digest[there] if digested else None, places[places > 0]):
             raise self._damaged(int(there[i]))
-        others = blobs[places == 0]
+        others = chunks[places == 0]
         rows = zip(others.tolist(), table.offset[others].tolist(), table.length[others].tolist(), strict=True)
-        for blob, offset, length in rows:
+        for chunk, offset, length in rows:
             data = memory[offset : offset + length]
             if snapshot.layout.accelerated and offset // LOCK != (offset + length - 1) // LOCK:
                 # A device cannot copy memory that crosses the end of a page-locked piece.
                 data = memoryview(bytearray(data))
-            if digested and blob_digest(data) != table.digest[blob].tobytes():
-                raise self._damaged(blob)
-            sink(blob, data)
+            if digested and chunk_digest(data) != table.digest[chunk].tobytes():
+                raise self._damaged(chunk)
+            sink(chunk, data)
 
-    def _damaged(self, blob: int) -> CorruptError:
-        name = self.saved.table.name_of(blob)
+    def _damaged(self, chunk: int) -> CorruptError:
+        name = self.saved.table.name_of(chunk)
         return CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
 
     @property
@@ -266,18 +268,18 @@ def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | No
         yield Layout.from_json(one["layout"]), one["values"].encode(), digests, bool(one["late"])
 
 
-def _shares(blobs: I64, length: I64) -> list[I64]:
-    """Divide blobs into one group per thread, with about the same number of bytes each."""
-    ends = np.cumsum(length[blobs])
+def _shares(chunks: I64, length: I64) -> list[I64]:
+    """Divide chunks into one group per thread, with about the same number of bytes each."""
+    ends = np.cumsum(length[chunks])
     cuts = np.searchsorted(ends, np.linspace(0, ends[-1], MEMORY_THREADS + 1)[1:-1])
-    return [part for part in np.split(blobs, cuts) if len(part)]
+    return [part for part in np.split(chunks, cuts) if len(part)]
 
 
 def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
     if digests is not None:
-        if len(digests) != (layout.arrangement.blob_starts[-1] + 1) * DIGEST_SIZE:
+        if len(digests) != (layout.arrangement.chunk_starts[-1] + 1) * DIGEST_SIZE:
             raise CorruptError("the digests of the snapshot in memory are of another layout")
-        if digests[-DIGEST_SIZE:] != blob_digest(text):
+        if digests[-DIGEST_SIZE:] != chunk_digest(text):
             raise CorruptError("the plain values of the snapshot in memory do not match their digest")
     try:
         values = json.loads(text)
@@ -295,7 +297,7 @@ class StoreSource(RestoreSource):
     def __init__(
         self,
         url: str,
-        attempt: Attempt,
+        checkpoint: CheckpointId,
         commit: Commit | None,
         *,
         partial: bool = False,
@@ -307,7 +309,7 @@ class StoreSource(RestoreSource):
         - `others`: tiers with the same checkpoint, from which damaged data is read instead.
         - `describing`: this rank describes a `partial` checkpoint for all ranks of its node.
         """
-        super().__init__(attempt, url, partial=partial, undone=undone)
+        super().__init__(checkpoint, url, partial=partial, undone=undone)
         self._commit, self._others, self._describing = commit, others, describing
 
     def describe(self) -> Json:
@@ -338,7 +340,9 @@ class StoreSource(RestoreSource):
             layouts.append(Layout.of_manifest(shared, rank, part["world"], table.columns.specs()))
             tables.append(table)
         if not layouts or len(layouts) != layouts[0].world:
-            raise CorruptError(f"the disks that can be reached hold {len(layouts)} parts of step {self.attempt.step}")
+            raise CorruptError(
+                f"the disks that can be reached hold {len(layouts)} parts of step {self.checkpoint.step}"
+            )
         self._saved = SavedState(layouts, [parts[rank]["values"] for rank in sorted(parts)], tables)
 
     @property
@@ -356,9 +360,9 @@ class StoreSource(RestoreSource):
     async def _open(self, known: Layout | None) -> SavedState:
         async with read.opened(self.tier) as store:
             if self._commit is None:  # the ranks agreed on it, and its log record was not posted
-                self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
+                self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.checkpoint)
             if self._commit is None:
-                raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
+                raise CorruptError(f"step {self.checkpoint.step} is not in {self.tier} any more")
             found = await read.consists_of(store, self._commit)
         return read.saved_by(found, self._commit, (self.tier, *self._others), self.repaired.append, known)
 
@@ -370,20 +374,20 @@ class StoreSource(RestoreSource):
         if not self.partial:
             return np.ones(len(table.length), np.bool_)
         mine = {rank for rank, _ in self._commit.parts} if self._commit is not None else set()
-        return np.array([rank_of(key) in mine for key in table.packs], np.bool_)[table.pack]
+        return np.array([rank_of(key) in mine for key in table.files], np.bool_)[table.file]
 
-    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
-        read.run(self._read(blobs, sink, room))
+    def read(self, chunks: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        read.run(self._read(chunks, sink, room))
 
-    async def _read(self, blobs: Sequence[int], sink: Sink, room: Room | None) -> None:
+    async def _read(self, chunks: Sequence[int], sink: Sink, room: Room | None) -> None:
         async with read.opened(self.tier) as store:
             self.repaired += await read.fetch_repaired(
-                store, self.attempt, self.saved.table, blobs, sink, self._others, room
+                store, self.checkpoint, self.saved.table, chunks, sink, self._others, room
             )
 
 
 async def fill_from_store(
-    url: str, attempt: Attempt, saved: SavedState, fills: Mapping[Key, list[Target]], others: Sequence[str] = ()
+    url: str, checkpoint: CheckpointId, saved: SavedState, fills: Mapping[Key, list[Target]], others: Sequence[str] = ()
 ) -> None:
     """Read and verify the data of these targets from a checkpoint in a store, without agreement between ranks.
 
@@ -393,7 +397,7 @@ async def fill_from_store(
     saved = await asyncio.to_thread(saved.narrowed, boxes)
     filler = Filler(saved, fills)
     async with read.opened(url) as store:
-        await read.fetch_repaired(store, attempt, saved.table, filler.blobs, filler.add, others, filler.places)
+        await read.fetch_repaired(store, checkpoint, saved.table, filler.chunks, filler.add, others, filler.places)
     filler.finish()
 
 
@@ -434,7 +438,7 @@ def _unclaimed(saved: SavedState, wanted: Mask) -> list[str]:
 
 def wanted_tensors(saved: SavedState, filler: Filler) -> str:
     """Return the tensors of which this rank needs any part, for `fitting`."""
-    shards = np.unique(saved.shard_of_blob[filler.blobs])
+    shards = np.unique(saved.shard_of_chunk[filler.chunks])
     place = {key: i for i, key in enumerate(saved.keys)}
     names, instances = saved.table.columns.names, saved.table.columns.instance
     found = np.zeros(len(place), np.bool_)
@@ -443,13 +447,13 @@ def wanted_tensors(saved: SavedState, filler: Filler) -> str:
 
 
 def wishes(source: RestoreSource, filler: Filler) -> dict[str, Json]:
-    """Return the post of a rank: the tensors and blobs that it needs, their sizes, and readable blobs (None: all)."""
+    """Return the post of a rank: the tensors and chunks that it needs, their sizes, and readable chunks (None: all)."""
     saved, readable = source.saved, source.readable()
-    can = None if readable.all() else _pack_numbers(saved.numbers[readable[: saved.table.owned]])
+    can = None if readable.all() else _file_numbers(saved.numbers[readable[: saved.table.owned]])
     return {
         "tensors": wanted_tensors(saved, filler),
-        "wants": _pack_numbers(saved.numbers[filler.blobs]),
-        "sizes": _pack(saved.table.length[filler.blobs].astype("<i4")),
+        "wants": _file_numbers(saved.numbers[filler.chunks]),
+        "sizes": _pack(saved.table.length[filler.chunks].astype("<i4")),
         "can": can,
     }
 
@@ -460,27 +464,27 @@ def _who(saved: SavedState, name: str) -> str:
 
 
 def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], None]:
-    """Return a function that checks the digest of a blob from another rank again, and fills it in."""
-    local = dict(zip(saved.numbers[filler.blobs].tolist(), filler.blobs, strict=True))
+    """Return a function that checks the digest of a chunk from another rank again, and fills it in."""
+    local = dict(zip(saved.numbers[filler.chunks].tolist(), filler.chunks, strict=True))
 
     def take(number: int, data: memoryview) -> None:
-        blob = local[number]
-        expected = int(saved.table.length[blob])
-        if len(data) != expected or (saved.digested and blob_digest(data) != saved.table.digest[blob].tobytes()):
+        chunk = local[number]
+        expected = int(saved.table.length[chunk])
+        if len(data) != expected or (saved.digested and chunk_digest(data) != saved.table.digest[chunk].tobytes()):
             # The checkpoint may be intact, so the retry lets each rank read for itself.
             raise TransferError(
                 f"a piece of a tensor ({number}) was damaged on its way from another rank", retryable=True
             )
-        filler.add(blob, data)
+        filler.add(chunk, data)
 
     return take
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a rank, with global blob numbers.
+    """The work of a rank, with global chunk numbers.
 
-    `recipients`: for each blob that it reads, the other ranks that get it. `expects`: the blobs it gets, by sender.
+    `recipients`: for each chunk that it reads, the other ranks that get it. `expects`: the chunks it gets, by sender.
     """
 
     reads: list[int]
@@ -516,8 +520,8 @@ def divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
 class RankReads:
     """The reads and transfers of a rank.
 
-    - `reads`: the blobs that it reads, ascending. `recipients`: for each of them, the other ranks that get it.
-    - `expects`: the blobs that it gets from others, ascending. `senders`: for each of them, the rank that reads it.
+    - `reads`: the chunks that it reads, ascending. `recipients`: for each of them, the other ranks that get it.
+    - `expects`: the chunks that it gets from others, ascending. `senders`: for each of them, the rank that reads it.
     """
 
     reads: I64
@@ -529,10 +533,10 @@ class RankReads:
 def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence[int]) -> RankReads:
     """Return the work of `rank`. With the same arguments, the results for the ranks are consistent.
 
-    `sizes`: bytes of each blob. `wants` and `can_read`: ranks x blobs. `nodes`: the node of each rank. If a node needs
-    a blob and can read it, one rank reads it, preferably one that needs it. If no rank of the node can read it, a rank
-    of another node sends it, preferably one that reads it for its own node. Ranks read about the same number of bytes,
-    in runs that are as long as possible. Raises StoreError if no rank can read a blob that is needed.
+    `sizes`: bytes of each chunk. `wants` and `can_read`: ranks x chunks. `nodes`: the node of each rank. If a node
+    needs a chunk and can read it, one rank reads it, preferably one that needs it. If no rank of the node can read it,
+    a rank of another node sends it, preferably one that reads it for its own node. Ranks read about the same number of
+    bytes, in runs that are as long as possible. Raises StoreError if no rank can read a chunk that is needed.
     """
     lost = int(np.count_nonzero(wants.any(0) & ~can_read.any(0)))
     if lost:
@@ -553,14 +557,14 @@ def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence
 
 
 def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.intp], own: int) -> npt.NDArray[np.int32]:
-    """Return (nodes x blobs) the rank that reads a blob for the ranks of a node, or -1 if none of them needs it.
+    """Return (nodes x chunks) the rank that reads a chunk for the ranks of a node, or -1 if none of them needs it.
 
     If no node depends on another one, fill only the row of node `own`, so that the time does not grow with the job.
     """
     members = [np.flatnonzero(node == n) for n in range(int(node.max()) + 1)]
     wanted = np.array([wants[ranks].any(0) for ranks in members])
     needed = wanted & ~np.array([can_read[ranks].any(0) for ranks in members])
-    far = np.flatnonzero(needed.any(0))  # blobs that some node needs but cannot read itself
+    far = np.flatnonzero(needed.any(0))  # chunks that some node needs but cannot read itself
     source, load = np.full(wanted.shape, -1, np.int32), np.zeros(node.size, np.int64)
     for n in range(len(members)) if far.size else [own]:
         able, both = can_read[members[n]], wants[members[n]] & can_read[members[n]]
@@ -578,21 +582,21 @@ def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.int
 
 
 def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, reader: npt.NDArray[np.int32]) -> None:
-    """Assign each blob to one of its eligible ranks, in `reader`, and count its bytes in `load`.
+    """Assign each chunk to one of its eligible ranks, in `reader`, and count its bytes in `load`.
 
-    Blobs with the same eligible ranks are assigned in runs, the first to the rank with the least load. Each run has the
-    length that equalizes the load. All numbers are integers, so that every machine computes the same result.
+    Chunks with the same eligible ranks are assigned in runs, the first to the rank with the least load. Each run has
+    the length that equalizes the load. All numbers are integers, so that every machine computes the same result.
     """
-    for rows, blobs in _groups(eligible):
+    for rows, chunks in _groups(eligible):
         able = ranks[rows]
         able = able[np.argsort(load[able], kind="stable")]
-        ends = np.cumsum(sizes[blobs])
+        ends = np.cumsum(sizes[chunks])
         total = int(ends[-1])
         before = load[able]
         levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # if the first 1, 2, 3 … ranks read all
         shares = np.minimum(np.cumsum(np.maximum(levels.min() - before, 0)), total)
-        cuts = np.searchsorted(2 * ends - sizes[blobs], 2 * shares, side="right")  # by the middle of each blob
-        reader[blobs] = np.repeat(able, np.diff(cuts, prepend=0))
+        cuts = np.searchsorted(2 * ends - sizes[chunks], 2 * shares, side="right")  # by the middle of each chunk
+        reader[chunks] = np.repeat(able, np.diff(cuts, prepend=0))
         load[able] += np.diff(np.concatenate([[0], ends])[cuts], prepend=0)
 
 
@@ -607,10 +611,10 @@ def _groups(table: Bools) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.int
 
 
 def known(saved: SavedState, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
-    """Return the blobs of this rank's table that have these global numbers."""
+    """Return the chunks of this rank's table that have these global numbers."""
     found = np.minimum(np.searchsorted(saved.numbers, numbers), max(0, len(saved.numbers) - 1))
     if (saved.numbers[found] != np.asarray(numbers, np.int64)).any():
-        raise CorruptError("the ranks do not mean the same by the numbers of blobs")
+        raise CorruptError("the ranks do not mean the same by the numbers of chunks")
     return found
 
 
@@ -626,7 +630,7 @@ def _unpack_mask(text: str, count: int) -> Mask:
     return np.unpackbits(np.frombuffer(_unpack(text), np.uint8), count=count).astype(np.bool_)
 
 
-def _pack_numbers(ascending: npt.NDArray[np.int64]) -> str:
+def _file_numbers(ascending: npt.NDArray[np.int64]) -> str:
     """Pack the differences between numbers, which compress well because they are similar."""
     return _pack(np.diff(ascending, prepend=0).astype("<i8"))
 

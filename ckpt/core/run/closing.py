@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.heartbeat import LEAVING, OPENING, RESTORING
 from ckpt.core.ipc.messages import Persist, SavedInTier
 from ckpt.core.log.run_log import Acquire
@@ -97,7 +97,7 @@ class Departures:
         posted.wait(POST_S)
 
     def _post(self, how: str, posted: threading.Event) -> None:
-        sealed = [attempt for attempt, _ in self._saver.sealed()]
+        sealed = [checkpoint for checkpoint, _ in self._saver.sealed()]
         step = self._run.step if self._run.stepped else None
         post = {"how": how, "step": step, "has": sorted({*sealed, *self._saver.sent})}
         try:
@@ -123,17 +123,17 @@ class Departures:
             for save in self._saver.under_way():
                 self._fail_if_missing(save.id, at_once=all_left)
 
-    def _fail_if_missing(self, attempt: str, *, at_once: bool) -> None:
+    def _fail_if_missing(self, checkpoint: str, *, at_once: bool) -> None:
         """Fail a save that lacks a departed rank's part. Ranks that do not commit wait for a second check."""
-        missing = [rank for rank, post in sorted(self._posts.items()) if attempt not in post["has"]]
+        missing = [rank for rank, post in sorted(self._posts.items()) if checkpoint not in post["has"]]
         if not missing:
             return
         supervisor = self._run.supervisor
-        if at_once or attempt in self._seen or any(role.place == 0 for role in supervisor.run.roles):
-            parsed = Attempt.parse(attempt)
+        if at_once or checkpoint in self._seen or any(role.place == 0 for role in supervisor.run.roles):
+            parsed = CheckpointId.parse(checkpoint)
             reason = f"{self.describe(missing[0])} and saved no step {parsed.step}"
             supervisor.writes.retract(parsed, reason)
-        self._seen.add(attempt)
+        self._seen.add(checkpoint)
 
     def describe(self, rank: int) -> str:
         """Describe how far a departed rank had trained."""
@@ -348,11 +348,11 @@ class Closing:
         timeout_s = max(0.1, min(world.timeout_s, end - time.monotonic()))
         dead = lambda: self._run.dead_ranks  # noqa: E731
         common = world.agree("close", saver.sealed(), _worth_keeping, timeout_s=timeout_s, dead=dead)
-        attempt = None if not common else Attempt.parse(common[0])
-        saver.finite = saver.in_memory(Attempt.parse(common[1])) if len(common) > 1 else None
-        if attempt is not None and saver.newest is not None and saver.newest.attempt == attempt:
+        checkpoint = None if not common else CheckpointId.parse(common[0])
+        saver.finite = saver.in_memory(CheckpointId.parse(common[1])) if len(common) > 1 else None
+        if checkpoint is not None and saver.newest is not None and saver.newest.checkpoint == checkpoint:
             return
-        common_step = None if attempt is None else saver.in_memory(attempt)
+        common_step = None if checkpoint is None else saver.in_memory(checkpoint)
         saver.last, saver.newest = None, common_step
 
     def _write_last(self, end: float, why: str) -> None:
@@ -363,10 +363,10 @@ class Closing:
             last.copied.wait(max(0.0, end - time.monotonic()))
             # If the last snapshot failed, an earlier one in memory is the newest.
             there = last.place is not None or last.stored
-            if there and (newest is None or newest.attempt < last.attempt):
+            if there and (newest is None or newest.checkpoint < last.checkpoint):
                 newest = last
         if self._run.world.size == 1 and len(worth := _worth_keeping([saver.sealed()])) > 1:
-            saver.finite = saver.in_memory(Attempt.parse(worth[1]))
+            saver.finite = saver.in_memory(CheckpointId.parse(worth[1]))
         self._warn_if_lost(newest, why)
         if newest is None or not (stepped or not newest.writes):
             return
@@ -381,7 +381,7 @@ class Closing:
     def _warn_if_lost(self, newest: Snapshot | None, why: str) -> None:
         """Log one warning if the newest saved step is not the last step."""
         restored, last = self._run.supervisor.owner.restored, self._run.step
-        kept = newest.attempt.step if newest else restored.step if restored is not None else None
+        kept = newest.checkpoint.step if newest else restored.step if restored is not None else None
         if self._saver.committed is not None:
             kept = max(kept if kept is not None else -1, self._saver.committed)
         speaks = bool(why) or self._run.world.rank == 0
@@ -427,9 +427,9 @@ def _add(error: BaseException, failure: CheckpointError) -> None:
 
 def _worth_keeping(posts: list[Any]) -> list[str]:
     """Return the newest attempt that all ranks hold; if it is not finite, also the newest finite one. Pure."""
-    common = set.intersection(*({attempt for attempt, _ in post} for post in posts))
-    sound = common - {attempt for post in posts for attempt, fine in post if not fine}
-    newest = [max(some, key=Attempt.parse) for some in (common, sound) if some]
+    common = set.intersection(*({checkpoint for checkpoint, _ in post} for post in posts))
+    sound = common - {checkpoint for post in posts for checkpoint, fine in post if not fine}
+    newest = [max(some, key=CheckpointId.parse) for some in (common, sound) if some]
     return list(dict.fromkeys(newest))
 
 
@@ -740,8 +740,8 @@ class EmergencySaver:
         self._note_memory(outcome)
         deadline_s = min(_left(end), PERSIST_S)
         try:
-            with self._supervisor.held.holding_still(alone=self._world.size == 1) as attempts:
-                request = Persist(deadline_s, far, [str(attempt) for attempt in attempts])
+            with self._supervisor.held.holding_still(alone=self._world.size == 1) as checkpoints:
+                request = Persist(deadline_s, far, [str(checkpoint) for checkpoint in checkpoints])
                 saved = self._supervisor.client.ask(request, deadline_s + 1.0)
         except CheckpointError as error:
             if not isinstance(error, FencedError):  # it is raised or logged elsewhere
@@ -755,7 +755,7 @@ class EmergencySaver:
         if isinstance(self._supervisor.writer.failure, WriterError):
             return  # no writer survives this process, so its memory is lost with it
         known = {saved.step for saved in outcome.saved.get("live", ())}
-        steps = sorted((attempt.step for attempt in self._supervisor.held.sealed()), reverse=True)
+        steps = sorted((checkpoint.step for checkpoint in self._supervisor.held.sealed()), reverse=True)
         wanted = steps[:1] if self._world.size == 1 else steps  # with several ranks, the newest may not be common
         for step in wanted:
             if step not in known:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ckpt.core.format.columns import Replicas
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import messages
 from ckpt.core.ipc.arena import MAX_SLOTS, Arena
 from ckpt.core.ipc.heartbeat import Process
@@ -35,14 +35,14 @@ from ckpt.tiers import Memory, Tier
 
 
 class KnownDigests(NamedTuple):
-    """The digests of all blobs, then of the plain values. `late`: computed after the trainer's death, or on request,
+    """The digests of all chunks, then of the plain values. `late`: computed after the trainer's death, or on request,
     so they do not prove that the memory was intact before."""
 
     digests: bytes
     late: bool
 
 
-Digests = dict[tuple[Attempt, int], KnownDigests]
+Digests = dict[tuple[CheckpointId, int], KnownDigests]
 """The known digests, by attempt and rank."""
 
 
@@ -61,7 +61,7 @@ class HeldElsewhere:
     def of(cls, hello: messages.LendReply, fds: list[int]) -> HeldElsewhere:
         """Return the memory that a writer has sent."""
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
-        acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
+        acquires = [Acquire(e, n, None if r is None else CheckpointId.parse(r)) for e, n, r in hello.acquires]
         held = cls([], layouts, as_digests(hello.digests), acquires)
         for key, fd in zip(hello.arenas, fds, strict=True):
             held._attach(key, fd)
@@ -266,7 +266,7 @@ class SnapshotMemory(WriterUser):
         arena = self._stager.arena
         if self._copied and arena is not None:
             for slot, label in arena.sealed()[:1]:
-                self._writer.send(messages.Push(arena.id.hex(), slot, str(label.attempt)))
+                self._writer.send(messages.Push(arena.id.hex(), slot, str(label.checkpoint)))
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
             return
         with self._writer.lock:
@@ -333,7 +333,10 @@ NO_ROOM = "Until then a step is saved only if a tier has scheduled it, and train
 
 
 def as_digests(rows: list[messages.Digest]) -> Digests:
-    return {(Attempt.parse(attempt), rank): KnownDigests(bytes.fromhex(d), late) for attempt, rank, d, late in rows}
+    return {
+        (CheckpointId.parse(checkpoint), rank): KnownDigests(bytes.fromhex(d), late)
+        for checkpoint, rank, d, late in rows
+    }
 
 
 Made = Future[tuple[str, list[int]]]
@@ -464,7 +467,7 @@ MOST_S = 3600.0  # timeout to append to a run log; the store has its own retries
 class WriteInFlight:
     """The write of one slot to one tier."""
 
-    attempt: Attempt
+    checkpoint: CheckpointId
     arena: Arena | None  # None if its bytes were stored without a slot
     slot: int
     tier: int
@@ -482,7 +485,7 @@ class Writes(WriterUser):
     def __init__(self, writer: CurrentWriter, stager: Stager) -> None:
         self._writer, self._stager = writer, stager
         self._writes: list[WriteInFlight] = []
-        self._retracts: dict[Attempt, str] = {}
+        self._retracts: dict[CheckpointId, str] = {}
         self._kept: messages.KeepSteps | None = None  # the last request to keep steps, for the next writer
 
     def write(self, write: WriteInFlight) -> None:
@@ -501,7 +504,9 @@ class Writes(WriterUser):
     def _send(self, client: WriterClient, write: WriteInFlight) -> None:
         write.tries += 1
         place = "" if write.arena is None else write.arena.id.hex(), write.slot
-        future = client.send(messages.WriteSlot(write.tier, *place, str(write.attempt), write.stored, write.replicas))
+        future = client.send(
+            messages.WriteSlot(write.tier, *place, str(write.checkpoint), write.stored, write.replicas)
+        )
         future.add_done_callback(lambda f: self._on_written(write, f))
 
     def _on_written(self, write: WriteInFlight, future: Future[tuple[messages.WriteSlotReply, list[int]]]) -> None:
@@ -523,7 +528,7 @@ class Writes(WriterUser):
     def on_stored(self, note: SlotReadNote) -> None:
         with self._writer.lock:
             for write in self._writes:
-                if (write.tier, str(write.attempt)) == (note.tier, note.attempt):
+                if (write.tier, str(write.checkpoint)) == (note.tier, note.checkpoint):
                     self._release(write)
 
     def _release(self, write: WriteInFlight) -> None:
@@ -533,18 +538,18 @@ class Writes(WriterUser):
             if write.arena is not None:
                 self._stager.slots.unpin(write.arena.id, write.slot)
 
-    def retract(self, attempt: Attempt, reason: str) -> None:
+    def retract(self, checkpoint: CheckpointId, reason: str) -> None:
         """Retract a snapshot: it must not become a checkpoint, or must not remain one."""
         with self._writer.lock:
-            self._retracts[attempt] = reason  # kept until done, because the writer may die before
-            self._send_retract(self._writer.client, attempt, reason)
+            self._retracts[checkpoint] = reason  # kept until done, because the writer may die before
+            self._send_retract(self._writer.client, checkpoint, reason)
 
-    def _send_retract(self, client: WriterClient, attempt: Attempt, reason: str) -> None:
+    def _send_retract(self, client: WriterClient, checkpoint: CheckpointId, reason: str) -> None:
         def done(future: Future[tuple[None, list[int]]]) -> None:
             if not isinstance(future.exception(), WriterError):
-                self._retracts.pop(attempt, None)
+                self._retracts.pop(checkpoint, None)
 
-        client.send(messages.Retract(str(attempt), reason)).add_done_callback(done)
+        client.send(messages.Retract(str(checkpoint), reason)).add_done_callback(done)
 
     def keep_steps(self, notes: Mapping[int, str]) -> None:
         """Keep these steps in every tier regardless of their age. This replaces the steps kept before."""
@@ -561,8 +566,8 @@ class Writes(WriterUser):
     def on_new_writer(self, client: WriterClient) -> None:
         if self._kept is not None:
             client.send(self._kept)
-        for attempt, reason in list(self._retracts.items()):
-            self._send_retract(client, attempt, reason)
+        for checkpoint, reason in list(self._retracts.items()):
+            self._send_retract(client, checkpoint, reason)
         for write in list(self._writes):
             self._send(client, write)
 
@@ -634,7 +639,7 @@ Done = Callable[[CheckpointError | None], None]
 class AwaitedSlot:
     """A sealed slot. `done` is called when a writer holds it and has its layout, or with the error if none will."""
 
-    attempt: Attempt
+    checkpoint: CheckpointId
     layout: str
     arena: Arena
     slot: int
@@ -648,14 +653,14 @@ class Acknowledgements(WriterUser):
         self._writer, self._layouts = writer, layouts
         self._awaited: dict[tuple[bytes, int], AwaitedSlot] = {}
 
-    def acknowledge(self, attempt: Attempt, arena: Arena, slot: int, done: Done) -> None:
+    def acknowledge(self, checkpoint: CheckpointId, arena: Arena, slot: int, done: Done) -> None:
         """Call `done` when a writer holds the slot and its layout: immediately, unless the writer has died or the
         layout is new. `done` gets an error if no further writer starts, or if the slot is reused before that."""
         label = arena.label(slot)
         layout = "" if label is None else label.layout
         with self._writer.lock:
             before = self._awaited.pop((arena.id, slot), None)
-            self._awaited[arena.id, slot] = AwaitedSlot(attempt, layout, arena, slot, done)
+            self._awaited[arena.id, slot] = AwaitedSlot(checkpoint, layout, arena, slot, done)
         if before is not None:
             before.done(_used_again(before))
         heard = self._layouts.heard(layout)
@@ -687,7 +692,7 @@ class Acknowledgements(WriterUser):
         if not one.arena.is_kept():
             return error is not None, error
         label = one.arena.label(one.slot)
-        return True, None if label is not None and label.attempt == one.attempt else _used_again(one)
+        return True, None if label is not None and label.checkpoint == one.checkpoint else _used_again(one)
 
     def on_no_writer(self, error: CheckpointError) -> None:
         with self._writer.lock:
@@ -698,6 +703,6 @@ class Acknowledgements(WriterUser):
 
 def _used_again(one: AwaitedSlot) -> SaveError:
     return SaveError(
-        f"step {one.attempt.step} was only in the trainer's memory, because the writer had died, and a newer step took "
+        f"step {one.checkpoint.step} was only in the trainer's memory, because the writer had died. A newer step took "
         "its place before another writer held it"
     )

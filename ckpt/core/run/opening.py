@@ -17,7 +17,7 @@ from ckpt.core.checkpoint.commits import Role
 from ckpt.core.checkpoint.lease import check_unused, fence
 from ckpt.core.checkpoint.losses import Loss
 from ckpt.core.checkpoint.read import run
-from ckpt.core.format.manifest import Attempt, nonce_of
+from ckpt.core.format.manifest import CheckpointId, nonce_of
 from ckpt.core.ipc import channel, messages
 from ckpt.core.ipc.messages import Json
 from ckpt.core.log.run_log import Acquire, in_history
@@ -50,7 +50,7 @@ class Opened:
     """The durable tiers, and the memory of earlier job attempts, as this rank sees them."""
 
     roots: tuple[str, ...]  # the id of the run in each tier; equal ids are one shared location
-    epoch: int  # the highest known term
+    term: int  # the highest known term
     has_checkpoints: bool
     cadence: Json  # the measured save intervals of the last job attempt; {} if unknown
 
@@ -86,20 +86,20 @@ class RunOpener:
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
             commit_s=self._commit_s,
             first_number=NUMBERS_EACH * writers,
-            check=not self._takeover and not self.owner.epoch and self._world.local_rank == 0,
+            check=not self._takeover and not self.owner.term and self._world.local_rank == 0,
             auto=[name for name, every in self._cadences() if isinstance(every, Auto)],
             next_nonces=self._next_nonces,
             acquires=[_row(acquire) for acquire in self._held.inherited.acquires],
             roots=self._roots,
         )
         reply = client.ask(request, OPEN_S)
-        if not self.owner.epoch:
+        if not self.owner.term:
             self.found = [tier.root for tier in reply.tiers]
         inherited = self._held.inherited
-        epochs = [*(a.epoch for a in inherited.acquires), *(tier.epoch for tier in reply.tiers)]
+        terms = [*(a.term for a in inherited.acquires), *(tier.term for tier in reply.tiers)]
         stored = any(tier.checkpoints or tier.damaged for tier in reply.tiers)
         snapshots = any(arena.sealed() for arena in inherited.arenas)
-        return Opened(tuple(tier.root for tier in reply.tiers), max([0, *epochs]), stored or snapshots, reply.cadence)
+        return Opened(tuple(tier.root for tier in reply.tiers), max([0, *terms]), stored or snapshots, reply.cadence)
 
     def _cadences(self) -> list[tuple[str, object]]:
         memory: list[tuple[str, object]] = [(MEMORY, self._memory.every)] if self._memory is not None else []
@@ -108,7 +108,7 @@ class RunOpener:
     def open_again(self, client: WriterClient, *, writers: int) -> None:
         """Open the run in a writer that replaces a dead one."""
         self.open(client, writers=writers)
-        if self.owner.epoch:
+        if self.owner.term:
             self._own(client, recover=False)
 
     @property
@@ -137,7 +137,7 @@ class RunOpener:
         first = max(0, len(self._nonces) - 1)  # a new writer may have to repeat the request with the last nonce
         return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
-    def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
+    def acquire(self, nonce: str, floor: int, restored: CheckpointId | None) -> list[int]:
         """Take ownership of the tiers in which this rank is first, and return their terms, which must be equal."""
         mine = self._spoken_for()
         if not mine and (self.roles or self._world.rank > 0):
@@ -165,16 +165,16 @@ class RunOpener:
 
     def is_ours(self, owner: messages.Owner) -> bool:
         """Return True if this owner belongs to our history, or is the next owner of our job."""
-        ours = {(one.epoch, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
+        ours = {(one.term, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
         return owner[:2] in ours or owner[1] in self._nonces
 
     def resume(self) -> None:
         """Resume interrupted copies to further tiers, after recovery has finished in all tiers."""
         self._writer.send(messages.Resume())
 
-    def complete(self, tier: int, attempts: list[Attempt]) -> None:
+    def complete(self, tier: int, checkpoints: list[CheckpointId]) -> None:
         """Commit these checkpoints, because all nodes store their parts."""
-        self._writer.send(messages.Complete(tier, [str(a) for a in attempts]))
+        self._writer.send(messages.Complete(tier, [str(a) for a in checkpoints]))
 
     def distrust(self, url: str) -> None:
         """Make the next checkpoint of a tier a full one, because a restore found damage there."""
@@ -182,7 +182,7 @@ class RunOpener:
 
 
 def _row(acquire: Acquire) -> messages.Owner:
-    return acquire.epoch, acquire.nonce, str(acquire.restored) if acquire.restored else None
+    return acquire.term, acquire.nonce, str(acquire.restored) if acquire.restored else None
 
 
 MEET_S = 60.0  # timeout to connect to a writer with the run's name, or to get the name for a new one
@@ -457,30 +457,30 @@ class HeldSnapshots:
         self._memory, self._layouts, self._run, self._intruder = memory, layouts, run, intruder
         self.damage: list[Loss] = []  # damaged snapshots found by the last search
 
-    def sealed(self) -> dict[Attempt, int]:
+    def sealed(self) -> dict[CheckpointId, int]:
         """Return the sealed slots of the present arena, by attempt: only snapshots by this number of ranks that no
         rollback has undone."""
-        arena, found = self._stager.arena, dict[Attempt, int]()
+        arena, found = self._stager.arena, dict[CheckpointId, int]()
         for slot, label in arena.sealed() if arena is not None else ():
             layout = self._layouts.known.get(label.layout)
-            if label.attempt is not None and layout is not None and layout.world == self._world.size:
-                found[label.attempt] = slot
-        return {attempt: found[attempt] for attempt in in_history(self._memory.inherited.acquires, found)}
+            if label.checkpoint is not None and layout is not None and layout.world == self._world.size:
+                found[label.checkpoint] = slot
+        return {checkpoint: found[checkpoint] for checkpoint in in_history(self._memory.inherited.acquires, found)}
 
     @contextlib.contextmanager
-    def holding_still(self, *, alone: bool) -> Iterator[list[Attempt]]:
+    def holding_still(self, *, alone: bool) -> Iterator[list[CheckpointId]]:
         """Keep the snapshots of the present arena from being overwritten inside the block. With `alone`, keep only the
         newest and the newest finite one."""
         arena = self._stager.arena
         sealed = list(self.sealed().items()) if arena is not None else []
         if alone and arena is not None:
-            broken = {label.attempt for _, label in arena.sealed() if label.finite is False}
+            broken = {label.checkpoint for _, label in arena.sealed() if label.finite is False}
             sealed = list(dict.fromkeys([*sealed[:1], *[one for one in sealed if one[0] not in broken][:1]]))
         for _, slot in sealed:
             assert arena is not None
             self._stager.slots.pin(arena, slot)
         try:
-            yield [attempt for attempt, _ in sealed]
+            yield [checkpoint for checkpoint, _ in sealed]
         finally:
             for _, slot in sealed:
                 assert arena is not None
@@ -506,14 +506,14 @@ class HeldSnapshots:
         layouts = {**inherited.layouts, **self._layouts.known}
         ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests, damaged=inherited.damaged)
         self.damage[:] = _damage(ours)
-        found = {(one.attempt, one.layout.rank): one for one in _sealed(ours)}
+        found = {(one.checkpoint, one.layout.rank): one for one in _sealed(ours)}
         for key in self._beside():
             if (there := self._borrow(key)) is not None:
                 borrowed.append(there.held)
                 self.damage += _damage(there.held)
                 inherited.learn(there.held.acquires)
                 for one in _sealed(there.held):
-                    found.setdefault((one.attempt, one.layout.rank), one)
+                    found.setdefault((one.checkpoint, one.layout.rank), one)
         yield from found.values()
 
     # -- other writers of this run on this machine --
@@ -634,8 +634,8 @@ def _sealed(held: HeldElsewhere) -> Iterator[HeldSnapshot]:
     for arena in held.arenas:
         for slot, label in arena.sealed():
             layout = held.layouts.get(label.layout)
-            if layout is not None and label.attempt is not None:
-                known = held.digests.get((label.attempt, layout.rank))
+            if layout is not None and label.checkpoint is not None:
+                known = held.digests.get((label.checkpoint, layout.rank))
                 digests, late = (None, False) if known is None else known
                 yield HeldSnapshot(arena, slot, label, layout, digests, late)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from ckpt.core.checkpoint.commits import Role
 from ckpt.core.format.boxes import partner
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.messages import HeldNote, Partner
 from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import Mailbox, World, together
@@ -61,7 +61,7 @@ class Ownership:
             return {
                 "settings": settings,
                 "roots": opened.roots,
-                "epoch": opened.epoch,
+                "newest": opened.term,
                 "has": opened.has_checkpoints,
                 "cadence": opened.cadence,
             }
@@ -69,14 +69,14 @@ class Ownership:
         def decide(posts: list[Any]) -> Any:
             found = _open_together(posts)
             self._assign_roles(found["roots"])
-            return found | {"term": self.lead(None, found["epoch"])}
+            return found | {"term": self.lead(None, found["newest"])}
 
         try:
             found = together(world, "open", prepare, decide)
             self.has_checkpoints, self.cadence = found["has"], found["cadence"]
             self._assign_roles(found["roots"])
             self.supervisor.hear(HeldNote, self._on_held)
-            self.begin_term(found["term"], None, found["epoch"])
+            self.begin_term(found["term"], None, found["newest"])
             self._find_partner()
         except BaseException:
             for supervisor in made:
@@ -106,7 +106,7 @@ class Ownership:
 
     # -- a new term, the same in all tiers; after a restore it continues from the restored checkpoint --
 
-    def lead(self, restored: Attempt | None, floor: int = 0) -> Any:
+    def lead(self, restored: CheckpointId | None, floor: int = 0) -> Any:
         """Acquire the tiers that all ranks share. Rank 0 calls this inside an agreement. Return the term or the error
         for `begin_term` on all ranks; None if all ranks have to take part."""
         run = self.supervisor.run
@@ -118,9 +118,9 @@ class Ownership:
         except CheckpointError as error:
             wire = to_wire(error)
             return {**wire, "message": f"rank 0: {wire['message']}"}
-        return [owner.epoch, run.turns - 1]
+        return [owner.term, run.turns - 1]
 
-    def begin_term(self, term: Any, restored: Attempt | None, floor: int = 0) -> None:
+    def begin_term(self, term: Any, restored: CheckpointId | None, floor: int = 0) -> None:
         """Make this process and its writer continue in the new term. `term`: what rank 0 returned from `lead`."""
         world, run = self._world, self.supervisor.run
         if isinstance(term, dict):
@@ -128,17 +128,17 @@ class Ownership:
         if term is None:
             self._begin_term_together(restored, floor)
         elif world.rank:
-            epoch, turn = term
+            number, turn = term
             point("run.taken")
             try:
-                run.own(Acquire(epoch, run.nonce(turn), restored), recover=restored is None)
+                run.own(Acquire(number, run.nonce(turn), restored), recover=restored is None)
             except CheckpointError as error:
                 world.leave(f"could not continue in the new term: {error}")
                 raise
         if restored is None:
             run.resume()
 
-    def _begin_term_together(self, restored: Attempt | None, floor: int) -> None:
+    def _begin_term_together(self, restored: CheckpointId | None, floor: int) -> None:
         """Begin a term with separate agreements, for a single rank and for tiers on node-local disks."""
         run, owner = self.supervisor.run, self._acquire(restored, floor, all_ranks=True)
 
@@ -147,14 +147,14 @@ class Ownership:
 
         complete = together(self._world, "own", own, _complete)
         for i in range(len(self._tiers)):
-            attempts = [Attempt.parse(text) for number, text in complete if number == i]
-            if attempts and run.roles[i].place == 0:
-                run.complete(i, attempts)
+            checkpoints = [CheckpointId.parse(text) for number, text in complete if number == i]
+            if checkpoints and run.roles[i].place == 0:
+                run.complete(i, checkpoints)
 
-    def _acquire(self, restored: Attempt | None, floor: int, *, all_ranks: bool = False) -> Acquire:
+    def _acquire(self, restored: CheckpointId | None, floor: int, *, all_ranks: bool = False) -> Acquire:
         """Acquire the tiers in which this rank is the lowest, in one term above `floor`. `all_ranks`: all do so."""
         run = self.supervisor.run
-        terms = [max(floor, self.supervisor.owner.epoch)]
+        terms = [max(floor, self.supervisor.owner.term)]
         while True:
             nonce = run.nonce(run.turns)
             acquire = partial(run.acquire, nonce, max(terms), restored)
@@ -165,22 +165,22 @@ class Ownership:
 
     def _on_held(self, note: HeldNote) -> None:
         """Complete a checkpoint on node-local disks once every node has its parts. This node has them now."""
-        tier, attempt = note.tier, Attempt.parse(note.attempt)
+        tier, checkpoint = note.tier, CheckpointId.parse(note.checkpoint)
         if self.supervisor.run.roles[tier].place > 0:
             return
-        roots, otherwise = sorted(set(self.roots[tier])), f"step {attempt.step} is on this node's disk only"
-        complete = partial(self.supervisor.run.complete, tier, [attempt])
-        self._when_all(f"held/{tier}/{attempt}", roots, self._timeout_s, complete, otherwise)
+        roots, otherwise = sorted(set(self.roots[tier])), f"step {checkpoint.step} is on this node's disk only"
+        complete = partial(self.supervisor.run.complete, tier, [checkpoint])
+        self._when_all(f"held/{tier}/{checkpoint}", roots, self._timeout_s, complete, otherwise)
 
-    def tell_newer(self, epoch: int) -> None:
+    def tell_newer(self, term: int) -> None:
         """Allow the release of older memory once every rank has newer snapshots, so that all share a newer step."""
 
         def note() -> None:
-            if self.supervisor.owner.epoch == epoch:
+            if self.supervisor.owner.term == term:
                 self.supervisor.memory.everyone = True
 
         otherwise = "memory from before the restart is kept, because other ranks have none that is newer"
-        self._when_all(f"newer/{epoch}", range(self._world.size), NEWER_S, note, otherwise)
+        self._when_all(f"newer/{term}", range(self._world.size), NEWER_S, note, otherwise)
 
     def _when_all(
         self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], None], otherwise: str
@@ -230,7 +230,7 @@ def _open_together(posts: list[Any]) -> dict[str, Any]:
     roots = [[mine.index(root) for root in mine] for mine in ids]
     return {
         "roots": roots,
-        "epoch": max(p["epoch"] for p in posts),
+        "newest": max(p["newest"] for p in posts),
         "has": any(p["has"] for p in posts),
         "cadence": posts[0]["cadence"],
     }
@@ -244,5 +244,5 @@ def _complete(posts: list[Any]) -> list[tuple[int, str]]:
     """Return (tier, attempt) of each checkpoint whose parts are all on the disks of the nodes. Pure."""
     found: dict[tuple[int, str], tuple[int, set[int]]] = {}
     for part in (part for post in posts for part in post):
-        found.setdefault((part["tier"], part["attempt"]), (part["world"], set()))[1].update(part["ranks"])
+        found.setdefault((part["tier"], part["checkpoint"]), (part["world"], set()))[1].update(part["ranks"])
     return [key for key, (world, ranks) in found.items() if len(ranks) == world]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ckpt.core.format.boxes import Holding
 from ckpt.core.format.columns import Replicas, Row, replicas
-from ckpt.core.format.digest import blob_digest
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.digest import chunk_digest
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ranks.world import Mailbox
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot.snapshot import NewSnapshot
@@ -69,16 +69,16 @@ class ReplicaCheck:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        self._epoch: int | None = None  # term of the last comparison
-        self._sampled: dict[Attempt, _Sampled] = {}  # oldest first
-        self._compared = set[Attempt]()
+        self._term: int | None = None  # term of the last comparison
+        self._sampled: dict[CheckpointId, _Sampled] = {}  # oldest first
+        self._compared = set[CheckpointId]()
         self._lock = threading.RLock()  # a signal handler may write
         self.differing: set[str] = set()
 
     def begin(self, snapshot: NewSnapshot, *, durable: bool, closing: bool) -> None:
         """Sample a snapshot. `durable`: it goes to a tier; `closing`: the run is closing, so ranks do not compare."""
-        epoch = snapshot.attempt.epoch
-        due = not closing and (self._epoch != epoch or snapshot.attempt.step % EVERY == 0)
+        term = snapshot.checkpoint.term
+        due = not closing and (self._term != term or snapshot.checkpoint.step % EVERY == 0)
         if self._run.world.size == 1:
             return
         comparison = None
@@ -87,21 +87,21 @@ class ReplicaCheck:
             snapshot.beside = comparison.look
         some = [(of.holdings, one) for of, one in zip(snapshot.reading.replicas, snapshot.replicas, strict=True)]
         with self._lock:
-            self._sampled[snapshot.attempt] = _Sampled(snapshot.attempt.step, some, comparison)
+            self._sampled[snapshot.checkpoint] = _Sampled(snapshot.checkpoint.step, some, comparison)
             for old in list(self._sampled)[:-KEPT]:
                 del self._sampled[old]
         if due and not self._run.closed:
-            self._epoch = epoch
+            self._term = term
             text = (
                 "Snapshots in memory until now mix them. From the next one on each rank's own are saved; sharded "
                 "tensors (HSDP) cannot be saved"
             )
-            self._compare_soon(snapshot.attempt, text, snapshot)
+            self._compare_soon(snapshot.checkpoint, text, snapshot)
 
-    def said_of(self, attempt: Attempt) -> Replicas:
+    def said_of(self, checkpoint: CheckpointId) -> Replicas:
         """Return the digests of replicated tensors for this rank's part."""
         with self._lock:
-            sampled = self._sampled.get(attempt)
+            sampled = self._sampled.get(checkpoint)
         if sampled is None:
             return {}
         rows: dict[tuple[int, ...], list[Row]] = {
@@ -109,32 +109,34 @@ class ReplicaCheck:
         }
         return replicas(rows)
 
-    def find_differing(self, attempt: Attempt) -> None:
+    def find_differing(self, checkpoint: CheckpointId) -> None:
         """Find the differing tensors together with the other ranks, after a checkpoint has failed for that reason."""
         with self._lock:
-            again = attempt in self._compared or attempt not in self._sampled
+            again = checkpoint in self._compared or checkpoint not in self._sampled
         if not again and not self._run.closed:
-            self._compare_soon(attempt, "From now on each rank's own are saved; sharded tensors (HSDP) cannot be saved")
+            self._compare_soon(
+                checkpoint, "From now on each rank's own are saved; sharded tensors (HSDP) cannot be saved"
+            )
 
-    def _compare_soon(self, attempt: Attempt, text: str, snapshot: NewSnapshot | None = None) -> None:
+    def _compare_soon(self, checkpoint: CheckpointId, text: str, snapshot: NewSnapshot | None = None) -> None:
         """Compare in the background. `snapshot`: wait first until this snapshot is copied."""
         with self._lock:
-            sampled = self._sampled.get(attempt)
-            self._compared = {*self._compared & self._sampled.keys(), attempt}
+            sampled = self._sampled.get(checkpoint)
+            self._compared = {*self._compared & self._sampled.keys(), checkpoint}
         if sampled is None:
             return
-        args = attempt, sampled, text, snapshot
+        args = checkpoint, sampled, text, snapshot
         threading.Thread(target=self._compare, args=args, name="ckpt-replicas", daemon=True).start()
 
-    def _compare(self, attempt: Attempt, sampled: _Sampled, text: str, snapshot: NewSnapshot | None) -> None:
+    def _compare(self, checkpoint: CheckpointId, sampled: _Sampled, text: str, snapshot: NewSnapshot | None) -> None:
         patience = self._run.settings.busy_timeout_s
         if snapshot is not None and (not snapshot.copied.wait(patience) or snapshot.error is not None):
             return
-        world, step = self._run.world, attempt.step
+        world, step = self._run.world, checkpoint.step
         try:
             mailbox, found = self._run.ownership.mailbox(), sampled.found()
             mine = {",".join(map(str, ranks)): digests for ranks, digests in found.items()}
-            names = differing(mailbox, f"{attempt}", world.rank, world.size, mine, COMPARE_S)
+            names = differing(mailbox, f"{checkpoint}", world.rank, world.size, mine, COMPARE_S)
         except CheckpointError as error:
             log.warning("the replicas of step %d could not be compared: %s", step, error)
             return
@@ -167,7 +169,7 @@ class Comparison:
         found: Found = {}
         for piece, digest in zip(self._pieces, self._found, strict=False):
             raw = digest if isinstance(digest, bytes) else digest.cpu().numpy().tobytes()
-            found.setdefault(piece.holding.replicas, {})[_label(piece.holding, "all")] = blob_digest(raw)[:8].hex()
+            found.setdefault(piece.holding.replicas, {})[_label(piece.holding, "all")] = chunk_digest(raw)[:8].hex()
         return found
 
 
@@ -178,7 +180,7 @@ def _label(holding: Holding, elements: str) -> Label:
 def _digest(tensor: Tensor) -> bytes | Tensor:
     flat = as_bytes(tensor.contiguous())
     if tensor.device.type == "cpu":
-        return blob_digest(memoryview(flat.numpy().data))
+        return chunk_digest(memoryview(flat.numpy().data))
     whole = flat[: len(flat) // 4 * 4].view(torch.int32)
     place = torch.arange(min(PIECE, len(whole)), device=whole.device, dtype=torch.int32)
     found = [_sums(part, place[: len(part)] ^ (7919 * n)) for n, part in enumerate(torch.split(whole, PIECE))]

@@ -126,17 +126,17 @@ class Restoring:
 
     def _finish(self, source: RestoreSource, result: Restored, began: float) -> None:
         run, saver, supervisor = self._run, self._saver, self._run.supervisor
-        run.ownership.begin_term(source.term, source.attempt)
+        run.ownership.begin_term(source.term, source.checkpoint)
         if source.damaged:
             supervisor.run.distrust(source.tier)
-        run.heartbeat.went_back(source.attempt.step)
+        run.heartbeat.went_back(source.checkpoint.step)
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(run.world.rank) if memory is not None else None
         newest: Snapshot | None = None
         kept = memory is not None and place is not None and supervisor.memory.holds(place[0])
         if memory is not None and place is not None and kept:
             if memory.world == run.world.size:  # otherwise it is not a snapshot of this rank's present share
-                newest = Snapshot(source.attempt, place=place)
+                newest = Snapshot(source.checkpoint, place=place)
                 newest.save._set_staged()
             if supervisor.memory.rings:
                 # After a rollback it may be the oldest snapshot in memory, but it must not be lost.
@@ -144,7 +144,7 @@ class Restoring:
         # Set these together, so that Ctrl-C leaves either all old values or all new ones.
         before, saver.pinned = saver.pinned, place if kept and supervisor.memory.rings else None
         saver.last, saver.newest, saver.owed = None, newest, {}
-        self._run.went_back(source.attempt.step)
+        self._run.went_back(source.checkpoint.step)
         if before is not None:
             run.stager.slots.unpin(before[0].id, before[1])
         if newest is not None and not supervisor.memory.rings:  # the next snapshot needs its slot
@@ -165,8 +165,8 @@ class Restoring:
             seconds=time.monotonic() - began,
             step=result.step,
             source=result.tier or "",
-            attempt=str(owner.restored or ""),
-            epoch=f"{owner.epoch}.{owner.nonce}",
+            checkpoint=str(owner.restored or ""),
+            term=f"{owner.term}.{owner.nonce}",
             stalled=stats.stalled_s,
             saves=stats.saves,
             skipped=stats.skipped,
@@ -176,7 +176,7 @@ class Restoring:
             why=_first_reason(result),
         )
         run.supervisor.standing.amend(Show, restored=request)
-        run.supervisor.standing.amend(KeepBooks, term=request.epoch)
+        run.supervisor.standing.amend(KeepBooks, term=request.term)
         run.supervisor.writer.send(request)
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
@@ -266,8 +266,8 @@ class KeptSteps:
         assert best is not None
         if world.size == 1:
             return self._decide(step, value)
-        epoch = self._run.supervisor.owner.epoch  # a restore begins a new term, so keys are not used twice
-        key, self._scored = f"score/{epoch}/{self._scored}", self._scored + 1
+        term = self._run.supervisor.owner.term  # a restore begins a new term, so keys are not used twice
+        key, self._scored = f"score/{term}/{self._scored}", self._scored + 1
         mailbox = self._run.ownership.mailbox()
         if world.rank > 0:
             try:

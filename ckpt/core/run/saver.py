@@ -48,7 +48,7 @@ from functools import partial
 
 from ckpt.core.checkpoint.concurrent import run as run_async
 from ckpt.core.format.columns import DIFFER
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.log.run_log import Acquire
 from ckpt.core.run.memory import WriteInFlight
 from ckpt.core.run.replica_check import ReplicaCheck
@@ -208,8 +208,8 @@ class Saver:
         """
         run, started, required = self._run, time.perf_counter(), explicit or bool(tiers)
         owner, patience_s = run.supervisor.owner, run.settings.busy_timeout_s if timeout_s is None else timeout_s
-        attempt = Attempt(owner.epoch, step, owner.nonce)
-        save = Save(step, str(attempt), [run.tiers[i].url for i in tiers])
+        checkpoint = CheckpointId(owner.term, step, owner.nonce)
+        save = Save(step, str(checkpoint), [run.tiers[i].url for i in tiers])
         deadline = time.monotonic() + patience_s
         if explicit and tiers:
             self._plan.saved_everywhere(step)
@@ -221,10 +221,10 @@ class Saver:
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save._set_failed(what)
-            self._retract(attempt, tiers, what)
+            self._retract(checkpoint, tiers, what)
             raise
         snapshot = NewSnapshot(
-            attempt,
+            checkpoint,
             reading,
             values,
             save=save,
@@ -347,7 +347,7 @@ class Saver:
 
     def _store_directly(self, snapshot: NewSnapshot, near: int, given_up: threading.Event) -> None:
         """Store a snapshot in a tier from the staging thread. Then the writer commits it, or the snapshot fails."""
-        run, attempt, nbytes = self._run, snapshot.attempt, snapshot.reading.layout.arrangement.data_size
+        run, checkpoint, nbytes = self._run, snapshot.checkpoint, snapshot.reading.layout.arrangement.data_size
         url, began, done, warned = run.tiers[near].url, time.monotonic(), 0, not self._first_direct
         self._first_direct = False
 
@@ -359,7 +359,7 @@ class Saver:
                 warned, seconds = True, (time.monotonic() - began) * nbytes / done
                 log.warning(
                     "step %d (%s) is written to %s while training waits, for about %s: memory has no room for it",
-                    *(attempt.step, decimal(nbytes), url, duration(seconds)),
+                    *(checkpoint.step, decimal(nbytes), url, duration(seconds)),
                 )
 
         def check() -> None:
@@ -375,10 +375,10 @@ class Saver:
                 write_directly(
                     run.tiers[near].spec(),
                     run.supervisor.run.roots.get(url, ""),
-                    attempt,
+                    checkpoint,
                     snapshot.reading,
                     finite=snapshot.finite,
-                    replicas=self.replicas.said_of(attempt),
+                    replicas=self.replicas.said_of(checkpoint),
                     on_bytes=on_bytes,
                     check=check,
                     check_whole=check_whole,
@@ -393,15 +393,15 @@ class Saver:
         snapshot.release()
 
     def _on_direct_failed(self, snapshot: NewSnapshot, near: int, error: BaseException) -> None:
-        run, attempt, url = self._run, snapshot.attempt, self._run.tiers[near].url
+        run, checkpoint, url = self._run, snapshot.checkpoint, self._run.tiers[near].url
         why = error if isinstance(error, CheckpointError) else repr(error)
         snapshot.error = SaveError(
-            f"step {attempt.step} was not written to {url}: {why}. Memory has no room for it, so it is not saved"
+            f"step {checkpoint.step} was not written to {url}: {why}. Memory has no room for it, so it is not saved"
         )
         self._exposed = self._exposed.union(snapshot.written_by_others)
         snapshot.writes = dict.fromkeys(snapshot.writes, WriteState.FAILED)
-        self._retract(attempt, list(snapshot.writes), snapshot.error)
-        publish("failed", attempt.step, tier=url, error=str(why))
+        self._retract(checkpoint, list(snapshot.writes), snapshot.error)
+        publish("failed", checkpoint.step, tier=url, error=str(why))
         run.errors.note(snapshot.error, snapshot.save)
         snapshot.save._set_failed(snapshot.error)
         snapshot.sources = []
@@ -427,7 +427,7 @@ class Saver:
 
     def last_of(self, step: int | None) -> NewSnapshot | None:
         """Return the last snapshot if it is of that step."""
-        return self.last if self.last is not None and self.last.attempt.step == step else None
+        return self.last if self.last is not None and self.last.checkpoint.step == step else None
 
     def _is_stored(self, step: int) -> bool:
         """Return True if this step was written directly."""
@@ -439,9 +439,9 @@ class Saver:
         if (last := self.last_of(self._run.step)) is not None:
             last.copied.wait(timeout_s)
             if last.place is not None:
-                return last.attempt.step
+                return last.checkpoint.step
         newest = self.newest
-        return None if newest is None else newest.attempt.step
+        return None if newest is None else newest.checkpoint.step
 
     def sealed(self) -> list[tuple[str, bool]]:
         """Return the attempts of this history that can be written now, with False for those known not to be finite.
@@ -449,21 +449,23 @@ class Saver:
         They are in memory, except that the last one may have been written directly.
         """
         arena = self._run.stager.arena
-        broken = {label.attempt for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False}
-        found = [(str(attempt), attempt not in broken) for attempt in self._run.supervisor.held.sealed()]
+        broken = {
+            label.checkpoint for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False
+        }
+        found = [(str(checkpoint), checkpoint not in broken) for checkpoint in self._run.supervisor.held.sealed()]
         if (last := self.last) is not None and last.stored:
-            found.insert(0, (str(last.attempt), last.finite is not False))
+            found.insert(0, (str(last.checkpoint), last.finite is not False))
         return found
 
-    def in_memory(self, attempt: Attempt) -> Snapshot | None:
+    def in_memory(self, checkpoint: CheckpointId) -> Snapshot | None:
         """Return the snapshot of an attempt in memory, with a new handle, or the last snapshot if it is of that attempt
         and was written directly. Return None if there is neither."""
-        if (last := self.last) is not None and last.stored and last.attempt == attempt:
+        if (last := self.last) is not None and last.stored and last.checkpoint == checkpoint:
             return last
-        arena, slot = self._run.stager.arena, self._run.supervisor.held.sealed().get(attempt)
+        arena, slot = self._run.stager.arena, self._run.supervisor.held.sealed().get(checkpoint)
         if arena is None or slot is None:
             return None
-        found = Snapshot(attempt, place=(arena, slot))
+        found = Snapshot(checkpoint, place=(arena, slot))
         found.save._set_staged()
         return found
 
@@ -568,12 +570,12 @@ class Saver:
         If memory has lost the step, return None, and fail its checkpoint on all ranks unless some tier has it already.
         owner: the owner of the run when the step was done
         """
-        attempt = Attempt(owner.epoch, late.step, owner.nonce)
-        if late.has <= late.wants and (found := self.in_memory(attempt)) is not None:
+        checkpoint = CheckpointId(owner.term, late.step, owner.nonce)
+        if late.has <= late.wants and (found := self.in_memory(checkpoint)) is not None:
             self.write_missing(found, sorted(late.wants - late.has))  # fails if a later step takes the slot
             return found.save
         if not late.has or late.has - late.wants:
-            self._run.supervisor.writes.retract(attempt, f"rank {self._run.world.rank} {why}")
+            self._run.supervisor.writes.retract(checkpoint, f"rank {self._run.world.rank} {why}")
         return None
 
     # -- the end of a copy, in the staging thread --
@@ -593,9 +595,9 @@ class Saver:
             if run.supervisor.memory.superseded or alone:
                 self.unpin_restored()
             if not alone and run.supervisor.memory.newer == SURELY_NEWER:
-                run.ownership.tell_newer(snapshot.attempt.epoch)
+                run.ownership.tell_newer(snapshot.checkpoint.term)
         done = partial(self._on_kept, snapshot.save, snapshot.reading.layout.arrangement.data_size)
-        run.supervisor.acknowledgements.acknowledge(snapshot.attempt, *snapshot.place, done)
+        run.supervisor.acknowledgements.acknowledge(snapshot.checkpoint, *snapshot.place, done)
         run.supervisor.memory.on_sealed(sound=finite)
         for tier in list(snapshot.writes):
             self._write(snapshot, tier)
@@ -617,15 +619,15 @@ class Saver:
                 log.warning("%s", error)
         else:
             run.errors.note(error, save)
-        self._retract(snapshot.attempt, tiers, error)
+        self._retract(snapshot.checkpoint, tiers, error)
         publish("failed", save.step, tier="memory", error=str(error))
         snapshot.writes = dict.fromkeys(tiers, WriteState.FAILED)
         save._set_failed(error)
 
-    def _retract(self, attempt: Attempt, tiers: Sequence[int], why: CheckpointError) -> None:
+    def _retract(self, checkpoint: CheckpointId, tiers: Sequence[int], why: CheckpointError) -> None:
         """Fail the checkpoint of this attempt, because other ranks wait for this rank's part."""
         if tiers and self._run.world.size > 1:
-            self._run.supervisor.writes.retract(attempt, f"rank {self._run.world.rank}: {why}")
+            self._run.supervisor.writes.retract(checkpoint, f"rank {self._run.world.rank}: {why}")
 
     def _on_kept(self, save: Save, nbytes: int, error: CheckpointError | None) -> None:
         """Resolve `staged`: either a process that survives this one holds the snapshot, or none ever will."""
@@ -640,16 +642,16 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, tier: int) -> None:
         """Request the writer to write a sealed snapshot, or to commit one that was written directly."""
-        step = snapshot.attempt.step
-        self.sent.append(str(snapshot.attempt))
+        step = snapshot.checkpoint.step
+        self.sent.append(str(snapshot.checkpoint))
         if tier in self.owed and self.owed[tier][0].step <= step:
             del self.owed[tier]
         snapshot.writes[tier] = WriteState.WRITING
         done = partial(self._on_written, snapshot, tier, time.monotonic())
-        replicas = self.replicas.said_of(snapshot.attempt)
+        replicas = self.replicas.said_of(snapshot.checkpoint)
         arena, slot = snapshot.place or (None, -1)
         self._run.supervisor.writes.write(
-            WriteInFlight(snapshot.attempt, arena, slot, tier, done, stored=arena is None, replicas=replicas)
+            WriteInFlight(snapshot.checkpoint, arena, slot, tier, done, stored=arena is None, replicas=replicas)
         )
 
     def _write_also(self, snapshot: Snapshot, tier: int) -> None:
@@ -661,7 +663,7 @@ class Saver:
         except BaseException as error:
             snapshot.writes.pop(tier, None)
             if url in snapshot.save.tiers:
-                what = SaveError(f"step {snapshot.attempt.step} was not written to {url}: {error!r}")
+                what = SaveError(f"step {snapshot.checkpoint.step} was not written to {url}: {error!r}")
                 snapshot.save._set_failed(what, url)
             raise
 
@@ -676,7 +678,7 @@ class Saver:
         self, snapshot: Snapshot, tier: int, began: float, error: CheckpointError | None, write: WriteInFlight
     ) -> None:
         """Record the result of a write."""
-        run, save, url, step = self._run, snapshot.save, self._run.tiers[tier].url, snapshot.attempt.step
+        run, save, url, step = self._run, snapshot.save, self._run.tiers[tier].url, snapshot.checkpoint.step
         if error is None:
             snapshot.writes[tier] = WriteState.COMMITTED
             self.committed = max(step, -1 if self.committed is None else self.committed)
@@ -712,7 +714,7 @@ class Saver:
             run.errors.note(error, save)  # before threads that wait for the save continue
         save._set_failed(error, url)
         if DIFFER in str(error):
-            self.replicas.find_differing(snapshot.attempt)
+            self.replicas.find_differing(snapshot.checkpoint)
 
     def note_owed(self) -> None:
         """Make the next call raise the errors of missing scheduled saves, unless a later step was saved instead."""

@@ -379,7 +379,7 @@ class TrainingRun:
             return
         owner = self.supervisor.owner
         request = KeepBooks(
-            epoch=f"{owner.epoch}.{owner.nonce}",
+            first_term=f"{owner.term}.{owner.nonce}",
             rank=self.world.rank,
             world=self.world.size,
             url=self.settings.url,

@@ -129,7 +129,7 @@ class WriterSupervisor:
             handler(note)
 
     def _on_read(self, note: messages.SlotReadNote) -> None:
-        if note.attempt:
+        if note.checkpoint:
             self.writes.on_stored(note)
         else:
             self.memory.on_read(note.arena, note.slot)

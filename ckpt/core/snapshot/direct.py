@@ -21,9 +21,9 @@ from ckpt.core.checkpoint.open_tier import open_place
 from ckpt.core.checkpoint.write import RankSnapshot, build_table, drop, finish_part, page_aligned, upload_from
 from ckpt.core.format.boxes import boxes_of_run
 from ckpt.core.format.columns import Replicas
-from ckpt.core.format.digest import blob_hasher, file_digest
-from ckpt.core.format.layout import BLOB
-from ckpt.core.format.manifest import Attempt, PackInfo, data_key, folder_of, metadata_of
+from ckpt.core.format.digest import chunk_hasher, file_digest
+from ckpt.core.format.layout import CHUNK
+from ckpt.core.format.manifest import CheckpointId, DataFile, data_key, folder_of, metadata_of
 from ckpt.core.state.capture import Reading
 from ckpt.core.state.tensors import as_bytes
 
@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"rank-(\d{5})(?:-(\d{5}))?\.safetensors")
 async def write_directly(
     spec: Mapping[str, Any],
     root: str,
-    attempt: Attempt,
+    checkpoint: CheckpointId,
     reading: Reading,
     *,
     finite: bool | None,
@@ -53,7 +53,7 @@ async def write_directly(
     tier = await open_place(dict(spec), root=root)
     try:
         store, layout = tier.store, reading.layout
-        key = data_key(attempt, layout.rank, await _next_number(tier.store, attempt, layout.rank))
+        key = data_key(checkpoint, layout.rank, await _next_number(tier.store, checkpoint, layout.rank))
         header = layout.arrangement.header(metadata_of(key))
         live = LiveBytes(reading)
 
@@ -67,26 +67,26 @@ async def write_directly(
 
         size = layout.arrangement.data_size
         await upload_from(store, key, len(header) + size, piece, on_bytes, first=len(header))
-        pack = PackInfo(key, len(header) + size, len(header), file_digest(header))
-        snapshot = RankSnapshot(attempt, layout, memoryview(b""), reading.values, finite, replicas)
+        file = DataFile(key, len(header) + size, len(header), file_digest(header))
+        snapshot = RankSnapshot(checkpoint, layout, memoryview(b""), reading.values, finite, replicas)
         try:
             table = build_table(layout, key, live.digests())
         except BaseException:
             await drop(store, [key])
             raise
-        await finish_part(store, snapshot, table, [pack], reason="due", check=check_whole)
+        await finish_part(store, snapshot, table, [file], reason="due", check=check_whole)
     finally:
         await tier.store.aclose()
 
 
-async def _next_number(store: Any, attempt: Attempt, rank: int) -> int:
+async def _next_number(store: Any, checkpoint: CheckpointId, rank: int) -> int:
     """Return an unused data file number for this checkpoint and rank. An earlier try may have left files."""
-    names = [_NUMBER.fullmatch(info.key.rpartition("/")[2]) async for info in store.list(folder_of(attempt))]
+    names = [_NUMBER.fullmatch(info.key.rpartition("/")[2]) async for info in store.list(folder_of(checkpoint))]
     return max((int(name[2] or 0) + 1 for name in names if name is not None and int(name[1]) == rank), default=0)
 
 
 class LiveBytes:
-    """The bytes of live tensors in the order of their layout, and the digest of each blob of 4 MiB.
+    """The bytes of live tensors in the order of their layout, and the digest of each chunk of 4 MiB.
 
     Ranges must be read in order, each once, because digests are computed as the bytes pass.
     """
@@ -95,7 +95,7 @@ class LiveBytes:
         self._reading, self._arrangement = reading, reading.layout.arrangement
         self._position = self._tensor = self._within = 0  # offset in the data; index in the order; offset in the tensor
         self._digests: list[bytes] = []
-        self._hasher = blob_hasher()
+        self._hasher = chunk_hasher()
 
     def read(self, start: int, into: memoryview) -> None:
         """Copy bytes [start, start + len(into)) of the data."""
@@ -114,19 +114,19 @@ class LiveBytes:
         self._position += done
 
     def digests(self) -> bytes:
-        """Return the digests of all blobs, joined, in the order of the data. All bytes must have been read."""
+        """Return the digests of all chunks, joined, in the order of the data. All bytes must have been read."""
         assert self._position == self._arrangement.data_size
         return b"".join(self._digests)
 
     def _digest(self, view: memoryview, size: int) -> None:
-        """Digest the next bytes of a tensor of `size` bytes. A blob ends every 4 MiB and at the end of the tensor."""
+        """Digest the next bytes of a tensor of `size` bytes. A chunk ends every 4 MiB and at the end of the tensor."""
         while view:
-            left = min(BLOB - self._within % BLOB, size - self._within)
+            left = min(CHUNK - self._within % CHUNK, size - self._within)
             self._hasher.update(view[:left])
             self._within += len(view[:left])
-            if self._within % BLOB == 0 or self._within == size:
+            if self._within % CHUNK == 0 or self._within == size:
                 self._digests.append(self._hasher.digest())
-                self._hasher = blob_hasher()
+                self._hasher = chunk_hasher()
             view = view[left:]
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ckpt.core.format.boxes import Box, boxes_of_run
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import Layout, pages
 from ckpt.core.ipc.arena import LOCK, Arena
 from ckpt.core.snapshot import device
@@ -170,7 +170,7 @@ class Frozen:
 
     def _digest(self, data: memoryview) -> bytes:
         started = time.perf_counter()
-        found = blob_digest(data)
+        found = chunk_digest(data)
         self.rates.digesting.append(data.nbytes / max(time.perf_counter() - started, 1e-9))
         return found
 

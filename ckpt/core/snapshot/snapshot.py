@@ -21,7 +21,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import Arena, Label
 from ckpt.core.snapshot.device import Pack, Packs, PerDevice, compute_streams, events_behind
 from ckpt.core.state.capture import Reading
@@ -55,9 +55,9 @@ class Snapshot:
     - `writes`: by tier number; a missing tier neither has the step nor is about to get it.
     """
 
-    def __init__(self, attempt: Attempt, save: Save | None = None, place: Slot | None = None) -> None:
-        self.attempt, self.place = attempt, place
-        self.save = save or Save(attempt.step, str(attempt), [])
+    def __init__(self, checkpoint: CheckpointId, save: Save | None = None, place: Slot | None = None) -> None:
+        self.checkpoint, self.place = checkpoint, place
+        self.save = save or Save(checkpoint.step, str(checkpoint), [])
         self.writes: dict[int, WriteState] = {}
         self.direct = False
 
@@ -67,7 +67,7 @@ class NewSnapshot(Snapshot):
 
     def __init__(
         self,
-        attempt: Attempt,
+        checkpoint: CheckpointId,
         reading: Reading,
         values: bytes,
         *,
@@ -84,13 +84,13 @@ class NewSnapshot(Snapshot):
         - `busy`: "wait" for a free slot until `deadline` (by time.monotonic()), or "skip".
         - `finite`: the argument of step().
         """
-        super().__init__(attempt, save)
+        super().__init__(checkpoint, save)
         self.writes = dict.fromkeys(tiers, WriteState.QUEUED)
         self.reading, self.values, self.finite = reading, values, finite
         self.required, self.busy, self.deadline = required, busy, deadline
         self.beside: Callable[[], None] | None = None  # also called while the guarded tensors do not change
         self.sources: Sequence[Tensor] = reading.tensors
-        self.replicas: Sequence[Fingerprint] = [one.places.look(attempt.step) for one in reading.replicas]
+        self.replicas: Sequence[Fingerprint] = [one.places.look(checkpoint.step) for one in reading.replicas]
         self.overlapped = list(compress(reading.counters, reading.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
         self.fingerprints: list[Fingerprint] = [spots.look() for spots in reading.spots]  # of tensors copied later
@@ -123,7 +123,9 @@ class NewSnapshot(Snapshot):
         """Return the label of its slot in this state."""
         layout = self.reading.layout
         size = layout.arrangement.data_size
-        return Label(state, self.order, self.attempt, layout.digest, size, len(self.values), time.time(), self.finite)
+        return Label(
+            state, self.order, self.checkpoint, layout.digest, size, len(self.values), time.time(), self.finite
+        )
 
     def take(self, packs: Packs) -> bool:
         """Clone tensors that may change before the next update, on their devices. Return False if too large."""
@@ -181,7 +183,7 @@ class NewSnapshot(Snapshot):
             short := next((n for n, size, has in zip(here, sizes, there, strict=True) if has < size), None)
         ) is not None:
             raise SaveError(
-                f"step {self.attempt.step} was dropped: the storage of {self.reading.layout.tensors[short].name} was "
+                f"step {self.checkpoint.step} was dropped: the memory of {self.reading.layout.tensors[short].name} was "
                 "freed or made smaller while it was copied. Call before_untracked_update() of the Checkpointer first"
             )
 
@@ -227,7 +229,7 @@ class NewSnapshot(Snapshot):
     def _torn(self, advice: str) -> SaveError:
         shown = ", ".join(self.written_by_others[:3])
         return SaveError(
-            f"step {self.attempt.step} was dropped: {shown} changed outside an optimizer step while it was copied. "
+            f"step {self.checkpoint.step} was dropped: {shown} changed outside an optimizer step while it was copied. "
             f"{advice}"
         )
 

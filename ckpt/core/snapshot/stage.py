@@ -106,7 +106,7 @@ class UpdateGate:
         else:
             in_time = self.wait_for(snapshot.copied, "an optimizer", timeout_s)
         if not in_time:
-            snapshot.error = DeadlineError(f"copying step {snapshot.attempt.step} took more than {timeout_s:g} s")
+            snapshot.error = DeadlineError(f"copying step {snapshot.checkpoint.step} took more than {timeout_s:g} s")
         for one in (*self._unchecked, snapshot):
             if not one.ended:  # a device still copies it; version counters that grow later are due to the update
                 one.check_versions()
@@ -287,7 +287,7 @@ class Stager:
             if not taken:
                 self._gate.wait_for(snapshot.eager_done, "step()")
         except BaseException:  # Ctrl-C: end the snapshot, begun or not, so that no thread waits for it
-            snapshot.error = snapshot.error or SaveError(f"saving step {snapshot.attempt.step} was interrupted")
+            snapshot.error = snapshot.error or SaveError(f"saving step {snapshot.checkpoint.step} was interrupted")
             self._worker.put(lambda: self._end(snapshot))
             raise
         if before is not None:
@@ -399,7 +399,7 @@ class Stager:
         with self._ending(snapshot):
             arena = self._arena
             if arena is None:
-                raise SkippedError(f"step {snapshot.attempt.step} was not saved: no memory is ready yet")
+                raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: no memory is ready yet")
             if self._free_slot(arena) is None:
                 self._land(wait=True)
             begin_thread(snapshot.streams)
@@ -422,9 +422,9 @@ class Stager:
         except CheckpointError as error:
             snapshot.error = error
         except BaseException as error:
-            log.exception("staging step %d failed", snapshot.attempt.step)
+            log.exception("staging step %d failed", snapshot.checkpoint.step)
             snapshot.error = SaveError(
-                f"step {snapshot.attempt.step} could not be staged: {type(error).__name__}: {error}"
+                f"step {snapshot.checkpoint.step} could not be staged: {type(error).__name__}: {error}"
             )
         if snapshot.place is None and snapshot.error is None:
             return  # a device still copies it
@@ -446,7 +446,7 @@ class Stager:
             try:
                 self.on_ended(snapshot)
             except Exception:
-                log.exception("after step %d was staged", snapshot.attempt.step)
+                log.exception("after step %d was staged", snapshot.checkpoint.step)
 
     def _free_slot(self, arena: Arena) -> int | None:
         return self.slots.free(arena, {snapshot.slot for snapshot in self._flying})
@@ -545,13 +545,13 @@ class Slots:
         """Wait for a slot for this snapshot. Raises SkippedError if it may not wait, or DeadlineError."""
         if not snapshot.fits(arena):
             raise SkippedError(
-                f"step {snapshot.attempt.step} was not saved: memory for its new layout is not ready yet"
+                f"step {snapshot.checkpoint.step} was not saved: memory for its new layout is not ready yet"
             )
         with self._changed:
             while (slot := self.free(arena, flying)) is None:
                 being_made = arena.ready < arena.slots
                 if snapshot.busy == "skip" and not being_made:
-                    raise SkippedError(f"step {snapshot.attempt.step} was not saved: {ALL_BUSY}")
+                    raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: {ALL_BUSY}")
                 left_s = snapshot.deadline - time.monotonic()
                 if left_s > 0:
                     self._changed.wait(min(left_s, READY_S if being_made else 3600.0))
@@ -562,7 +562,7 @@ class Slots:
                         else "the disk does not keep up; save less often"
                     )
                     raise DeadlineError(
-                        f"step {snapshot.attempt.step} was not saved: no slot became free in time: {why}"
+                        f"step {snapshot.checkpoint.step} was not saved: no slot became free in time: {why}"
                     )
         return slot
 

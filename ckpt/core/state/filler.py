@@ -58,7 +58,7 @@ class _Overlap:
 class Filler:
     """Copies verified chunks into tensors. Several threads may call `add` for different chunks.
 
-    `blobs`: the numbers of all chunks to read, ascending.
+    `chunks`: the numbers of all chunks to read, ascending.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Filler:
                     self._whole.append((tensor.shards[0], ready.tensor))
                 elif len(tensor.shards):
                     numbers = np.asarray(tensor.shards, np.int64)
-                    wanted.append(self._blobs_for(ready, numbers, len(tensor.spec.shape)))
+                    wanted.append(self._chunks_for(ready, numbers, len(tensor.spec.shape)))
         numbers = np.array([number for number, _ in self._whole], np.int64)
         found = distinct(np.concatenate([*wanted, _ranges(saved.table.starts, numbers)]))
-        self.blobs: list[int] = found[saved.table.length[found] > 0].tolist()
+        self.chunks: list[int] = found[saved.table.length[found] > 0].tolist()
         self._crowded, self._address = set[int](), np.zeros(len(saved.table.shards), np.int64)
         self._in_place = in_place
         if in_place:
@@ -106,7 +106,7 @@ class Filler:
         addresses = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
         self._address[numbers[alone]] = addresses[alone]
 
-    def _blobs_for(self, target: Target, numbers: I64, k: int) -> I64:
+    def _chunks_for(self, target: Target, numbers: I64, k: int) -> I64:
         """Return the chunks of these shards, of `k` dimensions, that overlap a target."""
         shards = self._saved.table.columns
         dims = shards.dims[shards.dim_starts[numbers][:, None] + np.arange(k, 3 * k)] if k else numbers[:, None][:, :0]
@@ -154,31 +154,31 @@ class Filler:
         """Return the chunks of a shard that contain bytes of an overlap."""
         shard, saved = self._saved.table.shards[number], self._saved
         item = BITS[shard.dtype] // 8
-        blobs = saved.table.blobs(number)
+        chunks = saved.table.chunks(number)
         if overlap.run == (0, item * math.prod(shard.sizes)):
-            return [blob for blob in blobs if saved.table.length[blob]]
+            return [chunk for chunk in chunks if saved.table.length[chunk]]
         low, high = overlap.run or tuple(item * n for n in run_of(overlap.region, shard.sizes))
         found = []
-        for blob in blobs:
-            start, length = int(saved.position[blob]), int(saved.table.length[blob])
+        for chunk in chunks:
+            start, length = int(saved.position[chunk]), int(saved.table.length[chunk])
             if start < high and start + length > low:
                 boxes = boxes_of_run(shard.sizes, start // item, (start + length) // item)
                 if overlap.run or any(intersect(box, overlap.region) for box in boxes):
-                    found.append(blob)
+                    found.append(chunk)
         return found
 
-    def places(self, blobs: I64) -> I64:
+    def places(self, chunks: I64) -> I64:
         """Return the address for each chunk's bytes, or 0 if they must go through `add`. A chunk has an address if all
         of it goes to one position in host memory, and nowhere else."""
-        shards = self._saved.shard_of_blob[blobs]
+        shards = self._saved.shard_of_chunk[chunks]
         found = self._address[shards]
-        found[found > 0] += self._saved.position[blobs][found > 0]
+        found[found > 0] += self._saved.position[chunks][found > 0]
         if self._met and self._in_place:
             for i in np.flatnonzero(found == 0).tolist():
-                found[i] = self._place(int(blobs[i]), int(shards[i]))
+                found[i] = self._place(int(chunks[i]), int(shards[i]))
         return found
 
-    def _place(self, blob: int, number: int) -> int:
+    def _place(self, chunk: int, number: int) -> int:
         """Return the address for a chunk of a shard that is sharded differently from the tensors here."""
         overlaps = self._overlaps_of(number)
         if len(overlaps) != 1 or id(self._hits[number][0].tensor) in self._crowded:
@@ -186,13 +186,13 @@ class Filler:
         if overlaps[0].run is None or overlaps[0].view.device.type != "cpu":
             return 0
         low, high = overlaps[0].run
-        start = int(self._saved.position[blob])
-        stop = start + int(self._saved.table.length[blob])
+        start = int(self._saved.position[chunk])
+        stop = start + int(self._saved.table.length[chunk])
         return overlaps[0].view.data_ptr() + start - low if start >= low and stop <= high else 0
 
-    def add(self, blob: int, data: memoryview) -> None:
-        number = int(self._saved.shard_of_blob[blob])
-        shard, start = self._saved.table.shards[number], int(self._saved.position[blob])
+    def add(self, chunk: int, data: memoryview) -> None:
+        number = int(self._saved.shard_of_chunk[chunk])
+        shard, start = self._saved.table.shards[number], int(self._saved.position[chunk])
         if not len(data):
             return
         source = torch.frombuffer(data, dtype=torch.uint8)

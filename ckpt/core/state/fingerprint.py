@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import Layout
 from ckpt.events import log
 
@@ -126,7 +126,7 @@ class Fingerprint:
             order = np.argsort(numbers, kind="stable")
             for rows in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
                 words.setdefault(int(numbers[rows[0]]), []).append(here[rows].tobytes())
-        return {number: blob_digest(b"".join(found)) for number, found in words.items()}
+        return {number: chunk_digest(b"".join(found)) for number, found in words.items()}
 
     def changed(self) -> set[int]:
         """Return the indices of host tensors that have changed since."""

@@ -177,7 +177,7 @@ class Bookkeeper:
         self._previous = self.account
         wall, mono = time.time(), time.monotonic()
         self.account = Account(
-            epoch=request.epoch,
+            term=request.first_term,
             rank=request.rank,
             world=request.world,
             host=socket.gethostname(),
@@ -193,7 +193,7 @@ class Bookkeeper:
             kept=mono,
             versions=request.versions,
         )
-        self._lease = Lease.of_trainer(request.term or request.epoch, self.token, request.rank, pid)
+        self._lease = Lease.of_trainer(request.term or request.first_term, self.token, request.rank, pid)
         self._heartbeat = Heartbeat.attach(fds[0])
         self._meter, self._row, self._writes = Meter(), _OpenRow(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True
@@ -225,7 +225,7 @@ class Bookkeeper:
         self.keep(now=True)
         advice, account = self._advice, self.account
         if advice.decides:
-            advice.past = [one for one in await read_back(self._tiers()) if account and one.epoch != account.epoch]
+            advice.past = [one for one in await read_back(self._tiers()) if account and one.term != account.term]
         while self.account is not None and self.account.end is None:
             await asyncio.sleep(LOOK_S)
             try:
@@ -316,8 +316,8 @@ class Bookkeeper:
         self._row.finish(self.account.rows)
         restore = Restore(**{name: getattr(request, name) for name in Restore.__dataclass_fields__})
         self.account.restores = ledger.bounded([*self.account.restores, restore])
-        if self._lease is not None and restore.epoch:
-            self._lease.term = restore.epoch
+        if self._lease is not None and restore.term:
+            self._lease.term = restore.term
         self._from, self._fresh = restore.at + restore.seconds, True
         cost = (request.stalled, request.saves, request.skipped, request.paused)
         self._before = StepDone(0, self._from, *cost)  # the next step does not include earlier costs
@@ -402,7 +402,7 @@ class Bookkeeper:
 
     def _renewal(self, held: Lease, tier: OpenTier) -> bytes | None:
         """Return the next content of the lease. A job that has been fenced renews nothing."""
-        fenced = tier.log.state.epoch > held.number
+        fenced = tier.log.state.term > held.number
         return None if fenced else held.renewal(tier.store)
 
     def _whole(self, account: Account) -> Account:

@@ -27,7 +27,7 @@ import psutil
 
 from ckpt import events
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.heartbeat import Process, number_in_proc
 from ckpt.core.ipc.messages import (
@@ -276,7 +276,7 @@ class HeldRun:
 
     def become(self, owner: Acquire) -> None:
         """Act as this owner from now on."""
-        if self.owner is None or (owner.epoch, owner.nonce) != (self.owner.epoch, self.owner.nonce):
+        if self.owner is None or (owner.term, owner.nonce) != (self.owner.term, self.owner.nonce):
             self.owner = owner
             self.acquires.append(owner)
 
@@ -368,5 +368,5 @@ class HeldRun:
 
 def acquire_of(owner: Owner) -> Acquire:
     """Convert an owner from its form in messages."""
-    epoch, nonce, restored = owner
-    return Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))
+    term, nonce, restored = owner
+    return Acquire(term, nonce, None if restored is None else CheckpointId.parse(restored))

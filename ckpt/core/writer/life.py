@@ -62,7 +62,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from ckpt import events, failpoints
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import channel as link
 from ckpt.core.ipc import messages
 from ckpt.core.ipc.arena import Arena, Got, room
@@ -356,7 +356,7 @@ class Life:
                 await self._finish()
 
     async def _make_durable(
-        self, adoptions: int, drained: asyncio.Event, owed: Collection[Attempt] | None = None
+        self, adoptions: int, drained: asyncio.Event, owed: Collection[CheckpointId] | None = None
     ) -> None:
         """Bring memory, or the `owed` part of it, to the nearest tier, and its newest step to every other tier. Retry
         what fails, until another trainer or another run has come.
@@ -458,7 +458,7 @@ class Life:
             "foreign": list(memory.foreign),
             "layouts": memory.layouts_in_use(shown),
             "digests": memory.known_digests(),
-            "acquires": [(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
+            "acquires": [(a.term, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
             "roots": self.run.roots,
             "sees": False,
         }
@@ -552,7 +552,7 @@ class Life:
         finally:
             self.background.loop.call_later(0.05, self.server.finished.set)  # after the reply has left
 
-    async def _see_out(self, adoptions: int, owed: set[Attempt]) -> None:
+    async def _see_out(self, adoptions: int, owed: set[CheckpointId]) -> None:
         """Make the requested saves of a closed trainer durable, until another trainer inherits the memory."""
         while adoptions == self.trainer.adoptions and self.persister.unfinished:
             await asyncio.sleep(0.01)

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from ckpt.core.checkpoint.write import digest_blobs
+from ckpt.core.checkpoint.write import digest_chunks
 from ckpt.core.format.columns import Replicas
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import messages
 from ckpt.core.ipc.arena import Arena, ArenaKeeper, Label, room
 from ckpt.core.ipc.messages import Digest
@@ -89,11 +89,11 @@ class HeldMemory:
         self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
         self.foreign: set[str] = set()  # ids of arenas that other ranks staged into; they are only read
         self.layouts: dict[str, Layout] = {}
-        self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
-        self.late: set[tuple[Attempt, int]] = set()  # keys of digests from `digest_ring` or from after a death
-        self.retracted: dict[Attempt, str] = {}  # snapshots that must not become checkpoints, and why
-        self.replicas: dict[Attempt, Replicas] = {}  # digests of replicated tensors, for the parts of this rank
-        self._numbers: dict[tuple[str, Attempt], Iterator[int]] = {}
+        self.digests: dict[tuple[CheckpointId, int], bytes] = {}  # by attempt, and rank that took the snapshot
+        self.late: set[tuple[CheckpointId, int]] = set()  # keys of digests from `digest_ring` or from after a death
+        self.retracted: dict[CheckpointId, str] = {}  # snapshots that must not become checkpoints, and why
+        self.replicas: dict[CheckpointId, Replicas] = {}  # digests of replicated tensors, for the parts of this rank
+        self._numbers: dict[tuple[str, CheckpointId], Iterator[int]] = {}
         self.copies: dict[int, Arena] = {}  # copies of the memory of other nodes, by rank; a plug-in fills them
 
     def all(self) -> list[Arena]:
@@ -143,9 +143,9 @@ class HeldMemory:
     def known_digests(self) -> list[Digest]:
         return [(str(key[0]), key[1], found.hex(), key in self.late) for key, found in list(self.digests.items())]
 
-    def know_digests(self, attempt: Attempt, rank: int, digests: bytes) -> None:
+    def know_digests(self, checkpoint: CheckpointId, rank: int, digests: bytes) -> None:
         """Keep the digests of a written snapshot. Raises SaveError if memory was damaged since an earlier digest."""
-        key = attempt, rank
+        key = checkpoint, rank
         if not self._trainer.dead:
             self.digests[key] = digests
             return
@@ -153,32 +153,34 @@ class HeldMemory:
             self.late.add(key)
         if self.digests.setdefault(key, digests) != digests:
             raise SaveError(
-                f"step {attempt.step} of rank {rank} was damaged in memory: its bytes do not match the digests that "
+                f"step {checkpoint.step} of rank {rank} was damaged in memory: its bytes do not match the digests that "
                 "were computed before"
             )
 
-    def numbers(self, url: str, attempt: Attempt, first: int) -> Iterator[int]:
+    def numbers(self, url: str, checkpoint: CheckpointId, first: int) -> Iterator[int]:
         """Return the numbers of data files that this writer may still use for a checkpoint in a tier."""
-        return self._numbers.setdefault((url, attempt), itertools.count(first))
+        return self._numbers.setdefault((url, checkpoint), itertools.count(first))
 
-    def take_back(self, attempt: Attempt, reason: str) -> None:
+    def take_back(self, checkpoint: CheckpointId, reason: str) -> None:
         """Record that a snapshot must not become a checkpoint."""
-        self.retracted.setdefault(attempt, reason)
+        self.retracted.setdefault(checkpoint, reason)
 
     def forget_old(self) -> None:
         """Forget digests and numbers of snapshots that are no longer in memory."""
-        held = {label.attempt for arena in self.all() for _, label in arena.sealed()}
-        self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
+        held = {label.checkpoint for arena in self.all() for _, label in arena.sealed()}
+        self.digests = {(checkpoint, rank): d for (checkpoint, rank), d in self.digests.items() if checkpoint in held}
         self.late &= self.digests.keys()
-        self.replicas = {attempt: said for attempt, said in self.replicas.items() if attempt in held}
+        self.replicas = {checkpoint: said for checkpoint, said in self.replicas.items() if checkpoint in held}
         self._numbers = {key: numbers for key, numbers in self._numbers.items() if key[1] in held}
 
-    def wanted(self, history: Sequence[Acquire], attempts: Collection[Attempt] | None = None) -> list[Attempt]:
-        """Return the snapshots of this history, newest first, without retracted ones. If `attempts` is given, return
+    def wanted(
+        self, history: Sequence[Acquire], checkpoints: Collection[CheckpointId] | None = None
+    ) -> list[CheckpointId]:
+        """Return the snapshots of this history, newest first, without retracted ones. If `checkpoints` is given, return
         only those."""
-        ring = {label.attempt for _, _, label in self.ring() if label.attempt is not None}
+        ring = {label.checkpoint for _, _, label in self.ring() if label.checkpoint is not None}
         found = in_history(history, ring - self.retracted.keys())
-        return [attempt for attempt in found if attempts is None or attempt in attempts]
+        return [checkpoint for checkpoint in found if checkpoints is None or checkpoint in checkpoints]
 
     def something(self) -> bool:
         """Return True if there is a snapshot, or damage that the next start has to report."""
@@ -190,13 +192,13 @@ class HeldMemory:
                 log.warning("%s", problem)
             for slot, label in arena.sealed():
                 layout = self.layouts.get(label.layout)
-                if layout is None or label.attempt is None or (label.attempt, layout.rank) in self.digests:
+                if layout is None or label.checkpoint is None or (label.checkpoint, layout.rank) in self.digests:
                     continue
-                blobs = digest_blobs(layout, arena.data(slot, label.data_size))
-                found = blobs + blob_digest(arena.values(slot, label))
+                chunks = digest_chunks(layout, arena.data(slot, label.data_size))
+                found = chunks + chunk_digest(arena.values(slot, label))
                 if arena.settled(slot) == label:  # a living trainer may have overwritten it
-                    self.late.add((label.attempt, layout.rank))
-                    self.digests[label.attempt, layout.rank] = found
+                    self.late.add((label.checkpoint, layout.rank))
+                    self.digests[label.checkpoint, layout.rank] = found
 
     # -- requests --
 

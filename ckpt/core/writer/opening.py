@@ -16,7 +16,7 @@ from ckpt.core.cadence.ledger import Decision
 from ckpt.core.checkpoint import commits
 from ckpt.core.checkpoint.lease import Lease, check_free, last_decision, read_back
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place, renew
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import messages
 from ckpt.core.ipc.messages import PartsHere, SaidNote, TierFound
 from ckpt.core.writer.bookkeeper import Bookkeeper
@@ -70,7 +70,7 @@ class TierOpener:
         """Return an error that names the newest step known without this tier, and how to continue without it. We do not
         skip it automatically: it may have a newer step, or another job may train in it."""
         here = [(one.step, tier.url) for tier in tiers if tier.opened for one in tier.log.state.lineage()[:1]]
-        here += [(label.attempt.step, "memory") for _, _, label in self.held_memory.ring()[:1] if label.attempt]
+        here += [(label.checkpoint.step, "memory") for _, _, label in self.held_memory.ring()[:1] if label.checkpoint]
         if not here or isinstance(error, OutcomeUnknownError):
             return error
         step, where = max(here)
@@ -113,7 +113,7 @@ class TierOpener:
     async def acquire(self, request: messages.AcquireRun) -> list[int]:
         """Append the next owner to the logs. With `restored`, it is a rollback by the present owner."""
         run, begun = self.run, self.trainer.adoptions
-        nonce, back = request.nonce, None if request.restored is None else Attempt.parse(request.restored)
+        nonce, back = request.nonce, None if request.restored is None else CheckpointId.parse(request.restored)
         tiers = [run.tiers[i] for i in request.tiers]
         for tier in tiers if back is not None else ():
             await tier.log.refresh()
@@ -121,9 +121,9 @@ class TierOpener:
                 tier.log.check_owner(run.mine())
         async with run.taking:
             run.check_still(begun)
-            floor = max([request.floor, *(t.log.state.epoch for t in tiers)])
+            floor = max([request.floor, *(t.log.state.term for t in tiers)])
             taken = [await commits.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
-        return sorted({a.epoch for a in taken} or {floor + 1})
+        return sorted({a.term for a in taken} or {floor + 1})
 
     async def own(self, request: messages.OwnRun) -> list[PartsHere]:
         """Act as the new owner, set this rank's roles in committing, and recover its tiers."""
@@ -164,19 +164,19 @@ class TierOpener:
     def distrust(self, request: messages.Distrust) -> None:
         """Stop building on present checkpoints, all of which are from earlier terms, because damage was found."""
         for tier in (tier for tier in self.run.tiers if tier.url == request.url):
-            tier.encoder.distrust(Attempt(self.run.mine().epoch, 0, ""))
+            tier.encoder.distrust(CheckpointId(self.run.mine().term, 0, ""))
 
     @handles(messages.Complete)
     async def complete(self, request: messages.Complete) -> None:
         """Commit these attempts, because the other nodes hold their parts too."""
         tier = self.run.tiers[request.tier]
-        for attempt in request.attempts:
+        for checkpoint in request.checkpoints:
             try:
-                await commits.complete(tier.log, self.run.mine(), Attempt.parse(attempt))
+                await commits.complete(tier.log, self.run.mine(), CheckpointId.parse(checkpoint))
             except SaveError as error:  # a checkpoint that it builds on is gone, so it was aborted
                 events.log.warning("%s: %s", tier.url, error)
 
 
 def _found(tier: OpenTier) -> TierFound:
     state = tier.log.state
-    return TierFound(tier.log.root, state.epoch, len(state.commits) + len(state.held), state.damaged)
+    return TierFound(tier.log.root, state.term, len(state.commits) + len(state.held), state.damaged)

@@ -22,9 +22,9 @@ from ckpt.core.checkpoint.incremental import Bases, ByteSource, InMemory, bases_
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.parts import ranks_in, sound_parts
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, folder_of, manifest_key
+from ckpt.core.format.manifest import CheckpointId, folder_of, manifest_key
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.format.table import Table
 from ckpt.core.ipc.arena import Arena, Label
@@ -63,28 +63,28 @@ class Settler:
 
     async def settle(self, tier: OpenTier, written: WrittenPart) -> None:
         """Wait until a written part is a committed checkpoint in this tier. Raises SaveError if it was aborted."""
-        attempt = Attempt.parse(written.part.attempt)
+        checkpoint = CheckpointId.parse(written.part.checkpoint)
         try:
             await self._commit(tier, written)
-            if attempt.step in (tier.notes or ()) and tier.role.place == 0:
+            if checkpoint.step in (tier.notes or ()) and tier.role.place == 0:
                 await tier.keep_noted(self.run.mine())  # before the checkpoint is reported
             tier.flow.committed(int(written.table.length[: written.table.owned].sum()), own_bytes(written))
-            events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
+            events.log.info("step %d is a checkpoint in %s", checkpoint.step, tier.url)
         except FullError:
-            await self._make_room(tier, attempt)
+            await self._make_room(tier, checkpoint)
             raise
         except Exception as error:
             if WHOLE_NEXT in str(error):
-                tier.encoder.distrust(attempt)
+                tier.encoder.distrust(checkpoint)
             if written.part.world > 1:
                 await self._give_up(tier, written, error)
-            if attempt in tier.log.state.held:
+            if checkpoint in tier.log.state.held:
                 self._sweep_soon(tier)  # other incomplete checkpoints may have to be removed
             if isinstance(error, RunGoneError):
-                await tier.remove_rest(attempt, written.part.rank)
+                await tier.remove_rest(checkpoint, written.part.rank)
             raise
         finally:
-            tier.in_flight.discard(attempt)
+            tier.in_flight.discard(checkpoint)
         self.held_memory.forget_old()
         self._sweep_soon(tier)
 
@@ -96,7 +96,7 @@ class Settler:
             if part.world == tier.role.world
             else commits.Role(tuple(range(part.world)), part.rank, part.world)
         )
-        held = HeldNote(number, part.attempt)
+        held = HeldNote(number, part.checkpoint)
         await run.as_owner(
             tier.log,
             lambda mine: settle(
@@ -117,43 +117,43 @@ class Settler:
 
     # -- aborting --
 
-    async def tell_others(self, tier: OpenTier, attempt: Attempt, rank: int, error: BaseException) -> None:
+    async def tell_others(self, tier: OpenTier, checkpoint: CheckpointId, rank: int, error: BaseException) -> None:
         """Abort a checkpoint because this rank's part will not come, so that other ranks do not wait for it."""
         if tier.role.world > 1 and isinstance(error, Exception) and not isinstance(error, FencedError):
             with contextlib.suppress(CheckpointError):
-                await commits.abort(tier.log, self.run.mine(), attempt, f"rank {rank}: {error}")
+                await commits.abort(tier.log, self.run.mine(), checkpoint, f"rank {rank}: {error}")
 
-    async def _make_room(self, tier: OpenTier, attempt: Attempt) -> None:
+    async def _make_room(self, tier: OpenTier, checkpoint: CheckpointId) -> None:
         """Abort a checkpoint that was written when the disk became full, and free its space."""
         with contextlib.suppress(CheckpointError):
-            await commits.abort(tier.log, self.run.mine(), attempt, "no space left")
-            if attempt in tier.log.state.aborted:
-                listed = [info.key async for info in tier.log.store.list(folder_of(attempt))]
-                await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == attempt])
+            await commits.abort(tier.log, self.run.mine(), checkpoint, "no space left")
+            if checkpoint in tier.log.state.aborted:
+                listed = [info.key async for info in tier.log.store.list(folder_of(checkpoint))]
+                await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == checkpoint])
 
     async def _give_up(self, tier: OpenTier, written: WrittenPart, error: Exception) -> None:
         """Abort a checkpoint whose commit failed here, so that other ranks do not wait; delete our part if it was
         aborted."""
-        part, attempt = written.part, Attempt.parse(written.part.attempt)
+        part, checkpoint = written.part, CheckpointId.parse(written.part.checkpoint)
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
-                await commits.abort(tier.log, self.run.mine(), attempt, f"rank {part.rank}: {error}")
-            if attempt in tier.log.state.aborted:
-                own = [pack.key for pack in part.packs if owner_of(pack.key) == attempt]
-                await retention.delete_unused(tier.log, [manifest_key(attempt, part.rank), *own])
+                await commits.abort(tier.log, self.run.mine(), checkpoint, f"rank {part.rank}: {error}")
+            if checkpoint in tier.log.state.aborted:
+                own = [file.key for file in part.files if owner_of(file.key) == checkpoint]
+                await retention.delete_unused(tier.log, [manifest_key(checkpoint, part.rank), *own])
 
     @handles(Retract)
     async def retract(self, request: Retract) -> None:
         """Retract a snapshot that failed or is inconsistent: it must not become or remain a checkpoint."""
-        attempt = Attempt.parse(request.attempt)
-        self.held_memory.take_back(attempt, request.reason)
+        checkpoint = CheckpointId.parse(request.checkpoint)
+        self.held_memory.take_back(checkpoint, request.reason)
         failures: list[CheckpointError] = []
         with self.under_way():
             for tier in self.run.tiers:  # all tiers, even if one fails
                 try:
                     async with tier.busy:
                         await tier.prepare()
-                        await commits.retract(tier.log, self.run.mine(), attempt, request.reason)
+                        await commits.retract(tier.log, self.run.mine(), checkpoint, request.reason)
                 except CheckpointError as error:
                     failures.append(error)
         if failures:
@@ -164,8 +164,8 @@ def own_bytes(written: WrittenPart | None) -> int:
     """Return the bytes stored for a part, without those that it shares with older checkpoints."""
     if written is None:
         return 0
-    attempt = Attempt.parse(written.part.attempt)
-    return sum(pack.size for pack in written.part.packs if owner_of(pack.key) == attempt)
+    checkpoint = CheckpointId.parse(written.part.checkpoint)
+    return sum(file.size for file in written.part.files if owner_of(file.key) == checkpoint)
 
 
 @dataclass(eq=False)
@@ -181,7 +181,7 @@ class PartWriter:
     held_memory: HeldMemory
     settler: Settler
     reads: dict[tuple[str, int], int] = field(default_factory=dict)
-    stored: dict[tuple[str, Attempt], asyncio.Future[bool]] = field(default_factory=dict)
+    stored: dict[tuple[str, CheckpointId], asyncio.Future[bool]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def reading(self, arena: Arena, slot: int) -> Iterator[None]:
@@ -205,23 +205,23 @@ class PartWriter:
         With a single rank, a failed checkpoint stays open. It may be retried with other files, or recovery ends it.
         With several ranks it is aborted immediately so that they need not wait, unless this was not the `last` try.
         """
-        attempt, layout = label.attempt, self.held_memory.layouts[label.layout]
-        assert attempt is not None
-        tier.in_flight.add(attempt)
+        checkpoint, layout = label.checkpoint, self.held_memory.layouts[label.layout]
+        assert checkpoint is not None
+        tier.in_flight.add(checkpoint)
         try:
             with self.reading(arena, slot):
-                written = await self._store(tier, arena, slot, label, layout, attempt, reason)
+                written = await self._store(tier, arena, slot, label, layout, checkpoint, reason)
         except BaseException as error:
-            tier.in_flight.discard(attempt)
+            tier.in_flight.discard(checkpoint)
             if isinstance(error, RunGoneError):
-                await tier.remove_rest(attempt, layout.rank)
+                await tier.remove_rest(checkpoint, layout.rank)
             if last and reason == "due":
-                await self.settler.tell_others(tier, attempt, layout.rank, error)
-                if attempt in tier.log.state.commits:
+                await self.settler.tell_others(tier, checkpoint, layout.rank, error)
+                if checkpoint in tier.log.state.commits:
                     return None  # the part was complete, and another rank has committed it
             raise
         if written is None:
-            tier.in_flight.discard(attempt)
+            tier.in_flight.discard(checkpoint)
         return written
 
     async def _store(
@@ -231,35 +231,35 @@ class PartWriter:
         slot: int,
         label: Label,
         layout: Layout,
-        attempt: Attempt,
+        checkpoint: CheckpointId,
         reason: str,
     ) -> WrittenPart | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
             self.trainer.check_not_fenced()  # otherwise the slot may have been released during the write
             # A living trainer may reuse the slot. It changes the label before the first byte.
             if arena.settled(slot) != label:
-                raise SaveError(f"step {attempt.step} {problem}")
+                raise SaveError(f"step {checkpoint.step} {problem}")
 
         memory, run = self.held_memory, self.run
         async with tier.busy:
             await tier.prepare()
-            if attempt in tier.log.state.commits:
+            if checkpoint in tier.log.state.commits:
                 return None  # the previous writer committed it, and died before its reply
             check("is no longer in memory")
-            numbers = memory.numbers(tier.url, attempt, run.first_number)
+            numbers = memory.numbers(tier.url, checkpoint, run.first_number)
             values = json.loads(bytes(arena.values(slot, label)))
             data = arena.data(slot, label.data_size)
 
-            snapshot = RankSnapshot(attempt, layout, data, values, label.finite, memory.replicas.get(attempt, {}))
+            snapshot = RankSnapshot(checkpoint, layout, data, values, label.finite, memory.replicas.get(checkpoint, {}))
             async with run.taking:
                 run.succeed(tier.log)
                 tier.log.check_owner(run.mine())
             source = InMemory(layout, snapshot.data)
             written = await self.encode(tier, snapshot, source, numbers, reason=reason, check=check)
-            if attempt in memory.retracted:
-                raise SaveError(f"step {attempt.step} was given up: {memory.retracted[attempt]}")
+            if checkpoint in memory.retracted:
+                raise SaveError(f"step {checkpoint.step} was given up: {memory.retracted[checkpoint]}")
         digests = written.table.digest[: written.table.owned].tobytes()
-        memory.know_digests(attempt, layout.rank, digests + blob_digest(arena.values(slot, label)))
+        memory.know_digests(checkpoint, layout.rank, digests + chunk_digest(arena.values(slot, label)))
         return written
 
     async def encode(
@@ -274,11 +274,11 @@ class PartWriter:
     ) -> WrittenPart:
         """Write a part in the encoding of this tier, without chunks that the tier already has. `check` raises if the
         source has changed since."""
-        attempt, layout, near = snapshot.attempt, snapshot.layout, self.run.near(tier)
-        previous = await tier.encoder.previous(tier.log, attempt, layout)
+        checkpoint, layout, near = snapshot.checkpoint, snapshot.layout, self.run.near(tier)
+        previous = await tier.encoder.previous(tier.log, checkpoint, layout)
         if previous is not None:
-            tier.builds_on(attempt, previous.attempt)
-        with tier.flow.writing(attempt.step, layout.arrangement.data_size):
+            tier.builds_on(checkpoint, previous.checkpoint)
+        with tier.flow.writing(checkpoint.step, layout.arrangement.data_size):
             written = await tier.encoder.write(
                 tier.log.store,
                 snapshot,
@@ -301,9 +301,9 @@ def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bas
         return no_bases
     if near is None:
         return no_bases if tier.store.remote else bases_in(tier.store)
-    known: dict[Attempt, Table | None] = {}
+    known: dict[CheckpointId, Table | None] = {}
 
-    async def find(older: Attempt) -> Table | None:
+    async def find(older: CheckpointId) -> Table | None:
         if older not in known:
             known[older] = await _table_of(near, older, rank)
         return known[older]
@@ -316,17 +316,17 @@ def _anchor(tier: OpenTier, near: OpenTier, written: WrittenPart) -> None:
     if tier.encoder.policy.compression == "none" or not tier.encoder.uses_bases:
         near.anchors.pop(tier.url, None)
     elif not written.part.needs:
-        near.anchors[tier.url] = Attempt.parse(written.part.attempt)
+        near.anchors[tier.url] = CheckpointId.parse(written.part.checkpoint)
 
 
-async def _table_of(near: OpenTier, attempt: Attempt, rank: int) -> Table | None:
+async def _table_of(near: OpenTier, checkpoint: CheckpointId, rank: int) -> Table | None:
     """Return a rank's chunk table of a checkpoint in a nearer tier."""
-    found = near.log.state.commits.get(attempt)
+    found = near.log.state.commits.get(checkpoint)
     mine = next((part for part in found.parts if part[0] == rank), None) if found is not None else None
     if mine is None:
         return None
     try:
-        return (await commits.load_part(near.store, attempt, rank, expected=mine[1])).table
+        return (await commits.load_part(near.store, checkpoint, rank, expected=mine[1])).table
     except (CorruptError, StoreError):
         return None
 
@@ -341,12 +341,12 @@ REPORT_S, FAR_REPORT_S = 10.0, 60.0  # after which a rank that has not saved its
 GROWTH, FAR_GROWTH = 1.3, 2.0  # growth of the time between two checks
 
 
-def _is_checkpoint(state: RunState, attempt: Attempt) -> bool:
+def _is_checkpoint(state: RunState, checkpoint: CheckpointId) -> bool:
     """Return True if it is committed, or was until retention retired it. Raise SaveError if it was aborted."""
-    if attempt in state.commits or (attempt in state.retired and attempt not in state.reasons):
+    if checkpoint in state.commits or (checkpoint in state.retired and checkpoint not in state.reasons):
         return True
-    if state.ended(attempt):
-        raise given_up(state, attempt)
+    if state.ended(checkpoint):
+        raise given_up(state, checkpoint)
     return False
 
 
@@ -367,7 +367,7 @@ async def settle(
     which has a record of damage there. `on_held` is called when this disk has all its parts, but the checkpoint also
     needs those of other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
     """
-    attempt = Attempt.parse(own.part.attempt)
+    checkpoint = CheckpointId.parse(own.part.checkpoint)
     remote = log.store.remote
     stagger_s, poll_s = (FAR_STAGGER_S, FAR_POLL_S) if remote else (STAGGER_S, POLL_S)
     report_s = FAR_REPORT_S if remote else REPORT_S
@@ -375,22 +375,22 @@ async def settle(
     while True:
         waited = time.monotonic() - started
         if waited >= role.place * stagger_s:
-            parts = await _present(log.store, attempt, own, role)
-            if parts is not None and attempt not in log.state.held:
+            parts = await _present(log.store, checkpoint, own, role)
+            if parts is not None and checkpoint not in log.state.held:
                 kind, distrusted = "HELD" if role.partial else "COMMIT", encoder.distrusted if encoder else None
                 await commit_or_end(log, owner(), parts, kind=kind, distrusted=distrusted)
         elif role.world > 1:
             await log.refresh()
-        if _is_checkpoint(log.state, attempt):
+        if _is_checkpoint(log.state, checkpoint):
             return
         log.check_owner(owner())
-        if attempt in log.state.held and not told:
+        if checkpoint in log.state.held and not told:
             told = True
             on_held()
-        if waited > report_s and not reported and attempt not in log.state.held:
+        if waited > report_s and not reported and checkpoint not in log.state.held:
             reported = True
-            if missing := await _missing(log.store, attempt, own, role):
-                on_slow(f"step {attempt.step} is not in {log.store.url} yet: rank {missing} has not saved its part")
+            if missing := await _missing(log.store, checkpoint, own, role):
+                on_slow(f"step {checkpoint.step} is not in {log.store.url} yet: rank {missing} has not saved its part")
         if waited > deadline_s:
             await _too_late(log, owner(), own, role, deadline_s)
         await asyncio.sleep(pause)
@@ -399,32 +399,32 @@ async def settle(
             await log.refresh()
 
 
-async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart] | None:
+async def _present(store: Store, checkpoint: CheckpointId, own: WrittenPart, role: Role) -> list[WrittenPart] | None:
     """Return the parts that belong in this tier, None while some are missing."""
     if role.ranks == (own.part.rank,):
         return [own]
-    keys = [info.key async for info in store.list(folder_of(attempt))]
+    keys = [info.key async for info in store.list(folder_of(checkpoint))]
     ready = ranks_in(keys)
     if not ready.issuperset(role.ranks):
         return None
-    found = await sound_parts(store, attempt, keys, own)
+    found = await sound_parts(store, checkpoint, keys, own)
     return [found[rank] for rank in role.ranks] if found.keys() >= set(role.ranks) else None
 
 
-async def _missing(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> str:
+async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenPart, role: Role) -> str:
     """Return the ranks whose parts are not there, as text."""
-    keys = [info.key async for info in store.list(folder_of(attempt))]
-    ready = (await sound_parts(store, attempt, keys, own)).keys()  # a damaged part counts as missing
+    keys = [info.key async for info in store.list(folder_of(checkpoint))]
+    ready = (await sound_parts(store, checkpoint, keys, own)).keys()  # a damaged part counts as missing
     return ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
 
 
 async def _too_late(log: RunLog, mine: Acquire, own: WrittenPart, role: Role, deadline_s: float) -> None:
-    attempt = Attempt.parse(own.part.attempt)
-    missing = await _missing(log.store, attempt, own, role)
+    checkpoint = CheckpointId.parse(own.part.checkpoint)
+    missing = await _missing(log.store, checkpoint, own, role)
     what = f"the parts of ranks {missing}" if missing else "the word that the disks of other nodes hold theirs"
     reason = f"{what} did not come within {deadline_s:g} s"
     if not role.partial:
-        await abort(log, mine, attempt, reason)
-        if attempt in log.state.commits:
+        await abort(log, mine, checkpoint, reason)
+        if checkpoint in log.state.commits:
             return  # committed at the last moment
-    raise SaveError(f"step {attempt.step} was not committed: {reason}")
+    raise SaveError(f"step {checkpoint.step} was not committed: {reason}")

@@ -16,7 +16,7 @@ from ckpt import events
 from ckpt.core.checkpoint import commits
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.write import WrittenPart
-from ckpt.core.format.manifest import Attempt
+from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import Arena, Label
 from ckpt.core.ipc.messages import Persist, SavedInTier, SlotReadNote, WriteSlot, WriteSlotReply
 from ckpt.core.writer.bookkeeper import Bookkeeper
@@ -57,30 +57,30 @@ class Persister:
         `SlotReadNote` reports that the slot is free again. If a further tier is busy or fails, it gets the step from
         the nearest tier later, so that memory does not wait for a network.
         """
-        tier, attempt = self._run.tiers[request.tier], Attempt.parse(request.attempt)
+        tier, checkpoint = self._run.tiers[request.tier], CheckpointId.parse(request.checkpoint)
         arena = self._held_memory.arenas.get(request.arena)
         label = None if arena is None else arena.label(request.slot)
         size = 0 if label is None else label.data_size
         if request.replicas:
-            self._held_memory.replicas[attempt] = request.replicas
-        with self._books.saving(tier.url, size, attempt.step) as save:
-            written = await self._write(tier, attempt, request)
+            self._held_memory.replicas[checkpoint] = request.replicas
+        with self._books.saving(tier.url, size, checkpoint.step) as save:
+            written = await self._write(tier, checkpoint, request)
             save.stored = own_bytes(written)
             if arena is None and written is not None:
                 size = int(written.table.length[: written.table.owned].sum())
             return WriteSlotReply(size, save.stored)
 
-    async def _write(self, tier: OpenTier, attempt: Attempt, request: WriteSlot) -> WrittenPart | None:
+    async def _write(self, tier: OpenTier, checkpoint: CheckpointId, request: WriteSlot) -> WrittenPart | None:
         near, stored = self._run.near(tier), self.parts.stored
-        if near is not None and (near.url, attempt) not in stored and attempt not in near.log.state.commits:
+        if near is not None and (near.url, checkpoint) not in stored and checkpoint not in near.log.state.commits:
             near = None  # the step is not scheduled there
-        part = stored.setdefault((tier.url, attempt), asyncio.get_running_loop().create_future())
+        part = stored.setdefault((tier.url, checkpoint), asyncio.get_running_loop().create_future())
         if near is not None:
-            near.promoting[attempt] += 1
+            near.promoting[checkpoint] += 1
         try:
             with self.settler.under_way():
-                written = await self._store(tier, near, attempt, request)
-                _resolve(part, written is not None or attempt in tier.log.state.commits)
+                written = await self._store(tier, near, checkpoint, request)
+                _resolve(part, written is not None or checkpoint in tier.log.state.commits)
                 self._tell_stored(request)
                 if written is not None:
                     await self.settler.settle(tier, written)
@@ -92,16 +92,16 @@ class Persister:
             raise
         finally:
             _resolve(part, False)
-            stored.pop((tier.url, attempt), None)
+            stored.pop((tier.url, checkpoint), None)
             if near is not None:
-                near.unpin(attempt)
+                near.unpin(checkpoint)
         return written
 
     def _tell_stored(self, request: WriteSlot) -> None:
-        self._trainer.tell(SlotReadNote(request.arena, request.slot, request.tier, request.attempt))
+        self._trainer.tell(SlotReadNote(request.arena, request.slot, request.tier, request.checkpoint))
 
     async def _store(
-        self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, request: WriteSlot
+        self, tier: OpenTier, near: OpenTier | None, checkpoint: CheckpointId, request: WriteSlot
     ) -> WrittenPart | None:
         """Write the part from memory or a nearer tier. Return None if it is a checkpoint already."""
         arena, slot = self._held_memory.arenas.get(request.arena), request.slot
@@ -110,13 +110,13 @@ class Persister:
         def free() -> None:
             self._tell_stored(request)
 
-        if request.stored or arena is None or label is None or label.attempt != attempt:
+        if request.stored or arena is None or label is None or label.checkpoint != checkpoint:
             # The trainer or an earlier writer stored the part without committing it. No slot has it.
-            return await self._stored_before(tier, near, attempt)
+            return await self._stored_before(tier, near, checkpoint)
         if near is not None and (tier.busy.locked() or tier.waiting):
-            return await self.promoter.promote(tier, near, attempt, free)
+            return await self.promoter.promote(tier, near, checkpoint, free)
         if near is None and tier.store.remote:
-            return await self._store_far(tier, attempt, arena, slot, label, free)
+            return await self._store_far(tier, checkpoint, arena, slot, label, free)
         try:
             return await self.parts.store(tier, arena, slot, label, last=near is None)
         except FencedError:
@@ -124,43 +124,45 @@ class Persister:
         except CheckpointError as error:
             if near is None:
                 raise
-            events.log.warning("%s: step %d is taken from %s: %s", tier.url, attempt.step, near.url, error)
-            return await self.promoter.promote(tier, near, attempt, free)
+            events.log.warning("%s: step %d is taken from %s: %s", tier.url, checkpoint.step, near.url, error)
+            return await self.promoter.promote(tier, near, checkpoint, free)
 
-    async def _stored_before(self, tier: OpenTier, near: OpenTier | None, attempt: Attempt) -> WrittenPart | None:
-        if attempt in tier.log.state.commits:
+    async def _stored_before(
+        self, tier: OpenTier, near: OpenTier | None, checkpoint: CheckpointId
+    ) -> WrittenPart | None:
+        if checkpoint in tier.log.state.commits:
             return None
-        written = await commits.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
+        written = await commits.stored_part(tier.log.store, checkpoint, tier.role.ranks[tier.role.place])
         if written is not None:
-            tier.in_flight.add(attempt)
+            tier.in_flight.add(checkpoint)
             return written
         near = near or self._run.near(tier)
         if near is None:
-            raise SaveError(f"step {attempt.step} is no longer in memory")
-        return await self.promoter.promote(tier, near, attempt, lambda: None)
+            raise SaveError(f"step {checkpoint.step} is no longer in memory")
+        return await self.promoter.promote(tier, near, checkpoint, lambda: None)
 
     async def _store_far(
-        self, tier: OpenTier, attempt: Attempt, arena: Arena, slot: int, label: Label, free: Callable[[], None]
+        self, tier: OpenTier, checkpoint: CheckpointId, arena: Arena, slot: int, label: Label, free: Callable[[], None]
     ) -> WrittenPart | None:
         """Write to a slow tier that has no nearer one. Only the newest step may wait for the one under way, so that
         training keeps the other slots."""
         tier.waiting += 1
         try:
-            async with self.promoter.turns[tier.url].turn(tier, attempt, FAR_QUEUE):
+            async with self.promoter.turns[tier.url].turn(tier, checkpoint, FAR_QUEUE):
                 return await self.parts.store(tier, arena, slot, label)
         except SkippedError as error:
             free()
             rank = tier.role.ranks[tier.role.place]
-            self._background.spawn(self.settler.tell_others(tier, attempt, rank, error))
+            self._background.spawn(self.settler.tell_others(tier, checkpoint, rank, error))
             raise
         finally:
             tier.waiting -= 1
 
     # -- the end --
 
-    def begun(self) -> set[Attempt]:
+    def begun(self) -> set[CheckpointId]:
         """Return the steps requested by the trainer that are being saved to some tier."""
-        return {attempt for _, attempt in self.parts.stored} if self.unfinished else set()
+        return {checkpoint for _, checkpoint in self.parts.stored} if self.unfinished else set()
 
     @property
     def unfinished(self) -> bool:
@@ -206,9 +208,9 @@ class Drain:
     throttle: Throttle
     background: Background
 
-    def wanted(self, attempts: Collection[Attempt] | None = None) -> list[Attempt]:
+    def wanted(self, checkpoints: Collection[CheckpointId] | None = None) -> list[CheckpointId]:
         """Return the snapshots in memory that belong to the history, newest first; only these, if given."""
-        return self.held_memory.wanted(self.run.acquires, attempts)
+        return self.held_memory.wanted(self.run.acquires, checkpoints)
 
     def durable(self) -> list[tuple[int, str]]:
         """Return the steps in memory that are known to be durable, with their tier, newest first."""
@@ -218,11 +220,11 @@ class Drain:
 
     @handles(Persist)
     async def on_persist(self, request: Persist) -> list[SavedInTier]:
-        attempts = [Attempt.parse(text) for text in request.attempts]
-        return await self.persist(request.deadline_s, far=request.far, attempts=attempts)
+        checkpoints = [CheckpointId.parse(text) for text in request.checkpoints]
+        return await self.persist(request.deadline_s, far=request.far, checkpoints=checkpoints)
 
     async def persist(
-        self, deadline_s: float, *, far: bool = False, attempts: list[Attempt] | None = None
+        self, deadline_s: float, *, far: bool = False, checkpoints: list[CheckpointId] | None = None
     ) -> list[SavedInTier]:
         """Write the snapshots in memory, or only these, to the nearest tier.
 
@@ -232,7 +234,7 @@ class Drain:
         """
         began, tiers = time.monotonic(), self.run.tiers
         with self.throttle.hurry():
-            steps = self.wanted(attempts)
+            steps = self.wanted(checkpoints)
             tasks = [self.background.spawn(self._drain_alive(steps))]
             if far:
                 tasks += [self.background.spawn(self._drain_alive(steps[:1], tier)) for tier in tiers[1:]]
@@ -244,11 +246,11 @@ class Drain:
             for a in (steps if i == 0 else steps[:1])
         ]
 
-    async def _wait(self, steps: list[Attempt], tasks: list[asyncio.Task[None]], deadline: float) -> None:
+    async def _wait(self, steps: list[CheckpointId], tasks: list[asyncio.Task[None]], deadline: float) -> None:
         """Wait until the newest is durable, or only the parts of other ranks are missing, which may not come."""
         tiers, durable_since, stored_since = self.run.tiers, 0.0, 0.0
         while time.monotonic() < deadline:
-            done = [attempt for attempt in steps if tiers and attempt in tiers[0].log.state.commits]
+            done = [checkpoint for checkpoint in steps if tiers and checkpoint in tiers[0].log.state.commits]
             stored = all(task.done() for task in tasks)
             if not tiers or not steps or (done[:1] == steps[:1] and stored):
                 return
@@ -259,19 +261,19 @@ class Drain:
                     return  # other ranks are behind, or do not save this step
             await asyncio.sleep(0.02)
 
-    async def _drain_alive(self, attempts: list[Attempt], tier: OpenTier | None = None) -> None:
+    async def _drain_alive(self, checkpoints: list[CheckpointId], tier: OpenTier | None = None) -> None:
         with contextlib.suppress(CheckpointError):
-            await self.drain(self.trainer.adoptions, attempts, tier)
+            await self.drain(self.trainer.adoptions, checkpoints, tier)
 
     # -- after the end of a trainer --
 
-    async def make_durable(self, adoptions: int, tier: OpenTier, owed: Collection[Attempt] | None = None) -> bool:
+    async def make_durable(self, adoptions: int, tier: OpenTier, owed: Collection[CheckpointId] | None = None) -> bool:
         """Write the snapshots in memory, or only the `owed` ones, to a tier: all of them to the nearest tier, and the
         newest step to any other. Return False if a write has to be retried."""
         nearest = self.run.tiers[0]
 
-        def is_over(attempts: list[Attempt], tier: OpenTier) -> bool:
-            return adoptions != self.trainer.adoptions or tier.in_flight.isdisjoint(attempts)
+        def is_over(checkpoints: list[CheckpointId], tier: OpenTier) -> bool:
+            return adoptions != self.trainer.adoptions or tier.in_flight.isdisjoint(checkpoints)
 
         if tier.role.world == 1:
             while not is_over(due := self._due(tier, owed), tier):
@@ -286,41 +288,45 @@ class Drain:
         await _until(lambda: is_over(due, tier), FAR_LATE_S)
         return stored
 
-    def _due(self, tier: OpenTier, owed: Collection[Attempt] | None) -> list[Attempt]:
+    def _due(self, tier: OpenTier, owed: Collection[CheckpointId] | None) -> list[CheckpointId]:
         nearest, found = self.run.tiers[0], self.wanted(owed)
         if tier is nearest:
             return found
         newer = self._newer(nearest, owed) if tier.role.world > 1 else []
         return found[len(newer) :][:1]
 
-    def _newer(self, nearest: OpenTier, owed: Collection[Attempt] | None) -> list[Attempt]:
+    def _newer(self, nearest: OpenTier, owed: Collection[CheckpointId] | None) -> list[CheckpointId]:
         """Return steps in memory that are newer than all steps of these ranks in the nearest tier."""
         there = nearest.log.state.commits.keys() | nearest.log.state.held.keys()
-        return list(itertools.takewhile(lambda attempt: attempt not in there, self.wanted(owed)))
+        return list(itertools.takewhile(lambda checkpoint: checkpoint not in there, self.wanted(owed)))
 
     # -- one by one --
 
     async def drain(
-        self, adoptions: int, attempts: Collection[Attempt] | None = None, tier: OpenTier | None = None
+        self, adoptions: int, checkpoints: Collection[CheckpointId] | None = None, tier: OpenTier | None = None
     ) -> bool:
         """Write all sealed snapshots, or only these, to a tier if they are not durable there; by default to the
         nearest. Return False if a write has to be retried."""
         complete = True
-        history = set(self.wanted() if attempts is None else attempts)
+        history = set(self.wanted() if checkpoints is None else checkpoints)
         for arena, slot, label in self.held_memory.ring():
-            if label.attempt not in history or label.layout not in self.held_memory.layouts:
+            if label.checkpoint not in history or label.layout not in self.held_memory.layouts:
                 continue  # undone by a rollback
             for target in self.run.tiers[:1] if tier is None else [tier]:
                 if adoptions != self.trainer.adoptions:
                     return True  # another trainer has the memory now, and decides
-                if label.attempt is None or label.attempt in target.in_flight or target.log.state.ended(label.attempt):
+                if (
+                    label.checkpoint is None
+                    or label.checkpoint in target.in_flight
+                    or target.log.state.ended(label.checkpoint)
+                ):
                     continue
                 complete &= await self._save(target, arena, slot, label)
         return complete
 
     async def _save(self, tier: OpenTier, arena: Arena, slot: int, label: Label) -> bool:
         """Write one snapshot. Return False if it has to be retried."""
-        assert label.attempt is not None
+        assert label.checkpoint is not None
         stored = False
         try:
             reason = "late" if self.trainer.dead else "ring"
@@ -335,7 +341,7 @@ class Drain:
             raise
         except Exception as error:
             tier.flow.fail(error)
-            events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
+            events.log.warning("step %d is not durable yet: %s", label.checkpoint.step, error)
             return stored and self.held_memory.layouts[label.layout].world > 1
         return True
 
@@ -344,13 +350,15 @@ class Drain:
             try:
                 await self.settler.settle(tier, written)
             except CheckpointError as error:
-                events.log.warning("step %d is in memory only: %s", Attempt.parse(written.part.attempt).step, error)
+                events.log.warning(
+                    "step %d is in memory only: %s", CheckpointId.parse(written.part.checkpoint).step, error
+                )
 
 
-def _missing(tier: OpenTier, attempt: Attempt) -> str:
+def _missing(tier: OpenTier, checkpoint: CheckpointId) -> str:
     state = tier.log.state
-    if attempt in state.commits:
+    if checkpoint in state.commits:
         return ""
-    if attempt in state.reasons:
-        return state.reasons[attempt]
-    return "not all of it is written yet" if attempt in tier.in_flight else "it could not be written"
+    if checkpoint in state.reasons:
+        return state.reasons[checkpoint]
+    return "not all of it is written yet" if checkpoint in tier.in_flight else "it could not be written"

@@ -36,11 +36,11 @@ from ckpt.core.checkpoint.incremental import InStore
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.parts import layout_of, load_part
 from ckpt.core.checkpoint.write import CHUNK, RankSnapshot, WrittenPart, upload_from
-from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.manifest import (
     MAX_JSON,
-    Attempt,
-    PackInfo,
+    CheckpointId,
+    DataFile,
     data_number,
     folder_of,
     is_data,
@@ -152,17 +152,17 @@ def pending(near: RunState, far: RunState, every: int, *, before: int) -> list[C
     are newer than everything in the other tier are returned: after a long outage of a bucket, a run does not copy all
     that it missed.
     """
-    history = [c for c in near.lineage() if c.attempt.epoch < before]
-    there = [a for a in far.commits if a.epoch < before and a in {c.attempt for c in history}]
+    history = [c for c in near.lineage() if c.checkpoint.term < before]
+    there = [a for a in far.commits if a.term < before and a in {c.checkpoint for c in history}]
     newest = max(there, default=None)
-    due = [c for c in history if c.step % every == 0 and (newest is None or c.attempt > newest)]
-    return [c for c in due[:BACKLOG] if not far.ended(c.attempt)]
+    due = [c for c in history if c.step % every == 0 and (newest is None or c.checkpoint > newest)]
+    return [c for c in due[:BACKLOG] if not far.ended(c.checkpoint)]
 
 
 async def copy_part(
     source: Store,
     target: Store,
-    attempt: Attempt,
+    checkpoint: CheckpointId,
     rank: int,
     *,
     expected: str | None = None,
@@ -177,14 +177,14 @@ async def copy_part(
     expected: the digest of the manifest, if known.
     used: data files that checkpoints in the target use.
     """
-    written = await load_part(source, attempt, rank, expected=expected)
-    key = manifest_key(attempt, rank)
+    written = await load_part(source, checkpoint, rank, expected=expected)
+    key = manifest_key(checkpoint, rank)
     if await _holds(target, key, written.digest):
         if on_bytes is not None:
-            on_bytes(sum(pack.size for pack in written.part.packs))
+            on_bytes(sum(file.size for file in written.part.files))
         return written  # the manifest is copied last, so its data files are complete
-    for pack in written.part.packs:
-        await _copy_pack(source, target, pack, written.table, pack.key in used, on_bytes)
+    for file in written.part.files:
+        await _copy_file(source, target, file, written.table, file.key in used, on_bytes)
     await _put_once(target, key, await chunks.get(source, key, limit=MAX_JSON))
     return written
 
@@ -204,31 +204,31 @@ async def _put_once(target: Store, key: str, data: memoryview) -> None:
             raise
 
 
-async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table, used: bool, on_bytes: OnBytes) -> None:
+async def _copy_file(source: Store, target: Store, file: DataFile, table: Table, used: bool, on_bytes: OnBytes) -> None:
     try:
-        there = (await target.head(pack.key)).size
+        there = (await target.head(file.key)).size
     except NotFoundError:
         there = -1
-    if used and there >= 0 and (there != pack.size or not await _same(target, pack, table)):
+    if used and there >= 0 and (there != file.size or not await _same(target, file, table)):
         raise CorruptError(
-            f"{target.url} has a damaged or different {pack.key} in use: repair it with `ckpt repair`, or copy "
+            f"{target.url} has a damaged or different {file.key} in use: repair it with `ckpt repair`, or copy "
             "to a new location"
         )
-    if there == pack.size and (target.remote or used):
+    if there == file.size and (target.remote or used):
         if on_bytes is not None:
-            on_bytes(pack.size)
+            on_bytes(file.size)
         return  # objects appear whole or not at all; a file has its full size before its first byte
     if there >= 0:
-        await target.delete(pack.key)
-    await upload_from(target, pack.key, pack.size, VerifiedRanges(source, pack, table).read, on_bytes)
+        await target.delete(file.key)
+    await upload_from(target, file.key, file.size, VerifiedRanges(source, file, table).read, on_bytes)
 
 
-async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
+async def _same(store: Store, file: DataFile, table: Table) -> bool:
     """Return True if a data file matches its entries in a table."""
-    sound = VerifiedRanges(store, pack, table)
+    sound = VerifiedRanges(store, file, table)
     try:
-        for offset in range(0, pack.size, CHUNK):
-            await sound.read(offset, min(CHUNK, pack.size - offset))
+        for offset in range(0, file.size, CHUNK):
+            await sound.read(offset, min(CHUNK, file.size - offset))
     except CorruptError:
         return False
     return True
@@ -237,13 +237,13 @@ async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
 class VerifiedRanges:
     """Reads ranges of a data file, and verifies every chunk that they touch."""
 
-    def __init__(self, source: Store, pack: PackInfo, table: Table) -> None:
-        self._source, self._pack = source, pack
-        in_pack = table.pack == table.packs.index(pack.key) if pack.key in table.packs else np.zeros(0, np.bool_)
-        order = np.argsort(table.offset[in_pack], kind="stable")
-        self._starts: npt.NDArray[np.int64] = table.offset[in_pack][order]
-        self._stops: npt.NDArray[np.int64] = self._starts + table.stored[in_pack][order]
-        self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[in_pack][order]]
+    def __init__(self, source: Store, file: DataFile, table: Table) -> None:
+        self._source, self._pack = source, file
+        in_file = table.file == table.files.index(file.key) if file.key in table.files else np.zeros(0, np.bool_)
+        order = np.argsort(table.offset[in_file], kind="stable")
+        self._starts: npt.NDArray[np.int64] = table.offset[in_file][order]
+        self._stops: npt.NDArray[np.int64] = self._starts + table.stored[in_file][order]
+        self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[in_file][order]]
 
     async def read(self, offset: int, length: int) -> memoryview:
         """Read a range. Raise CorruptError if anything in it is damaged."""
@@ -265,7 +265,7 @@ class VerifiedRanges:
             raise CorruptError(f"{self._pack.key} is damaged: its header does not match its digest")
         for i in range(first, last):
             low, high = int(self._starts[i]), int(self._stops[i])
-            if blob_digest(data[low - start : high - start]) != self._digests[i]:
+            if chunk_digest(data[low - start : high - start]) != self._digests[i]:
                 raise CorruptError(
                     f"{self._pack.key} is damaged: {high - low} bytes at {low} do not match their digest"
                 )
@@ -284,14 +284,14 @@ async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) 
 
     `counted`: data files that another checkpoint copies already. Those of this checkpoint are added.
     """
-    packs: dict[str, int] = {}
+    files: dict[str, int] = {}
     for rank, digest in commit.parts:  # one at a time, because there may be thousands
-        written = await load_part(log.store, commit.attempt, rank, expected=digest)
-        packs |= {pack.key: pack.size for pack in written.part.packs}
+        written = await load_part(log.store, commit.checkpoint, rank, expected=digest)
+        files |= {file.key: file.size for file in written.part.files}
     if counted is not None:
-        packs = {key: size for key, size in packs.items() if key not in counted}
-        counted.update(packs)
-    return Size(len(packs) + len(commit.parts) + 1, sum(packs.values()))
+        files = {key: size for key, size in files.items() if key not in counted}
+        counted.update(files)
+    return Size(len(files) + len(commit.parts) + 1, sum(files.values()))
 
 
 # -- promotion --
@@ -307,13 +307,13 @@ class Turns:
 
     taken: bool = False
     since: float = 0.0  # when the present step got its turn, by the monotonic clock
-    line: list[tuple[Attempt, asyncio.Future[None]]] = field(default_factory=list)
+    line: list[tuple[CheckpointId, asyncio.Future[None]]] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
-    async def turn(self, tier: OpenTier, attempt: Attempt, most: int) -> AsyncIterator[None]:
+    async def turn(self, tier: OpenTier, checkpoint: CheckpointId, most: int) -> AsyncIterator[None]:
         """Wait for the turn of a step. If more than `most` steps wait, the oldest gets SkippedError."""
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.line.append((attempt, mine))
+        self.line.append((checkpoint, mine))
         self._call()
         if len(self.line) > most:
             oldest, waits = self._leave()
@@ -323,8 +323,8 @@ class Turns:
             await mine
             yield
         finally:
-            if (attempt, mine) in self.line:  # cancelled
-                self.line.remove((attempt, mine))
+            if (checkpoint, mine) in self.line:  # cancelled
+                self.line.remove((checkpoint, mine))
             elif not mine.cancelled() and mine.exception() is None:
                 self.taken = False
                 self._call()
@@ -343,7 +343,7 @@ class Turns:
                 waits.set_result(None)
                 self.taken, self.since = True, time.monotonic()
 
-    def _leave(self) -> tuple[Attempt, asyncio.Future[None]]:
+    def _leave(self) -> tuple[CheckpointId, asyncio.Future[None]]:
         oldest = min(self.line, key=lambda one: one[0])
         self.line.remove(oldest)
         return oldest
@@ -363,85 +363,85 @@ class Promoter:
     _resuming: asyncio.Task[None] | None = None
 
     async def promote(
-        self, tier: OpenTier, near: OpenTier, attempt: Attempt, free: Callable[[], None]
+        self, tier: OpenTier, near: OpenTier, checkpoint: CheckpointId, free: Callable[[], None]
     ) -> WrittenPart | None:
         """Copy this rank's part once a nearer tier has it. Return None if the attempt is a checkpoint already.
 
         `free` is called when memory is no longer needed for it. Raises SkippedError if the further tier is too slow.
         """
         rank = _rank(near)
-        tier.in_flight.add(attempt)
+        tier.in_flight.add(checkpoint)
         tier.waiting += 1
         try:
             if (unsettled := len(tier.in_flight) - tier.waiting) >= BACKLOG:
                 free()
-                raise left_out(tier, attempt, f"has yet to get other ranks' parts of {unsettled} steps before it")
-            known = self.parts.stored.get((near.url, attempt))
+                raise left_out(tier, checkpoint, f"has yet to get other ranks' parts of {unsettled} steps before it")
+            known = self.parts.stored.get((near.url, checkpoint))
             if known is not None and not await asyncio.shield(known):
-                raise SaveError(f"step {attempt.step} is not in {near.url} either")
+                raise SaveError(f"step {checkpoint.step} is not in {near.url} either")
             free()
-            async with self.turns[tier.url].turn(tier, attempt, BACKLOG - 1), tier.busy:
+            async with self.turns[tier.url].turn(tier, checkpoint, BACKLOG - 1), tier.busy:
                 await tier.prepare()
-                self._check_wanted(tier, attempt)
-                if tier.log.state.ended(attempt):
-                    tier.in_flight.discard(attempt)
+                self._check_wanted(tier, checkpoint)
+                if tier.log.state.ended(checkpoint):
+                    tier.in_flight.discard(checkpoint)
                     return None
-                here = await commits.stored_part(near.store, attempt, rank)
+                here = await commits.stored_part(near.store, checkpoint, rank)
                 if here is None:
-                    raise SaveError(f"step {attempt.step} is no longer in {near.url}")
+                    raise SaveError(f"step {checkpoint.step} is no longer in {near.url}")
                 written = await self._transfer(tier, near, here)
-            self._check_wanted(tier, attempt)
+            self._check_wanted(tier, checkpoint)
             return written
         except BaseException as error:
-            tier.in_flight.discard(attempt)
+            tier.in_flight.discard(checkpoint)
             if isinstance(error, RunGoneError):
-                await tier.remove_rest(attempt, rank)
-            self.background.spawn(self.settler.tell_others(tier, attempt, rank, error))
+                await tier.remove_rest(checkpoint, rank)
+            self.background.spawn(self.settler.tell_others(tier, checkpoint, rank, error))
             raise
         finally:
             tier.waiting -= 1
 
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenPart) -> WrittenPart:
         """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
-        attempt, part = Attempt.parse(here.part.attempt), here.part
-        there = await commits.stored_part(tier.store, attempt, part.rank)
+        checkpoint, part = CheckpointId.parse(here.part.checkpoint), here.part
+        there = await commits.stored_part(tier.store, checkpoint, part.rank)
         if there is not None:
             return there
         layout, source = layout_of(part, here.table), InStore(near.store, here.table)
-        previous = await tier.encoder.previous(tier.log, attempt, layout)
-        listed = [info.key async for info in tier.store.list(folder_of(attempt))]
+        previous = await tier.encoder.previous(tier.log, checkpoint, layout)
+        listed = [info.key async for info in tier.store.list(folder_of(checkpoint))]
         left = [key for key in listed if is_data(key) and rank_of(key) == part.rank]
-        plain = not part.needs and not here.table.codec.any() and len(part.packs) == 1
-        if plain and set(left) <= {part.packs[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
-            with tier.flow.writing(attempt.step, part.packs[0].size):
-                written = await copy_part(near.store, tier.store, attempt, part.rank, on_bytes=tier.flow.add)
+        plain = not part.needs and not here.table.codec.any() and len(part.files) == 1
+        if plain and set(left) <= {part.files[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
+            with tier.flow.writing(checkpoint.step, part.files[0].size):
+                written = await copy_part(near.store, tier.store, checkpoint, part.rank, on_bytes=tier.flow.add)
             tier.encoder.remember(written)
             return written
         first = max([self.run.first_number, *(data_number(key) + 1 for key in left)])
-        numbers = self.held_memory.numbers(tier.url, attempt, first)
-        snapshot = RankSnapshot(attempt, layout, memoryview(b""), part.values, part.finite, part.replicas)
+        numbers = self.held_memory.numbers(tier.url, checkpoint, first)
+        snapshot = RankSnapshot(checkpoint, layout, memoryview(b""), part.values, part.finite, part.replicas)
         return await self.parts.encode(tier, snapshot, source, numbers, reason=part.reason)
 
-    def _check_wanted(self, tier: OpenTier, attempt: Attempt) -> None:
+    def _check_wanted(self, tier: OpenTier, checkpoint: CheckpointId) -> None:
         """Raise SaveError if the step was retracted here or aborted by another rank."""
         state = tier.log.state
-        if attempt in self.held_memory.retracted:
-            raise SaveError(f"step {attempt.step} was given up: {self.held_memory.retracted[attempt]}")
-        if attempt in state.aborted or (attempt in state.retired and attempt in state.reasons):
-            raise commits.given_up(state, attempt)
+        if checkpoint in self.held_memory.retracted:
+            raise SaveError(f"step {checkpoint.step} was given up: {self.held_memory.retracted[checkpoint]}")
+        if checkpoint in state.aborted or (checkpoint in state.retired and checkpoint in state.reasons):
+            raise commits.given_up(state, checkpoint)
 
     # -- after a start --
 
-    def wanted(self, tier: OpenTier) -> set[Attempt]:
+    def wanted(self, tier: OpenTier) -> set[CheckpointId]:
         """Return the checkpoints from before a crash that are still to be copied from the nearest tier to this one."""
         near = self.run.near(tier)
         if near is None:
             return set()
-        return {one.attempt for one in self.pending(near, tier)} | set(near.log.state.held)
+        return {one.checkpoint for one in self.pending(near, tier)} | set(near.log.state.held)
 
     def pending(self, near: OpenTier, tier: OpenTier) -> list[Commit]:
         """Return checkpoints whose copy from one tier to the other a crash has interrupted."""
-        return pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().epoch)
+        return pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().term)
 
     @handles(Resume)
     def begin_to_resume(self, request: Resume) -> None:
@@ -464,36 +464,36 @@ class Promoter:
                 events.log.warning("earlier checkpoints are not copied to %s: %s", tier.url, error)
                 continue
             for one in wanted:  # a damaged one must not block the others
-                if one.attempt not in tier.in_flight and adoptions == self.trainer.adoptions:
+                if one.checkpoint not in tier.in_flight and adoptions == self.trainer.adoptions:
                     try:
                         await self.resume_one(tier, near, one)
                     except CheckpointError as error:
                         events.log.warning("step %d is not in %s: %s", one.step, tier.url, error)
-                        await self.settler.tell_others(tier, one.attempt, _rank(near), error)
+                        await self.settler.tell_others(tier, one.checkpoint, _rank(near), error)
 
     async def resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
         """Copy this rank's share of a checkpoint."""
         mine = one.parts[near.role.place :: len(near.role.ranks)]
         if not mine:
             return
-        near.promoting[one.attempt] += 1
-        tier.in_flight.add(one.attempt)
+        near.promoting[one.checkpoint] += 1
+        tier.in_flight.add(one.checkpoint)
         try:
             async with tier.busy:
                 here = [
-                    await commits.load_part(near.store, one.attempt, rank, expected=digest) for rank, digest in mine
+                    await commits.load_part(near.store, one.checkpoint, rank, expected=digest) for rank, digest in mine
                 ]
                 await tier.prepare()
                 try:
                     written = [await self._transfer(tier, near, part) for part in here]
                 except RunGoneError:
                     for part in here:
-                        await tier.remove_rest(one.attempt, part.part.rank)
+                        await tier.remove_rest(one.checkpoint, part.part.rank)
                     raise
             await self.settler.settle(tier, written[0])
         finally:
-            near.unpin(one.attempt)
-            tier.in_flight.discard(one.attempt)
+            near.unpin(one.checkpoint)
+            tier.in_flight.discard(one.checkpoint)
 
     async def stop(self) -> None:
         """Stop the copies. The next start resumes them."""
@@ -506,5 +506,5 @@ def _rank(tier: OpenTier) -> int:
     return tier.role.ranks[tier.role.place]
 
 
-def left_out(tier: OpenTier, attempt: Attempt, why: str) -> SkippedError:
-    return SkippedError(f"step {attempt.step} {commits.LEFT_OUT} {tier.url}, which {why}")
+def left_out(tier: OpenTier, checkpoint: CheckpointId, why: str) -> SkippedError:
+    return SkippedError(f"step {checkpoint.step} {commits.LEFT_OUT} {tier.url}, which {why}")

@@ -112,8 +112,8 @@ async def _copy(src: str, dst: str, step: Which, every: bool, take_over: bool, y
             async with written_run(dst) as far:
                 with progress("copying", sum(item.size for item in plan.copy)) as on_bytes:
                     failed = await copy_run.copy(source, far, plan, go_on=every, on_bytes=on_bytes)
-            out = {item.attempt for item in failed}
-            copied = [str(item.attempt) for item in plan.copy if item.attempt not in out]
+            out = {item.checkpoint for item in failed}
+            copied = [str(item.checkpoint) for item in plan.copy if item.checkpoint not in out]
             found["done"] = {"copied": copied, "failed": list(map(item_json, failed))}
             found["not_copied"] += found["done"]["failed"]
         return found

@@ -102,7 +102,7 @@ def _gc_json(url: str, plan: GcPlan, grace_s: float) -> Found:
     return {
         "url": url,
         "delete": list(map(item_json, plan.doomed)),
-        "open": [{**item_json(item), "ending": item.attempt in plan.ending} for item in plan.opened],
+        "open": [{**item_json(item), "ending": item.checkpoint in plan.ending} for item in plan.opened],
         "uploads": len(plan.uploads),
         "foreign": list(plan.foreign),
         "live": {"files": plan.live.files, "bytes": plan.live.size},

@@ -153,7 +153,7 @@ async def _ls(url: str) -> dict[str, Any]:
         return {
             "url": log.store.url,
             "damaged_records": log.state.damaged,
-            "may_be_lost": sorted({a.step for one in await losses.of_log(log) for a in one.attempts}),
+            "may_be_lost": sorted({a.step for one in await losses.of_log(log) for a in one.checkpoints}),
             "bytes_in_files": in_files,
             "checkpoints": [asdict(row) for row in rows],
         }

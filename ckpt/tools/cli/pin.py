@@ -60,8 +60,8 @@ async def _set_pin(url: str, step: Which, note: str | None, yes: bool, as_json: 
         found: Found = {
             "url": log.store.url,
             "step": commit.step,
-            "id": str(commit.attempt),
-            "was": log.state.kept.get(commit.attempt),
+            "id": str(commit.checkpoint),
+            "was": log.state.kept.get(commit.checkpoint),
             "note": note,
             "partial": not commit.whole,
             "done": None,
@@ -69,6 +69,6 @@ async def _set_pin(url: str, step: Which, note: str | None, yes: bool, as_json: 
         if not as_json:
             show_pin(found)
         if yes and found["was"] != note:
-            await retention.set_keep(log, commit.attempt, note)
+            await retention.set_keep(log, commit.checkpoint, note)
             found["done"] = {"pinned": note is not None}
         return found

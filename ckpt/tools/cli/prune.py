@@ -123,7 +123,7 @@ async def _prune(url: str, keep: Keep, grace_s: float | None, yes: bool, as_json
             show_prune(found)
         if not yes or not (plan.give_up or plan.delete):
             return found
-        land = partial(upkeep.prune, log, stock, keep, plan.check.attempt)
+        land = partial(upkeep.prune, log, stock, keep, plan.check.checkpoint)
         found["problems"], landed = await upkeep.carry_out(
             log, stock, plan.check, land, grace_s=patience, on_wait=announce_wait, watch=watch
         )

@@ -35,7 +35,7 @@ from ckpt.tools.cli.terminal import (
 
 if TYPE_CHECKING:
     from ckpt.core.log.run_log import Commit, RunLog
-    from ckpt.tools.maintain.damage import AuditResult, PackDamage
+    from ckpt.tools.maintain.damage import AuditResult, DataFileDamage
     from ckpt.tools.maintain.repair import Repaired
 
 Found = dict[str, Any]
@@ -88,7 +88,7 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
             for other in others if diagnosis.any else ():
                 if not _kin(log, other):
                     print_err(f"WARNING: {other.store.url} is another run: only chunks with the same content are used")
-            lost = sum(piece.stored for pack in diagnosis.packs for piece in pack.pieces)
+            lost = sum(piece.stored for data_file in diagnosis.data_files for piece in data_file.pieces)
             with progress("looking for intact bytes", lost) as on_bytes:
                 await work.seek(on_bytes)
         except StoreError as error:
@@ -140,10 +140,10 @@ def _kin(log: RunLog, other: RunLog) -> bool:
 
 
 def _summary(found: AuditResult) -> dict[str, Any]:
-    pieces = [piece for pack in found.packs for piece in pack.pieces]
+    pieces = [piece for data_file in found.data_files for piece in data_file.pieces]
     return {
         "damaged_records": found.records,
-        "unreadable": [{"step": attempt.step, "why": why} for attempt, why in found.unread],
+        "unreadable": [{"step": checkpoint.step, "why": why} for checkpoint, why in found.unread],
         "files": [
             {
                 "key": f.key,
@@ -154,22 +154,22 @@ def _summary(found: AuditResult) -> dict[str, Any]:
             }
             for f in found.files
         ],
-        "packs": [_pack(pack) for pack in found.packs],
+        "data_files": [_file_row(data_file) for data_file in found.data_files],
         "bytes_damaged": sum(piece.stored for piece in pieces),
         "bytes_lost": sum(piece.stored for piece in pieces if piece.cure is None),
-        "bytes_to_write": sum(p.info.size for p in found.packs if p.worth)
+        "bytes_to_write": sum(p.info.size for p in found.data_files if p.worth)
         + sum(len(f.raw) for f in found.files if f.raw is not None),
     }
 
 
-def _pack(pack: PackDamage) -> dict[str, Any]:
-    cure = pack.header_cure
+def _file_row(data_file: DataFileDamage) -> dict[str, Any]:
+    cure = data_file.header_cure
     return {
-        "key": pack.info.key,
-        "size": pack.info.size if pack.known else None,
-        "problem": pack.problem or None,
+        "key": data_file.info.key,
+        "size": data_file.info.size if data_file.known else None,
+        "problem": data_file.problem or None,
         "header": {
-            "damaged": pack.header and pack.there is not None,
+            "damaged": data_file.header and data_file.there is not None,
             "from": cure and cure.where,
             "how": cure and cure.how,
         },
@@ -183,18 +183,18 @@ def _pack(pack: PackDamage) -> dict[str, Any]:
                 "how": piece.cure and piece.cure.how,
                 "why_not": piece.why if piece.cure is None else None,
             }
-            for piece in pack.pieces
+            for piece in data_file.pieces
         ],
-        "unavailable": pack.unavailable,
-        "write_again": pack.worth,
-        "repairable": pack.whole_again,
+        "unavailable": data_file.unavailable,
+        "write_again": data_file.worth,
+        "repairable": data_file.whole_again,
     }
 
 
 def _done(done: Repaired) -> Found:
     return {
         "files": done.files,
-        "packs": done.packs,
+        "data_files": done.data_files,
         "given_up_meanwhile": done.left,
         "failed": [{"key": key, "why": why} for key, why in done.failed],
     }
@@ -214,24 +214,34 @@ def show(found: Found) -> None:
         (f["key"], f["step"] if f["step"] is not None else "", f["problem"], f["from"] or "LOST")
         for f in found["files"]
     ]
-    for pack in found["packs"]:
-        header = pack["header"]
-        if pack["problem"]:
-            lost = f"LOST: {human(pack['unavailable'])} of it are in no location" if pack["unavailable"] else "LOST"
-            hope = lost if not pack["write_again"] else "see below" if pack["repairable"] else "partly, see below"
-            files.append((pack["key"], "", pack["problem"], hope))
+    for data_file in found["data_files"]:
+        header = data_file["header"]
+        if data_file["problem"]:
+            lost = (
+                f"LOST: {human(data_file['unavailable'])} of it are in no location"
+                if data_file["unavailable"]
+                else "LOST"
+            )
+            hope = (
+                lost
+                if not data_file["write_again"]
+                else "see below"
+                if data_file["repairable"]
+                else "partly, see below"
+            )
+            files.append((data_file["key"], "", data_file["problem"], hope))
         if header["damaged"]:
             origin = f"{header['how']}, {header['from']}" if header["from"] else "LOST"
-            files.append((pack["key"], "", "its header is damaged", origin))
+            files.append((data_file["key"], "", "its header is damaged", origin))
     if files:
         print_table(("file", "step", "what", "available from"), files[:SHOWN])
     rows = _rows(found)
     if rows:
-        print_table(("tensor", "steps", "size", "pack", "available from"), rows[:SHOWN])
+        print_table(("tensor", "steps", "size", "data file", "available from"), rows[:SHOWN])
     more = max(0, len(files) - SHOWN) + max(0, len(rows) - SHOWN)
     if more:
         put(f"{more} more; --json shows all")
-    again = [pack for pack in found["packs"] if pack["write_again"]]
+    again = [data_file for data_file in found["data_files"] if data_file["write_again"]]
     ready = [f for f in found["files"] if f["repairable"]]
     lost = human(found["bytes_lost"])
     put(f"damaged: {human(found['bytes_damaged'])} of tensors, of which {lost} are lost")
@@ -255,13 +265,13 @@ def _rows(found: Found) -> list[tuple[object, ...]]:
     from ckpt.tools.maintain.prune import some
 
     together: dict[tuple[Any, ...], int] = {}
-    for pack in found["packs"]:
-        for piece in pack["pieces"]:
+    for data_file in found["data_files"]:
+        for piece in data_file["pieces"]:
             names: list[str] = piece["tensors"]
             more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
             steps = some(piece["steps"])
             source = f"{piece['how']}, {piece['from']}" if piece["from"] else f"LOST: {piece['why_not']}"
-            key = (not source.startswith("LOST"), ", ".join(names[:NAMES]) + more, steps, pack["key"], source)
+            key = (not source.startswith("LOST"), ", ".join(names[:NAMES]) + more, steps, data_file["key"], source)
             together[key] = together.get(key, 0) + piece["bytes"]
     ordered = sorted(together.items(), key=lambda item: item[0][0])
     return [(cells[1], cells[2], human(size), *cells[3:]) for cells, size in ordered]
@@ -271,6 +281,6 @@ def show_done(found: Found) -> None:
     done = found["done"]
     print_few([f"skipped, because the run no longer needs it: {key}" for key in done["given_up_meanwhile"]])
     print_few([f"failed and unchanged: {one['key']}: {one['why']}" for one in done["failed"]])
-    put(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again and verified them")
+    put(f"wrote {count_of(len(done['data_files']) + len(done['files']), 'file')} again and verified them")
     if found["remains"]:
         put("Damage remains: see above. `ckpt verify --all` lists which checkpoints are intact")

@@ -91,7 +91,7 @@ def report(url: str, idle_after_h: float | None, output: str | None, force: bool
     found = run.statement
     if output is not None:
         problems = tuple(problems_of(url, damaged, state, there=bool(accounts)))
-        steps = tuple(sorted(attempt.step for attempt in state.commits))
+        steps = tuple(sorted(checkpoint.step for checkpoint in state.commits))
         subject = Subject(url, found, chronicle(run, faults), steps, problems, now, VERSION)
         write_page(output, page(subject))
     elif as_json:

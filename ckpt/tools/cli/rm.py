@@ -86,7 +86,7 @@ async def _rm(url: str, step: Which, grace_s: float | None, yes: bool, as_json: 
             show_rm(found)
         if not yes:
             return found
-        land = partial(remove, log, stock, commit.attempt, plan.check.attempt)
+        land = partial(remove, log, stock, commit.checkpoint, plan.check.checkpoint)
         found["problems"], landed = await upkeep.carry_out(
             log, stock, plan.check, land, grace_s=patience, on_wait=announce_wait, watch=watch
         )

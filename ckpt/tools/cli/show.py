@@ -14,7 +14,7 @@ from ckpt.core.checkpoint import lease, read
 from ckpt.core.checkpoint.parts import MANY, sizes_of_many
 from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.index import Index
-from ckpt.core.format.manifest import Attempt, PackInfo, Part, owner
+from ckpt.core.format.manifest import CheckpointId, DataFile, Part, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.log.records import Commit
 from ckpt.errors import CheckpointError
@@ -65,9 +65,9 @@ def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) ->
         print_table(("component", "kind"), [(c["path"], c["kind"]) for c in found["components"]])
         rows = [(v["path"], TYPES.get(v["type"], v["type"]), short(v["value"])) for v in found["values"]]
         print_table(("value", "type", "is"), rows)
-        packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
-        if packs:
-            print_table(("pack", "size", "used", "of step"), packs)
+        files = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["files"]]
+        if files:
+            print_table(("data file", "size", "used", "of step"), files)
     put(f"{count_of(found['distinct_tensors'], 'tensor')}, {human(found['tensor_bytes'])}")
     for line in [*storage_lines(found), *saving_lines(found)] if only is None else ():
         put(line)
@@ -100,14 +100,14 @@ def storage_lines(found: dict[str, Any]) -> Iterator[str]:
     if found["full"]:
         yield f"a full checkpoint: {written}, all in its own files"
     else:
-        steps = [Attempt.parse(attempt).step for attempt in found["needs"]]
+        steps = [CheckpointId.parse(checkpoint).step for checkpoint in found["needs"]]
         on = f"built on {', '.join(f'step {step}' for step in steps)}"
         if not found["needs_there"]:
             older = found["older_steps"]
             on = f"refers to files of step{'s' * (len(older) > 1)} {', '.join(map(str, older))}"
         behind = "" if found["chain"] is None else f", number {found['chain']} after a full one"
         yield f"an increment, {on}{behind}: {written}"
-        yield f"files of older checkpoints that it uses: {found['older_packs']}"
+        yield f"files of older checkpoints that it uses: {found['older_files']}"
     if found["restore_bytes"] is None:
         yield "--all shows what each rank has stored and what a restore reads"
     else:
@@ -123,7 +123,7 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
             "url": log.store.url,
             "damaged_records": log.state.damaged,
             "step": commit.step,
-            "id": str(commit.attempt),
+            "id": str(commit.checkpoint),
             "ranks": commit.world,
             "full": commit.full,
             "needs": list(map(str, commit.needs)),
@@ -145,7 +145,7 @@ async def _contents(store: Store, commit: Commit, only: str | None, every: bool)
     if only is not None and not tensors:
         raise click.UsageError(f"no tensor of step {commit.step} matches {only!r}; * matches any text")
     keys = {t.name: saved.labels[t.name] for t in tensors if t.alias_of is None}
-    storages, parts = describe.Storages(commit.attempt, keys.values()), list[Part]()
+    storages, parts = describe.Storages(commit.checkpoint, keys.values()), list[Part]()
     if whole is not None:
         storages.add(whole.table)
         parts += whole.parts
@@ -189,30 +189,30 @@ def _entries_json(entries: describe.Entries) -> dict[str, Any]:
 
 
 def _files(commit: Commit, parts: Sequence[Part], used: Mapping[str, int]) -> dict[str, Any]:
-    packs = {pack.key: pack for part in parts for pack in part.packs}
+    files = {file.key: file for part in parts for file in part.files}
     return {
         "chain": max((part.chain for part in parts), default=0),
         **{name: getattr(parts[0], name) for name in NOTES},
-        "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == commit.attempt),
+        "stored_bytes": sum(file.size for file in files.values() if owner(file.key) == commit.checkpoint),
         "restore_bytes": sum(used.values()),
         **_older(commit, used),
-        "packs": [_pack(pack, commit.attempt, used.get(pack.key, 0)) for pack in packs.values()],
+        "files": [_file_row(file, commit.checkpoint, used.get(file.key, 0)) for file in files.values()],
     }
 
 
 async def _listed(store: Store, commit: Commit, saved: SavedState) -> dict[str, Any]:
     """Return the same for many ranks, as far as the index and a listing contain it."""
-    sizes, packs = await sizes_of_many(store, commit.attempt, commit.world), saved.index.packs
-    unknown: dict[str, Any] = {"chain": None, "restore_bytes": None, "packs": [], **dict.fromkeys(NOTES)}
-    return {**unknown, "stored_bytes": sum(sizes.get(key, 0) for key in packs), **_older(commit, packs)}
+    sizes, files = await sizes_of_many(store, commit.checkpoint, commit.world), saved.index.files
+    unknown: dict[str, Any] = {"chain": None, "restore_bytes": None, "files": [], **dict.fromkeys(NOTES)}
+    return {**unknown, "stored_bytes": sum(sizes.get(key, 0) for key in files), **_older(commit, files)}
 
 
 def _older(commit: Commit, used: Iterable[str]) -> dict[str, Any]:
     """Return the files of other checkpoints that this one uses."""
-    owners = [of for key in used if (of := owner(key)) is not None and of != commit.attempt]
-    return {"older_packs": len(owners), "older_steps": sorted({of.step for of in owners}, reverse=True)}
+    owners = [of for key in used if (of := owner(key)) is not None and of != commit.checkpoint]
+    return {"older_files": len(owners), "older_steps": sorted({of.step for of in owners}, reverse=True)}
 
 
-def _pack(pack: PackInfo, attempt: Attempt, used: int) -> dict[str, Any]:
-    whose = owner(pack.key)
-    return {**asdict(pack), "own": whose == attempt, "step": None if whose is None else whose.step, "used": used}
+def _file_row(file: DataFile, checkpoint: CheckpointId, used: int) -> dict[str, Any]:
+    whose = owner(file.key)
+    return {**asdict(file), "own": whose == checkpoint, "step": None if whose is None else whose.step, "used": used}

@@ -155,12 +155,12 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
 
 
 def newest_first(log: RunLog) -> list[Commit]:
-    return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
+    return sorted(log.state.commits.values(), key=lambda c: c.checkpoint, reverse=True)
 
 
 def damage_text(log: RunLog, damage: Sequence[Loss]) -> str:
     """Return one line about the damage of a run and which checkpoints it may cost."""
-    newest = next((commit.attempt for commit in log.state.lineage() if commit.finite is not False), None)
+    newest = next((commit.checkpoint for commit in log.state.lineage() if commit.finite is not False), None)
     missed = losses.passed_over(damage, newest, log.state.acquires)
     if missed:
         return losses.in_words(missed, 0 if newest is None else newest.step)

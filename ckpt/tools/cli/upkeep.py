@@ -54,8 +54,8 @@ def show_order(found: Found) -> None:
 
 
 def item_json(item: Item) -> Found:
-    attempt = item.attempt
-    return {"step": attempt.step, "id": str(attempt), "files": item.files, "bytes": item.size, "why": item.why}
+    checkpoint = item.checkpoint
+    return {"step": checkpoint.step, "id": str(checkpoint), "files": item.files, "bytes": item.size, "why": item.why}
 
 
 def cells(found: Found) -> tuple[object, ...]:

@@ -100,7 +100,7 @@ def by_problem(checkpoints: list[dict[str, Any]], kind: str = "problems") -> Ite
 async def _verify(url: str, step: Which, every: bool, data: bool) -> dict[str, Any]:
     async with opened(url, whole=True) as log:
         away = list[str]()
-        damaged, lost = log.state.damaged, [one.reason for one in await losses.of_log(log) if one.attempts]
+        damaged, lost = log.state.damaged, [one.reason for one in await losses.of_log(log) if one.checkpoints]
         problems = lost if lost and len(damaged) == 1 else losses.one_by_one(damaged) + lost
         try:
             read_format(await chunks.get(log.store, "FORMAT.json", limit=MAX_FORMAT))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.core.format.digest import RangeHasher, blob_digest, file_digest
+from ckpt.core.format.digest import RangeHasher, chunk_digest, file_digest
 from ckpt.core.format.layout import BITS
 from ckpt.core.format.manifest import canonical
 from ckpt.errors import CorruptError, UsageError
@@ -183,7 +183,7 @@ class _Mover:
         noted = self._workshop.noted.get((name, window.start, window.stop))
         if noted is None:
             return False
-        return _read(self._paths[window.file], window.start, view) and blob_digest(view.data).hex() == noted
+        return _read(self._paths[window.file], window.start, view) and chunk_digest(view.data).hex() == noted
 
     def _settle(self, views: Mapping[FileWindow, Bytes], missing: Mapping[FileWindow, Bytes]) -> None:
         """Compute checksums in the order of the bytes, and write the missing windows."""
@@ -219,7 +219,7 @@ class _Mover:
             point("export.window")
             _write(self._paths[window.file], window.start, view, direct=not self._output.staged)
             name = self._output.files[window.file].name
-            self._written.append((name, window.start, window.stop, blob_digest(view.data).hex()))
+            self._written.append((name, window.start, window.stop, chunk_digest(view.data).hex()))
         if sum(stop - start for _, start, stop, _ in self._written) >= SYNC:
             self._write_journal()
 

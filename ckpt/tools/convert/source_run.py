@@ -37,12 +37,12 @@ class RunOrigin:
     """
 
     def __init__(self, log: RunLog, commit: Commit, saved: SavedState, others: Sequence[str] = ()) -> None:
-        url, attempt = log.store.url, commit.attempt
-        self.saved, self.step, self.far, self.finite = saved, attempt.step, log.store.remote, commit.finite
+        url, checkpoint = log.store.url, commit.checkpoint
+        self.saved, self.step, self.far, self.finite = saved, checkpoint.step, log.store.remote, commit.finite
         self.title = f"step {self.step} of {url}"
-        self.identity = f"{url} {attempt}"
-        self.parents = (f"{log.root}/{attempt}",)
-        self.about: dict[str, Any] = {"url": url, "step": self.step, "id": str(attempt)}
+        self.identity = f"{url} {checkpoint}"
+        self.parents = (f"{log.root}/{checkpoint}",)
+        self.about: dict[str, Any] = {"url": url, "step": self.step, "id": str(checkpoint)}
         self._labels = {key: label for label, key in reversed(saved.labels.items())}  # without aliases
         self.keys = {label: key for key, label in sorted(self._labels.items())}
         self.names = {label: self._labels[key] for label, key in saved.labels.items()}
@@ -51,7 +51,7 @@ class RunOrigin:
         self.keep = KEEP
         self._kept: dict[int, bytes] = {}
         self._lock = threading.Lock()
-        self._log, self._attempt, self._others = log, attempt, others
+        self._log, self._checkpoint, self._others = log, checkpoint, others
         self._ranks: frozenset[int] = frozenset()  # whose tables `_narrowed` has
         self._narrowed = saved
         self._has: Set[Key] = frozenset()
@@ -125,32 +125,32 @@ class RunOrigin:
         missing, kept = list[int](), list[int]()
         partly: set[int] = set()
         for number, low, high in assembly.runs():
-            for blob in table.blobs(number):
-                start = int(saved.position[blob])
-                stop = start + int(table.length[blob])
+            for chunk in table.chunks(number):
+                start = int(saved.position[chunk])
+                stop = start + int(table.length[chunk])
                 if start < high and stop > low and assembly.needs(number, start, stop):
-                    (kept if int(saved.numbers[blob]) in self._kept else missing).append(blob)
+                    (kept if int(saved.numbers[chunk]) in self._kept else missing).append(chunk)
                     if start < low or stop > high:
-                        partly.add(blob)
+                        partly.add(chunk)
 
-        def add(blob: int, data: memoryview) -> None:
-            assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), data)
-            if blob in partly:
-                self._keep(int(saved.numbers[blob]), bytes(data))
+        def add(chunk: int, data: memoryview) -> None:
+            assembly.add(int(saved.shard_of_chunk[chunk]), int(saved.position[chunk]), data)
+            if chunk in partly:
+                self._keep(int(saved.numbers[chunk]), bytes(data))
 
-        def place(blob: int) -> int:
-            start = int(saved.position[blob])
-            stop = start + int(table.length[blob])
-            found = None if blob in partly else assembly.room(int(saved.shard_of_blob[blob]), start, stop)
+        def place(chunk: int) -> int:
+            start = int(saved.position[chunk])
+            stop = start + int(table.length[chunk])
+            found = None if chunk in partly else assembly.room(int(saved.shard_of_chunk[chunk]), start, stop)
             return 0 if found is None else address_of(found)
 
-        def room(blobs: I64) -> I64:
-            return np.array([place(blob) for blob in blobs.tolist()], np.int64)
+        def room(chunks: I64) -> I64:
+            return np.array([place(chunk) for chunk in chunks.tolist()], np.int64)
 
         def again() -> None:
-            for blob in kept:
-                data = self._kept[int(saved.numbers[blob])]
-                assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), memoryview(data))
+            for chunk in kept:
+                data = self._kept[int(saved.numbers[chunk])]
+                assembly.add(int(saved.shard_of_chunk[chunk]), int(saved.position[chunk]), memoryview(data))
 
         await asyncio.to_thread(again)
         if missing:
@@ -189,27 +189,29 @@ class RunOrigin:
         self._narrowed = saved.narrowed({key: [((0,) * len(shape), shape)] for key, shape in has.items()})
         self._ranks, self._has = ranks, has.keys()
 
-    async def fetch(self, table: Table, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+    async def fetch(self, table: Table, chunks: Sequence[int], sink: Sink, room: Room) -> None:
         """Read verified chunks of a table, and pass each to `sink` or put it into the memory that `room` returns."""
-        await asyncio.to_thread(self._announce, table, blobs)
+        await asyncio.to_thread(self._announce, table, chunks)
         try:
-            found = await read.fetch_repaired(self._log.store, self._attempt, table, blobs, sink, self._others, room)
+            found = await read.fetch_repaired(
+                self._log.store, self._checkpoint, table, chunks, sink, self._others, room
+            )
         except CorruptError as error:
             raise CorruptError(
                 f"{error}. Give another location of the run (--from) or an older step (RUN@STEP), or see `ckpt repair`"
             ) from error
         self.repaired += found
 
-    def _announce(self, table: Table, blobs: Sequence[int]) -> None:
+    def _announce(self, table: Table, chunks: Sequence[int]) -> None:
         """Announce that the following bytes of the same files will probably be read next."""
         soon = getattr(self._log.store, "soon", None)
         if soon is None:
             return
-        packs = table.pack[list(blobs)]
-        ends = table.offset[list(blobs)] + table.stored[list(blobs)]
-        for pack in np.unique(packs).tolist():
-            there = packs == pack
-            soon(table.packs[pack], int(ends[there].max()), int(table.stored[list(blobs)][there].sum()))
+        files = table.file[list(chunks)]
+        ends = table.offset[list(chunks)] + table.stored[list(chunks)]
+        for file in np.unique(files).tolist():
+            there = files == file
+            soon(table.files[file], int(ends[there].max()), int(table.stored[list(chunks)][there].sum()))
 
     async def aclose(self) -> None:
         await self._log.store.aclose()

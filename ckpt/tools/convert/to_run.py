@@ -21,8 +21,8 @@ from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
     MAX_WORLD,
     STEPS,
-    Attempt,
-    PackInfo,
+    CheckpointId,
+    DataFile,
     canonical,
     data_key,
     is_data,
@@ -52,16 +52,16 @@ def plan(
         raise UsageError(f"{world} ranks: choose a number from 1 to {MAX_WORLD}")
     chosen = [[[name, label, dtypes[label]] for name, label in view.tensors.items()] for view in views]
     nonce = file_digest(canonical([origin.identity, chosen, [len(view.entries) for view in views]]))[:8]
-    attempt = Attempt(1, step, nonce)  # always the same, so that an interrupted export can continue
+    checkpoint = CheckpointId(1, step, nonce)  # always the same, so that an interrupted export can continue
     shared = _shared(views)
-    planned = [_rank(origin, view, shared, dtypes, rank, world, attempt) for rank, view in enumerate(views)]
+    planned = [_rank(origin, view, shared, dtypes, rank, world, checkpoint) for rank, view in enumerate(views)]
     layouts = [layout for layout, _ in planned]
 
     def finish(folder: Path, sums: Sums) -> None:
         values = [[entry.values for entry in view.entries] for view in views]
         ranks = zip(layouts, values, strict=True)
-        snapshots = [RankSnapshot(attempt, la, memoryview(b""), v, finite, parents=parents) for la, v in ranks]
-        read.run(_finish(folder, attempt, snapshots, sums))
+        snapshots = [RankSnapshot(checkpoint, la, memoryview(b""), v, finite, parents=parents) for la, v in ranks]
+        read.run(_finish(folder, checkpoint, snapshots, sums))
 
     notes = tuple(dict.fromkeys(note for view in views for note in view.notes))
     what = "a run of 1 rank" if world == 1 else f"a run of {world} ranks"
@@ -81,7 +81,7 @@ def _rank(
     dtypes: Mapping[str, str],
     rank: int,
     world: int,
-    attempt: Attempt,
+    checkpoint: CheckpointId,
 ) -> tuple[Layout, OutFile]:
     specs, labels = list[TensorSpec](), list[str]()
     elsewhere, instances = dict[str, tuple[str, Dims]](), dict[str, int]()
@@ -101,7 +101,7 @@ def _rank(
     components = [entry.component for entry in view.entries]
     layout = Layout(tuple(specs), dict(view.aliases), components, rank, world, instances, elsewhere)
     Layout.from_json(layout.to_json())  # raises if it could not be read again
-    return layout, _pack(layout, labels, attempt)
+    return layout, _out_file(layout, labels, checkpoint)
 
 
 def chunk(shape: Dims, rank: int, world: int) -> Box | None:
@@ -115,8 +115,8 @@ def chunk(shape: Dims, rank: int, world: int) -> Box | None:
     return (start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])
 
 
-def _pack(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
-    arrangement, key = layout.arrangement, data_key(attempt, layout.rank)
+def _out_file(layout: Layout, labels: list[str], checkpoint: CheckpointId) -> OutFile:
+    arrangement, key = layout.arrangement, data_key(checkpoint, layout.rank)
     header = arrangement.header(metadata_of(key))
     first = len(header)
     parts: list[Literal | TensorRun] = [Literal(0, header)]
@@ -124,11 +124,11 @@ def _pack(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
         spec = layout.tensors[i]
         if spec.nbytes:
             parts.append(TensorRun(first + arrangement.offsets[i], labels[i], (spec.at, spec.shape), spec.dtype))
-    sums = ((first + b.offset, first + b.offset + b.length) for b in arrangement.blobs)
+    sums = ((first + b.offset, first + b.offset + b.length) for b in arrangement.chunks)
     return OutFile(key, first + arrangement.data_size, tuple(parts), tuple(sums))
 
 
-async def _finish(folder: Path, attempt: Attempt, snapshots: list[RankSnapshot], sums: Sums) -> None:
+async def _finish(folder: Path, checkpoint: CheckpointId, snapshots: list[RankSnapshot], sums: Sums) -> None:
     await asyncio.to_thread(shutil.rmtree, folder / "log", ignore_errors=True)  # left by an interrupted call
     store = open_store(folder, writable=True)
     try:
@@ -139,7 +139,7 @@ async def _finish(folder: Path, attempt: Attempt, snapshots: list[RankSnapshot],
         await store.put("FORMAT.json", new_format())
         log = RunLog(store)
         await log.open()
-        mine = await acquire(log, attempt.nonce)
+        mine = await acquire(log, checkpoint.nonce)
         await commit(log, mine, [await _part(store, snapshot, sums) for snapshot in snapshots])
     finally:
         await store.aclose()
@@ -147,9 +147,9 @@ async def _finish(folder: Path, attempt: Attempt, snapshots: list[RankSnapshot],
 
 async def _part(store: Store, snapshot: RankSnapshot, sums: Sums) -> WrittenPart:
     layout, arrangement = snapshot.layout, snapshot.layout.arrangement
-    key = data_key(snapshot.attempt, layout.rank)
+    key = data_key(snapshot.checkpoint, layout.rank)
     header = arrangement.header(metadata_of(key))
-    pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
-    digests = b"".join(sums[key][len(header) + blob.offset] for blob in arrangement.blobs)
+    file = DataFile(key, len(header) + arrangement.data_size, len(header), file_digest(header))
+    digests = b"".join(sums[key][len(header) + chunk.offset] for chunk in arrangement.chunks)
     table = build_table(layout, key, digests)
-    return await finish_part(store, snapshot, table, [pack], reason="exported")
+    return await finish_part(store, snapshot, table, [file], reason="exported")

@@ -193,8 +193,8 @@ async def inspect(store: Store) -> list[Finding]:
     history = state.lineage()
     newest = history[0].step if history else None
     newest_text = "no checkpoint yet" if newest is None else f"newest step {newest}"
-    text = f"a run: {newest_text}, {len(state.commits)} checkpoints, current term {state.epoch}"
-    data = {"newest": newest, "epoch": state.epoch, "damaged": state.damaged}
+    text = f"a run: {newest_text}, {len(state.commits)} checkpoints, current term {state.term}"
+    data = {"newest": newest, "term": state.term, "damaged": state.damaged}
     if state.damaged:
         text += f"; damaged records: {', '.join(map(str, state.damaged[:10]))}"
     advice = "See `ckpt verify --all`. The run can continue, but nothing is deleted there: better use a new location"

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ckpt.core.checkpoint.write import upload_from
-from ckpt.core.format.digest import blob_digest
+from ckpt.core.format.digest import chunk_digest
 from ckpt.errors import ExistsError, FullError, NotFoundError, StoreError
 from ckpt.store import PAGE, Store
 from ckpt.tools.doctor.findings import GB, MIB, PROBLEM, Finding, OnBytes, StoreRates, judge, noise
@@ -189,7 +189,7 @@ async def _read_back(
     done, same = 0, True
     largest_first = sorted(enumerate(sizes), key=lambda item: -item[1])
     spans = [(n, at, min(RANGE, size - at)) for n, size in largest_first for at in range(0, size, RANGE)]
-    digests = {(at, length): blob_digest(data[at : at + length]) for _, at, length in spans}
+    digests = {(at, length): chunk_digest(data[at : at + length]) for _, at, length in spans}
     ranges = iter(spans)
 
     async def reader() -> None:
@@ -197,7 +197,7 @@ async def _read_back(
         room = memoryview(mmap.mmap(-1, RANGE + 2 * PAGE))
         for number, start, length in ranges:
             got = await store.get(f"{prefix}bytes{number}", start=start, length=length, into=room)
-            same = same and await asyncio.to_thread(blob_digest, got) == digests[start, length]
+            same = same and await asyncio.to_thread(chunk_digest, got) == digests[start, length]
             done += length
             if on_bytes is not None:
                 on_bytes(length)

@@ -21,15 +21,15 @@ from ckpt.core.checkpoint import chunks
 from ckpt.core.checkpoint.chunks import FAR_READ, PARALLEL, READ, near
 from ckpt.core.checkpoint.concurrent import all_of, of_each
 from ckpt.core.checkpoint.parts import MANY, layout_of, read_exact, read_header, table_of
-from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.index import MAX_INDEX, Share, build
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import (
     MAX_FORMAT,
     MAX_JSON,
     STEPS,
-    Attempt,
-    PackInfo,
+    CheckpointId,
+    DataFile,
     Part,
     index_key,
     is_data,
@@ -43,12 +43,12 @@ from ckpt.core.log.records import Commit
 from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
-from ckpt.tools.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDamage, PackDamage
+from ckpt.tools.maintain.damage import AuditedTable, AuditResult, DamagedRange, DataFileDamage, FileDamage
 
 OnBytes = Callable[[int], None] | None
 Ranges = np.ndarray[Any, Any]
 VERDICTS = ("sound", "sound after this", "stays damaged", "lost")
-_RANGE = np.dtype([("pack", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low", "<u8"), ("high", "<u8")])
+_RANGE = np.dtype([("file", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low", "<u8"), ("high", "<u8")])
 
 
 class Audit:
@@ -59,10 +59,10 @@ class Audit:
         self.log, self.others, self.store = log, list(others), log.store
         state = log.state
         chosen = state.commits.values() if commits is None else commits
-        self.commits = sorted(chosen, key=lambda c: c.attempt, reverse=True)
+        self.commits = sorted(chosen, key=lambda c: c.checkpoint, reverse=True)
         self.found = AuditResult(records=list(state.damaged))
         self.sheets: list[AuditedTable] = []
-        self.infos: dict[str, PackInfo] = {}
+        self.infos: dict[str, DataFile] = {}
         self.sizes: dict[str, int] = {}
         self._names: dict[str, int] = {}  # names of data files with their numbers in `_ranges`
         self._ranges: Ranges = np.zeros(0, _RANGE)
@@ -92,22 +92,22 @@ class Audit:
     def _ranges_of(self, table: Table) -> Ranges:
         """Return all ranges that a table references."""
         rows = np.flatnonzero(table.stored > 0)
-        numbers = np.array([self._names.setdefault(key, len(self._names)) for key in table.packs], np.int32)
+        numbers = np.array([self._names.setdefault(key, len(self._names)) for key in table.files], np.int32)
         ranges = np.zeros(len(rows), _RANGE)
         digests = np.ascontiguousarray(table.stored_digest[rows]).view("<u8").reshape(-1, 2)
-        ranges["pack"], ranges["offset"] = numbers[table.pack[rows]], table.offset[rows]
+        ranges["file"], ranges["offset"] = numbers[table.file[rows]], table.offset[rows]
         ranges["stored"], ranges["low"], ranges["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
         return ranges
 
     async def audit(self, on_bytes: OnBytes = None) -> AuditResult:
         """Read every range that `look` found, a few batches at a time, and record the damage."""
-        damaged: dict[str, PackDamage] = {}
+        damaged: dict[str, DataFileDamage] = {}
 
-        def of(key: str) -> PackDamage:
+        def of(key: str) -> DataFileDamage:
             if key not in damaged:
-                unknown = PackInfo(key, self.sizes.get(key, 0), 0, "")
+                unknown = DataFile(key, self.sizes.get(key, 0), 0, "")
                 info = self.infos.get(key, unknown)
-                damaged[key] = PackDamage(info, self.sizes.get(key), known=key in self.infos)
+                damaged[key] = DataFileDamage(info, self.sizes.get(key), known=key in self.infos)
             return damaged[key]
 
         for key in self._names:
@@ -135,9 +135,9 @@ class Audit:
             await all_of(work(pool) for _ in range(PARALLEL))
         await self._forget_retired(damaged)
         await self._name_rows(damaged)
-        self.found.packs = [damaged[key] for key in sorted(damaged)]
-        for pack in self.found.packs:
-            pack.pieces.sort(key=lambda p: p.offset)
+        self.found.data_files = [damaged[key] for key in sorted(damaged)]
+        for data_file in self.found.data_files:
+            data_file.pieces.sort(key=lambda p: p.offset)
         return self.found
 
     def _jobs(self) -> Iterator[tuple[str, list[DamagedRange] | None]]:
@@ -151,21 +151,21 @@ class Audit:
 
     def named(self, key: str) -> Iterator[DamagedRange]:
         """Yield the ranges of a data file that live checkpoints reference, in order."""
-        low, high = np.searchsorted(self._ranges["pack"], [self._names[key], self._names[key] + 1])
+        low, high = np.searchsorted(self._ranges["file"], [self._names[key], self._names[key] + 1])
         for row in self._ranges[low:high]:
             digest = np.array([row["low"], row["high"]], "<u8").tobytes()
             yield DamagedRange(key, int(row["offset"]), int(row["stored"]), digest)
 
     async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[DamagedRange]) -> list[DamagedRange]:
         """Return the ranges of a batch that are damaged. Nothing is read beyond the end of the file."""
-        there = self.sizes.get(pieces[0].pack, 0)
+        there = self.sizes.get(pieces[0].data_file, 0)
         missing = [p for p in pieces if p.offset + p.stored > there]
         pieces = [p for p in pieces if p.offset + p.stored <= there]
         if not pieces:
             return missing
         start, end = pieces[0].offset, max(p.offset + p.stored for p in pieces)
         try:
-            view = await chunks.get(self.store, pieces[0].pack, start=start, length=end - start)
+            view = await chunks.get(self.store, pieces[0].data_file, start=start, length=end - start)
         except StoreError as error:
             if is_unreadable(error):
                 raise
@@ -174,11 +174,11 @@ class Audit:
             return missing + [bad for piece in pieces for bad in await self._damaged(pool, [piece])]
 
         def bad() -> list[DamagedRange]:
-            return [p for p in pieces if blob_digest(view[p.offset - start :][: p.stored]) != p.digest]
+            return [p for p in pieces if chunk_digest(view[p.offset - start :][: p.stored]) != p.digest]
 
         return missing + await asyncio.get_running_loop().run_in_executor(pool, bad)
 
-    async def _header_is_sound(self, info: PackInfo) -> bool:
+    async def _header_is_sound(self, info: DataFile) -> bool:
         try:
             await read_header(self.store, info)
         except (CorruptError, StoreError) as error:
@@ -187,59 +187,59 @@ class Audit:
             return False
         return True
 
-    async def _forget_retired(self, damaged: dict[str, PackDamage]) -> None:
+    async def _forget_retired(self, damaged: dict[str, DataFileDamage]) -> None:
         """Remove damage that only checkpoints retired during the audit reference."""
         if not (damaged or self.found.files or self.found.unread):
             return
         live = (await self.log.refresh()).commits.keys()
-        gone = {c.attempt for c in self.commits} - live
+        gone = {c.checkpoint for c in self.commits} - live
         if not gone:
             return
-        self.sheets = [sheet for sheet in self.sheets if sheet.commit.attempt in live]
-        self.commits = [commit for commit in self.commits if commit.attempt in live]
-        used = {key for sheet in self.sheets for key in sheet.packs}
+        self.sheets = [sheet for sheet in self.sheets if sheet.commit.checkpoint in live]
+        self.commits = [commit for commit in self.commits if commit.checkpoint in live]
+        used = {key for sheet in self.sheets for key in sheet.files}
         for key in damaged.keys() - used:
             del damaged[key]
         self.found.files = [f for f in self.found.files if owner(f.key) not in gone]
         self.found.unread = [one for one in self.found.unread if one[0] not in gone]
 
-    async def _name_rows(self, damaged: dict[str, PackDamage]) -> None:
+    async def _name_rows(self, damaged: dict[str, DataFileDamage]) -> None:
         """Find which table rows reference each damaged range. These tables stay in memory from here on."""
-        by_place = {(p.pack, p.offset, p.stored): p for pack in damaged.values() for p in pack.pieces}
-        concerned = [sheet for sheet in self.sheets if not damaged.keys().isdisjoint(sheet.packs)]
+        by_place = {(p.data_file, p.offset, p.stored): p for data_file in damaged.values() for p in data_file.pieces}
+        concerned = [sheet for sheet in self.sheets if not damaged.keys().isdisjoint(sheet.files)]
         await of_each(concerned, self._keep)
         for sheet in concerned:
             if (table := sheet.content) is None:
                 continue
-            hit = np.array([key in damaged for key in table.packs], np.bool_)
-            for row in np.flatnonzero(hit[table.pack]).tolist():
-                place = table.packs[int(table.pack[row])], int(table.offset[row]), int(table.stored[row])
+            hit = np.array([key in damaged for key in table.files], np.bool_)
+            for row in np.flatnonzero(hit[table.file]).tolist():
+                place = table.files[int(table.file[row])], int(table.offset[row]), int(table.stored[row])
                 if place in by_place:
                     by_place[place].rows.append((sheet, row))
-        for pack in damaged.values():
-            pack.pieces = [piece for piece in pack.pieces if piece.rows]
+        for data_file in damaged.values():
+            data_file.pieces = [piece for piece in data_file.pieces if piece.rows]
 
-    def verdicts(self) -> list[tuple[Attempt, str]]:
+    def verdicts(self) -> list[tuple[CheckpointId, str]]:
         """Return a verdict for each checkpoint, newest first. "sound"; or the result of a repair: "sound after this",
         "stays damaged", or "lost" if bytes that it needs are nowhere."""
-        found: dict[Attempt, int] = {commit.attempt: 0 for commit in self.commits}
+        found: dict[CheckpointId, int] = {commit.checkpoint: 0 for commit in self.commits}
 
-        def worse(attempts: Iterable[Attempt | None], much: int) -> None:
-            for attempt in attempts:
-                if attempt in found:
-                    found[attempt] = max(found[attempt], much)
+        def worse(checkpoints: Iterable[CheckpointId | None], much: int) -> None:
+            for checkpoint in checkpoints:
+                if checkpoint in found:
+                    found[checkpoint] = max(found[checkpoint], much)
 
-        worse([attempt for attempt, _ in self.found.unread], 3)
+        worse([checkpoint for checkpoint, _ in self.found.unread], 3)
         for file in self.found.files:
             worse([owner(file.key)], 2 if file.raw is None else 1)
-        for pack in self.found.packs:
-            users = {sheet.commit.attempt for sheet in self.sheets if pack.info.key in sheet.packs}
-            for piece in pack.pieces:
-                worse([sheet.commit.attempt for sheet, _ in piece.rows], 3 if piece.cure is None else 1)
-            if pack.header or pack.size_is_wrong:
-                right = pack.worth and (not pack.header or pack.header_cure is not None)
+        for data_file in self.found.data_files:
+            users = {sheet.commit.checkpoint for sheet in self.sheets if data_file.info.key in sheet.files}
+            for piece in data_file.pieces:
+                worse([sheet.commit.checkpoint for sheet, _ in piece.rows], 3 if piece.cure is None else 1)
+            if data_file.header or data_file.size_is_wrong:
+                right = data_file.worth and (not data_file.header or data_file.header_cure is not None)
                 worse(users, 1 if right else 2)
-        return [(attempt, VERDICTS[much]) for attempt, much in sorted(found.items(), reverse=True)]
+        return [(checkpoint, VERDICTS[much]) for checkpoint, much in sorted(found.items(), reverse=True)]
 
     # -- structure --
 
@@ -260,7 +260,7 @@ class Audit:
 
     async def _structure(self, commit: Commit) -> None:
         """Read the index and the manifests of a checkpoint, some ranks at a time, and note its tables."""
-        key, many = index_key(commit.attempt), len(commit.parts) > MANY
+        key, many = index_key(commit.checkpoint), len(commit.parts) > MANY
         ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_INDEX)])
         sheets, columns, shares = list[AuditedTable](), [self._ranges], list[Share]()
         for start in range(0, len(commit.parts), MANY):
@@ -268,14 +268,14 @@ class Audit:
             for row, part, table in await self._ranks(commit, wanted):
                 if raw is None:
                     shares.append(Share(part.rank, part.world, part.layout, part.values, table.compact()))
-                sheet = AuditedTable(commit, table.packs, row)
+                sheet = AuditedTable(commit, table.files, row)
                 if not many:
                     sheet.content, sheet.layout = table, _layout(part, table)
                 sheets.append(sheet)
                 columns.append(self._ranges_of(table))
         self.sheets += sheets
         if len(sheets) < len(commit.parts):
-            self.found.unread.append((commit.attempt, "some of its manifests are lost"))
+            self.found.unread.append((commit.checkpoint, "some of its manifests are lost"))
         elif damage is not None and raw is None and (made := _index_of(shares, commit)) is not None:
             damage.raw, damage.source = made, "the manifests of its ranks"
         self._ranges = np.unique(np.concatenate(columns))
@@ -284,7 +284,7 @@ class Audit:
         self, commit: Commit, rows: Sequence[tuple[int, str]]
     ) -> list[tuple[tuple[int, str], Part, Table]]:
         """Read the manifests of some ranks, as far as intact copies exist."""
-        keys = [(manifest_key(commit.attempt, rank), digest, MAX_JSON) for rank, digest in rows]
+        keys = [(manifest_key(commit.checkpoint, rank), digest, MAX_JSON) for rank, digest in rows]
         found = list[tuple[tuple[int, str], Part, Table]]()
         for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
             if raw is not None:
@@ -292,9 +292,9 @@ class Audit:
                     part = Part.from_bytes(raw, key)
                     found.append((row, part, table_of(part)))
                 except (CorruptError, FormatError) as error:
-                    self.found.unread.append((commit.attempt, str(error)))
+                    self.found.unread.append((commit.checkpoint, str(error)))
                 else:
-                    self.infos.update({pack.key: pack for pack in part.packs})
+                    self.infos.update({data_file.key: data_file for data_file in part.files})
         return found
 
     async def load(self, sheet: AuditedTable) -> Table | None:
@@ -312,7 +312,7 @@ class Audit:
             sheet.layout = None if part is None else _layout(part, table_of(part))
 
     async def _part(self, commit: Commit, row: tuple[int, str]) -> Part | None:
-        key = manifest_key(commit.attempt, row[0])
+        key = manifest_key(commit.checkpoint, row[0])
         raw, _ = await self._file(commit, key, row[1], MAX_JSON)
         return None if raw is None else Part.from_bytes(raw, key)
 

@@ -15,7 +15,7 @@ from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.parts import MANY, load_part
 from ckpt.core.checkpoint.retention import files_of
 from ckpt.core.checkpoint.write import WrittenPart
-from ckpt.core.format.manifest import Attempt, folder_of, new_nonce
+from ckpt.core.format.manifest import CheckpointId, folder_of, new_nonce
 from ckpt.core.log.records import Acquire, Commit, RunState, in_history
 from ckpt.core.log.run_log import RunLog
 from ckpt.core.writer import promotion
@@ -88,17 +88,17 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
     copy, there, left_out = list[Item](), list[Item](), list[Item]()
     counted: set[str] = set()
     for commit in wanted:
-        if target is not None and commit.attempt in far.commits:
-            problem = await _missing(target, far.commits[commit.attempt])
-            (left_out if problem else there).append(Item(commit.attempt, why=problem))
-        elif why := why_not(source.state, far, commit) or await _being_written(target, commit.attempt, take_over):
-            left_out.append(Item(commit.attempt, why=why))
+        if target is not None and commit.checkpoint in far.commits:
+            problem = await _missing(target, far.commits[commit.checkpoint])
+            (left_out if problem else there).append(Item(commit.checkpoint, why=problem))
+        elif why := why_not(source.state, far, commit) or await _being_written(target, commit.checkpoint, take_over):
+            left_out.append(Item(commit.checkpoint, why=why))
         else:
             try:
                 size = await promotion.measure(source, commit, counted)
-                copy.append(Item(commit.attempt, size.nbytes, size.files))
+                copy.append(Item(commit.checkpoint, size.nbytes, size.files))
             except (NotFoundError, CorruptError) as error:
-                left_out.append(Item(commit.attempt, why=str(await _blame(source, commit.attempt, error))))
+                left_out.append(Item(commit.checkpoint, why=str(await _blame(source, commit.checkpoint, error))))
     newest = _newest(copy[0], there) if copy else None
     lead = newest is not None and leads(far, newest, take_over)
     fences = lead and not nobodys(far)
@@ -111,22 +111,22 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
     return CopyPlan(tuple(copy), tuple(there), tuple(left_out), target is None, lead, take_over, fences, after)
 
 
-def _newest(first: Item, there: Sequence[Item]) -> Attempt:
+def _newest(first: Item, there: Sequence[Item]) -> CheckpointId:
     """Return the newest of the source's checkpoints that the target will have after the first copy."""
-    return max(item.attempt for item in (first, *there))
+    return max(item.checkpoint for item in (first, *there))
 
 
 def why_not(near: RunState, far: RunState, commit: Commit) -> str:
     """Return why a checkpoint cannot be copied to another location, or an empty string. No side effects."""
-    attempt = commit.attempt
+    checkpoint = commit.checkpoint
     if not commit.whole:
         have = f"files of only {len(commit.parts)} of its {commit.world} ranks"
         return f"{have} are in the source: the others are on the disks of other nodes"
-    if far.ended(attempt) and attempt not in far.commits:
-        reason = far.reasons.get(attempt, "retired")
+    if far.ended(checkpoint) and checkpoint not in far.commits:
+        reason = far.reasons.get(checkpoint, "retired")
         return f"it was deleted in the target ({reason}) and cannot return there: copy it to another location"
-    undone = attempt not in in_history(near.acquires, near.commits)
-    if undone and far.commits and attempt in in_history(far.acquires, {*far.commits, attempt}):
+    undone = checkpoint not in in_history(near.acquires, near.commits)
+    if undone and far.commits and checkpoint in in_history(far.acquires, {*far.commits, checkpoint}):
         why = "a rollback undid it in the source, but it would count in the target"
         return f"{why}: copy it to a new location"
     return ""
@@ -135,8 +135,8 @@ def why_not(near: RunState, far: RunState, commit: Commit) -> str:
 def starts(state: RunState) -> set[str]:
     """Return the nonces of all jobs that trained a run, including those of copied checkpoints. A copy has its own root
     id."""
-    attempts = (*state.commits, *state.held, *state.retired, *state.aborted)
-    return {attempt.nonce for attempt in (*state.acquires, *attempts)}
+    checkpoints = (*state.commits, *state.held, *state.retired, *state.aborted)
+    return {checkpoint.nonce for checkpoint in (*state.acquires, *checkpoints)}
 
 
 def nobodys(state: RunState) -> bool:
@@ -144,16 +144,16 @@ def nobodys(state: RunState) -> bool:
     return not state.acquires or state.acquires[-1].nonce.startswith(COPIED)
 
 
-def leads(far: RunState, newest: Attempt, take_over: bool) -> bool:
+def leads(far: RunState, newest: CheckpointId, take_over: bool) -> bool:
     """Return True if the target must record that its history continues from this checkpoint. No side effects. A job
     there saves under its term, and a checkpoint with a higher one would hide its saves forever. A copy has recorded
     where the history continues, so later checkpoints of the source would count as undone."""
     history = in_history(far.acquires, {*far.commits, newest})
-    if newest.epoch > far.epoch and newest not in far.commits:
+    if newest.term > far.term and newest not in far.commits:
         return True
     if take_over:
         return history[:1] != [newest]
-    return nobodys(far) and newest not in history and all(newest > attempt for attempt in far.commits)
+    return nobodys(far) and newest not in history and all(newest > checkpoint for checkpoint in far.commits)
 
 
 async def _missing(log: RunLog, commit: Commit) -> str:
@@ -165,11 +165,11 @@ async def _missing(log: RunLog, commit: Commit) -> str:
     return ""
 
 
-async def _being_written(target: RunLog | None, attempt: Attempt, take_over: bool) -> str:
+async def _being_written(target: RunLog | None, checkpoint: CheckpointId, take_over: bool) -> str:
     """Return a warning if a job may be copying this checkpoint to the folder now: two writers would corrupt a file."""
     if target is None or target.store.remote or take_over or nobodys(target.state):
         return ""
-    if attempt.epoch < target.state.epoch or not [info async for info in target.store.list(folder_of(attempt))]:
+    if checkpoint.term < target.state.term or not [info async for info in target.store.list(folder_of(checkpoint))]:
         return ""
     return "a job may be writing it there right now: repeat this later, or with --take-over if no job trains there"
 
@@ -183,11 +183,11 @@ async def copy(
     target."""
     left_out, leading, after = list[Item](), plan.lead, plan.after
     for item in plan.copy:
-        commit = source.state.commits.get(item.attempt)
+        commit = source.state.commits.get(item.checkpoint)
         own: Acquire | None = None
         try:
             if commit is None:
-                raise NotFoundError(f"step {item.attempt.step} is gone")
+                raise NotFoundError(f"step {item.checkpoint.step} is gone")
             files = await files_of(target, target.state.commits.values())
             used = {key for keys in files.values() for key in keys}
             written = await _copy_files(source.store, target.store, commit, used, _at_most(item.size, on_bytes))
@@ -198,10 +198,10 @@ async def copy(
             await append_commit(target, own, written, used=files, at=commit.time)
             leading = False
         except (NotFoundError, CorruptError) as error:
-            blamed = await _blame(source, item.attempt, error, target)
+            blamed = await _blame(source, item.checkpoint, error, target)
             if not go_on:
                 raise blamed from None
-            left_out.append(Item(item.attempt, why=str(blamed)))
+            left_out.append(Item(item.checkpoint, why=str(blamed)))
         except SaveError as error:
             raise SaveError(f"{target.store.url}: {error}. Copy to another location") from None
     return left_out
@@ -223,16 +223,16 @@ def _at_most(most: int, on_bytes: OnBytes) -> OnBytes:
 
 
 async def _blame(
-    source: RunLog, attempt: Attempt, error: CheckpointError, target: RunLog | None = None
+    source: RunLog, checkpoint: CheckpointId, error: CheckpointError, target: RunLog | None = None
 ) -> CheckpointError:
     """Convert a read error: the checkpoint is damaged in source or target, or was deleted during the copy."""
     if target is not None and str(error).startswith(target.store.url):
-        return CorruptError(f"step {attempt.step} cannot be copied: {error}")
-    if attempt in (await source.refresh()).commits:
+        return CorruptError(f"step {checkpoint.step} cannot be copied: {error}")
+    if checkpoint in (await source.refresh()).commits:
         url = source.store.url
-        return CorruptError(f"step {attempt.step} of {url} is damaged: {error}. `ckpt repair {url}` may repair it")
+        return CorruptError(f"step {checkpoint.step} of {url} is damaged: {error}. `ckpt repair {url}` may repair it")
     return NoCheckpointError(
-        f"step {attempt.step} of {source.store.url} was deleted while it was copied. Copy a newer one, or `ckpt pin` "
+        f"step {checkpoint.step} of {source.store.url} was deleted during the copy. Copy a newer one, or `ckpt pin` "
         "it first"
     )
 
@@ -244,14 +244,16 @@ async def _copy_files(
 
     async def copy_rank(part: tuple[int, str]) -> WrittenPart:
         rank, digest = part
-        await promotion.copy_part(source, target, commit.attempt, rank, expected=digest, used=used, on_bytes=on_bytes)
+        await promotion.copy_part(
+            source, target, commit.checkpoint, rank, expected=digest, used=used, on_bytes=on_bytes
+        )
         # read again for the sizes of its files
-        return await load_part(target, commit.attempt, rank, expected=digest, compact=many)
+        return await load_part(target, commit.checkpoint, rank, expected=digest, compact=many)
 
     return await of_each(commit.parts, copy_rank, PARTS)
 
 
-async def _lead(log: RunLog, after: Acquire | None, attempt: Attempt) -> Acquire:
+async def _lead(log: RunLog, after: Acquire | None, checkpoint: CheckpointId) -> Acquire:
     """Record that the history continues from this checkpoint. FencedError if `after` is not the last owner."""
 
     def check(state: RunState) -> None:
@@ -260,4 +262,4 @@ async def _lead(log: RunLog, after: Acquire | None, attempt: Attempt) -> Acquire
                 f"a job took ownership of {log.store.url} while files were copied there: check it and repeat the copy"
             )
 
-    return await acquire(log, f"{COPIED}{new_nonce()}", restored=attempt, floor=attempt.epoch, check=check)
+    return await acquire(log, f"{COPIED}{new_nonce()}", restored=checkpoint, floor=checkpoint.term, check=check)

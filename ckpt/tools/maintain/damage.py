@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, PackInfo
+from ckpt.core.format.manifest import CheckpointId, DataFile
 from ckpt.core.format.table import Table
 from ckpt.core.log.records import Commit
 
@@ -28,7 +28,7 @@ class AuditedTable:
     one rank. With thousands of ranks both are read again when needed. `part`: rank and digest of the manifest."""
 
     commit: Commit
-    packs: tuple[str, ...]
+    files: tuple[str, ...]
     part: tuple[int, str] | None = None
     content: Table | None = None
     layout: Layout | None = None
@@ -43,7 +43,7 @@ class AuditedTable:
 class DamagedRange:
     """A damaged range of a data file, and the rows that reference it. `why`: the reason why no intact copy exists."""
 
-    pack: str
+    data_file: str
     offset: int
     stored: int
     digest: bytes
@@ -61,11 +61,11 @@ class DamagedRange:
 
 
 @dataclass(eq=False)
-class PackDamage:
+class DataFileDamage:
     """The damage of one data file. `problem`: of the whole file, empty if its size is right. `there`: its bytes, None
     if gone. `unavailable`: bytes that exist nowhere; then the file cannot be written again."""
 
-    info: PackInfo
+    info: DataFile
     there: int | None
     problem: str = ""
     header: bool = False
@@ -117,15 +117,17 @@ class AuditResult:
 
     records: list[int] = field(default_factory=list)
     files: list[FileDamage] = field(default_factory=list)
-    packs: list[PackDamage] = field(default_factory=list)
-    unread: list[tuple[Attempt, str]] = field(default_factory=list)  # checkpoints not fully audited, and why
+    data_files: list[DataFileDamage] = field(default_factory=list)
+    unread: list[tuple[CheckpointId, str]] = field(default_factory=list)  # checkpoints not fully audited, and why
 
     @property
     def any(self) -> bool:
-        return bool(self.records or self.files or self.packs or self.unread)
+        return bool(self.records or self.files or self.data_files or self.unread)
 
     @property
     def remains(self) -> bool:
         """Return True if something cannot be repaired."""
-        gone = any(file.raw is None for file in self.files) or any(not pack.whole_again for pack in self.packs)
+        gone = any(file.raw is None for file in self.files) or any(
+            not data_file.whole_again for data_file in self.data_files
+        )
         return bool(self.records or self.unread) or gone

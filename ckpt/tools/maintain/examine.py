@@ -37,8 +37,8 @@ async def examine(
     )
     verdict = "damaged" if problems else UNREADABLE if away else "sound"
     if verdict != "sound" and not await read.still_live(log, commit):
-        return Verdict(commit.step, str(commit.attempt), "retired", [])
-    return Verdict(commit.step, str(commit.attempt), verdict, await plainly(log.store, problems), list(away))
+        return Verdict(commit.step, str(commit.checkpoint), "retired", [])
+    return Verdict(commit.step, str(commit.checkpoint), verdict, await plainly(log.store, problems), list(away))
 
 
 async def plainly(store: Store, problems: list[str]) -> list[str]:

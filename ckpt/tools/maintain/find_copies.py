@@ -18,9 +18,9 @@ from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.parts import MANY, read_header
 from ckpt.core.format.codec import DELTA, RAW, word_of
 from ckpt.core.format.codec import encode as encoded_as
-from ckpt.core.format.digest import blob_digest, file_digest
+from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import Attempt, PackInfo, metadata_of, rank_of
+from ckpt.core.format.manifest import CheckpointId, DataFile, metadata_of, rank_of
 from ckpt.core.format.table import Content, Table
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError, is_unreadable
 from ckpt.events import log as logger
@@ -45,27 +45,27 @@ class CopyFinder:
         """Find where needed contents are stored in all tiers; done once and only if needed."""
         audit = self.audit
         wanted: set[Content] = set()
-        for pack in audit.found.packs:
-            for piece in pack.pieces:
+        for data_file in audit.found.data_files:
+            for piece in data_file.pieces:
                 for sheet, row in piece.rows[:1]:
                     base = int(sheet.table.base[row])
                     wanted |= {sheet.table.content(one) for one in (row, base) if one >= 0}
-        bad = {(piece.pack, piece.offset) for pack in audit.found.packs for piece in pack.pieces}
+        bad = {(piece.data_file, piece.offset) for data_file in audit.found.data_files for piece in data_file.pieces}
         for start in range(0, len(audit.sheets), MANY):
             for table in await of_each(audit.sheets[start : start + MANY], audit.load):
                 if table is not None:
                     self._note(audit.store, table, wanted, bad)
         for other in (audit.log, *audit.others):
-            known = {c.attempt for c in audit.commits} if other is audit.log else set[Attempt]()
+            known = {c.checkpoint for c in audit.commits} if other is audit.log else set[CheckpointId]()
             commits = {**other.state.held, **other.state.commits}
-            for attempt in sorted(commits.keys() - known, reverse=True):
+            for checkpoint in sorted(commits.keys() - known, reverse=True):
                 try:
-                    async for table in read.tables_of(other.store, commits[attempt]):
+                    async for table in read.tables_of(other.store, commits[checkpoint]):
                         self._note(other.store, table, wanted, bad if other is audit.log else set())
                 except (CorruptError, FormatError, StoreError) as error:
                     if is_unreadable(error):
                         raise
-                    logger.warning("cannot repair from step %d in %s: %s", attempt.step, other.store.url, error)
+                    logger.warning("cannot repair from step %d in %s: %s", checkpoint.step, other.store.url, error)
 
     def _note(self, store: Store, table: Table, wanted: set[Content], bad: set[tuple[str, int]]) -> None:
         for row, one in enumerate(zip(map(bytes, table.digest), table.length.tolist(), strict=True)):
@@ -84,7 +84,7 @@ class CopyFinder:
         table, codec = sheet.table, int(sheet.table.codec[row])
         piece.why = "its content is nowhere else"
         for store, theirs, r in self._rows.get(table.content(row), ())[:TRIES]:
-            have = partial(_blob, store, theirs, r)
+            have = partial(_chunk, store, theirs, r)
             if not await _works(have):
                 piece.why = "every other copy of its content is damaged too"
                 continue
@@ -98,11 +98,11 @@ class CopyFinder:
         return None
 
     async def _same_range(self, store: Store, piece: DamagedRange) -> memoryview:
-        location = store.url, piece.pack
+        location = store.url, piece.data_file
         if location in self._absent:
-            raise NotFoundError(f"{piece.pack} is not in {store.url}")
+            raise NotFoundError(f"{piece.data_file} is not in {store.url}")
         try:
-            view = await chunks.get(store, piece.pack, start=piece.offset, length=piece.stored)
+            view = await chunks.get(store, piece.data_file, start=piece.offset, length=piece.stored)
         except NotFoundError:
             self._absent.add(location)
             raise
@@ -112,7 +112,7 @@ class CopyFinder:
         """Return the bytes of a base. Raises CorruptError if they are nowhere."""
         for store, table, row in self._rows.get(content, ())[:TRIES]:
             try:
-                return await _blob(store, table, row)
+                return await _chunk(store, table, row)
             except (CorruptError, StoreError) as error:
                 if is_unreadable(error):
                     raise
@@ -131,7 +131,7 @@ class CopyFinder:
 
     # -- headers --
 
-    async def header(self, info: PackInfo) -> SoundCopy | None:
+    async def header(self, info: DataFile) -> SoundCopy | None:
         for other in self.audit.others:
             get = partial(read_header, other.store, info)
             if await _works(get):
@@ -141,21 +141,21 @@ class CopyFinder:
         for layout in layouts.values():
             if layout.rank != rank:
                 continue
-            for make in (partial(_raw_header, info, layout), partial(_blobs_header, info, layout, tiles)):
+            for make in (partial(_raw_header, info, layout), partial(_chunks_header, info, layout, tiles)):
                 header = make()
                 if header is not None and file_digest(header) == info.header:
                     return SoundCopy(self.audit.store.url, "made again", partial(_given, header))
         return None
 
-    def _tiles(self, info: PackInfo) -> dict[int, tuple[AuditedTable, int]]:
+    def _tiles(self, info: DataFile) -> dict[int, tuple[AuditedTable, int]]:
         """Return a row for each range of a data file, or nothing if they leave gaps. Only ranks that wrote the file
         count."""
         rank, rows = rank_of(info.key), dict[int, tuple[AuditedTable, int]]()
         for sheet in self.audit.sheets:
             table = sheet.content  # with many ranks, only those that name a damaged file were read
-            if table is None or sheet.layout is None or sheet.layout.rank != rank or info.key not in table.packs:
+            if table is None or sheet.layout is None or sheet.layout.rank != rank or info.key not in table.files:
                 continue
-            mine = (table.pack[: table.owned] == table.packs.index(info.key)) & (table.stored[: table.owned] > 0)
+            mine = (table.file[: table.owned] == table.files.index(info.key)) & (table.stored[: table.owned] > 0)
             for row in np.flatnonzero(mine).tolist():
                 rows.setdefault(int(table.offset[row]), (sheet, row))
         at = info.header_size
@@ -167,17 +167,17 @@ class CopyFinder:
         return dict(sorted(rows.items())) if at == info.size else {}
 
 
-async def _blob(store: Store, table: Table, row: int) -> bytes:
+async def _chunk(store: Store, table: Table, row: int) -> bytes:
     """Return the decoded bytes of a row. Raises CorruptError or StoreError unless they and their base are intact."""
-    blobs: list[bytes] = []
+    chunks: list[bytes] = []
 
-    def receive(blob: int, data: memoryview) -> None:
-        blobs.append(bytes(data))
+    def receive(chunk: int, data: memoryview) -> None:
+        chunks.append(bytes(data))
 
     await read.fetch(store, table, read.plan_reads(table, [row], far=store.remote), receive)
-    if not blobs:
+    if not chunks:
         raise CorruptError(f"{table.name_of(row)} cannot be read")
-    return blobs[0]
+    return chunks[0]
 
 
 def _words(table: Table, row: int) -> list[int]:
@@ -187,8 +187,8 @@ def _words(table: Table, row: int) -> list[int]:
 
 
 def _matching(view: memoryview, piece: DamagedRange) -> memoryview:
-    if len(view) != piece.stored or blob_digest(view) != piece.digest:
-        raise CorruptError(f"these are not the bytes at {piece.offset} of {piece.pack}")
+    if len(view) != piece.stored or chunk_digest(view) != piece.digest:
+        raise CorruptError(f"these are not the bytes at {piece.offset} of {piece.data_file}")
     return view
 
 
@@ -207,17 +207,17 @@ async def _given(raw: bytes) -> bytes:
     return raw
 
 
-def _raw_header(info: PackInfo, layout: Layout) -> bytes:
+def _raw_header(info: DataFile, layout: Layout) -> bytes:
     return layout.arrangement.header(metadata_of(info.key))
 
 
-def _blobs_header(info: PackInfo, layout: Layout, tiles: dict[int, tuple[AuditedTable, int]]) -> bytes | None:
+def _chunks_header(info: DataFile, layout: Layout, tiles: dict[int, tuple[AuditedTable, int]]) -> bytes | None:
     """Make the header of a data file again with the code that made it. The rows of a rank's table are its chunks."""
-    if not tiles or any(row >= len(layout.arrangement.blobs) for _, row in tiles.values()):
+    if not tiles or any(row >= len(layout.arrangement.chunks) for _, row in tiles.values()):
         return None
     zeros = memoryview(bytes(max(int(sheet.table.stored[row]) for sheet, row in tiles.values())))
     items = [
         write.Encoded(row, int(sheet.table.codec[row]), zeros[: int(sheet.table.stored[row])])
         for sheet, row in tiles.values()
     ]
-    return write.pack_header(layout, items, metadata_of(info.key))
+    return write.data_file_header(layout, items, metadata_of(info.key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ckpt.core.format.manifest import STEPS, Attempt, is_data, owner, rank_of
+from ckpt.core.format.manifest import STEPS, CheckpointId, is_data, owner, rank_of
 from ckpt.core.log.records import MARK
 from ckpt.core.log.run_log import Commit, RunLog
 
@@ -45,16 +45,16 @@ def _pinned(note: str | None) -> str | None:
 
 async def checkpoints_of(log: RunLog) -> tuple[list[CheckpointInfo], int]:
     """Return the checkpoints, newest first, and the bytes of all data files."""
-    commits = sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
-    history = {c.attempt: i for i, c in enumerate(log.state.lineage())}
+    commits = sorted(log.state.commits.values(), key=lambda c: c.checkpoint, reverse=True)
+    history = {c.checkpoint: i for i, c in enumerate(log.state.lineage())}
     sizes, in_files = await sizes_of(log, commits)
     rows = [
         CheckpointInfo(
-            c.step, str(c.attempt), created(c), size or 0, size is None, c.full, c.world, c.reason, c.finite,
-            history.get(c.attempt) == 0, c.attempt in history, _pinned(log.state.kept.get(c.attempt)),
+            c.step, str(c.checkpoint), created(c), size or 0, size is None, c.full, c.world, c.reason, c.finite,
+            history.get(c.checkpoint) == 0, c.checkpoint in history, _pinned(log.state.kept.get(c.checkpoint)),
         )
         for c, size in zip(commits, sizes, strict=True)
-        if c.attempt in log.state.commits  # not retired during the listing
+        if c.checkpoint in log.state.commits  # not retired during the listing
     ]  # fmt: skip
     return rows, in_files
 
@@ -69,7 +69,9 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
 
     None for a full checkpoint that has no data file of some rank any more.
     """
-    sizes: dict[tuple[Attempt | None, int | None], int] = {(c.attempt, rank): 0 for c in commits for rank, _ in c.parts}
+    sizes: dict[tuple[CheckpointId | None, int | None], int] = {
+        (c.checkpoint, rank): 0 for c in commits for rank, _ in c.parts
+    }
     there, total = set(), 0
     async for info in log.store.list(STEPS):
         if is_data(info.key):
@@ -79,7 +81,7 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
                 there.add(key)
     found: list[int | None] = []
     for commit in commits:
-        mine = [(commit.attempt, rank) for rank, _ in commit.parts]
+        mine = [(commit.checkpoint, rank) for rank, _ in commit.parts]
         gone = commit.full and not there.issuperset(mine)
         found.append(None if gone else sum(sizes[key] for key in mine))
     return found, total

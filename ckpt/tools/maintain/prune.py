@@ -17,8 +17,8 @@ from functools import partial
 from ckpt.core.checkpoint import read, retention
 from ckpt.core.checkpoint.retention import Sweep
 from ckpt.core.checkpoint.retention import default_grace_s as default_grace_s
-from ckpt.core.format.manifest import Attempt, by_owner, in_deletion_order, owner
-from ckpt.core.log.records import Commit, Record, RunState, live_packs
+from ckpt.core.format.manifest import CheckpointId, by_owner, in_deletion_order, owner
+from ckpt.core.log.records import Commit, Record, RunState, live_files
 from ckpt.core.log.run_log import RunLog
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError, StoreError, UnreadableError, is_unreadable
 from ckpt.failpoints import point
@@ -42,7 +42,7 @@ OnBytes = Callable[[int], None] | None
 class Item:
     """A checkpoint, or the files of an unfinished one, in a plan. `size`: bytes. `why`: the reason for its row."""
 
-    attempt: Attempt
+    checkpoint: CheckpointId
     size: int = 0
     files: int = 0
     why: str = ""
@@ -61,13 +61,13 @@ class RunFiles:
     files that each needs, if it can be read. `unread`: why others cannot be read."""
 
     sizes: dict[str, int]
-    seen: Set[Attempt]
-    used: dict[Attempt, set[str]]
-    unread: dict[Attempt, CheckpointError] = field(default_factory=dict)
+    seen: Set[CheckpointId]
+    used: dict[CheckpointId, set[str]]
+    unread: dict[CheckpointId, CheckpointError] = field(default_factory=dict)
 
-    def item(self, attempt: Attempt, keys: Iterable[str], why: str = "") -> Item:
+    def item(self, checkpoint: CheckpointId, keys: Iterable[str], why: str = "") -> Item:
         sizes = [self.sizes[key] for key in keys if key in self.sizes]
-        return Item(attempt, sum(sizes), len(sizes), why)
+        return Item(checkpoint, sum(sizes), len(sizes), why)
 
     def files(self, keys: Iterable[str]) -> tuple[tuple[str, int], ...]:
         return tuple((key, self.sizes[key]) for key in keys)
@@ -86,7 +86,7 @@ async def take_stock(log: RunLog) -> RunFiles:
     state = await log.refresh()
     for _ in range(TRIES):  # a job may commit and delete during the reads
         commits = dict(state.commits)
-        unread = dict[Attempt, CheckpointError]()
+        unread = dict[CheckpointId, CheckpointError]()
         used = await retention.files_of(log, commits.values(), unread)
         state = await log.refresh()
         if state.commits.keys() <= commits.keys():
@@ -98,7 +98,7 @@ Decide = Callable[[RunFiles, RunState], Sweep | None]
 """Pure. Returns None if a checkpoint was committed after the files were listed."""
 
 
-def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = frozenset()) -> None:
+def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[CheckpointId] = frozenset()) -> None:
     """Raise CorruptError or UnreadableError with advice if it is unknown which files are needed. No side effects."""
     if state.damaged:
         raise CorruptError(
@@ -108,8 +108,8 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = 
         )
     unreadable = sorted(a for a in (state.commits.keys() & stock.seen) - stock.used.keys() if a not in retiring)
     if unreadable:
-        steps = some([attempt.step for attempt in unreadable])
-        errors = [stock.unread[attempt] for attempt in unreadable if attempt in stock.unread]
+        steps = some([checkpoint.step for checkpoint in unreadable])
+        errors = [stock.unread[checkpoint] for checkpoint in unreadable if checkpoint in stock.unread]
         if away := [error for error in errors if is_unreadable(error)]:
             raise UnreadableError(
                 f"nothing was deleted, because step {steps} of {url} cannot be read now and may need any file. "
@@ -175,7 +175,7 @@ async def carry_out(
 ) -> tuple[list[str], Sweep]:
     """Read `check` back, record the PLAN and delete its files. Return the problems of `check`; if any, nothing was
     done."""
-    total = sum(stock.sizes.get(key, 0) for key in stock.used[check.attempt])
+    total = sum(stock.sizes.get(key, 0) for key in stock.used[check.checkpoint])
     with watch("reading back", total) as on_bytes:
         problems = await read.verify(log.store, check, on_bytes=on_bytes)
     if problems:
@@ -205,21 +205,23 @@ class PrunePlan:
 def plan_prune(log: RunLog, stock: RunFiles, keep: retention.Keep) -> PrunePlan:
     """Plan what to delete. Raises CorruptError if nothing may be deleted, NoCheckpointError if there is nothing."""
     state, check = log.state, read.choose(log)
-    doomed = decide_prune(log.store.url, keep, check.attempt, stock, state) or Sweep()
-    why = retention.why_kept(state, keep, {check.attempt})
+    doomed = decide_prune(log.store.url, keep, check.checkpoint, stock, state) or Sweep()
+    why = retention.why_kept(state, keep, {check.checkpoint})
     owned = by_owner(doomed.delete)
     newest_first = sorted(state.commits, reverse=True)
     return PrunePlan(
         check,
         tuple(stock.item(a, owned.get(a, ())) for a in newest_first if a in doomed.retire),
         tuple(stock.item(a, stock.used[a], why[a]) for a in newest_first if a in why and a in stock.used),
-        sum(len(keys) for attempt, keys in owned.items() if attempt not in doomed.retire),
+        sum(len(keys) for checkpoint, keys in owned.items() if checkpoint not in doomed.retire),
         stock.files(doomed.delete),
         any(not commit.whole for commit in state.commits.values()),
     )
 
 
-def decide_prune(url: str, keep: retention.Keep, checked: Attempt, stock: RunFiles, state: RunState) -> Sweep | None:
+def decide_prune(
+    url: str, keep: retention.Keep, checked: CheckpointId, stock: RunFiles, state: RunState
+) -> Sweep | None:
     retiring = retention.choose(state, keep, {checked})
     refuse(state, stock, url, retiring)
     if checked not in state.commits:
@@ -230,7 +232,7 @@ def decide_prune(url: str, keep: retention.Keep, checked: Attempt, stock: RunFil
     return None if doomed is None else Sweep(retiring, tuple(doomed))
 
 
-async def prune(log: RunLog, stock: RunFiles, keep: retention.Keep, checked: Attempt) -> Sweep:
+async def prune(log: RunLog, stock: RunFiles, keep: retention.Keep, checked: CheckpointId) -> Sweep:
     """Record the PLAN. `checked`: a checkpoint that was just read back and is intact."""
     return await sweep(log, stock, partial(decide_prune, log.store.url, keep, checked))
 
@@ -249,7 +251,7 @@ class GcPlan:
     doomed: tuple[Item, ...]
     delete: tuple[tuple[str, int], ...]
     opened: tuple[Item, ...]
-    ending: tuple[Attempt, ...]
+    ending: tuple[CheckpointId, ...]
     uploads: tuple[str, ...]
     foreign: tuple[str, ...]
     live: Item
@@ -262,7 +264,7 @@ def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], 
     later = replace(state, aborted=state.aborted | set(ending))
     found = decide_gc(url, stock, later) or Sweep()
     doomed = set(found.delete)
-    used = set[str]().union(*(stock.used[attempt] for attempt in state.commits if attempt in stock.used))
+    used = set[str]().union(*(stock.used[checkpoint] for checkpoint in state.commits if checkpoint in stock.used))
     live = [key for key in stock.sizes if key in used or (owner(key) in state.commits and key not in doomed)]
     return GcPlan(
         tuple(stock.item(a, keys, _why_doomed(state, a)) for a, keys in sorted(by_owner(found.delete).items())),
@@ -271,7 +273,7 @@ def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], 
         ending,
         tuple(key for key in uploads if is_temporary(key) or ((a := owner(key)) is not None and later.ended(a))),
         tuple(key for key in stock.sizes if owner(key) is None and not key.startswith(OURS)),
-        Item(Attempt(0, 0, ""), sum(stock.sizes[key] for key in live), len(live)),
+        Item(CheckpointId(0, 0, ""), sum(stock.sizes[key] for key in live), len(live)),
     )
 
 
@@ -281,30 +283,30 @@ def decide_gc(url: str, stock: RunFiles, state: RunState) -> Sweep | None:
     if not state.commits.keys() <= stock.used.keys():
         return None
     listed = stock.owned
-    live = live_packs(state, listed, {key for attempt in state.commits for key in stock.used[attempt]})
+    live = live_files(state, listed, {key for checkpoint in state.commits for key in stock.used[checkpoint]})
     return Sweep(delete=tuple(key for key in listed if key not in live))
 
 
-def may_end(state: RunState, attempt: Attempt) -> bool:
+def may_end(state: RunState, checkpoint: CheckpointId) -> bool:
     """Return True if an unfinished checkpoint is of an earlier term. One that is HELD here may be complete
     elsewhere."""
-    return not state.ended(attempt) and attempt not in state.held and attempt.epoch < state.epoch
+    return not state.ended(checkpoint) and checkpoint not in state.held and checkpoint.term < state.term
 
 
-def _why_open(state: RunState, attempt: Attempt) -> str:
-    if attempt in state.held:
+def _why_open(state: RunState, checkpoint: CheckpointId) -> str:
+    if checkpoint in state.held:
         return "kept for other nodes, whose disks may have the rest"
-    if attempt.epoch < state.epoch:
+    if checkpoint.term < state.term:
         return "left by a crash or an interrupted copy, or being written"
     return "being written, or left by a crash"
 
 
-def _why_doomed(state: RunState, attempt: Attempt) -> str:
-    if attempt in state.commits:
+def _why_doomed(state: RunState, checkpoint: CheckpointId) -> str:
+    if checkpoint in state.commits:
         return "written again under another number"
-    if attempt in state.retired:
+    if checkpoint in state.retired:
         return "retired"
-    return f"aborted: {state.reasons[attempt]}" if attempt in state.reasons else "aborted"
+    return f"aborted: {state.reasons[checkpoint]}" if checkpoint in state.reasons else "aborted"
 
 
 async def unfinished(store: Store) -> list[str]:
@@ -319,21 +321,21 @@ async def unfinished(store: Store) -> list[str]:
     return sorted(set(names))
 
 
-async def gc(log: RunLog, stock: RunFiles, ending: Iterable[Attempt]) -> tuple[Sweep, int]:
+async def gc(log: RunLog, stock: RunFiles, ending: Iterable[CheckpointId]) -> tuple[Sweep, int]:
     """Abort these checkpoints, record the PLAN and abort unfinished uploads. Return the PLAN and the number of
     uploads."""
-    for attempt in ending:
-        await log.append(partial(_end, attempt), owner=None)
+    for checkpoint in ending:
+        await log.append(partial(_end, checkpoint), owner=None)
     landed = await sweep(log, stock, partial(decide_gc, log.store.url))
     state = log.state
 
     def keep_upload(key: str) -> bool:
-        attempt = owner(key)
-        return not is_temporary(key) if attempt is None else not state.ended(attempt)
+        checkpoint = owner(key)
+        return not is_temporary(key) if checkpoint is None else not state.ended(checkpoint)
 
     return landed, await log.store.drop_uploads(keep_upload)
 
 
-def _end(attempt: Attempt, state: RunState) -> Record | None:
-    body = {"checkpoint": str(attempt), "reason": "ended by hand, long after its term"}
-    return Record("ABORT", body, f"abort:{attempt}") if may_end(state, attempt) else None
+def _end(checkpoint: CheckpointId, state: RunState) -> Record | None:
+    body = {"checkpoint": str(checkpoint), "reason": "ended by hand, long after its term"}
+    return Record("ABORT", body, f"abort:{checkpoint}") if may_end(state, checkpoint) else None

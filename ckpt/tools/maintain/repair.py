@@ -23,12 +23,12 @@ from ckpt.core.checkpoint.concurrent import all_of
 from ckpt.core.checkpoint.parts import read_header
 from ckpt.core.checkpoint.write import CHUNK, page_aligned
 from ckpt.core.format.digest import RangeHasher
-from ckpt.core.format.manifest import PackInfo, is_data, owner
+from ckpt.core.format.manifest import DataFile, is_data, owner
 from ckpt.errors import CorruptError, ExistsError, StoreError, is_unreadable
 from ckpt.failpoints import point
 from ckpt.store import Store
 from ckpt.tools.maintain.audit import Audit, OnBytes
-from ckpt.tools.maintain.damage import PackDamage, SoundCopy
+from ckpt.tools.maintain.damage import DataFileDamage, SoundCopy
 from ckpt.tools.maintain.find_copies import CopyFinder
 
 CURES = 8  # chunks read in parallel
@@ -39,7 +39,7 @@ class Repaired:
     """What was written again. `left`: files that the run no longer needs. `failed`: (name, reason)."""
 
     files: list[str] = field(default_factory=list)
-    packs: list[str] = field(default_factory=list)
+    data_files: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
 
@@ -49,10 +49,10 @@ class Repair(Audit):
 
     async def seek(self, on_bytes: OnBytes = None) -> None:
         """Find an intact copy of everything that is damaged. Each is read once to verify it."""
-        if not self.found.packs:
+        if not self.found.data_files:
             return
         seeker = CopyFinder(self)
-        pieces = iter([piece for pack in self.found.packs for piece in pack.pieces if pack.known])
+        pieces = iter([piece for data_file in self.found.data_files for piece in data_file.pieces if data_file.known])
 
         async def work() -> None:
             for piece in pieces:
@@ -61,23 +61,23 @@ class Repair(Audit):
                     on_bytes(piece.stored)
 
         await all_of(work() for _ in range(CURES))
-        for pack in self.found.packs:
-            if not pack.known:
-                for piece in pack.pieces:
+        for data_file in self.found.data_files:
+            if not data_file.known:
+                for piece in data_file.pieces:
                     piece.why = "the manifest with the size of its file is lost"
                 continue
-            if pack.header:
-                pack.header_cure = await seeker.header(pack.info)
-            pack.unavailable = await self._unavailable(pack)
+            if data_file.header:
+                data_file.header_cure = await seeker.header(data_file.info)
+            data_file.unavailable = await self._unavailable(data_file)
 
-    async def _unavailable(self, pack: PackDamage) -> int:
+    async def _unavailable(self, data_file: DataFileDamage) -> int:
         """Return how many bytes of a data file no location has: those of its missing end that are not repaired."""
-        cured = [(p.offset, p.offset + p.stored) for p in pack.cured]
-        if pack.header_cure is not None:
-            cured.append((0, pack.info.header_size))
-        lacking = without([(pack.there or 0, pack.info.size)], cured)
-        if lacking and await alike(self, pack.info):  # the other file has all bytes that are not known to be lost
-            lacking = without(lacking, without(lacking, [(p.offset, p.offset + p.stored) for p in pack.lost]))
+        cured = [(p.offset, p.offset + p.stored) for p in data_file.cured]
+        if data_file.header_cure is not None:
+            cured.append((0, data_file.info.header_size))
+        lacking = without([(data_file.there or 0, data_file.info.size)], cured)
+        if lacking and await alike(self, data_file.info):  # the other file has all bytes that are not known to be lost
+            lacking = without(lacking, without(lacking, [(p.offset, p.offset + p.stored) for p in data_file.lost]))
         return sum(end - start for start, end in lacking)
 
     async def mend(self, on_bytes: OnBytes = None) -> Repaired:
@@ -96,16 +96,16 @@ class Repair(Audit):
                 done.left.append(file.key)  # it exists again
             except StoreError as error:
                 done.failed.append((file.key, str(error)))
-        for pack in self.found.packs:
-            if not pack.worth:
+        for data_file in self.found.data_files:
+            if not data_file.worth:
                 continue
-            key = pack.info.key
+            key = data_file.info.key
             if not await self._is_live(key):
                 done.left.append(key)
                 continue
             try:
-                await _Rewrite(self, pack, await alike(self, pack.info)).run(on_bytes)
-                done.packs.append(key)
+                await _Rewrite(self, data_file, await alike(self, data_file.info)).run(on_bytes)
+                done.data_files.append(key)
             except (CorruptError, StoreError) as error:
                 done.failed.append((key, str(error)))
         return done
@@ -114,12 +114,12 @@ class Repair(Audit):
         """Return True if a live checkpoint needs this file: a running job may have deleted it."""
         live = (await self.log.refresh()).commits
         if not is_data(key):
-            attempt = owner(key)
-            return attempt is None or attempt in live
-        return any(sheet.commit.attempt in live for sheet in self.sheets if key in sheet.packs)
+            checkpoint = owner(key)
+            return checkpoint is None or checkpoint in live
+        return any(sheet.commit.checkpoint in live for sheet in self.sheets if key in sheet.files)
 
 
-async def alike(audit: Audit, info: PackInfo) -> list[Store]:
+async def alike(audit: Audit, info: DataFile) -> list[Store]:
     """Return the other locations that have this file with the same size and header."""
     found = []
     for other in audit.others:
@@ -138,24 +138,24 @@ async def alike(audit: Audit, info: PackInfo) -> list[Store]:
 class _Rewrite:
     """Streams one data file to its new version. All ranges that live checkpoints reference are verified."""
 
-    def __init__(self, repair: Repair, pack: PackDamage, alike: list[Store]) -> None:
-        self.store, self.pack, self.info, self._alike = repair.store, pack, pack.info, alike
-        gone = {(p.offset, p.offset + p.stored) for p in pack.lost}  # lost bytes, which cannot match
+    def __init__(self, repair: Repair, data_file: DataFileDamage, alike: list[Store]) -> None:
+        self.store, self.file, self.info, self._alike = repair.store, data_file, data_file.info, alike
+        gone = {(p.offset, p.offset + p.stored) for p in data_file.lost}  # lost bytes, which cannot match
         self._digests: dict[tuple[int, int], set[bytes]] = {}
-        for piece in repair.named(pack.info.key):
+        for piece in repair.named(data_file.info.key):
             self._digests.setdefault((piece.offset, piece.offset + piece.stored), set()).add(piece.digest)
         self._named = list(self._digests)
         self._hasher = RangeHasher(named for named in self._named if named not in gone)
         self._patches: list[tuple[int, int, SoundCopy]] = [
-            (p.offset, p.offset + p.stored, p.cure) for p in pack.cured if p.cure
+            (p.offset, p.offset + p.stored, p.cure) for p in data_file.cured if p.cure
         ]
-        if pack.header_cure is not None:
-            self._patches.append((0, self.info.header_size, pack.header_cure))
+        if data_file.header_cure is not None:
+            self._patches.append((0, self.info.header_size, data_file.header_cure))
         self._last: tuple[SoundCopy, bytes | memoryview] | None = None
 
     async def run(self, on_bytes: OnBytes) -> None:
         upload = await self.store.upload(self.info.key, size=self.info.size, replace=True)
-        point("pack.opened")
+        point("data_file.opened")
         try:
             most = upload.part or CHUNK
             for start in range(0, self.info.size, most):
@@ -194,7 +194,7 @@ class _Rewrite:
 
     async def _as_it_is(self, start: int, view: memoryview) -> None:
         """Read the bytes that this file has, and the missing ones from the same file elsewhere."""
-        there, end = min(self.pack.there or 0, self.info.size), start + len(view)
+        there, end = min(self.file.there or 0, self.info.size), start + len(view)
         if start < there:
             part = view[: min(end, there) - start]
             part[:] = await chunks.get(self.store, self.info.key, start=start, length=len(part))

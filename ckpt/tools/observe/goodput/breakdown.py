@@ -71,7 +71,7 @@ class Interruption:
     kind: str
     at: float
     summary: str
-    epoch: str
+    term: str
     step: int | None
     restored: int | None
     source: str

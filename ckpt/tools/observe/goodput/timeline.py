@@ -49,9 +49,9 @@ class PlacedAccount:
         return born if born >= before.t(before.account.opened) else self.t(self.account.opening)
 
     @property
-    def epochs(self) -> set[str]:
+    def terms(self) -> set[str]:
         """The terms that it opened."""
-        return {self.account.epoch, *(one.epoch for one in self.account.restores)}
+        return {self.account.term, *(one.term for one in self.account.restores)}
 
     @property
     def last(self) -> float:
@@ -141,18 +141,18 @@ def placed(
     ranks: dict[str, dict[int, Account]] = defaultdict(dict)
     for account in map(_ordered, accounts):
         account = _until(account, now, notes)
-        known = ranks[account.epoch].get(account.rank)
+        known = ranks[account.term].get(account.rank)
         if known is None or (account.end is not None, account.kept) > (known.end is not None, known.kept):
-            ranks[account.epoch][account.rank] = account
+            ranks[account.term][account.rank] = account
     reports: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
         if fault.ending:
-            reports[fault.attempt].append(fault)
+            reports[fault.checkpoint].append(fault)
     line: list[PlacedAccount] = []
     for account in in_order(group[min(group)] for group in ranks.values()):
-        others = [one for one in ranks[account.epoch].values() if one is not account]
+        others = [one for one in ranks[account.term].values() if one is not account]
         one = PlacedAccount(account, others, [])
-        one.reports = [fault for epoch in sorted(one.epochs) for fault in reports[epoch]]
+        one.reports = [fault for term in sorted(one.terms) for fault in reports[term]]
         if line:
             _place(line[-1], one, notes)
         else:
@@ -178,14 +178,14 @@ def _place(before: PlacedAccount, one: PlacedAccount, notes: list[str]) -> None:
         if gap < 0 and not overlap:
             one.offset -= gap
             if gap < -SLIGHT_S:
-                went = f"the clock went back by {duration(-gap)} from {a.epoch} to {b.epoch}"
+                went = f"the clock went back by {duration(-gap)} from {a.term} to {b.term}"
                 notes.append(f"{went}, so no time is counted between them")
     if before.moved:
-        notes.append(f"from {b.epoch} on the run is a copy, so the time before that is not counted")
+        notes.append(f"from {b.term} on the run is a copy, so the time before that is not counted")
     elif overlap:
         before.ceiling = one.offset + b.opened
         notes.append(
-            f"{b.epoch} took ownership at {moment(b.wall(b.opened))} while {a.epoch} was running,"
+            f"{b.term} took ownership at {moment(b.wall(b.opened))} while {a.term} was running,"
             " so later steps of that attempt are not counted"
         )
 
@@ -193,7 +193,7 @@ def _place(before: PlacedAccount, one: PlacedAccount, notes: list[str]) -> None:
 def _came_later(before: PlacedAccount, one: PlacedAccount) -> bool:
     """Return True if it restored a step that the previous attempt did later, according to the clocks."""
     restore = one.began_with
-    if restore is None or restore.step is None or term_of(restore.attempt) not in before.epochs:
+    if restore is None or restore.step is None or term_of(restore.checkpoint) not in before.terms:
         return False
     restored = one.account.wall(restore.at + restore.seconds)
     done = [row for row in before.account.rows if row.step - row.steps < restore.step <= row.step]
@@ -266,7 +266,7 @@ def _until(account: Account, now: float, notes: list[str]) -> Account:
     late = max([account.kept] + ([end.at, end.gone] if end else [])) - limit
     if late <= SKEW_S:
         return account
-    note = f"{account.epoch} has times up to {duration(late)} in the future, which count as now"
+    note = f"{account.term} has times up to {duration(late)} in the future, which count as now"
     if note not in notes:
         notes.append(note)
     end = replace(end, at=min(end.at, limit), gone=min(end.gone, limit)) if end else None

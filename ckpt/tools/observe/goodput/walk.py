@@ -86,7 +86,7 @@ class _Loss:
     kind: str
     at: float = 0.0
     summary: str = ""
-    epoch: str = ""
+    term: str = ""
     high: int | None = None
     besides: str = ""
     gap: str = "launch"
@@ -103,7 +103,7 @@ class _Loss:
 
     def frozen(self) -> Interruption:
         return Interruption(
-            self.kind, self.at, self.summary, self.epoch, self.high, self.restored, self.source, self.lost,
+            self.kind, self.at, self.summary, self.term, self.high, self.restored, self.source, self.lost,
             self.resumed, InterruptionCost(**self.seconds),
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ class LedgerWalk:
 
     def __init__(self, line: Sequence[PlacedAccount], notes: list[str], idle_after_s: float, now: float) -> None:
         self._line, self.notes, self._idle_after_s, self._now = line, notes, idle_after_s, now
-        self._epochs = {epoch for one in line for epoch in one.epochs}
+        self._epochs = {term for one in line for term in one.terms}
         self._numbers = UsualSteps([one.rows for one in line])
         self.usual, self.slowing_known = self._numbers.usual, self._numbers.slowing_known(line)
         self.cursor = line[0].t(line[0].account.born)
@@ -180,7 +180,7 @@ class LedgerWalk:
                 self._fresh, stepped = False, True
                 continue
             if stepped:
-                loss = self._lose(_Loss("rollback", one.wall(one.t(event.at)), epoch=account.epoch, resumed=True))
+                loss = self._lose(_Loss("rollback", one.wall(one.t(event.at)), term=account.term, resumed=True))
                 self._spend(min(one.t(event.at), self.cursor + self._numbers.here), loss.seconds, "unfinished")
                 stepped = False
             self._way(loss, one.t(event.at), "setup")
@@ -209,7 +209,7 @@ class LedgerWalk:
             self._stand(row.step - row.steps)
         elif row.step <= self._position:  # it went back, and the restore is not recorded
             at = one.wall(self.cursor)
-            self._lose(_Loss("rollback", at, epoch=one.account.epoch, resumed=True))
+            self._lose(_Loss("rollback", at, term=one.account.term, resumed=True))
             self._stand(row.step - row.steps)
         assert self._position is not None
         until = max(one.t(row.at), self.cursor)
@@ -276,7 +276,7 @@ class LedgerWalk:
     def _end(self, one: PlacedAccount, after: PlacedAccount | None) -> _Loss | None:
         """Account for the time between an attempt and the next one."""
         account, end = one.account, one.account.end
-        loss = _Loss("none", one.wall(self.cursor), epoch=account.epoch)
+        loss = _Loss("none", one.wall(self.cursor), term=account.term)
         if after is not None and one.moved:
             self._unseen(one, after, after.t(after.account.born), self._missing(one, after))
             self._spend(one.t(one.last), self.parts, "other")
@@ -294,7 +294,7 @@ class LedgerWalk:
             return None
         if end is not None and end.how == "closed":
             self.notes.append(
-                f"{account.epoch} was closed after a {loss.kind} without another step, which counts as an interruption."
+                f"{account.term} was closed after a {loss.kind} without another step, which counts as an interruption."
                 " Put long intended work into not_training()"
             )
         return self._fault(one, after, loss, noticed)
@@ -329,7 +329,7 @@ class LedgerWalk:
         if missing and after is not None:
             self._unseen(one, after, after.t(after.account.born), True)
             self.notes.append(
-                f"the metrics of a job attempt between {account.epoch} and {after.account.epoch} are missing"
+                f"the metrics of a job attempt between {account.term} and {after.account.term} are missing"
             )
         loss.gap = "launch" if end is not None and not missing else "unknown"
         return self._lose(loss)
@@ -343,7 +343,7 @@ class LedgerWalk:
         self._unseen(one, after, after.t(born), missing)
         since, until = moment(account.wall(max(account.kept, account.beat))), moment(after.account.wall(born))
         self.notes.append(
-            f"nothing is known from {since} to {until}: trainer and writer of {account.epoch} ended together"
+            f"nothing is known from {since} to {until}: trainer and writer of {account.term} ended together"
         )
 
     def _perceive(self, loss: _Loss, noticed: float) -> None:
@@ -356,8 +356,8 @@ class LedgerWalk:
 
     def _missing(self, one: PlacedAccount, after: PlacedAccount) -> bool:
         """Return True if another attempt ran between these two."""
-        epoch = _origin(after)
-        return epoch not in self._epochs and one.account.number < _number(epoch) < after.account.number
+        term = _origin(after)
+        return term not in self._epochs and one.account.number < _number(term) < after.account.number
 
     def _unseen(self, one: PlacedAccount, after: PlacedAccount | None, until: float, missing: bool) -> None:
         """Account for unrecorded steps before the end: the next attempt restored a later step."""
@@ -365,7 +365,7 @@ class LedgerWalk:
         if after is None or restore is None or restore.step is None or self._position is None:
             return
         steps = restore.step - self._position
-        if steps <= 0 or not (missing or _origin(after) in one.epochs):
+        if steps <= 0 or not (missing or _origin(after) in one.terms):
             return
         seconds = min(steps * self._numbers.here, max(0.0, until - self.cursor))
         self._work(self._position, restore.step, seconds)
@@ -393,9 +393,9 @@ class LedgerWalk:
 def _origin(one: PlacedAccount) -> str:
     """Return the term that wrote what it restored; "" for none."""
     restore = one.began_with
-    return term_of(restore.attempt) if restore is not None else ""
+    return term_of(restore.checkpoint) if restore is not None else ""
 
 
-def _number(epoch: str) -> int:
-    text = epoch.partition(".")[0]
+def _number(term: str) -> int:
+    text = term.partition(".")[0]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1

@@ -122,7 +122,7 @@ def _timeline(found: Chronicle) -> str:
     if few:
         for start in found.starts:
             who = f"{start.one.world} ranks, process {start.one.pid} on {start.one.host}"
-            plot.rule(start.at, "begin", f"{moment(start.at)}\nstart {start.one.epoch}, {who}")
+            plot.rule(start.at, "begin", f"{moment(start.at)}\nstart {start.one.term}, {who}")
         for one in found.incidents:
             what = f"save {in_words(one.kind, asked=True)}" if one.asked else in_words(one.kind)
             plot.rule(one.at, "asked" if one.asked else "fault", f"{moment(one.at)}, {what}\n{clip(one.text)}")

@@ -159,7 +159,7 @@ class Observers:
             host=socket.gethostname(),
             pid=self._trainer.pid,
             writer=os.getpid(),
-            epoch="" if owner is None else f"{owner.epoch}.{owner.nonce}",
+            term="" if owner is None else f"{owner.term}.{owner.nonce}",
             trainer=trainer,
             leaves_s=self._leaves_s(now) if trainer in ("dead", "left") else None,
             slowed_s=None if account is None else sum(row.slowed for row in account.rows),
@@ -265,11 +265,13 @@ def _slots(arena: Arena) -> list[SlotStatus]:
         except CheckpointError:
             found.append(SlotStatus("damaged"))
             continue
-        if label is None or label.attempt is None:
+        if label is None or label.checkpoint is None:
             found.append(SlotStatus(status.FILLING if label is None else _STATES.get(label.state, status.EMPTY)))
         else:
             state = _STATES.get(label.state, status.EMPTY)
-            found.append(SlotStatus(state, label.attempt.step, str(label.attempt), label.data_size + label.values_size))
+            found.append(
+                SlotStatus(state, label.checkpoint.step, str(label.checkpoint), label.data_size + label.values_size)
+            )
     return found
 
 

@@ -29,7 +29,7 @@ class SlotStatus:
 
     state: str = EMPTY
     step: int = -1
-    attempt: str = ""
+    checkpoint: str = ""
     nbytes: int = 0
 
 
@@ -104,7 +104,7 @@ class RankStatus:
     host: str = ""
     pid: int = 0
     writer: int = 0
-    epoch: str = ""
+    term: str = ""
     trainer: str = "dead"
     doing: str = "starting"
     step: int = -1

@@ -196,7 +196,7 @@ WORDS = {
 WINDOWS = tuple(f"export.window:kill:{n}" for n in (1, 2, 4))  # by the first, or second of a run, nothing is noted
 FAILS = {
     "safetensors": (*WINDOWS, "export.whole:kill"),
-    "run": (WINDOWS[2], "export.whole:kill", "log.linked:kill", "part.stored:kill"),
+    "run": (WINDOWS[2], "export.whole:kill", "log.linked:kill", "manifest.stored:kill"),
     "torch": (WINDOWS[1], "export.whole:kill"),
     "dcp": (WINDOWS[1], "export.whole:kill"),
 }

@@ -642,7 +642,7 @@ def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.Monk
     """Under another name, of another epoch; what was saved before stays in the history."""
     state, writer = {"w": torch.randn(10), "n": 1}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
-    for point in ("data_file.opened", "data_file.written", "part.stored", "index.stored"):
+    for point in ("data_file.opened", "data_file.written", "manifest.stored", "index.stored"):
         monkeypatch.setattr(failpoints, "_armed", failpoints._parse(f"{point}:eio"))
         refused(lambda: save(state | {"n": 2}, 2, writer))
         monkeypatch.setattr(failpoints, "_armed", None)
@@ -727,7 +727,7 @@ async def full(*args: Any, **kwargs: Any) -> Any:
 
 def aborted_twice(monkeypatch: pytest.MonkeyPatch, run: str, writer: Any) -> None:
     for step in (2, 3):
-        monkeypatch.setattr(failpoints, "_armed", failpoints._parse("part.stored:eio"))
+        monkeypatch.setattr(failpoints, "_armed", failpoints._parse("manifest.stored:eio"))
         refused(lambda step=step: save({"w": torch.randn(100_000)}, step, writer))
         monkeypatch.setattr(failpoints, "_armed", None)
 
@@ -875,7 +875,7 @@ def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
 ) -> None:
     """A reader beside a writer that keeps few."""
     save({"n": 1}, 1, run_dir)
-    real, calls = read.load_manifest, list[int]()
+    real, calls = read.load_all, list[int]()
 
     async def gone(store: Any, commit: Any) -> Any:
         calls.append(commit.step)
@@ -883,7 +883,7 @@ def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
             raise ckpt.errors.NotFoundError("retired")
         return await real(store, commit)
 
-    monkeypatch.setattr(read, "load_manifest", gone)
+    monkeypatch.setattr(read, "load_all", gone)
     assert load({"n": 0}, run_dir)["n"] == 1 and calls == [1, 1]
 
 
@@ -1212,7 +1212,7 @@ def main() -> None:
 
 
 Reports = tuple[Path, dict[int, list[dict[str, Any]]]]
-POINTS = {"data_file.opened": "eio", "data_file.written": "enospc", "part.stored": "eio"}
+POINTS = {"data_file.opened": "eio", "data_file.written": "enospc", "manifest.stored": "eio"}
 
 
 @pytest.fixture(scope="module")

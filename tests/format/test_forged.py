@@ -34,7 +34,7 @@ from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
     CheckpointId,
-    Part,
+    Manifest,
     SharedLayout,
     canonical,
     manifest_key,
@@ -199,7 +199,7 @@ OTHER_STATES = ("component of another kind", "kind of another", "all modules", "
 @pytest.mark.parametrize("name", EVIL_PARTS)
 def test_an_evil_part_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
     """The older checkpoint comes back; nobody who opens the run sees an error that is not ours."""
-    folder = put(forge(genuine, part=EVIL_PARTS[name]), tmp_path / "run")
+    folder = put(forge(genuine, manifest=EVIL_PARTS[name]), tmp_path / "run")
     assert restored(folder) == 10
     assert verified(folder) or name in OTHER_STATES
     survives(folder)
@@ -218,7 +218,7 @@ NEWER: dict[str, Change] = {
 @pytest.mark.parametrize("name", NEWER)
 def test_reader_ignores_unknown_fields_and_refuses_unknown_features(genuine: Run, name: str, tmp_path: Path) -> None:
     """`features` lists what a reader must know. The error names the feature. No older step is restored."""
-    folder = put(forge(genuine, part=NEWER[name]), tmp_path / "run")
+    folder = put(forge(genuine, manifest=NEWER[name]), tmp_path / "run")
     if name == "an unknown feature":
         with pytest.raises(FormatError, match=r"'sparse'.*upgrade"):
             restored(folder)
@@ -436,7 +436,7 @@ EVIL_SHARES: dict[str, Change] = {
 @pytest.mark.parametrize("name", EVIL_SHARES)
 def test_an_evil_share_of_one_rank_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
     """What one rank says of its pieces, or of the others': the older checkpoint comes back, and no error but ours."""
-    folder = put(forge(of_two, rank=1, part=EVIL_SHARES[name]), tmp_path / "run")
+    folder = put(forge(of_two, rank=1, manifest=EVIL_SHARES[name]), tmp_path / "run")
     assert restored(folder) == 10
     assert verified(folder)
     survives(folder)
@@ -466,7 +466,7 @@ ODD_COMPONENTS: dict[str, Change] = {
 @pytest.mark.parametrize("name", ODD_COMPONENTS)
 def test_components_that_do_not_go_together_are_errors_of_ours(of_two: Run, name: str, tmp_path: Path) -> None:
     """What one rank says of a module or an optimizer is merged with the others' word: taken, or passed over."""
-    folder = put(forge(of_two, rank=1, part=ODD_COMPONENTS[name]), tmp_path / "run")
+    folder = put(forge(of_two, rank=1, manifest=ODD_COMPONENTS[name]), tmp_path / "run")
     assert restored(folder) == 20 or verified(folder) or name in OTHER_STATES
     survives(folder)
 
@@ -819,11 +819,11 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
     lies = {
         "shape": forge(genuine, columns=column("dims", put_at(0, 2**40))),
         "length": forge(genuine, columns=EVIL_TABLES["length of 2**40"]),
-        "world": forge(genuine, part=field("world", 10**12)),
+        "world": forge(genuine, manifest=field("world", 10**12)),
         "empty-lists": forge(genuine, raw_part=b'{"a":[' + b"[]," * (1 << 20) + b"[]]}"),
         "record": {**objects, record_key(2): b"[" * (8 << 20)},
         "header": forge(genuine, table=RAW_TABLES["header of 20 MB"]),
-        "pack-in-parts": forge(genuine, part=first_file(size=1 << 40, header_size=100 << 20)),
+        "pack-in-parts": forge(genuine, manifest=first_file(size=1 << 40, header_size=100 << 20)),
     }
     for name, forged in lies.items():
         put(forged, runs / name)
@@ -900,9 +900,9 @@ ODD_LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ODD_LAYOUTS)
 def test_a_layout_that_is_none_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
     """Whatever stands in its place: the part is CorruptError, and the older step is restored."""
-    folder = put(forge(genuine, part=lambda d: d.update(layout=ODD_LAYOUTS[name])), tmp_path / "run")
+    folder = put(forge(genuine, manifest=lambda d: d.update(layout=ODD_LAYOUTS[name])), tmp_path / "run")
     with pytest.raises(CorruptError):
-        Part.from_bytes((folder / manifest_key(genuine[1], 0)).read_bytes(), "a part").layout.data  # noqa: B018
+        Manifest.from_bytes((folder / manifest_key(genuine[1], 0)).read_bytes(), "a part").layout.data  # noqa: B018
     assert restored(folder) == 10
 
 

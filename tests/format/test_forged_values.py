@@ -25,7 +25,7 @@ import forgery
 import inside
 from ckpt.core.format import codec, index
 from ckpt.core.format.digest import chunk_digest, file_digest
-from ckpt.core.format.manifest import Part, index_key, manifest_key
+from ckpt.core.format.manifest import Manifest, index_key, manifest_key
 from ckpt.core.format.table import DTYPES, Table
 from ckpt.core.log.run_log import record_key
 from ckpt.core.state.capture import Capture
@@ -90,12 +90,12 @@ def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
             many = KINDS_OF_VALUES[::2] if len(place) < (3 if what == "values" else 4) else [next(turn)]
             for value in many:
 
-                def change(part: Any, what: str = what, place: Any = place, value: Any = value) -> None:
+                def change(manifest: Any, what: str = what, place: Any = place, value: Any = value) -> None:
                     if what == "values":
-                        part["values"] = at(part["values"], place, value)
+                        manifest["values"] = at(manifest["values"], place, value)
                     else:
-                        facts = at([c["facts"] for c in part["layout"]["components"]], place, value)
-                        for component, one in zip(part["layout"]["components"], facts, strict=True):
+                        facts = at([c["facts"] for c in manifest["layout"]["components"]], place, value)
+                        for component, one in zip(manifest["layout"]["components"], facts, strict=True):
                             component["facts"] = one
 
                 yield f"{what} {place} = {value!r}", change
@@ -110,7 +110,7 @@ def test_values_of_another_kind_are_errors_of_ours(tmp_path: Path, caplog: pytes
     ended: Counter_[str] = Counter_()
     live = everything(3)
     for name, change in forged():
-        objects = inside.forge(run, part=change)
+        objects = inside.forge(run, manifest=change)
         folder = forgery.put({k: v for k, v in objects.items() if step_of(k) != 10}, tmp_path / "run")
         before = trained(live)
         try:
@@ -146,12 +146,12 @@ def stray(run: forgery.Run) -> forgery.Objects:
 def dotted(run: forgery.Run) -> forgery.Objects:
     """The name of an optimizer's tensor, of dots alone."""
 
-    def change(part: Any) -> None:
-        layout, name = part["layout"], "optim.state." + "." * 3_000_000
+    def change(manifest: Any) -> None:
+        layout, name = manifest["layout"], "optim.state." + "." * 3_000_000
         layout["aliases"][name] = layout["components"][0]["names"][0]
         layout["components"][1]["names"].append(name)
 
-    return inside.forge(run, part=change)
+    return inside.forge(run, manifest=change)
 
 
 def swollen(run: forgery.Run) -> forgery.Objects:
@@ -174,19 +174,19 @@ def swollen(run: forgery.Run) -> forgery.Objects:
         columns["stored_digest"] = np.tile(stored, (count, 1))
         columns["chunk_ends"] += count - first
 
-    def part(document: Any) -> None:
+    def manifest(document: Any) -> None:
         document["files"][0]["size"] += len(frame)
 
-    objects = inside.forge(run, part=part, columns=change)
+    objects = inside.forge(run, manifest=manifest, columns=change)
     return objects | {file: run[0][file] + frame}
 
 
 def crowded(run: forgery.Run) -> forgery.Objects:
     """An index of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
     objects, checkpoint = run
-    parts = [Part.from_bytes(objects[manifest_key(checkpoint, rank)], "a part") for rank in range(2)]
-    tables = [Table.from_bytes(part.table, "a table") for part in parts]
-    shares = [index.Share(p.rank, p.world, p.layout, p.values, t) for p, t in zip(parts, tables, strict=True)]
+    manifests = [Manifest.from_bytes(objects[manifest_key(checkpoint, rank)], "a manifest") for rank in range(2)]
+    tables = [Table.from_bytes(manifest.table, "a table") for manifest in manifests]
+    shares = [index.Share(p.rank, p.world, p.layout, p.values, t) for p, t in zip(manifests, tables, strict=True)]
     columns = dict(index.build(shares).columns)
     lists = b'{"layouts":[{"aliases":{},"components":[],"instances":{}}],"values":[' + b"[]," * (80 << 20)
     columns["views"] = np.frombuffer(lists + b'0],"views":[[0,0,[]]]}', np.uint8)

@@ -641,7 +641,7 @@ def test_gc_ends_what_an_old_epoch_left_open_only_where_told(run: Path, call: Ca
 
 async def save_again(log: RunLog, mine: Acquire) -> None:
     """What was open becomes a checkpoint."""
-    part = await commits.stored_part(log.store, CheckpointId(mine.term, 13, mine.nonce), 0)
+    part = await commits.stored_manifest(log.store, CheckpointId(mine.term, 13, mine.nonce), 0)
     assert part is not None
     await commits.commit(log, mine, [part])
 

@@ -147,7 +147,7 @@ class TierOpener:
         if not tier.role.partial:
             return []
         held = {**tier.log.state.held, **tier.log.state.commits}
-        return [PartsHere(number, str(a), one.world, [rank for rank, _ in one.parts]) for a, one in held.items()]
+        return [PartsHere(number, str(a), one.world, [rank for rank, _ in one.manifests]) for a, one in held.items()]
 
     # -- once it is open --
 

@@ -44,6 +44,7 @@ from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
 from ckpt.lightning.loop_hooks import LoopHooks, State, warn
 from ckpt.lightning.start import given, last_file, limits, report_finished, report_resume, shorten
+from ckpt.lightning.steps import StepCount
 from ckpt.lightning.trainer_state import Monitored, TrainerState, state_of
 from ckpt.loading import Loaded, load
 from ckpt.options import DEFAULT_OPTIONS
@@ -109,6 +110,7 @@ class CheckpointCallback(Base):
         self._limits: list[Any] = []  # limits of this script, and those that the run was saved with
         self._saved: State = {}
         self._missed = False
+        self._count: StepCount | None = None  # also read by saves while `fit` ends
         self._close()
 
     def _close(self) -> None:
@@ -223,19 +225,21 @@ class CheckpointCallback(Base):
         trainer, seams = self._trainer, self._seams
         assert seams is not None
         self._rest = TrainerState(trainer, seams, self, self._own, self._put_own)
+        self._count = StepCount(trainer)
         tiers, state = self._durable or None, state_of(trainer, self._rest)
         self._cp = Checkpointer(state, tiers, memory=self._memory, best=self._best, **self._arguments)
         try:
-            self._come_back(trainer, seams, self._cp)
+            self._come_back(trainer, seams, self._cp, self._count)
         except CheckpointError:  # fit() raises it, and it is not a fault of the training
             with contextlib.suppress(CheckpointError):
                 self._cp.close()
             self._cp = None
             raise
 
-    def _come_back(self, trainer: Any, seams: LoopHooks, cp: Checkpointer) -> None:
+    def _come_back(self, trainer: Any, seams: LoopHooks, cp: Checkpointer, count: StepCount) -> None:
         self._step, theirs = trainer.global_step, given(trainer)
         cp.restore(default=None, strict=self._strict)
+        count.begin(cp)
         found = cp.last_restore
         self._has_step = found is not None and found.step is not None
         if self._best is not None:
@@ -244,7 +248,7 @@ class CheckpointCallback(Base):
             self._began_from = theirs
             return
         last = last_file(trainer, theirs, self._began_from, self._where(), found.step)
-        before, self._step = self._step, trainer.global_step
+        before, self._step = self._step, count.now
         if not self._is_finished(trainer, seams):
             if trainer.is_global_zero:
                 report_resume(trainer, found.tier or self._where(), self._step, last, before)
@@ -279,21 +283,23 @@ class CheckpointCallback(Base):
     # -- what of this object is saved --
 
     def _own(self) -> State:
-        return {"began_from": self._began_from, "limits": self._limits}
+        assert self._count is not None
+        return {"began_from": self._began_from, "limits": self._limits, "count": self._count.state_dict()}
 
     def _put_own(self, saved: State) -> None:
         self._saved, self._began_from = saved, saved["began_from"]
+        if self._count is not None and "count" in saved:  # older runs do not have it
+            self._count.load_state_dict(saved["count"])
 
     # -- training --
 
     def _done(self, *, again: bool) -> None:
         """Save after a batch if an optimizer has stepped. `again`: the batch was done before a restore."""
-        step = self._trainer.global_step
-        if self._cp is None or not (again or step > self._step):
+        if self._cp is None or self._count is None or not (again or self._count.batch_done(self._step)):
             return
         if not again:
-            self._step, self._has_step = step, True
-            self._save = self._cp.step(step) or self._save
+            self._step, self._has_step = self._count.now, True
+            self._save = self._cp.step(self._step) or self._save
         if self._monitored is not None:
             self._monitored.step_done()
             if self._seams is not None and self._seams.measured_next:
@@ -332,6 +338,8 @@ class CheckpointCallback(Base):
         try:
             if cp is not None:
                 with contextlib.closing(cp):
+                    if self._count is not None:
+                        self._count.check_any(self._arguments.get("options", DEFAULT_OPTIONS))
                     if finished:
                         cp.pin(self._step, best.END)
         finally:

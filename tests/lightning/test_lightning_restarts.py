@@ -25,6 +25,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, LambdaCallback, ModelPruning
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 
+import ckpt
 from ckpt.lightning import CheckpointCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -818,3 +819,105 @@ def test_hook_that_cannot_run_twice_gives_a_warning_only(tmp_path: Path, warned:
     compare(make, str(tmp_path / "run"), (10,))
     [text] = warned()
     assert "Once.on_train_epoch_start failed when it ran again" in text and "not in the middle" in text
+
+
+# -- steps that Lightning does not count --
+
+
+class Manual(Model):
+    """Make the updates in `update`. Counts the batches of this process in `done`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.done = 0
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.done += 1
+        self.update(self.loss(*batch))
+
+    def update(self, loss: Tensor) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class OwnOptimizer(Manual):
+    def configure_optimizers(self) -> Any:
+        self.own = torch.optim.SGD(self.parameters(), 1e-2)
+
+    def update(self, loss: Tensor) -> None:
+        self.own.zero_grad()
+        loss.backward()
+        self.own.step()
+
+
+class ByHand(Manual):
+    """Accumulates the gradients of two batches."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+    def update(self, loss: Tensor) -> None:
+        loss.backward()
+        if self.trainer.fit_loop.total_batch_idx % 2:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.sub_(1e-2 * parameter.grad)
+                    parameter.grad.zero_()
+
+
+class ByHandOnData(ByHand):
+    def update(self, loss: Tensor) -> None:
+        self.zero_grad()
+        loss.backward()
+        for parameter in self.parameters():
+            parameter.data -= 1e-2 * parameter.grad
+
+
+class OnlyStatistics(ByHand):
+    def update(self, loss: Tensor) -> None:
+        """Leave it to batch norm."""
+
+
+def newest(run: str) -> int:
+    return max(one.step for one in ckpt.Run(run).list())
+
+
+# steps that are saved after ten batches, and when the training ends
+UNCOUNTED = {Manual: (10, 24), OwnOptimizer: (10, 24), ByHand: (5, 12), ByHandOnData: (5, 19), OnlyStatistics: (10, 24)}
+
+
+@pytest.mark.parametrize("kind", list(UNCOUNTED))
+def test_steps_that_lightning_does_not_count_are_saved(kind: type[Manual], tmp_path: Path) -> None:
+    """Manual optimization continues exactly without any step of Lightning's optimizers."""
+    run = str(tmp_path / "run")
+    whole, trainer = fit(lambda: (kind(), [], {}), None)
+    with pytest.raises(RuntimeError, match="stop here"):
+        fit(lambda: (kind(), [], {}), run, 10)
+    stopped, ended = UNCOUNTED[kind]
+    assert (trainer.global_step, newest(run)) == (0, stopped)
+    last, _ = fit(lambda: (kind(), [], {}), run)
+    assert (last.done, newest(run)) == (EPOCHS * BATCHES - 10, ended)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, last.state_dict()[name]), name
+
+
+def test_training_that_saves_nothing_raises_error(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    """With gradients left in mid-epoch it is unknown whether a batch made a step."""
+
+    class Halts(Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = True
+
+    class Validated(ByHandOnData):
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.loss(*batch)
+
+    settings = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+    with pytest.raises(ckpt.errors.SaveError, match="ended without a saved step, because no optimizer"):
+        fit(lambda: (Validated(), [Halts()], settings), str(tmp_path / "run"))

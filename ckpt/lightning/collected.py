@@ -256,7 +256,9 @@ class ModelStructure:
         forward: the next pruning goes by that."""
         pruned = [[name, key, getattr(module, key).detach()] for name, module, key in self._pruned()]
         shared = [number for number, old, new in self._originals() if old.data_ptr() == new.data_ptr()]
-        return {"groups": [len(groups) for _, groups in self._groups], "pruned": pruned, "shared": shared}
+        copies = [[number, old.detach()] for number, old, _ in self._originals() if number not in shared]
+        groups = [len(groups) for _, groups in self._groups]
+        return {"groups": groups, "pruned": pruned, "shared": shared, "copies": copies}
 
     def _originals(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Each tensor that ModelPruning has copied for the lottery ticket, and the parameter itself. From the first
@@ -280,9 +282,12 @@ class ModelStructure:
         for name, module, key in self._pruned():
             if (value := values.get((name, key))) is not None:
                 setattr(module, key, to_device(value, device))
+        copies = dict(saved.get("copies", ()))  # older runs do not have them
         for number, old, new in self._originals():
             if number in saved["shared"]:
                 old.data = new.data
+            elif number in copies:
+                old.data.copy_(copies[number])
 
     def match(self, saved: dict[Any, Any]) -> None:
         """Give the optimizers and the model the structure of a saved state."""

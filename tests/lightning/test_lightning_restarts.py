@@ -821,6 +821,27 @@ def test_hook_that_cannot_run_twice_gives_a_warning_only(tmp_path: Path, warned:
     assert "Once.on_train_epoch_start failed when it ran again" in text and "not in the middle" in text
 
 
+def test_pruning_resets_to_the_initial_weights_of_the_run(tmp_path: Path) -> None:
+    """The lottery ticket hypothesis needs the weights of the first process, not those that a restart begins with."""
+
+    def make(seed: int) -> Recipe:
+        def recipe() -> Any:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                module = Model()
+            return module, [ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=True)], {}
+
+        return recipe
+
+    whole, _ = fit(make(1), None)
+    for stop, seed in ((4, 1), (10, 2)):
+        with pytest.raises(RuntimeError, match="stop here"):
+            fit(make(seed), str(tmp_path / "run"), stop)
+    last, _ = fit(make(3), str(tmp_path / "run"))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, last.state_dict()[name]), name
+
+
 # -- steps that Lightning does not count --
 
 

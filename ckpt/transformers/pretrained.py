@@ -13,21 +13,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ckpt.core.checkpoint import read
 from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.regular_file import read_regular, write_regular
 from ckpt.core.format.values import splitter
-from ckpt.core.state.sharding import local, named_buffers, named_modules, named_parameters
+from ckpt.core.state.sharding import is_dtensor, local, named_buffers, named_modules, named_parameters
 from ckpt.core.state.tensors import as_bytes, check_memory
 from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.loading import load
+from ckpt.tools.convert.cast import FLOATS as CASTABLE
+from ckpt.tools.convert.cast import dtype_called
 from ckpt.tools.convert.export import Exported, OnBytes, export
 from ckpt.tools.convert.output import Output, Sums, local_path
 from ckpt.tools.convert.partial import check_target
@@ -39,6 +44,7 @@ LONG = 4096  # characters; longer texts are stored as bytes, which need no encod
 MOST = 32 << 20  # most bytes of a tokenizer that is stored with every checkpoint
 CHUNK = 64 << 20  # bytes of a tensor per digest step
 WINDOW = 16 << 20
+PROMPT = "prompt_embeddings"  # peft's name for the prompts of all methods that learn prompts
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 REWRITING = ("pissa_niter", "corda", "lora_ga")  # values of `init_lora_weights`
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -46,14 +52,25 @@ FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The other files of a hub folder. `names`: for each tensor of an adapter, its name in the state."""
+    """The other files of a hub folder.
+
+    `names`: for each tensor of an adapter, its name in the state. `further`: returns the tensors of an adapter that the
+        model's state does not have. `missing`: tensors that only peft can compute.
+    """
 
     files: Mapping[str, str]
     names: Mapping[str, str] | None = None
+    further: Callable[[], dict[str, Tensor]] = dict
+    missing: Sequence[str] = ()
 
     def state_dict(self) -> dict[str, Any]:
         names = None if self.names is None else _packed(json.dumps(self.names))
-        return {"files": {name: _packed(text) for name, text in self.files.items()}, "names": names}
+        return {
+            "files": {name: _packed(text) for name, text in self.files.items()},
+            "names": names,
+            "further": [[name, tensor] for name, tensor in self.further().items()],
+            "missing": list(self.missing),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the values of this start are newer."""
@@ -89,7 +106,12 @@ def adapter_tensors(model: Any, adapter: str | None = None) -> dict[str, Tensor]
     from peft import get_peft_model_state_dict
 
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=live, adapter_name=adapter or _active(model))
+    vars(model)["get_prompt_embedding_to_save"] = partial(_prompt, model)  # peft's own may change the training
+    try:
+        name = adapter or _active(model)
+        found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=live, adapter_name=name)
+    finally:
+        del vars(model)["get_prompt_embedding_to_save"]
     plain = {raw_name: name for name, raw_name, _ in named_modules(model)}
     split = splitter(plain)
     parts = {key: split(key) for key in found}  # peft keeps the names of compiled layers
@@ -104,11 +126,10 @@ def _active(model: Any) -> str:
 def pretrained(model: nn.Module, processing: Any) -> Pretrained:
     """Return the other files of a hub folder of this model. `processing`: its tokenizer or processor, if any."""
     with tempfile.TemporaryDirectory() as folder:
-        names = None
+        adapter: dict[str, Any] = {}
         if is_adapter(model):
             _save_adapter_config(model, folder)
-            called = {id(t): n for n, t in (*named_buffers(model).items(), *named_parameters(model).items())}
-            names = {key: called[id(t)] for key, t in adapter_tensors(model).items() if id(t) in called}
+            adapter = _adapter(model)
         elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
             _save_config(model, folder)
         texts = _texts(folder)
@@ -119,7 +140,41 @@ def pretrained(model: nn.Module, processing: Any) -> Pretrained:
                 texts |= _texts(beside)
             else:
                 log.warning("the tokenizer is larger than %d MiB, so it is not stored in the run", MOST >> 20)
-    return Pretrained(texts, names)
+    return Pretrained(texts, **adapter)
+
+
+def _adapter(model: Any) -> dict[str, Any]:
+    """Return where to find the tensors of an adapter, as arguments of `Pretrained`."""
+    called = {id(t): n for n, t in (*named_buffers(model).items(), *named_parameters(model).items())}
+    found = adapter_tensors(model)
+    names = {key: called[id(t)] for key, t in found.items() if id(t) in called}
+    again = adapter_tensors(model) if len(names) < len(found) else found
+    fixed = {key: t for key, t in found.items() if key not in names and again[key] is t}  # SHiRA's indices
+    name, whole = _active(model), not any(is_dtensor(p) or hasattr(p, "ds_id") for p in _prompt_parameters(model))
+    prompts = [key for key in found if key == PROMPT and key not in names and whole]
+    return {
+        "names": names,
+        "further": lambda: fixed | {key: _prompt(model, name) for key in prompts},
+        "missing": sorted(found.keys() - names.keys() - fixed.keys() - set(prompts)),
+    }
+
+
+def _prompt_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of all encoders of a PeftModel for prompt learning."""
+    encoders = model._modules.get("prompt_encoder") if is_adapter(model) else None  # peft forwards other attributes
+    return [] if encoders is None else list(encoders.parameters())
+
+
+def _prompt(model: Any, name: str) -> Tensor:
+    """Return the prompt that `save_pretrained` would compute. Use a copy of the encoder without dropout, because some
+    encoders change their weights in each forward (CPT) or draw random numbers."""
+    encoder = copy.deepcopy(model.prompt_encoder[name]).eval()
+    copied = SimpleNamespace(
+        prompt_encoder={name: encoder}, prompt_tokens=model.prompt_tokens, peft_config=model.peft_config
+    )
+    with torch.enable_grad():  # an LSTM rounds in another way without
+        prompt: Tensor = type(model).get_prompt_embedding_to_save(copied, name)
+    return prompt
 
 
 def _texts(folder: str) -> dict[str, str]:
@@ -185,7 +240,14 @@ def export_pretrained(
     files = {name: _text(text) for name, text in about["files"].items()}
     if "config.json" not in files and "adapter_config.json" not in files:
         raise UsageError(f"{loaded.url} has no model of transformers or peft: use `ckpt export` to write its weights")
-    names = None if about["names"] is None else json.loads(_text(about["names"]))
+    names = None if about["names"] is None else {k: f"model.{n}" for k, n in json.loads(_text(about["names"])).items()}
+    if names is not None:
+        names |= {key: f"pretrained.further.{i}.1" for i, (key, _) in enumerate(about.get("further", ()))}
+    if about.get("missing"):
+        raise UsageError(
+            f"{', '.join(about['missing'])} of the adapter cannot be exported, because peft computes them when it "
+            "saves the adapter: restore the run with its training script and call model.save_pretrained()"
+        )
     return asyncio.run(_export(loaded.url, loaded.step, path, files, names, dtype, on_bytes))
 
 
@@ -206,7 +268,8 @@ async def _export(
 
 
 def _plan(origin: Origin, files: dict[str, str], names: dict[str, str] | None, dtype: str | None) -> Output:
-    view = weights_of(origin.view(0, 1))
+    whole = origin.view(0, 1)
+    view = weights_of(whole)
     view = replace(view, entries=tuple(e for e in view.entries if e.path == ("model",)))
     view = weights_of(view)
     dtypes = cast_to(origin, [view], dtype)
@@ -214,7 +277,10 @@ def _plan(origin: Origin, files: dict[str, str], names: dict[str, str] | None, d
         output = plan(origin, view, dtypes, prefix=prefix_of(view))
         files = {**files, "config.json": _with_dtype(files["config.json"], view, dtypes)}
     else:
-        output = plan(origin, _renamed(view, names), dtypes, single=ADAPTER)
+        view = _renamed(whole, names)
+        if dtype is not None:
+            dtypes |= {label: dtype_called(dtype) for label in view.tensors.values() if dtypes[label] in CASTABLE}
+        output = plan(origin, view, dtypes, single=ADAPTER)
     return replace(output, single=False, finish=_beside(files, output.finish))
 
 
@@ -222,8 +288,7 @@ def _renamed(view: RankView, names: Mapping[str, str]) -> RankView:
     """Rename an adapter's tensors to peft's names."""
     found = {}
     for key, name in names.items():
-        full = f"model.{name}"
-        label = view.tensors.get(view.aliases.get(full, full))
+        label = view.tensors.get(view.aliases.get(name, name))
         if label is None:
             raise UsageError(f"{name} of the adapter is not in this checkpoint")
         found[key] = label
@@ -260,6 +325,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     adapted: Any = model
     names = list(adapted.peft_config) if is_adapter(model) else []
     adapter = {id(t) for name in names for t in adapter_tensors(model, name).values()} | _rewritten(model, names)
+    adapter |= {id(parameter) for parameter in _prompt_parameters(model)}  # cartridges have frozen ones
     kept = {n: p for n, p in named_parameters(model).items() if p.requires_grad or id(p) in adapter}
     return named_buffers(model) | kept
 

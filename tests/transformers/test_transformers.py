@@ -23,7 +23,9 @@ from processes import PYTHONPATH, REPO, killed, run_python, warm
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+import peft
 from peft import LoraConfig, PeftModel, PromptEncoderConfig, get_peft_model
+from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
 
@@ -289,8 +291,63 @@ def test_lora_run_stores_only_adapter(run_dir: str, tmp_path: Path, capsys: pyte
     read = PeftModel.from_pretrained(hf_toy.model_of(0), tmp_path / "adapter").state_dict()
     assert read.keys() == found["weights"].keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in found["weights"].items())
-    whole = hf_toy.run(f"{run_dir}-2", lora=True, epochs=1, callback={"only_trained": False})
+    whole = hf_toy.run(f"{run_dir}-2", lora=True, terms=1, callback={"only_trained": False})
     assert whole["bytes"] == [full, full]
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "PromptTuningConfig": {},
+    "PrefixTuningConfig": {"prefix_projection": True, "encoder_hidden_size": 8},
+    "PromptEncoderConfig": {
+        "encoder_reparameterization_type": "LSTM",
+        "encoder_hidden_size": 8,
+        "encoder_num_layers": 2,
+        "encoder_dropout": 0.5,
+    },
+    "CPTConfig": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3]},
+    "CartridgeConfig": {"num_frozen_tokens": 1},
+    "ShiraConfig": {"target_modules": ["q_proj"], "r": 2},
+}
+
+
+@pytest.mark.parametrize("kind", list(PROMPTS))
+def test_adapters_with_computed_tensors_are_restored_and_exported(kind: str, tmp_path: Path) -> None:
+    """Tensors that peft computes or keeps outside the module are exported, and saving them changes nothing. A restart
+    continues from other initial values, which no seed has fixed."""
+
+    def make(seed: int) -> Any:
+        base = hf_toy.model_of(0)
+        torch.manual_seed(seed)
+        prompts = {} if "target_modules" in PROMPTS[kind] else {"num_virtual_tokens": 3}
+        model = get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", **prompts, **PROMPTS[kind]))
+        if kind == "CPTConfig":  # starts with zeros, which its forward does not change
+            torch.nn.init.normal_(model.prompt_encoder["default"].delta_embedding.weight)
+        return model
+
+    run, whole = str(tmp_path / "run"), make(1)
+    wanted = hf_toy.run(None, model=whole, terms=1)
+    assert hf_toy.run(run, model=make(1), terms=1, kill=("stop", 5)) == {}
+    assert hf_toy.run(run, model=make(2), terms=1)["digest"] == wanted["digest"]
+    whole.eval().save_pretrained(tmp_path / "peft")
+    export_pretrained(run, tmp_path / "ours")
+    export_pretrained(run, tmp_path / "half", dtype="bf16")
+    expected, found, half = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("peft", "ours", "half")
+    )
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    assert all(
+        half[key].dtype == (torch.bfloat16 if found[key].is_floating_point() else found[key].dtype) for key in half
+    )
+
+
+def test_adapter_that_only_peft_can_compute_is_not_exported_in_part(tmp_path: Path) -> None:
+    """VB-LoRA's largest logits are computed when peft saves the adapter."""
+    settings = {"target_modules": ["q_proj"], "num_vectors": 16, "vector_length": 8, "save_only_topk_weights": True}
+    model = get_peft_model(hf_toy.model_of(0), peft.VBLoRAConfig(task_type="CAUSAL_LM", **settings))
+    hf_toy.run(str(tmp_path / "run"), model=model, terms=0.5)
+    with pytest.raises(ckpt.errors.UsageError, match=r"_topk_indices.* cannot be exported.*call model.save_pretrained"):
+        export_pretrained(str(tmp_path / "run"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_prompt_encoder_around_a_compiled_model_is_saved_and_exported() -> None:

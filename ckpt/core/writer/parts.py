@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ckpt import events
 from ckpt.core.checkpoint import commits, retention
-from ckpt.core.checkpoint.commits import WHOLE_NEXT, Role, abort, commit_or_end, given_up
+from ckpt.core.checkpoint.commits import Role, abort, commit_or_end, given_up
 from ckpt.core.checkpoint.encode import Encoder
 from ckpt.core.checkpoint.incremental import Bases, ByteSource, InMemory, bases_in, bases_near, no_bases
 from ckpt.core.checkpoint.manifests import intact_manifests, ranks_in
@@ -63,7 +63,7 @@ class Settler:
 
     async def settle(self, tier: OpenTier, written: WrittenManifest) -> None:
         """Wait until a written part is a committed checkpoint in this tier. Raises SaveError if it was aborted."""
-        checkpoint = CheckpointId.parse(written.manifest.checkpoint)
+        checkpoint = written.checkpoint
         try:
             await self._commit(tier, written)
             if checkpoint.step in (tier.notes or ()) and tier.role.place == 0:
@@ -74,7 +74,7 @@ class Settler:
             await self._make_room(tier, checkpoint)
             raise
         except Exception as error:
-            if WHOLE_NEXT in str(error):
+            if isinstance(error, SaveError) and error.next_is_full:
                 tier.encoder.distrust(checkpoint)
             if written.manifest.world > 1:
                 await self._give_up(tier, written, error)
@@ -134,7 +134,7 @@ class Settler:
     async def _give_up(self, tier: OpenTier, written: WrittenManifest, error: Exception) -> None:
         """Abort a checkpoint whose commit failed here, so that other ranks do not wait; delete our part if it was
         aborted."""
-        part, checkpoint = written.manifest, CheckpointId.parse(written.manifest.checkpoint)
+        part, checkpoint = written.manifest, written.checkpoint
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
                 await commits.abort(tier.log, self.run.mine(), checkpoint, f"rank {part.rank}: {error}")
@@ -164,7 +164,7 @@ def own_bytes(written: WrittenManifest | None) -> int:
     """Return the bytes stored for a part, without those that it shares with older checkpoints."""
     if written is None:
         return 0
-    checkpoint = CheckpointId.parse(written.manifest.checkpoint)
+    checkpoint = written.checkpoint
     return sum(file.size for file in written.manifest.files if owner_of(file.key) == checkpoint)
 
 
@@ -316,7 +316,7 @@ def _anchor(tier: OpenTier, near: OpenTier, written: WrittenManifest) -> None:
     if tier.encoder.policy.compression == "none" or not tier.encoder.uses_bases:
         near.anchors.pop(tier.url, None)
     elif not written.manifest.needs:
-        near.anchors[tier.url] = CheckpointId.parse(written.manifest.checkpoint)
+        near.anchors[tier.url] = written.checkpoint
 
 
 async def _table_of(near: OpenTier, checkpoint: CheckpointId, rank: int) -> Table | None:
@@ -367,7 +367,7 @@ async def settle(
     which has a record of damage there. `on_held` is called when this disk has all its parts, but the checkpoint also
     needs those of other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
     """
-    checkpoint = CheckpointId.parse(own.manifest.checkpoint)
+    checkpoint = own.checkpoint
     remote = log.store.remote
     stagger_s, poll_s = (FAR_STAGGER_S, FAR_POLL_S) if remote else (STAGGER_S, POLL_S)
     report_s = FAR_REPORT_S if remote else REPORT_S
@@ -421,7 +421,7 @@ async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenManifest,
 
 
 async def _too_late(log: RunLog, mine: Acquire, own: WrittenManifest, role: Role, deadline_s: float) -> None:
-    checkpoint = CheckpointId.parse(own.manifest.checkpoint)
+    checkpoint = own.checkpoint
     missing = await _missing(log.store, checkpoint, own, role)
     what = f"the parts of ranks {missing}" if missing else "the word that the disks of other nodes hold theirs"
     reason = f"{what} did not come within {deadline_s:g} s"

@@ -350,9 +350,7 @@ class Drain:
             try:
                 await self.settler.settle(tier, written)
             except CheckpointError as error:
-                events.log.warning(
-                    "step %d is in memory only: %s", CheckpointId.parse(written.manifest.checkpoint).step, error
-                )
+                events.log.warning("step %d is in memory only: %s", written.checkpoint.step, error)
 
 
 def _missing(tier: OpenTier, checkpoint: CheckpointId) -> str:

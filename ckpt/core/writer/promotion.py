@@ -403,7 +403,7 @@ class Promoter:
 
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenManifest) -> WrittenManifest:
         """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
-        checkpoint, part = CheckpointId.parse(here.manifest.checkpoint), here.manifest
+        checkpoint, part = here.checkpoint, here.manifest
         there = await commits.stored_manifest(tier.store, checkpoint, part.rank)
         if there is not None:
             return there

@@ -20,7 +20,7 @@ from ckpt.core.checkpoint.retention import ALWAYS, Keep, choose
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import CheckpointId, data_key, new_nonce, owner
-from ckpt.core.ipc.messages import Note, SaidNote
+from ckpt.core.ipc.messages import Note, ProblemNote
 from ckpt.core.log.run_log import Acquire, Commit, Record, RunLog, RunState
 from ckpt.core.writer.parts import settle
 from ckpt.errors import FencedError, SaveError, StoreError, UsageError
@@ -310,7 +310,7 @@ def test_concurrent_retirement_is_not_reported_as_damage() -> None:
         for _ in range(2):
             await place._warn(told.append)
         (said,) = told
-        assert isinstance(said, SaidNote) and f"step 2 of {store.url} cannot be read" in said.text
+        assert isinstance(said, ProblemNote) and f"step 2 of {store.url} cannot be read" in said.text
         assert manifest_key(checkpoints[1]) in said.text  # the name of the file, with its damage
 
     asyncio.run(scenario())

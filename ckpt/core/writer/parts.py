@@ -28,7 +28,7 @@ from ckpt.core.format.manifest import CheckpointId, folder_of, manifest_key
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.format.table import Table
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.messages import HeldNote, Retract, SaidNote, SlotReadNote
+from ckpt.core.ipc.messages import ProblemNote, Retract, StoredNote
 from ckpt.core.log.records import Acquire, RunState
 from ckpt.core.log.run_log import RunLog
 from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
@@ -96,7 +96,7 @@ class Settler:
             if part.world == tier.role.world
             else commits.Role(tuple(range(part.world)), part.rank, part.world)
         )
-        held = HeldNote(number, part.checkpoint)
+        held = StoredNote(number, part.checkpoint, held=True)
         await run.as_owner(
             tier.log,
             lambda mine: settle(
@@ -107,7 +107,7 @@ class Settler:
                 encoder=tier.encoder,
                 deadline_s=run.commit_s * (FAR_PATIENCE if tier.store.remote else 1),
                 on_held=lambda: self.trainer.tell(held),
-                on_slow=lambda text: self.trainer.tell(SaidNote(text)),
+                on_slow=lambda text: self.trainer.tell(ProblemNote(text)),
             ),
         )
 
@@ -185,7 +185,7 @@ class PartWriter:
 
     @contextlib.contextmanager
     def reading(self, arena: Arena, slot: int) -> Iterator[None]:
-        """Mark a slot as being read. A trainer that inherits the memory does not overwrite it until `SlotReadNote`."""
+        """Mark a slot as being read. A trainer that inherits the memory does not overwrite it until `StoredNote`."""
         key, adopted = (arena.id.hex(), slot), self.trainer.adoptions
         self.reads[key] = self.reads.get(key, 0) + 1
         try:
@@ -195,7 +195,7 @@ class PartWriter:
             if not self.reads[key]:
                 del self.reads[key]
                 if adopted != self.trainer.adoptions:  # the new trainer waits for the end of this read
-                    self.trainer.tell(SlotReadNote(arena.id.hex(), slot))
+                    self.trainer.tell(StoredNote(arena=arena.id.hex(), slot=slot))
 
     async def store(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True

@@ -18,7 +18,7 @@ from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.write import WrittenManifest
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.messages import Persist, SavedInTier, SlotReadNote, WriteSlot, WriteSlotReply
+from ckpt.core.ipc.messages import Persist, SavedInTier, StoredNote, WriteSlot, WriteSlotReply
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
@@ -54,7 +54,7 @@ class Persister:
     async def write(self, request: WriteSlot) -> WriteSlotReply:
         """Make a checkpoint of a sealed slot in one tier.
 
-        `SlotReadNote` reports that the slot is free again. If a further tier is busy or fails, it gets the step from
+        `StoredNote` reports that the slot is free again. If a further tier is busy or fails, it gets the step from
         the nearest tier later, so that memory does not wait for a network.
         """
         tier, checkpoint = self._run.tiers[request.tier], CheckpointId.parse(request.checkpoint)
@@ -98,7 +98,7 @@ class Persister:
         return written
 
     def _tell_stored(self, request: WriteSlot) -> None:
-        self._trainer.tell(SlotReadNote(request.arena, request.slot, request.tier, request.checkpoint))
+        self._trainer.tell(StoredNote(request.tier, request.checkpoint, request.arena, request.slot))
 
     async def _store(
         self, tier: OpenTier, near: OpenTier | None, checkpoint: CheckpointId, request: WriteSlot

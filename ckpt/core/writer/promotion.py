@@ -48,9 +48,8 @@ from ckpt.core.format.manifest import (
     rank_of,
 )
 from ckpt.core.format.table import Table
-from ckpt.core.ipc.messages import Resume
 from ckpt.core.log.run_log import Commit, RunLog, RunState
-from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
+from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.parts import PartWriter, Settler
 from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError, RunGoneError, SaveError, SkippedError
@@ -443,8 +442,7 @@ class Promoter:
         """Return checkpoints whose copy from one tier to the other a crash has interrupted."""
         return pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().term)
 
-    @handles(Resume)
-    def begin_to_resume(self, request: Resume) -> None:
+    def begin_to_resume(self) -> None:
         """Resume copies when all ranks have recovered."""
         self._resuming = self.background.spawn(self.resume())
 

@@ -23,8 +23,8 @@ BUDGETS = {
     "backends": (2_810, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_020, 660),
-    "core/checkpoint": (4_820, 2_990),
-    "core/format": (3_950, 2_570),
+    "core/checkpoint": (4_620, 2_910),
+    "core/format": (3_930, 2_560),
     "core/ipc": (1_860, 1_220),
     "core/log": (1_090, 710),
     "core/ranks": (1_040, 690),
@@ -51,7 +51,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_130, 42_480)
+TOTAL = (63_910, 42_390)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

@@ -708,7 +708,7 @@ class Saver:
                 where = f"It is still in {others[0] if others else 'memory'}"
                 if not others and snapshot.direct:
                     where = "Memory has no room for it, so it is not saved"
-                if not others and isinstance(run.supervisor.writer.failure, WriterError):
+                if not others and isinstance(run.supervisor.failure, WriterError):
                     where = "No writer holds it: memory ends with this process"
                 error = SaveError(f"step {step} was not written to {url}: {error}. {where}")
             run.errors.note(error, save)  # before threads that wait for the save continue

@@ -15,7 +15,7 @@ import random
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ckpt.core.format.values import Json, Path, SavedNode, decode, encode, show
 from ckpt.core.state.nodes import Collector, Contents, Stateful, StatefulNode, adapt
-from ckpt.core.state.optimizer_node import OptimizerNode, Row, all_of_one_state, inside
+from ckpt.core.state.optimizer_node import EXTRA, OptimizerNode, all_of_one_state, inside
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.sharding import Names, is_dtensor
 from ckpt.core.state.tensors import (
@@ -106,7 +106,7 @@ class CustomOptimizerNode(OptimizerNode):
         if not self._adds_entries:
             placement.problem(f"{show(self.path)}: its state_dict() had additional entries, but has none here")
             return None
-        if self._note_differing({("extra", ""): found}, _rows_of_extra, placement):
+        if self._differing([EXTRA], placement):
             return None
         return placement.build(found, guarded=True, objects=objects)
 
@@ -218,10 +218,6 @@ def _recast(live: Any, saved: Any) -> Any:
             return tuple(found)
         live[:] = found
     return live
-
-
-def _rows_of_extra(values: Json) -> Iterable[tuple[Row, Json]]:
-    return [(("extra", ""), values["extra"])] if "extra" in values else []
 
 
 TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}

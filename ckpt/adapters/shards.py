@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ckpt.core.format.boxes import Dims, boxes_of_run, times_covered
 from ckpt.core.format.values import Path, SavedNode, show
-from ckpt.core.state.nodes import Contents, Memories
+from ckpt.core.state.nodes import Contents, Memories, StateNode
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.sharding import Division, Names, StateEntry, is_dtensor
 from ckpt.core.state.tensors import check
@@ -83,14 +83,14 @@ class Shards:
         return self._pieces() if callable(self._pieces) else self._pieces
 
 
-class ShardsNode:
+class ShardsNode(StateNode):
     """Reads a `Shards`, and restores it."""
 
     kind = "module"
 
     def __init__(self, path: Path, target: Shards) -> None:
-        self.path, self.target = path, target
-        self.unguarded = False  # the optimizer's steps call no hooks
+        super().__init__(path)
+        self.target, self.optimizer = target, target.optimizer
         self._said: Pieces | None = None
         self._forms: list[object] = []
         self._memories = Memories()
@@ -100,10 +100,6 @@ class ShardsNode:
     @staticmethod
     def owns(value: object) -> bool:
         return isinstance(value, Shards)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self.target.optimizer
 
     def read(self, names: Names) -> Contents:
         said = self.target.pieces()
@@ -189,9 +185,6 @@ class ShardsNode:
                 placement.problem(f"{owner} and {name} are one tensor here, and were not when they were saved")
         if self.target.restored is not None:
             placement.finish(self.path, self.target.restored)
-
-    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        return False  # one name may have several pieces
 
 
 _NOTHING = torch.empty(0)

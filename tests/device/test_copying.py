@@ -239,7 +239,7 @@ def test_an_update_waits_while_the_gate_is_held(open_run: Any) -> None:
     before, held, same = weight.detach().cpu(), threading.Event(), list[bool]()
 
     def hold() -> None:
-        with cp._run.stager.held():
+        with cp._run.stager.gate.held():
             held.set()
             time.sleep(0.3)
             same.append(torch.equal(weight.detach().cpu(), before))

@@ -104,8 +104,8 @@ def test_negative_control_in_place_it_would_not_be(
     """Read straight into place, as a strict restore is, the damaged bytes would lie there."""
     begin = Filler.__init__
 
-    def always(self: Filler, saved: Any, fills: Any, lying: Any = (), *, in_place: bool = True) -> None:
-        begin(self, saved, fills, lying)
+    def always(self: Filler, saved: Any, fills: Any, whole: Any = (), *, in_place: bool = True) -> None:
+        begin(self, saved, fills, whole)
 
     monkeypatch.setattr(Filler, "__init__", always)
     with pytest.raises(AssertionError):

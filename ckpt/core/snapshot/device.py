@@ -35,7 +35,7 @@ from torch.autograd import profiler
 
 from ckpt.core.format.layout import Layout
 from ckpt.core.ipc.arena import LOCK, Arena
-from ckpt.core.state.capture import Reading
+from ckpt.core.state.capture import CapturedState
 from ckpt.core.state.tensors import TORCH_DTYPE, device_in_use
 from ckpt.events import log
 
@@ -152,25 +152,6 @@ def begin_range(name: str) -> bool:
 
 def end_range() -> None:
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-
-class CopyStreams:
-    """One separate stream on each device, for copies during training."""
-
-    def __init__(self) -> None:
-        self._streams: PerDevice = {}
-
-    def of(self, devices: Iterable[torch.device]) -> PerDevice:
-        for device in devices:
-            if device not in self._streams:
-                self._streams[device] = new_stream(device)
-        return {device: self._streams[device] for device in devices}
-
-    def settle(self, devices: Iterable[torch.device]) -> None:
-        """Wait until all copies have ended. Ignore devices that have failed, because they copy nothing."""
-        for device in devices:
-            with contextlib.suppress(Exception):
-                self.of([device])[device].synchronize()
 
 
 @contextlib.contextmanager
@@ -293,13 +274,13 @@ class Packs:
         self._numbers: dict[Kind, list[int]] = {}
         self._free: dict[Kind, list[Pack]] = {}
 
-    def take(self, reading: Reading, *, late: bool) -> list[Pack]:
+    def lend(self, captured: CapturedState, *, late: bool) -> list[Pack]:
         """Lend packs for the small tensors: for those that only optimizers change if `late`, otherwise for the rest."""
-        layout, guarded = reading.layout, reading.guarded
+        layout, guarded = captured.layout, captured.guarded
         with self._lock:
             if layout is not self._layout or guarded is not self._guarded:
                 self._layout, self._guarded, self._free = layout, guarded, {}
-                self._numbers = _small(layout, guarded, reading.tensors)
+                self._numbers = _small(layout, guarded, captured.tensors)
             found = []
             for key, numbers in self._numbers.items():
                 if key[1] is late:

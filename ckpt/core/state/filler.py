@@ -65,17 +65,17 @@ class Filler:
         self,
         saved: SavedState,
         fills: Mapping[Key, list[Target]],
-        lying: Sequence[tuple[int, Tensor]] = (),
+        whole: Sequence[tuple[int, Tensor]] = (),
         *,
         in_place: bool = True,
     ) -> None:
-        """Find the chunks to read. `lying`: shard numbers, each with a tensor of the same form that takes all of it."""
+        """Find the chunks to read. `whole`: shard numbers, each with a tensor of the same form that takes all of it."""
         self._saved = saved
         self._later: list[tuple[Tensor, Tensor]] = []
         self._met: list[tuple[I64, Target]] = []  # shards, and a target that they overlap
-        self._whole = list(lying)
+        self._whole = list(whole)
         self._overlaps: dict[int, list[_Overlap]] = {}
-        self._filled = [tensor for _, tensor in lying] + [one.tensor for targets in fills.values() for one in targets]
+        self._filled = [tensor for _, tensor in whole] + [one.tensor for targets in fills.values() for one in targets]
         wanted: list[I64] = [np.zeros(0, np.int64)]
         for key, targets in fills.items():
             tensor = saved.tensors[key]

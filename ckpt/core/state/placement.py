@@ -1,10 +1,10 @@
 """Matches the tensors of a checkpoint with the live state, before they are filled (`state.filler`).
 
-`Placement` is built without changing anything. It collects every mismatch, so that one error lists all.
+A `Placement` is built without changing anything. Each entry of the state (`StateNode.prepare`) compares its tensors,
+and either fills a live tensor, or creates one. All mismatches are collected, so that one error lists all. Work for the
+time after the tensors are filled is registered with `finish`.
 
-Restores wrapper tensors: into a live one of the same form, or into a new one.
-
-A wrapper is restored completely or not at all: codes are useless without their scales.
+A wrapper tensor is restored completely or not at all: codes are useless without their scales.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def comes_from_user(error: BaseException) -> bool:
 @dataclass
 class Placement:
     """The matched tensors of a restore. `fills`: for every saved tensor that this rank reads, the live or new tensors
-    that take it; `lying`: live tensors that take all of a shard unchanged, by shard number."""
+    that take it; `whole`: live tensors that take all of a shard unchanged, by shard number."""
 
     saved: SavedState
     strict: bool
     names: Names = field(default_factory=Names)
     seat: Seat = field(default_factory=Seat)
     fills: dict[Key, list[Target]] = field(default_factory=dict)
-    lying: list[tuple[int, Tensor]] = field(default_factory=list)
+    whole: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     overruled: list[str] = field(default_factory=list)  # settings of the script that are overridden
     cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the dtype here, by name
@@ -102,7 +102,6 @@ class Placement:
     _filled: dict[Key, Tensor] = field(default_factory=dict)  # live tensors of optimizers
     _handed: set[Key] = field(default_factory=set)  # created only for a load_state_dict, which copies them
     _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # tensors that are filled here or by such a call
-    _called: dict[Key, set[str]] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
@@ -260,7 +259,6 @@ class Placement:
         key = self._key_for(name, entry)
         if key is not None and not isinstance(entry.alike, Division):  # such tensors are identified by name
             self._live.setdefault(key, []).append(local(entry.tensor))
-            self._called.setdefault(key, set()).add(name)
 
     def key_to_create(
         self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False, plain: bool = False
@@ -420,6 +418,61 @@ class Placement:
             self.problem(str(error))
             return None
 
+    def moment(
+        self,
+        form: WrapperForm | None,
+        name: str,
+        live: object,
+        beside: Any,
+        device_of: Callable[[str], torch.device],
+    ) -> Tensor | None:
+        """Return the live wrapper in the state of an optimizer, or a new one like the saved one. Return None, and
+        record a problem, if neither is possible.
+
+        form: None if a plain tensor was saved and the live one is a wrapper
+        device_of: the device of a new tensor, by name
+        """
+        try:
+            if form is not None and not isinstance(live, Tensor):
+                return self._new_moment(form, beside, device_of)
+            assert isinstance(live, Tensor)
+            parts = self.parts_that_fit(form, StateEntry(name, live, True, beside))
+        except MismatchError as error:
+            self.problem(str(error))
+            return None
+        for part in parts or ():
+            self.fill(part.name, part)
+        return None if parts is None else live
+
+    def _new_moment(self, form: WrapperForm, beside: Any, device_of: Callable[[str], torch.device]) -> Tensor | None:
+        sharded, cut = is_dtensor(beside), form.share is None and form.whole is not None
+        if not cut and form.share != (share_of(beside) if sharded else None):
+            raise MismatchError(cut_otherwise(form))
+        ranks = beside if isinstance(beside, Replicas) else None
+        if any(self.key_to_create(name, beside if cut else ranks, guarded=True) is None for name in form.names):
+            return None  # the problem is recorded
+        if form.whole is not None and (not sharded or tuple(beside.shape) != form.whole):
+            raise MismatchError(
+                f"{form.name} was a rank's share of a DTensor of shape {list(form.whole)}, and here is none"
+            )
+        tensors: dict[str, Tensor] = {}
+        for name in form.names:
+            if cut:  # memory for this rank's share of a tensor that is sharded like `beside`
+                spec = replace(self.spec(name), shape=tuple(local(beside).shape))
+                tensors[name] = empty(spec, device_of(name), like=local(beside))
+                self.fill(name, StateEntry(name, tensors[name], True, beside))
+            else:
+                tensors[name] = self.create(name, device_of(name), ranks, guarded=True)
+        if form.whole is None:
+            return remake(form, tensors)
+        size = tuple(local(beside).shape) if cut else form.size
+        made = remake(replace(form, size=size, whole=None, share=None), tensors)
+        found: Tensor = type(beside).from_local(
+            made, beside.device_mesh, beside.placements, run_check=False, shape=beside.shape, stride=beside.stride()
+        )
+        found._local_tensor = made  # type: ignore[attr-defined]  # not every class supports the view of it that is there
+        return found
+
     def _check(self, reference: Json) -> object:
         """Check a reference. Raise CorruptError or ValueError unless it is a constant, a tensor, or an array with the
         number of bytes that are stored."""
@@ -556,66 +609,3 @@ def matching(
         if here is not None and (problem or not all(n in names and to.fits(n, own[n]) for n in here.names)):
             left_out.update(here.names)
     return [name for name in names if name not in left_out]
-
-
-class MomentPlaces:
-    """Finds or creates the wrappers in the state of an optimizer. `device_of`: the device of a new tensor, by name."""
-
-    def __init__(self, placement: Placement, device_of: Callable[[str], torch.device]) -> None:
-        self._placement, self._device_of = placement, device_of
-
-    def find(
-        self, form: WrapperForm | None, name: str, live: object, beside: Replicas | Tensor | None
-    ) -> Tensor | None:
-        """Return the live wrapper, or a new one like the saved one. Return None, and record a problem, if neither is
-        possible. `form`: None if a plain tensor was saved and the live one is a wrapper."""
-        try:
-            if form is None or isinstance(live, Tensor):
-                assert isinstance(live, Tensor)
-                return self._live(form, StateEntry(name, live, True, beside))
-            return self._new(form, beside)
-        except MismatchError as error:
-            self._placement.problem(str(error))
-            return None
-
-    def _live(self, form: WrapperForm | None, entry: StateEntry) -> Tensor | None:
-        parts = self._placement.parts_that_fit(form, entry)
-        for part in parts or ():
-            self._placement.fill(part.name, part)
-        return None if parts is None else entry.tensor
-
-    def _new(self, form: WrapperForm, beside: Any) -> Tensor | None:
-        placement = self._placement
-        sharded, cut = is_dtensor(beside), form.share is None and form.whole is not None
-        if not cut and form.share != (share_of(beside) if sharded else None):
-            raise MismatchError(cut_otherwise(form))
-        ranks = beside if isinstance(beside, Replicas) else None
-        if any(placement.key_to_create(name, beside if cut else ranks, guarded=True) is None for name in form.names):
-            return None  # the problem is recorded
-        if form.whole is None:
-            parts = {n: placement.create(n, self._device_of(n), ranks, guarded=True) for n in form.names}
-            return remake(form, parts)
-        if not sharded or tuple(beside.shape) != form.whole:
-            raise MismatchError(
-                f"{form.name} was a rank's share of a DTensor of shape {list(form.whole)}, and here is none"
-            )
-        size = tuple(local(beside).shape) if cut else form.size
-        tensors = {
-            n: self._share(n, beside) if cut else placement.create(n, self._device_of(n), guarded=True)
-            for n in form.names
-        }
-        made = remake(replace(form, size=size, whole=None, share=None), tensors)
-        mesh, placements = beside.device_mesh, beside.placements
-        found = type(beside).from_local(
-            made, mesh, placements, run_check=False, shape=beside.shape, stride=beside.stride()
-        )
-        found._local_tensor = made  # from_local() made a view of it, which not every class supports
-        assert isinstance(found, Tensor)
-        return found
-
-    def _share(self, name: str, beside: Any) -> Tensor:
-        """Create memory for this rank's share of a tensor that is sharded like `beside`."""
-        spec = replace(self._placement.spec(name), shape=tuple(local(beside).shape))
-        made = empty(spec, self._device_of(name), like=local(beside))
-        self._placement.fill(name, StateEntry(name, made, True, beside))
-        return made

@@ -1,11 +1,11 @@
-"""What callbacks of ours take from a training, besides `Checkpointer.step` itself.
+"""Training time of everystep's callbacks, in addition to `Checkpointer.step`.
 
     python benchmarks/callbacks.py            # a table
     python benchmarks/callbacks.py --json
 
-A training with a tiny model, with every call that is made to the callback in a batch timed. `step` is what
-`Checkpointer.step` takes, which `own.py` measures in more depth, and `state` the part of that in which the callback is
-asked for the loops, callbacks and random numbers that belong to a step.
+A training with a tiny model, with every call to the callback in a batch timed. `step` is the time of
+`Checkpointer.step`, which `own.py` measures in more detail. `state` is the part of it in which the callback returns the
+loops, callbacks and random numbers that belong to a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCHES, LEFT_OUT = 600, 50
 
 
 class Clock:
-    """Seconds spent in some functions, one inside another counted once; those of the inner ones by themselves."""
+    """Measures the seconds in some functions; nested ones count once, and also separately."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
@@ -43,7 +43,7 @@ class Clock:
 
 
 def lightning() -> dict[str, float]:
-    """Milliseconds a batch in `ckpt.lightning.CheckpointCallback`: medians."""
+    """Return median milliseconds per batch in `ckpt.lightning.CheckpointCallback`."""
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -104,7 +104,7 @@ MEASURED = {"lightning": lightning}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What callbacks of ours take a batch, in milliseconds.")
+    parser = argparse.ArgumentParser(description="Milliseconds per batch in callbacks of everystep.")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     found = {name: measure() for name, measure in MEASURED.items()}

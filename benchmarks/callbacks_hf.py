@@ -1,9 +1,9 @@
-"""What the callback for Hugging Face's Trainer itself costs a step, beside what `Checkpointer.step` does.
+"""Cost per step of the callback for Hugging Face's Trainer, without that of `Checkpointer.step`.
 
     python benchmarks/callbacks_hf.py [--steps 300] [--json]
 
-Every event that the callback hears of in a step is timed; the time inside `Checkpointer.step` is taken off, and shown
-by itself. The model is tiny, as the callback does nothing that depends on its size.
+All events of the callback in a step are timed; the time inside `Checkpointer.step` is subtracted, and shown
+separately. The model is tiny, as the callback does nothing that depends on its size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import ckpt.transformers
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log")
-WARM = 20  # steps, before what is counted
+WARM = 20  # steps before the measured ones
 
 
 class Clock:
@@ -52,7 +52,7 @@ class Clock:
 
 
 def measure(steps: int) -> dict[str, float]:
-    """Milliseconds a step: of the callback, and of `Checkpointer.step`."""
+    """Return milliseconds per step of the callback, and of `Checkpointer.step`."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

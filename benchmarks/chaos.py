@@ -1,38 +1,38 @@
-"""What faults and saving cost a training: the same job under the same random faults, with us and with others.
+"""The cost of faults and saving: the same job under the same random faults, with everystep and with peers.
 
     python benchmarks/chaos.py [--mtbf 40] [--faults 8] [--seed 1] [--only NAME ...] [--json FILE] [--markdown]
     python benchmarks/chaos.py --report FILE --markdown     # the tables of an earlier run
-    python benchmarks/chaos.py --quick                      # a small model, three faults: a minute a contender
+    python benchmarks/chaos.py --quick                      # a small model, three faults: a minute per contender
 
-One process trains under `torchrun`, and is killed, hung, starved of memory and told to leave, at moments of a schedule
-that only depends on the seed. An interval of it is training time since the job was back at work, so that all contenders
-are exposed alike. Every second from the first step to the last belongs to one part:
+One process trains under `torchrun`. It is killed, hung, starved of memory and sent SIGTERM, on a schedule that depends
+only on the seed. The intervals of the schedule count training time since the job resumed, so all contenders have the
+same exposure. Every second from the first step to the last belongs to one part:
 
-- *perceive*: from the fault until the process is gone. For peers a watchdog of this benchmark ends what hangs, since
-  they have nothing that would; ours has `on_hang(action="exit")`. Ours also saves and leaves in this time.
-- *restart*: from then to the first new step, without the restore: torchrun, imports, the model, opening what saves, and
-  how much longer than usual the first step takes. A table of its own tells these apart, and what takes time in saving.
-- *restore*. *recompute*: the step that the fault cut off, and the steps that are done again, at the usual time of one.
-- *saving*: how long calls to save take, and how much longer than usual the steps are that run beside a save, or up to
-  two steps after one.
-- *other*: how much longer than usual, or shorter, steps are beside which nothing is saved: the noise of the machine.
-- *training*: what is left; that is the number of steps times the usual time of one.
+- *perceive*: from the fault until the process has ended. Peers have no hang detection, so a watchdog of this benchmark
+  ends their hung processes. everystep has `on_hang(action="exit")`, and its emergency save and exit count here too.
+- *restart*: from then to the first new step, without the restore: torchrun, imports, the model, opening the
+  checkpointer, and the extra duration of the first step. A separate table splits restarts and saving into stages.
+- *restore*. *recompute*: the step that the fault interrupted, and the repeated steps at the usual step time.
+- *saving*: the duration of save calls, and the extra duration of steps during a save and up to two steps after it.
+- *other*: how much steps without a save in progress deviate from the usual step time: the noise of the machine.
+- *training*: the rest, which is the number of steps times the usual step time.
 
 Effective training time is 1 - (perceive + restart + restore + recompute + saving) / wall-clock.
 
-The usual step is the median of all quiet steps, those beside which nothing is saved: in a run without any saving right
-before a contender's, in its own run where it has such steps, and right after its last one. All three are told.
+The usual step time is the median of all quiet steps (steps without a save in progress). They come from a run without
+saving right before a contender's run, from that run itself if it has any, and from after its last step. All three
+are reported.
 
-Peers save every N steps, at their own best by Young and Daly: N = sqrt(2 x cost x MTBF) / step, where the cost is what
-a save takes from training, measured right before as in `contest.py`. They resume from the newest complete checkpoint,
-and do nothing at a signal or an exception, as in their documentation.
-In the end everybody's weights are compared, bit for bit, with those of an undisturbed run of as many steps.
+Peers save every N steps, at their optimum by Young and Daly: N = sqrt(2 x cost x MTBF) / step. The cost is the
+training time that a save takes, measured right before as in `contest.py`. Peers resume from the newest complete
+checkpoint, and do nothing on a signal or an exception, as in their documentation.
+At the end, every contender's weights are compared, bit for bit, with those of an undisturbed run of as many steps.
 
-What saving costs is the difference of two times of a step, so nothing else should use the machine meanwhile. Ours at
-its default cadence has no quiet step of its own, and all noise of its run counts as saving. The report says where there
-was more than 5 %.
+The cost of saving is a difference between two step times, so nothing else should use the machine. everystep with its
+default save interval has no quiet step, so all noise of its run counts as saving. The report states where the noise
+exceeds 5 %.
 
-Exit status 1: a contender failed, or has other weights.
+Exit status 1: a contender failed, or has different weights.
 """
 
 from __future__ import annotations
@@ -70,32 +70,34 @@ HERE = Path(__file__).parent
 KINDS = ("SIGKILL", "hang", "OOM", "SIGTERM")
 FLOOR_S = 2.0  # between the first step after a fault and the next fault
 TAIL_S = 5.0  # of training after the last fault, at least
-START_S = 120.0  # for a process to come to its first step
+START_S = 120.0  # until a process finishes its first step
 REFERENCE_S = 3600.0
 PARTS = ("perceive", "restart", "restore", "recompute", "saving", "other")
 STAGES = ("launcher", "imports", "model", "opening", "loop", "first step")  # of a restart
-SAVING = ("calls", "soon after a start", "later")  # what saving took: calls themselves, and the steps beside saves
+SAVING = ("calls", "soon after a start", "later")  # what saving took: the calls themselves, and the steps during saves
 SOON = 8  # steps
-FIGURE = ("restore", "recompute", "saving")  # what the way of saving answers for
+FIGURE = ("restore", "recompute", "saving")  # the parts that depend on the way of saving
 AT_MOST = 0.2  # of the best peer's figure
 LEDGER_WITHIN = 0.02
-NOISE = 0.05  # of the wall-clock or of a step, from which on figures say more about the machine
+NOISE = 0.05  # share of the wall-clock or of a step; above it, figures mostly show the noise of the machine
 ADDS_UP_S = 1e-3
-OWN_ROOM_S = 30.0  # a contender, for what is neither exposure nor fault
+OWN_ROOM_S = 30.0  # per contender, for everything except exposure and faults
 OUTAGE_S = 7.0  # of a fault, about
 
 
 class Failed(Exception):
-    """A contender did not do what it is there for."""
+    """Raised when a contender did not do its task."""
 
 
 class Skipped(Exception):
-    """A contender that cannot be had here."""
+    """Raised when a contender is not available here."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`peer`: its name in `peers/`; `auto`: our cadence is found out by itself."""
+    """A library and how it saves.
+
+    `peer`: its name in `peers/`; `auto`: True if everystep measures its save interval."""
 
     peer: str
     auto: bool = False
@@ -119,7 +121,8 @@ FIXED, AUTO = "everystep", "everystep, auto"
 
 @dataclass(frozen=True)
 class Plan:
-    """Times in seconds. `watchdog`: without a step, after which the process is ended; `min_s`: of our `on_hang`."""
+    """The settings of a run, in seconds.
+    `watchdog`: time without a step after which the process is killed; `min_s`: of everystep's `on_hang`."""
 
     mtbf: float = 40.0
     faults: int = 8
@@ -131,12 +134,13 @@ class Plan:
     tail: float = TAIL_S
 
 
-# -- pure: the schedule, the cadence, and who answers for which second --
+# -- pure: the schedule, the save interval, and the part that each second belongs to --
 
 
 def schedule(plan: Plan) -> list[tuple[float, str]]:
-    """Intervals and kinds. Exponential: one from each n-th of the distribution, in random order, so that a few have the
-    mean that is asked for; each kind as often as the others."""
+    """Return intervals and kinds of faults.
+    Intervals are exponential, one from each n-th of the distribution, shuffled: even a few have the requested mean.
+    Each kind occurs equally often."""
     rng, n = random.Random(f"chaos {plan.seed}"), plan.faults
     intervals = [-plan.mtbf * math.log(1 - (i + rng.random()) / n) for i in range(n)]
     kinds = [KINDS[i % len(KINDS)] for i in range(n)]
@@ -146,14 +150,13 @@ def schedule(plan: Plan) -> list[tuple[float, str]]:
 
 
 def best_every(cost_s: float, mtbf_s: float, step_s: float) -> int:
-    """Young's interval, in steps."""
+    """Return Young's interval in steps."""
     return max(1, round(math.sqrt(2 * max(cost_s, 0.0) * mtbf_s) / step_s))
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A fault as the one who injected it saw it. `at`: when it struck; `gone`: when the process was; `by`: who ended
-    it."""
+    """A fault as its injector saw it. `at`: when it struck; `gone`: when the process had ended; `by`: what ended it."""
 
     kind: str
     at: float
@@ -163,8 +166,9 @@ class Hit:
 
 @dataclass
 class Interruption:
-    """What one fault cost, in seconds. `step`: the last one done before; `lost`: those to be done again; `stages`: the
-    restart from stage to stage."""
+    """The cost of one fault, in seconds.
+    `step`: the last one finished before; `lost`: the steps to repeat; `stages`: the durations of the stages of the
+    restart."""
 
     kind: str
     by: str
@@ -184,9 +188,9 @@ class Interruption:
 
 @dataclass
 class Bill:
-    """Who answers for every second of a contender's run. `training` + the parts = `wall`. `usual_s`: of a step;
-    `quiet`: how many quiet steps there were in it, with their median `own_s`; `saving_in`: what saving took, by
-    `SAVING`."""
+    """The part that every second of a contender's run belongs to: `training` + the parts = `wall`.
+    `usual_s`: of a step; `quiet`: the number of quiet steps in the run, with their median `own_s`; `saving_in`: the
+    duration of saving, by `SAVING`."""
 
     steps: int
     usual_s: float
@@ -202,7 +206,7 @@ class Bill:
 
     @property
     def invalid(self) -> float:
-        """All parts but the noise of the machine."""
+        """Sum all parts except the noise of the machine."""
         return sum(value for name, value in self.parts.items() if name != "other")
 
     @property
@@ -215,7 +219,7 @@ class Bill:
 
 
 def lives_of(events: Sequence[Json]) -> list[list[Json]]:
-    """The events of each incarnation."""
+    """Return the events of each job attempt."""
     found: list[list[Json]] = []
     for event in events:
         if event["what"] == "born":
@@ -225,7 +229,7 @@ def lives_of(events: Sequence[Json]) -> list[list[Json]]:
 
 
 def bill_of(events: Sequence[Json], hits: Sequence[Hit], usual_s: float) -> Bill:
-    """From the lines of `chaos_job.py` in order, and what was done to it. Failed if they do not fit."""
+    """Compute the bill from the lines of `chaos_job.py` in order, and the faults. Raise Failed if they do not match."""
     lives = lives_of(events)
     if len(lives) != len(hits) + 1 or not all(steps_of(life) for life in lives):
         raise Failed(f"{len(hits)} faults, and {len(lives)} processes, of which not all came to a step")
@@ -278,7 +282,7 @@ def bill_of(events: Sequence[Json], hits: Sequence[Hit], usual_s: float) -> Bill
 def interruption(
     hit: Hit, clock: float, before: list[Json], after: list[Json], mark: int, usual_s: float, parts: dict[str, float]
 ) -> Interruption:
-    """From the last thing that was done, at `clock`, to the first new step; added to the parts."""
+    """Measure from the last finished event, at `clock`, to the first new step, and add the durations to `parts`."""
     last, restored, first = steps_of(before)[-1], one(after, "restored"), steps_of(after)[0]
     in_save = (
         last["due"]
@@ -286,7 +290,7 @@ def interruption(
         and not any(event["what"] == "called" and event["step"] == last["step"] for event in before)
     )
     struck = min(max(hit.at, clock), hit.gone)
-    cut = struck - clock  # of the step that was cut off, or of a call to save
+    cut = struck - clock  # of the interrupted step, or of an interrupted save call
     perceive = hit.gone - struck
     restore = restored["at"] - restored["began"]
     restart = restored["began"] - hit.gone + first["begin"] - restored["at"]
@@ -300,7 +304,7 @@ def interruption(
 
 
 def stages_of(gone: float, life: Sequence[Json]) -> dict[str, float]:
-    """A restart from stage to stage, but for its first step."""
+    """Return the durations of the stages of a restart, except its first step."""
     born, restored, first = one(life, "born"), one(life, "restored"), steps_of(life)[0]
     built = next((event["at"] for event in life if event["what"] == "built"), born["at"])
     marks = [gone, born["born"], born["at"], built, restored["began"]]
@@ -313,14 +317,14 @@ def steps_of(life: Sequence[Json]) -> list[Json]:
 
 
 def quiet_of(events: Sequence[Json]) -> list[float]:
-    """How long steps took beside which nothing was saved."""
+    """Return the durations of the steps without a save in progress."""
     return [event["done"] - event["begin"] for event in steps_of(events) if event["load"] == "quiet"]
 
 
 def one(life: Sequence[Json], what: str) -> Json:
     found = next((event for event in life if event["what"] == what), None)
     if found is None:
-        raise Failed(f"a process never said {what!r}")
+        raise Failed(f"a process never sent {what!r}")
     return found
 
 
@@ -328,7 +332,7 @@ def one(life: Sequence[Json], what: str) -> Json:
 
 
 class Job:
-    """One command and what it says through a pipe, its descendants included. Ended with all of them by `close`."""
+    """One command and the events that it and its descendants write to a pipe. `close` ends all of them."""
 
     def __init__(self, command: list[str], folder: Path, sockets: Path) -> None:
         self.pipe, self.log = folder / "events", folder / "job.log"
@@ -338,7 +342,7 @@ class Job:
         self._rest = b""
         if not self.pipe.exists():
             os.mkfifo(self.pipe)
-        self._fd = os.open(self.pipe, os.O_RDWR | os.O_NONBLOCK)  # also for writing, so that it never ends
+        self._fd = os.open(self.pipe, os.O_RDWR | os.O_NONBLOCK)  # also for writing, so that it stays open
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -346,11 +350,11 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the one who measures
+                start_new_session=True,  # so that Ctrl-C reaches only this process
             )
 
     def pump(self, until: Callable[[], bool], timeout_s: float) -> bool:
-        """Listen until that is so; False if it takes longer. Failed if the command ends before."""
+        """Read events until `until` is true; return False on a timeout. Raise Failed if the command ends before."""
         end = time.monotonic() + timeout_s
         while not until():
             left = end - time.monotonic()
@@ -388,11 +392,11 @@ class Job:
 
     @property
     def gone_at(self) -> float | None:
-        """When the trainer's process ended, None if it has not."""
+        """Return when the trainer process ended, or None if it has not."""
         return self._gone_at
 
     def newest(self, what: str) -> Json | None:
-        """Of this incarnation."""
+        """Return the newest event of this kind in this job attempt."""
         for event in reversed(self.events):
             if event["what"] == what:
                 return event
@@ -416,14 +420,14 @@ class Job:
 
 
 def job_environment(sockets: Path) -> dict[str, str]:
-    """As for the other benchmarks. Whatever is started with these sockets in its environment, is ours to end."""
+    """Return the environment of all benchmarks. A process with these sockets in it belongs to this benchmark."""
     quiet = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return {**environment(), **quiet, "CKPT_RUNTIME_DIR": str(sockets)}
 
 
 @dataclass
 class Bench:
-    """Where it all happens, and what runs at present."""
+    """The folders of the benchmark, and the job that runs now."""
 
     plan: Plan
     home: Path
@@ -432,7 +436,7 @@ class Bench:
 
     @contextlib.contextmanager
     def started(self, what: str, asked: Json, python: Path, folder: Path, *, restarts: int = 0) -> Iterator[Job]:
-        """`chaos_job.py`, under torchrun if it is to be restarted. Nothing that it started goes on after that."""
+        """Start `chaos_job.py`, under torchrun if it needs restarts. All its processes are ended on exit."""
         run = [str(HERE / "chaos_job.py"), what, json.dumps({**asked, "pipe": str(folder / "events")})]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         torchrun += ["--max-restarts", str(restarts)]
@@ -443,7 +447,7 @@ class Bench:
             self.stop()
 
     def processes(self) -> list[psutil.Process]:
-        """Those that were started here, whoever their parents are by now."""
+        """Return the processes that were started here, whoever their parents are now."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -453,7 +457,7 @@ class Bench:
         return found
 
     def stop(self) -> None:
-        """torchrun first, so that it starts nothing again; and what is started meanwhile."""
+        """End torchrun first, so that it restarts nothing, and then every process started until then."""
         if self.job is not None:
             self.job.close()
             self.job = None
@@ -465,7 +469,7 @@ class Bench:
             if not found:
                 return
             psutil.wait_procs(found, timeout=5.0)
-        raise Failed("a process of this benchmark cannot be ended")
+        raise Failed("cannot end a process of this benchmark")
 
 
 # -- measuring --
@@ -473,8 +477,9 @@ class Bench:
 
 @dataclass
 class Calibration:
-    """Before a contender's run. `quiet`: seconds of steps; `costs`: what a save takes from training, each way, and
-    until it is complete; `blocks`: the call alone. Seconds, medians."""
+    """Measured before a contender's run, in seconds, medians.
+    `quiet`: durations of steps; `costs`: the training time a save takes, by way; `complete`: until it is complete;
+    `blocks`: the call alone."""
 
     quiet: list[float]
     costs: dict[str, float]
@@ -502,7 +507,7 @@ def calibrate(bench: Bench, contender: Contender, python: Path, folder: Path) ->
 def disturbed(
     bench: Bench, name: str, contender: Contender, python: Path, folder: Path, every: int
 ) -> tuple[list[Json], list[Hit]]:
-    """The whole run of one contender: its events, and what was done to it."""
+    """Run one contender under all faults; return its events and the faults."""
     plan, faults = bench.plan, schedule(bench.plan)
     strike, stop = folder / "strike", folder / "stop"
     asked = {"peer": contender.peer, "auto": contender.auto, "every": every, "min_s": plan.min_s, "size": plan.size}
@@ -511,7 +516,7 @@ def disturbed(
     with bench.started("train", asked, python, folder, restarts=10 * len(faults) + 10) as job:
 
         def trains_on(seconds_: float) -> None:
-            """From its first step on, for so long."""
+            """Wait until this many seconds after its first step."""
             if not job.pump(lambda: job.newest("step") is not None or unasked(), START_S) or unasked():
                 raise Failed(f"it does not come to a step after {len(hits)} faults:\n{job.tail()}")
             end = next(event["done"] for event in lives_of(job.events)[-1] if event["what"] == "step") + seconds_
@@ -541,7 +546,7 @@ def disturbed(
 
 
 def hit(job: Job, kind: str, strike: Path, watchdog_s: float) -> Hit:
-    """Do it, and wait until the process is gone."""
+    """Inject the fault, and wait until the process has ended."""
     by = "itself"
     if kind.startswith("SIG"):
         at = time.monotonic()
@@ -571,7 +576,7 @@ def hit(job: Job, kind: str, strike: Path, watchdog_s: float) -> Hit:
 
 
 def contest(bench: Bench, name: str) -> Json:
-    """One contender from its calibration to its bill; plain values."""
+    """Run one contender from its calibration to its bill, as plain values."""
     from environments import NotInstalled, python_for
 
     contender, plan = CONTENDERS[name], bench.plan
@@ -621,7 +626,7 @@ def knows_auto() -> bool:
 
 
 def undisturbed(bench: Bench, steps: Sequence[int]) -> Json:
-    """The digests after so many steps, and what a step takes then."""
+    """Return the digests after these step counts, and the usual step time."""
     with folder_in(bench.home) as folder:
         asked = {"size": bench.plan.size, "steps": sorted(set(steps))}
         with bench.started("reference", asked, Path(sys.executable), folder) as job:
@@ -634,7 +639,7 @@ def undisturbed(bench: Bench, steps: Sequence[int]) -> Json:
 
 @contextlib.contextmanager
 def folder_in(home: Path) -> Iterator[Path]:
-    """A fresh one, and nothing left to be written when the next begins."""
+    """Create a folder. On exit, remove it and flush the disk before the next contender starts."""
     folder = Path(tempfile.mkdtemp(dir=home))
     try:
         yield folder
@@ -643,11 +648,11 @@ def folder_in(home: Path) -> Iterator[Path]:
         os.sync()
 
 
-# -- what the library says of the same run --
+# -- everystep's own accounting of the same run --
 
 
 def accounts_of(run: Path) -> list[Any]:
-    """From the ledger of a run, oldest first; none where there is no ledger."""
+    """Return the accounts in the ledger of a run, oldest first, or none if it has no ledger."""
     try:
         from ckpt.core.cadence.ledger import Account, in_order
     except ImportError:
@@ -656,7 +661,7 @@ def accounts_of(run: Path) -> list[Any]:
 
 
 def statement(run: Path) -> Json | None:
-    """Of the ledger, by the library's own accounting; None where it keeps none."""
+    """Return the ledger's statement by the library's own accounting, or None without a ledger."""
     accounts = accounts_of(run)
     try:
         from ckpt.tools.observe.goodput.accounting import settled
@@ -668,13 +673,13 @@ def statement(run: Path) -> Json | None:
 
     faults = [Fault.from_json(json.loads(path.read_text())) for path in sorted((run / "faults").glob("*.json"))]
     found: Json = settled(accounts, faults).statement.to_json()
-    for name in ("interruptions", "by_source", "ended"):  # which say where this is
+    for name in ("interruptions", "by_source", "ended"):  # these contain the path of the run
         found.pop(name, None)
     return found
 
 
 def cadence(run: Path) -> Json | None:
-    """What was decided last, by place, in steps."""
+    """Return the last save intervals that were chosen, in steps, for memory and the folder."""
     decisions = [decision for account in accounts_of(run) for decision in account.decisions]
     if not decisions:
         return None
@@ -682,9 +687,9 @@ def cadence(run: Path) -> Json | None:
 
 
 def predicted(found: Json, plan: Plan) -> Json | None:
-    """What `cadence.model` says of this run, from what saves were measured to cost before it. How long it takes to
-    perceive, to start again and to read back is no matter of cadence: it is taken from the run itself. None without a
-    forecast, or without a cadence."""
+    """Return the forecast of `cadence.model` for this run, from save costs measured before it.
+    Detection, restart and restore times do not depend on the save interval, so they are taken from the run itself. None
+    without the model."""
     try:
         from ckpt.core.cadence.cadence import Costs, TierCost, predict
     except ImportError:
@@ -712,7 +717,7 @@ def predicted(found: Json, plan: Plan) -> Json | None:
 
 
 def summary(told: Json) -> Json:
-    """Who is right, who is best, and what of the goals is met."""
+    """Return which contenders are correct, which is best, and which goals are met."""
     found, digests = told["contenders"], told.get("reference", {}).get("digests", {})
     rows = {name: row_of(one, digests) for name, one in found.items() if "bill" in one}
     faults = told["plan"]["faults"]
@@ -725,7 +730,7 @@ def summary(told: Json) -> Json:
             goals.append(goal(f"{name}: restore + recompute + saving / best peer", ratio, AT_MOST, "x", note=note))
     if FIXED in rows and AUTO in rows:
         ratio = rows[AUTO]["figure"] / rows[FIXED]["figure"]
-        goals.append(goal("the same, every=auto / default cadence", ratio, 1.0, "x"))
+        goals.append(goal("the same, every=auto / default save interval", ratio, 1.0, "x"))
     for name, row in rows.items():
         if row["ledger_off"] is not None:
             goals.append(goal(f"{name}: invalid time by its ledger, off by", row["ledger_off"], LEDGER_WITHIN, "x"))
@@ -755,7 +760,7 @@ def row_of(found: Json, digests: Json) -> Json:
 
 
 def part_table(told: Json, found: Json, *, markdown: bool = False) -> str:
-    """Seconds a fault."""
+    """Tabulate seconds per fault, by part."""
     head = ["", "saves every", *PARTS, "restore + recompute + saving", "steps lost", "effective", "equal"]
     rows, faults = [], found["faults"]
     for name, row in found["rows"].items():
@@ -785,12 +790,12 @@ def every_of(one: Json) -> str:
 
 
 def stage_table(told: Json, found: Json, *, markdown: bool = False) -> str:
-    """Where the seconds of restarts and of saving are."""
+    """Tabulate the stages of restarts and of saving."""
     rows, faults = [], found["faults"]
     for name in found["rows"]:
         bill = told["contenders"][name]["bill"]
         if not bill.get("saving_in"):
-            continue  # measured before these were told apart
+            continue  # measured before stages were recorded
         stages = [sum(one["stages"].get(stage, 0.0) for one in bill["interruptions"]) / faults for stage in STAGES]
         rows.append([name, *map(amount, stages), *(amount(bill["saving_in"][key] / faults) for key in SAVING)])
     head = ["", *STAGES, *(f"saving: {key}" for key in SAVING)]
@@ -798,7 +803,7 @@ def stage_table(told: Json, found: Json, *, markdown: bool = False) -> str:
 
 
 def fault_table(told: Json, found: Json, *, markdown: bool = False) -> str:
-    """Each kind of fault, means over its interruptions."""
+    """Tabulate each kind of fault, with means over its interruptions."""
     rows = []
     for name in found["rows"]:
         interruptions = told["contenders"][name]["bill"]["interruptions"]
@@ -815,7 +820,7 @@ def fault_table(told: Json, found: Json, *, markdown: bool = False) -> str:
 
 
 def step_table(told: Json, found: Json, *, markdown: bool = False) -> str:
-    """What the usual step is taken to be, and what a save was measured to cost before."""
+    """Tabulate the usual step times, and the cost of a save measured before."""
     rows = []
     for name in found["rows"]:
         one = told["contenders"][name]
@@ -825,11 +830,11 @@ def step_table(told: Json, found: Json, *, markdown: bool = False) -> str:
         costs = ", ".join(f"{way} {seconds(cost)}" for way, cost in one["costs"].items())
         rows.append([name, *ms, own, costs, f"{bill['wall']:.0f} s", str(bill["steps"])])
     head = ["", "a step before", "after", "taken", "quiet ones in the run", "a save costs", "wall-clock", "steps"]
-    return table("What a step takes", head, rows, markdown=markdown)
+    return table("Step times", head, rows, markdown=markdown)
 
 
 def ledger_table(told: Json, found: Json, *, markdown: bool = False) -> str:
-    """Ours by the stopwatch, by its ledger, and by the forecast."""
+    """Compare everystep's lost time by the stopwatch, by its ledger and by the forecast."""
     rows = []
     for name, row in found["rows"].items():
         if not CONTENDERS[name].ours:
@@ -839,7 +844,7 @@ def ledger_table(told: Json, found: Json, *, markdown: bool = False) -> str:
         forecast = "-" if not guess else f"{guess['invalid_s']:.1f} s, effective {guess['effective']:.1%}"
         rows.append([name, f"{row['invalid']:.1f} s", ledger, f"{row['effective']:.1%}", forecast])
     head = ["", "invalid time by the stopwatch", "by its ledger", "effective", "forecast"]
-    return table("Ours, measured and told", head, rows, markdown=markdown)
+    return table("everystep, measured and reported", head, rows, markdown=markdown)
 
 
 def about(told: Json) -> str:
@@ -869,7 +874,7 @@ def report(told: Json, found: Json, *, markdown: bool = False) -> str:
 
 
 def noisy(told: Json, found: Json) -> list[str]:
-    """Why figures should not be trusted: somebody else was using the machine."""
+    """Return why figures should not be trusted: another process used the machine."""
     lines = []
     for name in found["rows"]:
         one = told["contenders"][name]
@@ -877,7 +882,7 @@ def noisy(told: Json, found: Json) -> list[str]:
         off = abs(bill["parts"]["other"]) / bill["wall"]
         usual = [s for s in (one["head_s"], one["tail_s"], bill["own_s"]) if s is not None]
         if off > NOISE:
-            lines.append(f"{name}: steps beside which nothing is saved were off by {off:.0%} of the wall-clock")
+            lines.append(f"{name}: steps without a save deviated by {off:.0%} of the wall-clock")
         elif max(usual) > (1 + NOISE) * min(usual):
             lines.append(f"{name}: a quiet step took from {min(usual) * 1e3:.0f} to {max(usual) * 1e3:.0f} ms")
     return lines
@@ -888,7 +893,7 @@ def noisy(told: Json, found: Json) -> list[str]:
 
 @contextlib.contextmanager
 def at_work(plan: Plan, folder: Path | None) -> Iterator[Bench]:
-    """Nothing is left of it, however it ends: no process, no folder."""
+    """Clean up all processes and folders, however the benchmark ends."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=folder, ignore_cleanup_errors=True) as home:
         with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as sockets:  # a short path
@@ -896,13 +901,13 @@ def at_work(plan: Plan, folder: Path | None) -> Iterator[Bench]:
             try:
                 yield bench
             finally:
-                before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C shall not stop the cleaning up
+                before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleanup
                 bench.stop()
                 signal.signal(signal.SIGINT, before)
 
 
 def measured(plan: Plan, names: Sequence[str], folder: Path | None, keep: Callable[[Json], None]) -> Json:
-    """All contenders, one after the other, and the undisturbed run. `keep`: called with what is known after each."""
+    """Run all contenders one after the other, and the undisturbed run. `keep`: called with the results after each."""
     faults, started = schedule(plan), time.monotonic()
     one_s = sum(interval for interval, _ in faults) + OUTAGE_S * len(faults) + OWN_ROOM_S
     told: Json = {"plan": asdict(plan), "schedule": faults, "contenders": {}, "skipped": {}}
@@ -935,9 +940,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--mtbf", type=float, help="seconds of training between faults; default: 40")
     parser.add_argument("--faults", type=int, metavar="COUNT", help="default: 8")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--watchdog", type=float, help="seconds without a step, then it is ended; default: 10")
+    parser.add_argument("--watchdog", type=float, help="kill it after this many seconds without a step; default: 10")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of: {'; '.join(CONTENDERS)}")
-    parser.add_argument("--quick", action="store_true", help="a small model and three faults, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a small model and three faults, to check that it works")
     parser.add_argument("--folder", type=Path, help="on the disk to write to; default: where temporary files go")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
@@ -954,7 +959,7 @@ def main(given: Sequence[str] | None = None) -> int:
         asked = {key: getattr(arguments, key) for key in ("mtbf", "faults", "seed", "watchdog")}
         plan = Plan(**{**asdict(base), **{key: value for key, value in asked.items() if value is not None}})
         if not (math.isfinite(plan.mtbf) and plan.mtbf > 0 and plan.faults > 0 and plan.watchdog > plan.min_s):
-            parser.error("mtbf and faults are above 0, and the watchdog has more patience than our on_hang")
+            parser.error("mtbf and faults must be above 0, and watchdog above the min_s of on_hang")
 
         def keep(told: Json) -> None:
             if arguments.json:

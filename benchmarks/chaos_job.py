@@ -1,13 +1,13 @@
-"""The training that `chaos.py` disturbs: one process, its steps, and one way of saving them. Started by it only.
+"""The training that `chaos.py` disturbs: one process that trains and saves in one way. Started only by `chaos.py`.
 
     python benchmarks/chaos_job.py calibrate|train|reference JSON
 
-It says what it does by lines of JSON in a pipe, each one write(2), so that a kill tears none; times are of the
-monotonic clock, which is the same in all processes. Batches depend on the number of the step and on nothing else, so
-that everybody who has done as many steps has the same weights, bit for bit.
+It reports its events as lines of JSON in a pipe, each in one write(2), so that a kill splits none. Times are of the
+monotonic clock, which is the same in all processes. Batches depend only on the step number, so after the same number
+of steps all processes have the same weights, bit for bit.
 
-Peers are used as in `peers/`, by somebody careful: what is not complete is never restored, and two checkpoints are
-kept. Before a new save the one before is waited for.
+Peers are used as in `peers/`, by a careful user: an incomplete checkpoint is never restored, and two checkpoints are
+kept. Before a new save, the previous one must have ended.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SIZES = {
     "tiny": Size(layers=4, width=256, heads=4, vocabulary=2048, context=64, batch=1),
 }
 KEEP = 2  # checkpoints of each peer
-LINGER_S = 60.0  # of our writer, should the one who measures be killed
-HEAD, CYCLES = 30, 6  # of a calibration: quiet steps, and saves that are timed
+LINGER_S = 60.0  # of everystep's writer, if the measuring process is killed
+HEAD, CYCLES = 30, 6  # of a calibration: quiet steps, and timed saves
 TAIL = 28  # quiet steps after the end
 NEVER = 10**9
 LIMIT_S = 120.0  # for one save
 
 
 class Teller:
-    """Writes lines into the pipe of whoever measures."""
+    """Writes events to the pipe of the measuring process."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY)
@@ -57,13 +57,13 @@ class Teller:
 
 
 def born() -> float:
-    """When this process was started, by the monotonic clock; the kernel counts in hundredths."""
+    """Return the start time of this process by the monotonic clock; the kernel counts in hundredths of a second."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return ticks / os.sysconf("SC_CLK_TCK") + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Batches(Iterator[Tensor]):
-    """A batch for each number of a step."""
+    """Generates a batch for each step number."""
 
     def __init__(self, size: Size) -> None:
         self._size, self.step = size, 0
@@ -89,14 +89,14 @@ def timed_steps(training: Training, batches: Batches, first: int, count: int) ->
     return found
 
 
-# -- peers, as a careful user has them --
+# -- peers, as careful users use them --
 
 
 class Careful(Peer):
-    """What `peers/` leaves open, since there nobody is killed in the middle of a save. Mixed into the classes there,
-    which are imported when they are needed: to import all of them takes a second."""
+    """Adds what `peers/` lacks, since no process is killed during a save there.
+    Mixed into the classes there, which are imported when needed: importing all of them takes a second."""
 
-    incarnation = ""  # names of different ones never meet
+    incarnation = ""  # separates the names of different job attempts
 
     def path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step-{step:06d}-{self.incarnation}{suffix}"
@@ -109,7 +109,7 @@ class Careful(Peer):
         return self.complete()[-1]
 
     def clean_up(self, *, start: bool = False) -> None:
-        """Keep the newest ones; at a start, what is not complete goes as well."""
+        """Keep the newest checkpoints; at a start, delete incomplete ones too."""
         keep = self.complete()[-KEEP:]
         unfinished = [] if start else [path for path in self.checkpoints() if path not in self.complete()]
         for path in self.folder.iterdir():
@@ -118,7 +118,7 @@ class Careful(Peer):
 
 
 class CarefulTorchSave(Careful):
-    """Under another name until it is complete."""
+    """Writes under another name until the checkpoint is complete."""
 
     def path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"part-{step:06d}-{self.incarnation}{suffix}"
@@ -134,14 +134,14 @@ class CarefulTorchSave(Careful):
 
 
 class CarefulDCP(Careful):
-    """Complete with `.metadata`, which comes last."""
+    """Treats a checkpoint as complete once it has `.metadata`, which is written last."""
 
     def complete(self) -> list[Path]:
         return [path for path in self.checkpoints() if (path / ".metadata").exists()]
 
 
 class CarefulTorchCheckpointing(Careful):
-    """In one process it writes in place, and a callback in its own process publishes what is complete, as it says."""
+    """Renames complete checkpoints in a callback, as it recommends for one process."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         Peer.__init__(self, training, folder)
@@ -178,18 +178,18 @@ def careful(name: str, training: Training, folder: Path) -> Careful:
     return kind(training, folder)
 
 
-# -- who saves --
+# -- the ways of saving --
 
 
 class Saver:
-    """One way of saving, as the training loop sees it. A context, which closes it after the last step."""
+    """One way of saving, for the training loop. As a context manager, it closes after the last step."""
 
     def __init__(self) -> None:
-        self.flying: list[Callable[[], bool]] = []  # saves under way: whether each has ended
-        self.calm = NEVER  # steps since the last one was under way
+        self.flying: list[Callable[[], bool]] = []  # saves in progress: whether each has ended
+        self.calm = NEVER  # steps since the last save in progress
 
     def restore(self) -> tuple[int, str]:
-        """The number of the step that is there again, 0 for none, and where it comes from."""
+        """Return the restored step, 0 for none, and its source."""
         raise NotImplementedError
 
     def due(self, step: int) -> bool:
@@ -199,8 +199,7 @@ class Saver:
         raise NotImplementedError
 
     def load(self, number: int) -> str:
-        """What is beside the step that begins, the n-th of this process: "busy" with a save, or soon "after" one;
-        "warm": too early to be compared; "quiet"."""
+        """Return the load during step n: "busy" with a save, "after" one, "warm" (too early to compare) or "quiet"."""
         self.flying = [ended for ended in self.flying if not ended()]
         self.calm = 0 if self.flying else self.calm + 1
         if self.calm <= AFTER:
@@ -214,7 +213,7 @@ class Saver:
 
 
 class WithPeer(Saver):
-    """Every N steps, to a folder."""
+    """Saves to a folder every N steps."""
 
     def __init__(self, asked: Json, training: Training) -> None:
         super().__init__()
@@ -251,7 +250,7 @@ class WithPeer(Saver):
 
 
 class WithUs(Saver):
-    """Memory and a folder: at the cadence that is the default, or found out by itself."""
+    """Saves to memory and a folder, at default or measured save intervals."""
 
     def __init__(self, asked: Json, training: Training) -> None:
         super().__init__()
@@ -268,7 +267,7 @@ class WithUs(Saver):
         self.checkpointer = ckpt.Checkpointer(
             state, tiers, triggers=triggers, memory=ckpt.Memory(linger_s=LINGER_S, **cadence)
         )
-        self.flying.append(lambda: self.checkpointer.stats.saves > 0)  # until then it prepares its memory
+        self.flying.append(lambda: self.checkpointer.stats.saves > 0)  # until then memory is being prepared
 
     def restore(self) -> tuple[int, str]:
         step = self.checkpointer.restore(default=0)
@@ -276,7 +275,7 @@ class WithUs(Saver):
         return step, "" if not step or last is None else "memory" if last.tier == "memory" else "folder"
 
     def due(self, step: int) -> bool:
-        return True  # it decides by itself
+        return True  # the Checkpointer decides itself
 
     def save(self, step: int) -> None:
         handle = self.checkpointer.step(step)
@@ -296,7 +295,7 @@ def saver_of(asked: Json, training: Training) -> Saver:
 
 
 class Strike:
-    """In the middle of each step: whether this one is to end the process, and how."""
+    """Checks in the middle of each step whether to inject a fault into this process, and which."""
 
     def __init__(self, path: str, tell: Teller) -> None:
         self._path, self._tell = path, tell
@@ -313,11 +312,11 @@ class Strike:
             time.sleep(3600.0)
 
 
-# -- what the process is for --
+# -- the tasks of the process --
 
 
 def train(asked: Json) -> None:
-    """From what is restored until somebody says that it is enough."""
+    """Train from the restored step until the stop file appears."""
     tell = Teller(asked["pipe"])
     tell("born", pid=os.getpid(), born=born())
     training, batches = build(asked["size"])
@@ -344,7 +343,7 @@ def train(asked: Json) -> None:
 
 
 def calibrate(asked: Json) -> None:
-    """What a save takes from training, as `contest.py` measures it; and quiet steps before all that."""
+    """Measure quiet steps, and then the training time that a save takes, as `contest.py` does."""
     tell = Teller(asked["pipe"])
     training, batches = build(asked["size"])
     head = timed_steps(training, batches, 1, HEAD)[AFTER:]
@@ -370,7 +369,7 @@ def calibrate(asked: Json) -> None:
 
 
 class ByUs(Peer):
-    """Saves of ours to memory and to the folder, to be calibrated."""
+    """Saves with everystep to memory and to the folder, for the calibration."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         import ckpt
@@ -408,7 +407,7 @@ class _ToMemory(Peer):
         assert handle is not None
 
         def wait() -> None:
-            with contextlib.suppress(SkippedError):  # the very first ones, while memory is being prepared
+            with contextlib.suppress(SkippedError):  # the first saves, while memory is being prepared
                 handle.wait_staged(LIMIT_S)
 
         return wait
@@ -418,7 +417,7 @@ class _ToMemory(Peer):
 
 
 def reference(asked: Json) -> None:
-    """Undisturbed, without any saving; says what the weights are after each of these numbers of steps."""
+    """Train without disturbance or saving, and report the weights after each of these step counts."""
     tell = Teller(asked["pipe"])
     training, batches = build(asked["size"])
     step = 0
@@ -426,7 +425,7 @@ def reference(asked: Json) -> None:
         took = timed_steps(training, batches, step + 1, until - step)
         step = until
         tell("digest", step=step, digest=training.digest())
-        for first in range(0, len(took), 100):  # a line has to fit into one write
+        for first in range(0, len(took), 100):  # a line must fit into one write
             tell("took", quiet=took[first : first + 100])
     tell("over")
 

@@ -1,20 +1,20 @@
-"""What compression and increments are worth, on states of real trainings, beside zstd, blosc2 and ZipNN.
+"""The value of compression and increments, on states of real trainings, compared with zstd, blosc2 and ZipNN.
 
     make bench-codecs     or: python benchmarks/codecs.py [--quick] [--part 1 2 3 4] [--states DIR] [--json FILE]
 
-The states (benchmarks/states.py) are trained first, for a few minutes, and kept in DIR if it is given: 4 GB. Another
-3 GB of disk and 5 GB of memory are needed meanwhile.
+The states (benchmarks/states.py) are trained first, for a few minutes, and kept in DIR if it is given: 4 GB. The
+benchmark needs another 3 GB of disk and 5 GB of memory.
 
-  1  whole states, tensor class by tensor class: bytes stored / bytes, and GB/s of a core
-  2  increments against a base that is 1, 10 and 100 steps older, by the codec alone
-  3  the same through a Checkpointer and a folder: bytes of data files, and the time to restore a full one and an
-  increment 4  training time that a save takes, with compression and without
+  1  whole states by tensor class: bytes stored / bytes, and GB/s per core
+  2  increments with a base that is 1, 10 and 100 steps older, by the codec alone
+  3  the same through a Checkpointer and a folder: bytes of data files, and restore times of full and increment
+  4  training time that a save takes, with and without compression
 
-Ratios are exact, and everything that was encoded is decoded and compared. Tensors are cut into chunks as the library
-cuts them, of 4 MiB at most. "entropy" is the least for a coder that takes every byte of a chunk's planes by itself
-(order 0; planes of the words, or of their XOR with those of a base): with repeats one can go below it. Speeds are
-GB of plain bytes a CPU second on one pinned core, the contenders in turns; they depend on the machine, their ratios
-less. ZipNN changes what it is given to compress, so it gets a copy, which is not counted.
+Ratios are exact, and everything encoded is decoded and compared. Tensors are cut into chunks of at most 4 MiB, as the
+library does. "entropy" is the minimum for a coder that encodes every byte of a chunk's planes separately (order 0;
+planes of the words, or of their XOR with the base's words): repetitions allow less. Speeds are GB of raw bytes per CPU
+second on one pinned core, with alternating contenders; they depend on the machine more than their ratios do. ZipNN
+changes its input, so it gets a copy, which is not measured.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ Json = dict[str, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MIB = 1 << 20
-WHOLE_SHARE = 0.9  # a delta that is larger than this share of the whole form is not worth a base
-LIMIT_S = 300.0  # of one save
+WHOLE_SHARE = 0.9  # a delta larger than this share of the whole form is not worth a base
+LIMIT_S = 300.0  # for one save
 NEVER = 1_000_000  # steps
-FULL_ONES = 2  # the first checkpoints of a run, stored whole in any case
+FULL_ONES = 2  # the first checkpoints of a run are always full
 OURS, ZIPNN, BLOSC = "everystep", "ZipNN", "blosc2 zstd 1"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`timed_mib`: at most so much of a class; `rounds`: of timing; `copies`: of a state, to have something to restore.
+    """`timed_mib`: maximum of a class; `rounds`: of timing; `copies`: of a state, to make restores long enough.
 
     `restores`: of each kind; `windows`: of training for each way to save; `periods`: in one, of two times `half` steps.
     """
@@ -136,7 +136,7 @@ def raw_of(tensor: torch.Tensor) -> Bytes:
 
 
 def cut(tensors: Tensors) -> Chunks:
-    """As the library does: at tensor boundaries, into chunks of at most 4 MiB."""
+    """Cut as the library does: at tensor boundaries, into chunks of at most 4 MiB."""
     found = {}
     for name, tensor in tensors.items():
         raw, dtype = raw_of(tensor), DTYPE_NAME[tensor.dtype]
@@ -160,7 +160,7 @@ def size_of(chunks: Chunks) -> int:
 
 
 def entropy_of(plain: Bytes, word: int) -> float:
-    """Bytes, if every byte of each plane is coded by itself, with the best code for that plane."""
+    """Return the bytes if every byte of each plane is coded separately, with the best code for that plane."""
     total = 0.0
     for plane in plain.reshape(-1, word).T:
         shares = np.bincount(plane, minlength=256) / max(1, len(plane))
@@ -172,7 +172,7 @@ def entropy_of(plain: Bytes, word: int) -> float:
 
 
 class Ours:
-    """ckpt.core.format.codec, without a base; with `bases`, against those."""
+    """Encodes with ckpt.core.format.codec, without a base or with those in `bases`."""
 
     def __init__(self, bases: dict[int, Chunk] | None = None) -> None:
         self.bases = bases
@@ -235,7 +235,7 @@ class Zip:
         self.by_dtype = {d: make(bytearray_dtype=name, threads=1) for d, name in self.NAMES.items()}
 
     def prepare(self, chunk: Chunk) -> Any:
-        return bytearray(chunk.plain)  # it writes to what it compresses
+        return bytearray(chunk.plain)  # it overwrites its input
 
     def compress(self, chunk: Chunk, given: Any) -> bytes:
         found: bytes = self.by_dtype[chunk.dtype].compress(given)
@@ -255,18 +255,18 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 
 def contenders() -> dict[str, Any]:
-    """Those that are installed."""
+    """Return the contenders that are installed."""
     found = {}
     for name, make in MAKERS.items():
         try:
             found[name] = make()
         except ImportError as error:
-            print(f"{name} is left out: {error}")
+            print(f"{name} is skipped: {error}")
     return found
 
 
 def stored_size(who: Any, chunk: Chunk) -> int:
-    """Bytes it takes, raw if that is less. Whatever was compressed is read back and compared."""
+    """Return the stored bytes, raw if that is less. Check that decompression restores the original."""
     stored = who.compress(chunk, who.prepare(chunk))
     found = who.decompress(chunk, stored, bytearray(chunk.size))
     if bytes(found) != chunk.plain.tobytes():
@@ -276,7 +276,7 @@ def stored_size(who: Any, chunk: Chunk) -> int:
 
 @contextmanager
 def pinned() -> Iterator[None]:
-    """On one core."""
+    """Run on one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     try:
@@ -286,7 +286,7 @@ def pinned() -> Iterator[None]:
 
 
 def speeds(whos: dict[str, Any], chunks: list[Chunk], rounds: int) -> dict[str, Json]:
-    """GB of plain bytes a CPU second; everybody compresses and reads back the same chunks, in turns."""
+    """Return GB of raw bytes per CPU second. All contenders compress and decompress the same chunks, alternating."""
     taken: dict[str, dict[str, list[float]]] = {name: {"compress": [], "decompress": []} for name in whos}
     total, order = sum(b.size for b in chunks), list(whos)
     for turn in range(rounds + 1):  # the first one warms up
@@ -319,7 +319,7 @@ def sizes(whos: dict[str, Any], chunks: list[Chunk]) -> Json:
 
 
 def whole_states(plan: Plan, folder: Path, whos: dict[str, Any]) -> Json:
-    """Ratios by state and class; "state" is all of it."""
+    """Return ratios by state and class; "state" is the total."""
     found: Json = {}
     for kind in plan.kinds:
         chunks = cut(states.snapshot(folder, plan.size, kind, 0))
@@ -360,12 +360,12 @@ class Tally:
     entropy: float = 0.0
     delta: int = 0
     whole: int = 0
-    chosen: int = 0  # by the sizes themselves
-    estimated: int = 0  # by what samples say
+    chosen: int = 0  # by the actual sizes
+    estimated: int = 0  # by the estimate from samples
 
 
 def weigh(tally: Tally, chunk: Chunk, base: Chunk | None) -> None:
-    """Count a chunk in. `base`: None for a tensor that came into being later."""
+    """Add a chunk to the tally. `base`: None for a tensor that was created later."""
     tally.raw += chunk.size
     if base is None:
         whole = stored_size(Ours(), chunk)
@@ -387,7 +387,7 @@ def weigh(tally: Tally, chunk: Chunk, base: Chunk | None) -> None:
 
 
 def increment(base: Chunks, now: Chunks) -> dict[str, Tally]:
-    """What a class takes at a lag, and what choosing between delta and whole makes of it."""
+    """Return the sizes of each class at a lag, and the result of choosing between delta and whole form."""
     found: dict[str, Tally] = defaultdict(Tally)
     for name, some in now.items():
         for i, chunk in enumerate(some):
@@ -422,7 +422,7 @@ def increments(plan: Plan, folder: Path) -> Json:
 
 
 def delta_speeds(plan: Plan, folder: Path) -> Json:
-    """Ours only: nobody else has it."""
+    """Return everystep's speeds only: the others have no deltas."""
     found = {}
     for kind, label in TIMED:
         if kind not in plan.kinds:
@@ -440,7 +440,7 @@ def delta_speeds(plan: Plan, folder: Path) -> Json:
 
 
 class Live:
-    """Tensors that become one snapshot after the other, as a training state would."""
+    """Tensors that take the values of one snapshot after the other, like a training state."""
 
     def __init__(self, tensors: Tensors, copies: int = 1) -> None:
         self.state: dict[str, Any] = {}
@@ -462,7 +462,7 @@ class Live:
                 one.zero_()
 
     def holds(self, tensors: Tensors) -> bool:
-        """Bit for bit: NaNs too."""
+        """Return True if all bits are equal, NaNs included."""
         return all(
             torch.equal(one.view(torch.uint8), tensors[name].view(torch.uint8))
             for name, some in self.live.items()
@@ -485,7 +485,7 @@ def opened(state: Json, tiers: list[Any], memory: ckpt.Memory | None = None) -> 
     with ckpt.Checkpointer(state, tiers, memory=memory, triggers=[]) as cp:
         yield cp
     del cp
-    gc.collect()  # the memory that snapshots lay in goes with the last reference: dozens of them would not fit
+    gc.collect()  # frees the memory of snapshots: that of dozens would not fit
 
 
 def save(cp: ckpt.Checkpointer, step: int, folder: Path) -> Json:
@@ -502,12 +502,12 @@ def changed_bytes(base: Tensors, now: Tensors) -> int:
 
 
 def common(base: Tensors, now: Tensors) -> Tensors:
-    """A moment that came into being after the base step is left out: a Checkpointer's tensors are here to stay."""
+    """Skip moments that were created after the base step: the tensors of a Checkpointer must exist from the start."""
     return {name: t for name, t in now.items() if name in base}
 
 
 def saved(plan: Plan, folder: Path, scratch: Path) -> Json:
-    """Bytes of data files of a full checkpoint and the increments after it, and whether each came back."""
+    """Return bytes of data files of a full checkpoint and the following increments, and if each restored correctly."""
     found: Json = {}
     for kind in plan.kinds:
         base = states.snapshot(folder, plan.size, kind, 0)
@@ -539,13 +539,13 @@ def saved(plan: Plan, folder: Path, scratch: Path) -> Json:
 
 
 def drop_caches() -> bool:
-    """Whether what is read next comes from the disk."""
+    """Drop caches, and return True if the next reads come from disk."""
     done = subprocess.run(["sh", "-c", "sync; echo 1 > /proc/sys/vm/drop_caches"], stderr=subprocess.DEVNULL)
     return done.returncode == 0
 
 
 def restored(plan: Plan, folder: Path, scratch: Path) -> Json:
-    """Seconds of restore(): full ones without and with compression, and increments, in turns."""
+    """Measure restore(): full checkpoints without and with compression, and increments, alternating."""
     found: Json = {"cold": drop_caches()}
     for kind in (kind for kind in RESTORED if kind in plan.kinds):
         base = states.snapshot(folder, plan.size, kind, 0)
@@ -581,7 +581,7 @@ def restored(plan: Plan, folder: Path, scratch: Path) -> Json:
     return found
 
 
-# -- part 4: what training loses --
+# -- part 4: training time lost --
 
 
 WAYS = {
@@ -594,10 +594,10 @@ WAYS = {
 
 
 def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json:
-    """Periods that begin with a save: seconds of the first half of one, less those of its second half.
+    """Measure periods that begin with a save: seconds of the first half minus those of the second half.
 
-    The write has the first half to end in; `late` counts those that took longer. `writer_s`: CPU seconds of the writer
-    process, a period; it is work that training may have to wait for, and less disturbed than times are.
+    The write should end in the first half; `late` counts those that did not. `writer_s`: CPU seconds of the writer
+    per period. Training may have to wait for this work, and it is less noisy than times.
     """
     compression, incremental = WAYS[way]
     period, lost, files, late = 2 * plan.half, list[float](), list[int](), 0
@@ -608,7 +608,7 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
         cp.restore(default=0)
         for step in range(1, FULL_ONES + 1):
             cp.save(step).wait_durable(LIMIT_S)  # memory is ready from here on, and there is a base
-        time.sleep(1.0)  # let the clean-up after it end
+        time.sleep(1.0)  # let the following cleanup end
         first, writers = len(cp.stats.stalls), {psutil.Process(cp.writer_pid)}
         before = cpu_of(writers)
         for start in range(period, period * (plan.periods + 1), period):
@@ -627,7 +627,7 @@ def cpu_of(processes: set[psutil.Process]) -> float:
 
 
 def half(training: states.Training, cp: ckpt.Checkpointer, start: int, steps: int) -> tuple[float, Any]:
-    """Seconds of so many steps from number `start` on, and the save of the first one, if it was due."""
+    """Return the seconds of this many steps from number `start` on, and the save of the first one, if scheduled."""
     began, saves = time.perf_counter(), []
     for step in range(start, start + steps):
         training.step()
@@ -636,9 +636,9 @@ def half(training: states.Training, cp: ckpt.Checkpointer, start: int, steps: in
 
 
 def training_lost(plan: Plan, scratch: Path) -> Json:
-    """Windows of each way in a random order, so that a drift of the machine falls on all of them."""
+    """Measure windows of each way in random order, so that a drift of the machine affects all."""
     torch.manual_seed(0)
-    size_of_it = replace(plan.size, batch=plan.size.batch // 2)  # short steps: a save is felt more
+    size_of_it = replace(plan.size, batch=plan.size.batch // 2)  # short steps make saves more visible
     training = states.Training(size_of_it, states.Gpt(size_of_it), states.adamw(size_of_it))
     for _ in range(10):
         training.step()
@@ -836,9 +836,11 @@ def measure(plan: Plan, parts: list[int], folder: Path, scratch: Path) -> Json:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer states, little trained: a minute")
-    parser.add_argument("--part", type=int, nargs="+", choices=range(1, 5), default=[1, 2, 3, 4], help="only these")
-    parser.add_argument("--states", metavar="DIR", help="where the trained states are kept; default: thrown away")
-    parser.add_argument("--folder", metavar="DIR", help="where checkpoints are written; default: a temporary folder")
+    parser.add_argument(
+        "--part", type=int, nargs="+", choices=range(1, 5), default=[1, 2, 3, 4], help="run only these parts"
+    )
+    parser.add_argument("--states", metavar="DIR", help="where to keep the trained states; default: a temporary folder")
+    parser.add_argument("--folder", metavar="DIR", help="where to write checkpoints; default: a temporary folder")
     parser.add_argument("--json", metavar="FILE", help="write all figures there as well")
     arguments = parser.parse_args()
     plan, started = QUICK if arguments.quick else FULL, time.monotonic()
@@ -853,7 +855,7 @@ def main() -> None:
         for kind in plan.kinds:
             print(f"  {kind}: {states.ABOUT[kind]}")
         found = measure(plan, arguments.part, folder, Path(scratch))
-    print(f"{time.monotonic() - started:.0f} s in all")
+    print(f"{time.monotonic() - started:.0f} s in total")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"machine": machine, "plan": asdict(plan), **found}, indent=1))
 

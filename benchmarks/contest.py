@@ -1,17 +1,16 @@
-"""One library, measured: what its saves cost a training, and how fast it restores. Run by `figures.py`.
+"""Measure one library: time that training loses to its saves, and duration of restores. Run by `figures.py`.
 
-    python benchmarks/contest.py save NAME --folder DIR       # prints one JSON line a finding
+    python benchmarks/contest.py save NAME --folder DIR       # prints one JSON line per finding
     python benchmarks/contest.py restore NAME --folder DIR
 
-A cycle of `save`: steps with nothing in flight (what a step takes), a save, steps until it is complete and two more.
+A cycle of `save`: quiet steps for the duration of a step, a save, steps until it is complete, and two more.
+- *blocks*: duration of the call.
+- *lost*: that, and the excess of every step over the median until two steps after the end. This figure counts: a short
+  stall with a CPU-hungry background costs more than a blocking save.
+- *durable*: from the call until the library reports a complete checkpoint.
+- *memory*: additional peak memory of the trainer and its children, during a save without time measurement.
 
-- *blocks*: how long the call takes.
-- *lost*: that, and what every step until two steps after the end took beyond the median step of that cycle. A short
-  stall with a CPU-hungry background costs more than a blocking save; this is the figure that counts.
-- *durable*: from the call until the library says that the checkpoint is complete.
-- *memory*: how much more the trainer and its children hold at the most, during a save that is not timed.
-
-What is restored is compared bit for bit with what was saved.
+Restored state is compared bit for bit with the saved state.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from workload import SIZES, Training
 
 T = TypeVar("T")
 
-QUIET = 6  # steps of a cycle with nothing in flight
-AFTER = 2  # steps that are still counted after the end: caches are cold, clean-up has begun
-LONGEST_S = 120.0  # for a save; a library that takes longer has failed
-EXPECTED = "expected.txt"  # the digest of the newest checkpoint
+QUIET = 6  # steps of a cycle without a save in flight
+AFTER = 2  # steps after the end that count too: caches are cold, clean-up has begun
+LONGEST_S = 120.0  # limit of a save; a slower library has failed
+EXPECTED = "expected.txt"  # digest of the newest checkpoint
 
 
 class Watch:
-    """Waits in a thread for the end of a save, to the millisecond, however long a step is."""
+    """Wait in a thread for the end of a save, to the millisecond, independent of the duration of steps."""
 
     def __init__(self, wait: Callable[[], None], started: float) -> None:
         self.started, self.took, self.error = started, 0.0, None
@@ -74,7 +73,7 @@ def say(kind: str, **what: Any) -> None:
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Seconds, and what came of it."""
+    """Return seconds and the result."""
     started = time.perf_counter()
     found = work()
     return time.perf_counter() - started, found
@@ -118,7 +117,7 @@ def saves(name: str, folder: Path, training: Training, cycles: int) -> None:
 
 
 def cycle(peer: Peer, training: Training, step: int) -> dict[str, Any]:
-    """Quiet steps, a save, and steps until two steps after its end."""
+    """Measure quiet steps, a save, and steps until two steps after its end."""
     clock = Clock.now()
     began = time.perf_counter()
     quiet = [seconds(training.step) for _ in range(QUIET)]
@@ -140,7 +139,7 @@ def cycle(peer: Peer, training: Training, step: int) -> dict[str, Any]:
     lost = blocked + sum(took - usual for took in flying)
     rate = {who: Cpu(cpu.user / quiet_s, cpu.system / quiet_s) for who, cpu in quiet_cpu.items()}
     cpu = {}
-    for who, used in busy_cpu.items():  # beyond what the same time without a save would have used
+    for who, used in busy_cpu.items():  # beyond normal use in the same time without a save
         usually = rate.get(who, Cpu())
         share = window_s - lost if who == "compute" else window_s
         cpu[who] = [used.user - usually.user * share, used.system - usually.system * share]
@@ -169,11 +168,11 @@ def restores(name: str, folder: Path, training: Training) -> None:
 
 
 def forget(folder: Path) -> None:
-    """So that these files are read from the disk: the kernel lets go of what it has cached of them, and of no more."""
+    """Drop the cached pages of these files alone, so that reads come from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)  # what is not written yet stays cached
+            os.fsync(fd)  # unwritten pages stay cached
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
 

@@ -1,11 +1,11 @@
-"""What a save and a restore take under DeepSpeed: by everystep, and by its own `save_checkpoint`, in one run.
+"""Time of a save and a restore under DeepSpeed: by everystep, and by its own `save_checkpoint`, in one run.
 
     python benchmarks/deepspeed_saves.py                       # ZeRO-1 and 3, two ranks on the CPU
     python benchmarks/deepspeed_saves.py --stage 2 --width 1024 --layers 12 --saves 6
 
-Time lost a save: how much longer two steps take with a save between them than without one, medians of such pairs that
-take turns. Restore: from the call to tensors in place, out of files that were just written. DeepSpeed is installed into
-an environment of its own on first use.
+Time lost per save: the additional time of two steps with a save between them, as the median of alternating pairs.
+Restore: from the call until tensors are in place, from files that were just written. DeepSpeed is installed into a
+separate environment on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer_saves import end, lost, options_of, run_ranks, show, timed
 
 
 def train(folder: str, options: argparse.Namespace) -> None:
-    """One rank."""
+    """Train one rank and measure its saves."""
     import deepspeed
     import deepspeed.ops
     import torch
@@ -76,7 +76,7 @@ def train(folder: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = options_of(__doc__, stage=None, width=768, layers=8)  # of ZeRO: 1 and 3, where none is named
+    options = options_of(__doc__, stage=None, width=768, layers=8)  # ZeRO stages 1 and 3 by default
     if options.rank_of:
         return train(options.rank_of, options)
     names = {"memory": "everystep", "disk": "everystep (disk too)", "theirs": "save_checkpoint"}

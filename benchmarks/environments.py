@@ -1,8 +1,8 @@
-"""The interpreters that peers and trainers are run with: ours, or one in an environment that has what they require.
+"""The interpreters for peers and trainers: ours, or one in an environment with their requirements.
 
-Environments are made below `.environments/` on first use. They see the packages of the interpreter that makes them, so
-that all run with the same torch, and nothing is installed beside those. One is for all peers, but for those that say
-`alone`. `apart` makes those of another Python or torch, which see nothing of ours.
+Environments are created below `.environments/` on first use. They see the packages of the creating interpreter, so that
+all run with the same torch; nothing is installed into that one. All peers share one environment, except those with
+`alone`. `apart` creates environments with another Python or torch, which see none of our packages.
 
     python benchmarks/environments.py NAME     # prints the path of its interpreter
 """
@@ -23,9 +23,9 @@ from peers import MODULES, peer_class
 ENVIRONMENTS = Path(__file__).parent / ".environments"
 CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
 TRAINERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    # What pip is asked for, packages of which it wants other versions than constraints.txt says, and what is taken
-    # without anything that it asks for.
-    "composer": (  # asks for an older torch
+    # The requirements for pip; packages whose versions in constraints.txt do not apply; and packages to install without
+    # their dependencies.
+    "composer": (  # requires an older torch
         (
             "torchvision",
             "torch_optimizer",
@@ -42,20 +42,22 @@ TRAINERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "megatron": (("megatron-core",),),
     "ray": (("ray[train]",),),
     "torchft": (("torchft",),),
-    "torchtitan": (("torchtitan", "triton"), ("fsspec",)),  # imports triton, and wants datasets: an older fsspec
+    "torchtitan": (("torchtitan", "triton"), ("fsspec",)),  # imports triton, and requires datasets: an older fsspec
 }
-INSTALLED = "installed.txt"  # what an environment was made from, and what has been installed since, by line
+INSTALLED = (
+    "installed.txt"  # the interpreter that created an environment, and the requirements installed since, one per line
+)
 
 
 class NotInstalled(Exception):
-    """What a peer requires could not be installed."""
+    """Raised when the requirements of a peer cannot be installed."""
 
 
 def python_for(name: str) -> Path:
-    """The interpreter to run that peer with. Makes its environment if it is not there.
+    """Return the interpreter for a peer, and create its environment if needed.
 
-    Adapters import their library in methods, so that `requires` can be read here, where the library may be absent.
-    Raises NotInstalled with what venv or pip said.
+    Adapters import their library in methods, so that `requires` can be read here without the library.
+    Raises NotInstalled with the output of venv or pip.
     """
     peer = peer_class(name)
     if not peer.requires:
@@ -64,13 +66,13 @@ def python_for(name: str) -> Path:
 
 
 def python_of(trainer: str) -> Path:
-    """The interpreter of an environment that has one of TRAINERS beside our packages. NotInstalled."""
+    """Return the interpreter of an environment with one of TRAINERS and our packages. Raises NotInstalled."""
     requires, unpinned, bare, *_ = (*TRAINERS[trainer], (), ())
     return environment(trainer, requires, trainer, unpinned=unpinned, bare=bare)
 
 
 def apart(name: str, python: Path, *requires: str) -> Path:
-    """The interpreter of an environment of another Python, with nothing of ours in it. NotInstalled."""
+    """Return the interpreter of an environment with another Python and none of our packages. Raises NotInstalled."""
     place = ENVIRONMENTS / name
     try:
         _make(place, python, ())
@@ -88,10 +90,10 @@ def environment(
     unpinned: tuple[str, ...] = (),
     bare: tuple[str, ...] = (),
 ) -> Path:
-    """The interpreter of an environment of this name that has all that is required. NotInstalled, of `what`.
+    """Return the interpreter of an environment with this name and all requirements. Raises NotInstalled, naming `what`.
 
-    `unpinned`: packages of which it wants other versions than constraints.txt says. `bare`: further ones, without
-    anything that they ask for.
+    `unpinned`: packages whose versions in constraints.txt do not apply. `bare`: further packages, installed without
+    their dependencies.
     """
     place = ENVIRONMENTS / folder
     try:
@@ -105,7 +107,7 @@ def environment(
 
 
 def _make(folder: Path, python: Path, packages: Sequence[str]) -> None:
-    """An environment that sees these packages. One that another interpreter made is made anew."""
+    """Create an environment that sees these packages. Recreate one made by another interpreter."""
     ours = "# " + _run(str(python), "-c", "import sys; print(sys.version.split()[0], sys.prefix)").strip()
     if (folder / INSTALLED).exists() and ours in _lines(folder):
         return
@@ -117,7 +119,7 @@ def _make(folder: Path, python: Path, packages: Sequence[str]) -> None:
 
 
 def _install(folder: Path, requires: tuple[str, ...], unpinned: tuple[str, ...] | None, *more: str) -> None:
-    """`unpinned`: packages to which constraints.txt does not apply; None: all."""
+    """Install requirements. `unpinned`: packages to which constraints.txt does not apply; None: all."""
     if set(requires) <= set(_lines(folder)):
         return
     constraints = folder / CONSTRAINTS.name
@@ -138,12 +140,12 @@ def _lines(folder: Path) -> list[str]:
 
 
 def _run(*command: str) -> str:
-    """What it printed. CalledProcessError if it failed."""
+    """Run a command and return its output. Raises CalledProcessError if it fails."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _said(error: subprocess.CalledProcessError) -> str:
-    """Its errors, or else its last line. Cut, since pip may list every version that there is."""
+    """Return its errors, or else its last line, shortened since pip may list every existing version."""
     said = [line for line in (error.stderr + error.stdout).splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ")[:200] for line in said if line.startswith("ERROR: ")]
     return " ".join(errors or said[-1:]) or f"exit status {error.returncode}"

@@ -1,22 +1,21 @@
-"""What faults cost: how soon they are noticed, how many steps are lost, how soon training goes on, and the price of
-watching while nothing happens.
+"""Cost of faults: detection time, lost steps, restart time, and the overhead of monitoring while nothing happens.
 
     python benchmarks/faults.py [--quick] [--only 1,3] [--folder DIR] [--json FILE]
 
-Real processes of this machine, gloo on the CPU, real signals. Measured:
+Real processes on this machine, gloo on the CPU, real signals. Measured:
 
-  1 signal    from os.kill, SIGUSR1, to the moment that the account of it states; a plain Python handler, which was
-              there before ours and is called by it, takes note of the same signals
-  2 death     from SIGKILL of a trainer with much resident memory to the writer's account; a pidfd and the end of a pipe
-              tell of the same deaths
-  3 steps     steps that the trainer had finished, as it told by write(2) right after each optimizer step, less the step
+  1 signal    from os.kill, SIGUSR1, to the time in the fault report; a plain Python handler, installed before ours and
+              called by it, records the same signals
+  2 death     from SIGKILL of a trainer with much resident memory to the writer's report; a pidfd and the end of a pipe
+              detect the same deaths
+  3 steps     steps that the trainer had finished (reported by write(2) right after each optimizer step), minus the step
               that the next process restored
-  4 restart   from SIGKILL or SIGSTOP of one of two ranks under torchrun to the end of the first new step of all;
-              the same script without checkpoints in turns, so that the difference is ours
-  5 watching  armed and unarmed Checkpointers in turns on the same state, and CPU time of what watches
+  4 restart   from SIGKILL or SIGSTOP of one of two ranks under torchrun to the end of the first new step of both;
+              alternating with the same script without checkpoints, so that the difference is ours
+  5 watching  Checkpointers with and without triggers alternate on the same state; and the CPU time of monitoring
 
 A goal is met ("yes") if the worst value meets it, or the whole interval of a difference; "median" if the median does.
-Absolute times depend on the machine and on what else it does. Needs 8 GB of memory and 2 GB of disk.
+Absolute times depend on the machine and its load. Needs 8 GB of memory and 2 GB of disk.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ from typing import Any
 
 import psutil
 
-BORN = time.time()  # of a rank: its first line of Python, before it imports torch
+BORN = time.time()  # when a rank ran its first line of Python, before it imports torch
 
-NEVER = 10**9  # steps between checkpoints of a tier that is not to be due
+NEVER = 10**9  # steps between checkpoints of a tier that must not save
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often each is done. `resident`: bytes; `sessions`, `kills`: of torchrun, and in each; `pairs`: of blocks."""
+    """Numbers of measurements. `resident`: bytes; `sessions`, `kills`: of torchrun, and in each; `pairs`: of blocks."""
 
     signals: int
     deaths: int
@@ -74,35 +73,35 @@ class Plan:
 
 FULL = Plan(10, 5, 3 << 30, 5, 2, 3, 3, 40, 15.0)
 QUICK = Plan(2, 1, 1 << 30, 1, 1, 1, 0, 12, 4.0)
-BLOCKED_S = 2.3  # a main thread is held up for that long at a time
-PLAIN_S = 2.0  # a plain handler that has not run by then is said not to have run
-MIN_S = 10.0  # of on_hang, where a rank is stopped
+BLOCKED_S = 2.3  # how long a main thread is blocked each time
+PLAIN_S = 2.0  # a plain handler that has not run after this time counts as not run
+MIN_S = 10.0  # of on_hang, when a rank is stopped
 BLOCK = 10  # steps
-OWN = (("built", "imported"), ("imported", "opened"), ("opened", "restored"))  # spans of a restart that are ours
+OWN = (("built", "imported"), ("imported", "opened"), ("opened", "restored"))  # everystep's parts of a restart
 KINDS = ("armed", "unarmed")
-PLACES = ("data", "forward", "backward", "told")  # of a fault from inside: ahead of that part of a step, or after it
+PLACES = ("data", "forward", "backward", "told")  # of a fault from inside: before that part of a step, or after it
 
 
 class Failed(Exception):
-    """What was to be measured did not happen."""
+    """Raised when the event to measure did not happen."""
 
 
 # ---- in the trainers ----
 
 
 def say(what: str, **facts: Any) -> None:
-    """One unbuffered line to whoever measures."""
+    """Write one unbuffered line to the measuring process."""
     os.write(1, json.dumps({"what": what, "at": time.time(), **facts}).encode() + b"\n")
 
 
 def hear() -> None:
-    """Until the one who measures says go on; the end if that one is gone."""
+    """Wait until the measuring process continues this one; exit if it has ended."""
     if not sys.stdin.readline():
         raise SystemExit(3)
 
 
 def build(layers: int, width: int) -> Json:
-    """Weights and two moments, float32: 12 bytes a parameter."""
+    """Build weights and two moments in float32: 12 bytes per parameter."""
     import torch
     from torch import nn
 
@@ -114,7 +113,7 @@ def build(layers: int, width: int) -> Json:
 
 
 def train_step(state: Json, rows: int, at: Callable[[str], None] = lambda place: None) -> None:
-    """`at` is called between its parts."""
+    """Train one step, and call `at` between its parts."""
     import torch
 
     model = state["model"]
@@ -129,7 +128,7 @@ def train_step(state: Json, rows: int, at: Callable[[str], None] = lambda place:
 
 
 def get_ready() -> None:
-    """Import what takes long, and wait to be told to begin."""
+    """Run the slow imports, and wait for the start."""
     import torch
 
     import ckpt.checkpointer  # noqa: F401
@@ -140,7 +139,7 @@ def get_ready() -> None:
 
 
 def signalled(asked: Json) -> None:
-    """Part 1: be signalled, round after round, while the main thread is in the situation that is asked for."""
+    """Part 1: receive signals, round after round, while the main thread is in the requested situation."""
     import torch.distributed as dist
 
     import ckpt
@@ -176,7 +175,7 @@ def signalled(asked: Json) -> None:
         cp.wait(60.0)
         say("done")
         hear()
-        os._exit(0)  # the other rank may not come to close
+        os._exit(0)  # the other rank may not reach close
 
 
 def sit_idle() -> None:
@@ -186,7 +185,7 @@ def sit_idle() -> None:
 
 
 def sit_in_lock() -> None:
-    """In a lock that this thread has already, with the interpreter's lock held: PyDLL does not let go of it."""
+    """Block in a lock that this thread owns already, with the GIL held, since PyDLL does not release it."""
     libc = ctypes.PyDLL(None)
     mutex = ctypes.create_string_buffer(64)  # zeros are PTHREAD_MUTEX_INITIALIZER
     libc.pthread_mutex_lock(mutex)
@@ -196,7 +195,7 @@ def sit_in_lock() -> None:
 
 
 def all_have(this: bool) -> bool:
-    """A collective: whether it is so on all ranks."""
+    """Return whether the value is true on all ranks, by a collective."""
     import torch
     import torch.distributed as dist
 
@@ -208,8 +207,8 @@ def all_have(this: bool) -> bool:
 
 
 def go_on(state: Json, cp: Any, step: int, enough: Callable[[], bool]) -> int:
-    """Train, with a collective in every step, until all ranks have enough; the last step."""
-    least = step + 10  # so that the pace is known
+    """Train, with a collective in every step, until `enough` is true on all ranks; return the last step."""
+    least = step + 10  # so that the usual step time is known
     while not (all_have(enough()) and step >= least):
         train_step(state, 8)
         time.sleep(0.008)
@@ -227,7 +226,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
 
 
 def resident(asked: Json) -> None:
-    """Part 2: hold much memory, train, and be killed."""
+    """Part 2: allocate much memory, train, and be killed."""
     get_ready()
     import torch
 
@@ -247,7 +246,7 @@ def resident(asked: Json) -> None:
 
 
 def losing(asked: Json) -> None:
-    """Part 3: restore, train, tell of every step that is done, and meet the fault at a random moment."""
+    """Part 3: restore, train, report every finished step, and fail at a random moment."""
     get_ready()
     import ckpt
 
@@ -273,7 +272,7 @@ def losing(asked: Json) -> None:
 
             train_step(state, 256, at)
             say("step", step=step)
-            at("told")  # and not handed to us yet: that one must be lost
+            at("told")  # before cp.step(), so that this step must be lost
             cp.step(step)
 
 
@@ -289,7 +288,7 @@ def strike(fault: str, place: str) -> None:
 
 
 def restarted(asked: Json) -> None:
-    """Part 4: one rank of two under torchrun."""
+    """Part 4: train one of two ranks under torchrun."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -322,13 +321,13 @@ def restarted(asked: Json) -> None:
         def save(step: int) -> None:
             handle = cp.step(step)
             if not step % 10 and handle is not None:
-                handle.wait_staged(60.0)  # so that "steady" is said when memory is in use
+                handle.wait_staged(60.0)  # so that "steady" is sent only when memory is in use
 
         return repeat(state, step, moments, facts, save)
 
 
 def repeat(state: Json, start: int, moments: Json, facts: Json, save: Callable[[int], None]) -> None:
-    """Train for ever; tell of the first step, and when enough are done to be hit."""
+    """Train forever; report the first step, and the step after which a fault may strike."""
     for number, step in enumerate(range(start + 1, NEVER)):
         train_step(state, 8)
         if number == 0:
@@ -339,14 +338,14 @@ def repeat(state: Json, start: int, moments: Json, facts: Json, save: Callable[[
 
 
 def alternating(asked: Json) -> None:
-    """Part 5: an armed and an unarmed Checkpointer take turns, in blocks of steps on the same state.
+    """Part 5: alternate a Checkpointer with triggers and one without, in blocks of steps on the same state.
 
-    The writer of the one whose turn it is not stands still, so that its work in the background counts where it belongs.
+    The writer of the inactive one is stopped, so that its background work counts in its own blocks.
     """
     get_ready()
     import ckpt
 
-    state = build(24, 256)  # 144 tensors besides AdamW's counts
+    state = build(24, 256)  # 144 tensors, in addition to AdamW's step counts
     held: dict[str, Any] = {}
     writers: dict[str, int] = {}
     for name, triggers in zip(KINDS, ("auto", []), strict=True):
@@ -375,7 +374,7 @@ def alternating(asked: Json) -> None:
 
 
 def timed_step(state: Json, cp: Any, steps: dict[str, int], name: str, rows: int) -> list[float]:
-    """Seconds of a whole step, CPU seconds of the process in it, and CPU seconds of this thread in step()."""
+    """Return the seconds of a whole step, its CPU seconds in the process, and those of this thread in step()."""
     wall, cpu = time.perf_counter(), time.process_time()
     train_step(state, rows)
     steps[name] += 1
@@ -386,7 +385,7 @@ def timed_step(state: Json, cp: Any, steps: dict[str, int], name: str, rows: int
 
 
 def quiet(asked: Json) -> None:
-    """Part 5: train, save nothing, and look at the CPU time of everything that watches."""
+    """Part 5: train without saving, and measure the CPU time of all monitoring threads."""
     get_ready()
     import ckpt
 
@@ -399,7 +398,7 @@ def quiet(asked: Json) -> None:
         cp.save(step + 1).wait_durable(60.0)
         step += 1
         writer = cp.writer_pid
-        time.sleep(1.0)  # what the first save leaves to be done
+        time.sleep(1.0)  # wait for the background work of the first save
         usual = {"MainThread", "ckpt-link", "ckpt-stage", "ckpt-exchange"}
         watching = [t for t in threading.enumerate() if t.name not in usual and t.ident is not None]
         clocks = [time.pthread_getcpuclockid(t.ident) for t in watching if t.ident is not None]
@@ -415,7 +414,7 @@ def quiet(asked: Json) -> None:
 
 
 def process_clock(pid: int) -> int:
-    """What clock_getcpuclockid(3) gives: in nanoseconds, where /proc counts in hundredths of a second."""
+    """Return the same as clock_getcpuclockid(3). It counts nanoseconds; /proc counts hundredths of a second."""
     return (~pid << 3) | 2
 
 
@@ -438,7 +437,7 @@ ROLES: dict[str, Callable[[Json], None]] = {
 
 @dataclass
 class Figure:
-    """One row. `values` in `unit`; `goal`: at most, None for what is beside it; `interval`: of the median, 95 %."""
+    """A row of the table. `values` in `unit`; `goal`: maximum or None; `interval`: 95 %, of the median."""
 
     part: int
     name: str
@@ -469,7 +468,7 @@ class Figure:
 
 
 class Child:
-    """A process of ours. What it says is read by a thread, and waits in a queue."""
+    """A child process. A thread reads its lines into a queue."""
 
     def __init__(self, command: list[str], env: dict[str, str], errors: Path, pass_fds: tuple[int, ...] = ()) -> None:
         self.errors = errors
@@ -481,7 +480,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=err,
                 pass_fds=pass_fds,
-                start_new_session=True,  # Ctrl-C is for the one who measures
+                start_new_session=True,  # Ctrl-C reaches only the measuring process
             )
         self.pid = self.process.pid
         self._said: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
@@ -491,19 +490,19 @@ class Child:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with contextlib.suppress(ValueError):  # of torchrun, or of a library
+            with contextlib.suppress(ValueError):  # a line of torchrun or a library
                 if isinstance(one := json.loads(line), dict):
                     self._said.put(one)
         self._said.put(None)
 
     def tell(self) -> None:
-        """Go on."""
+        """Continue the child process."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
         self.process.stdin.flush()
 
     def expect(self, what: str, timeout_s: float = 60.0) -> Json:
-        """The next thing of that kind that it says; others are passed over."""
+        """Return the next event of this kind, skipping others."""
         end = time.monotonic() + timeout_s
         while True:
             try:
@@ -516,7 +515,7 @@ class Child:
                 return one
 
     def rest(self, timeout_s: float = 60.0) -> list[Json]:
-        """All that it still says, until it ends."""
+        """Return all remaining events until the process ends."""
         found, end = list[Json](), time.monotonic() + timeout_s
         while True:
             try:
@@ -538,7 +537,7 @@ class Child:
 
 @dataclass
 class Bench:
-    """Where it all happens. Everything that is started here carries the folder of sockets in its environment."""
+    """The folders of the benchmark. All processes started here have the socket folder in their environment."""
 
     plan: Plan
     folder: Path
@@ -549,7 +548,7 @@ class Bench:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fresh(self, name: str) -> str:
-        """A path that nobody used before."""
+        """Return a path that was not used before."""
         with self._lock:
             self._count += 1
             return str(self.folder / f"{name}-{self._count}")
@@ -571,14 +570,14 @@ class Bench:
         return Child(command, self.env, Path(self.fresh("err")))
 
     def ours(self) -> Iterator[psutil.Process]:
-        """Processes that were started here, directly or not; nobody else has this folder in the environment."""
+        """Yield the processes started here, directly or not: only they have this folder in the environment."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.pid != os.getpid() and process.environ().get("CKPT_RUNTIME_DIR") == str(self.sockets):
                     yield process
 
     def kill_all(self) -> None:
-        """Also what is started meanwhile: an agent starts workers, a trainer its writer."""
+        """Kill all processes, also those started in the meantime by torchrun or a trainer."""
         for _ in range(5):
             found = list(self.ours())
             for process in found:
@@ -589,7 +588,7 @@ class Bench:
             psutil.wait_procs(found, timeout=5.0)
 
     def clear(self) -> None:
-        """After a part: no writer goes on, and no disk or memory is held."""
+        """Clean up after a part: end all writers, and free disk and memory."""
         self.kill_all()
         for path in self.folder.iterdir():
             if path.is_dir():
@@ -597,10 +596,10 @@ class Bench:
 
 
 def reports(run: str, kind: str, by: str) -> list[Json]:
-    """The accounts in a run's folder, oldest first."""
+    """Return the fault reports of a run, oldest first."""
     found = []
     for path in sorted(Path(run, "faults").glob("*.json")):
-        with contextlib.suppress(ValueError):  # not whole yet
+        with contextlib.suppress(ValueError):  # not completely written yet
             one = json.loads(path.read_bytes())
             if one["kind"] == kind and one["by"] == by:
                 found.append(one)
@@ -629,12 +628,12 @@ def measure_signals(bench: Bench) -> list[Figure]:
         note = f"ran within {PLAIN_S:g} s: {within} of {len(plain)}"
         found.append(Figure(1, f"  plain Python handler, {label}", "ms", plain, note=note))
         if situation != "idle" and within:
-            raise Failed(f"a plain handler ran within {PLAIN_S:g} s, so that the main thread was not held up: {plain}")
+            raise Failed(f"a plain handler ran within {PLAIN_S:g} s, so the main thread was not blocked: {plain}")
     return found
 
 
 def signal_rounds(bench: Bench, situation: str) -> list[Json]:
-    """Of each round: when the signal was sent, noticed by us, and handled by Python."""
+    """Return for each round when the signal was sent, detected by us, and handled by Python."""
     run, rounds = bench.fresh("signal"), list[Json]()
     asked: Json = {"run": run, "situation": situation, "rounds": bench.plan.signals}
     ranks = 2 if situation == "collective" else 1
@@ -673,7 +672,7 @@ def signal_rounds(bench: Bench, situation: str) -> list[Json]:
 
 
 def await_reports(run: str, count: int) -> list[float]:
-    """When the writer noticed the signals that it took; it writes that down once everything is saved."""
+    """Return when the writer detected its signals. It writes the report after everything is saved."""
     if not eventually(lambda: len(reports(run, "signal", "writer")) >= count, 15.0):
         raise Failed(f"the writer reported {len(reports(run, 'signal', 'writer'))} signals of {count}")
     return [when(one) for one in reports(run, "signal", "writer")]
@@ -703,7 +702,7 @@ def measure_deaths(bench: Bench) -> list[Figure]:
     nbytes = bench.plan.resident
     room = psutil.virtual_memory().available - (2 << 30)
     if room < nbytes:
-        bench.notes.append(f"2: only {room / 2**30:.1f} GiB of memory to spare, so less than planned is made resident")
+        bench.notes.append(f"2: only {room / 2**30:.1f} GiB of memory are free, so less than planned is made resident")
         nbytes = max(256 << 20, room)
     found, rss = list[Json](), 0
     for _ in range(bench.plan.deaths):
@@ -719,9 +718,9 @@ def measure_deaths(bench: Bench) -> list[Figure]:
 
 
 def one_death(bench: Bench, nbytes: int) -> Json:
-    """Seconds from SIGKILL until it is known by each means."""
+    """Return the seconds from SIGKILL until detection by each means."""
     run = bench.fresh("death")
-    reader, writer = os.pipe()  # the trainer's end is not passed on to its writer
+    reader, writer = os.pipe()  # the writer does not inherit the trainer's end
     child = bench.child("resident", fds=(writer,), run=run, nbytes=nbytes)
     os.close(writer)
     child.expect("ready")
@@ -755,7 +754,7 @@ def one_death(bench: Bench, nbytes: int) -> Json:
 
 
 def measure_losses(bench: Bench) -> list[Figure]:
-    """Two runs at a time."""
+    """Measure two runs at a time."""
     cases = ("SIGKILL", "SEGV", "OOM", "hang", "exception")
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(losses, bench, fault) for fault in cases]
@@ -767,7 +766,7 @@ def measure_losses(bench: Bench) -> list[Figure]:
 
 
 def losses(bench: Bench, fault: str) -> list[Json]:
-    """One run, with process after process; the next is started ahead of the fault, and has imported torch by then."""
+    """Run processes one after another. The next one starts before the fault, so that it has already imported torch."""
     run, found, finished = bench.fresh(f"lost-{fault}"), list[Json](), 0
     rng = random.Random(f"{fault}1")
 
@@ -782,13 +781,13 @@ def losses(bench: Bench, fault: str) -> list[Json]:
         restored = child.expect("restored")["step"]
         if number:
             if restored > finished:
-                raise Failed(f"step {restored} was restored, and the last that was finished is {finished}")
+                raise Failed(f"step {restored} was restored, but the last finished step is {finished}")
             found.append({"lost": finished - restored, "finished": finished})
         if number == bench.plan.lost:
             break
         standby = start(number + 1)
         last = restored
-        if fault.startswith("SIG"):  # from outside, at any moment
+        if fault.startswith("SIG"):  # from outside, at a random moment
             while last < restored + 12:
                 last = child.expect("step")["step"]
             time.sleep(rng.uniform(0.0, 0.6))
@@ -829,14 +828,14 @@ def measure_restarts(bench: Bench) -> list[Figure]:
         Figure(4, "  import ckpt", "s", spans(mine, "built", "imported")),
         Figure(4, "  Checkpointer constructor", "s", spans(mine, "imported", "opened")),
         Figure(4, "  restore(), between ranks", "s", spans(mine, "opened", "restored")),
-        Figure(4, "  restore(), its own account", "s", [one["restore_s"] for one in mine], 0.5, note=tiers_of(mine)),
+        Figure(4, "  restore(), its own time", "s", [one["restore_s"] for one in mine], 0.5, note=tiers_of(mine)),
         Figure(4, "  first step", "s", spans(mine, "restored", "first")),
         Figure(4, "the same without ckpt, from step 0", "s", alone),
     ]
     found += [Figure(4, label, "s", spans(bare, a, b)) for label, a, b in parts]
     found += [
         Figure(4, "  first step", "s", spans(bare, "built", "first")),
-        Figure(4, "what is ckpt's own: import, constructor, restore()", "s", own, 1.0),
+        Figure(4, "ckpt's own part: import, constructor, restore()", "s", own, 1.0),
         Figure(
             4,
             "all that ckpt adds: difference of medians",
@@ -856,7 +855,7 @@ def measure_restarts(bench: Bench) -> list[Figure]:
 
 
 def interval_of_difference(these: list[float], those: list[float]) -> tuple[float, float]:
-    """95 %, of the difference of the medians, by drawing from both again and again."""
+    """Return the 95 % interval of the difference of the medians, by bootstrap."""
     rng = random.Random(4)
 
     def median(of: list[float]) -> float:
@@ -871,7 +870,7 @@ def tiers_of(turns: list[Json]) -> str:
 
 
 def session(bench: Bench, *, ours: bool, kills: int, number: signal.Signals) -> list[Json]:
-    """One job, hit again and again; of each hit, when every part of what follows has been done by the last rank."""
+    """Hit one job again and again. Return for each hit when the last rank finished each part of the restart."""
     run, found, hit = bench.fresh("restart"), list[Json](), 0.0
     nbytes = (75 << 20) if bench.quick else (300 << 20)
     job = bench.torchrun(run=run, ours=ours, stops=number == signal.SIGSTOP, nbytes=nbytes)
@@ -887,12 +886,12 @@ def session(bench: Bench, *, ours: bool, kills: int, number: signal.Signals) -> 
         time.sleep(random.uniform(0.1, 0.6))
         hit = time.time()
         os.kill(steady[incarnation % 2]["pid"], number)
-    job.kill()  # and its workers by `clear`
+    job.kill()  # `clear` kills its workers
     return found
 
 
 def by_rank(job: Child, what: str, incarnation: int) -> list[Json]:
-    """What both ranks say of an incarnation of the job."""
+    """Return the events of both ranks in one job attempt."""
     found: dict[int, Json] = {}
     while len(found) < 2:
         one = job.expect(what, 120.0)
@@ -928,16 +927,14 @@ def measure_watching(bench: Bench) -> list[Figure]:
     more = told[True]["writer"] - told[False]["writer"]
     return [
         *found,
-        Figure(
-            5, "CPU of the sentinel's threads, nothing happens", "%", [told[True]["threads"] * 100], 0.1, note=names
-        ),
-        Figure(5, "CPU of the writer, nothing happens", "%", [told[True]["writer"] * 100], 0.1),
+        Figure(5, "CPU of the sentinel's threads while idle", "%", [told[True]["threads"] * 100], 0.1, note=names),
+        Figure(5, "CPU of the writer while idle", "%", [told[True]["writer"] * 100], 0.1),
         Figure(5, "  more than of an unarmed one", "%", [more * 100]),
     ]
 
 
 def figures_of_pairs(pairs: list[Json], every: int) -> list[Figure]:
-    """Of each pair of blocks: the median step, armed by unarmed; and the mean call of step(), armed less unarmed."""
+    """Compare pairs of blocks: the ratio of median steps, and the difference of mean calls of step()."""
     walls, cpus, calls, usual = list[float](), list[float](), list[float](), list[float]()
     for pair in pairs:
         (wall, cpu, call), (bare_wall, bare_cpu, bare_call) = (list(zip(*pair[n], strict=True)) for n in KINDS)
@@ -956,7 +953,7 @@ def figures_of_pairs(pairs: list[Json], every: int) -> list[Figure]:
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """95 %, from the order of the values alone."""
+    """Return the 95 % interval of the median, from the order of the values alone."""
     ordered, n = sorted(values), len(values)
     below, chance = -1, 0.0
     while (chance := chance + math.comb(n, below + 1) / 2**n) <= 0.025:
@@ -985,7 +982,7 @@ def show(figures: list[Figure]) -> None:
     table = Table(*(Column(t, justify="right" if t in right else "left", no_wrap=True) for t in titles), box=None)
     for one in figures:
         median, worst = f"{one.median:.4g}", f"{one.worst:.4g} {one.unit}"
-        if one.interval is not None:  # the worst of many short blocks says nothing
+        if one.interval is not None:  # the worst of many short blocks has no meaning
             median, worst = f"{one.median:.3f}", f"{one.interval[0]:.3f} to {one.interval[1]:.3f} {one.unit}"
         goal = "" if one.goal is None else f"{one.goal:g} {one.unit}"
         table.add_row(str(one.part), one.name, str(len(one.values)), median, worst, goal, one.met, one.note)
@@ -1008,7 +1005,7 @@ def machine() -> Json:
 
 @contextlib.contextmanager
 def at_work(plan: Plan, folder: str | None, quick: bool) -> Iterator[Bench]:
-    """Nothing is left of it, however it ends: no process, no folder."""
+    """Clean up all processes and folders, however the benchmark ends."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as work:
         with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as sockets:  # a short path
@@ -1016,7 +1013,7 @@ def at_work(plan: Plan, folder: str | None, quick: bool) -> Iterator[Bench]:
             try:
                 yield bench
             finally:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C shall not stop the cleaning up
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not stop the cleanup
                 bench.kill_all()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -1024,7 +1021,7 @@ def at_work(plan: Plan, folder: str | None, quick: bool) -> Iterator[Bench]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer of each, and smaller states: under 2 minutes")
-    parser.add_argument("--only", metavar="N,N", help="these parts only, such as 1,3")
+    parser.add_argument("--only", metavar="N,N", help="run only these parts, for example 1,3")
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     parser.add_argument("--json", metavar="FILE", help="write all figures there as well")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -1034,7 +1031,7 @@ def main() -> int:
         return 0
     parts = [int(p) for p in arguments.only.split(",")] if arguments.only else sorted(PARTS)
     if unknown := set(parts) - PARTS.keys():
-        parser.error(f"there are parts {', '.join(map(str, PARTS))}, not {unknown.pop()}")
+        parser.error(f"unknown part {unknown.pop()}: choose from {', '.join(map(str, PARTS))}")
     facts, plan, started = machine(), QUICK if arguments.quick else FULL, time.monotonic()
     print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()), flush=True)
     figures, failures = list[Figure](), list[str]()

@@ -1,20 +1,20 @@
-"""All libraries side by side, ours against the goals, and where the time goes.
+"""All libraries compared, everystep against its goals, and where the time goes.
 
     make bench            or: python benchmarks/figures.py [--only NAME ...] [--size small] [--folder DIR]
     python benchmarks/figures.py --json FILE --picture FILE.svg
     python benchmarks/figures.py --report FILE --markdown        # the tables of an earlier run
 
-Measured are what the machine can do at best (`limits.py`), then each library in turn (`contest.py`: a process that
-trains and saves, and a new one that restores), in rounds of alternating order, so that drift hits all; then what only
-we have (`own.py`). Every process gets a folder of its own on the same disk. Medians are over all cycles of all rounds.
+Measured are the limits of the machine (`limits.py`), then each library in turn (`contest.py`: one process trains and
+saves, and a new one restores), in rounds of alternating order, so that drift affects all. Then come the figures of
+everystep alone (`own.py`). Each process gets its own folder on the same disk. Medians are over all cycles and rounds.
 
-- *best peer*: the least of the column among the libraries beside ours that came to the end of a round, and whose every
-  restore was equal. One that does not fsync counts as well, and is marked.
-- *more during a save*: memory at the most, beyond right before that save; *held*: beyond the same training without any
-  library; *beyond slots*: of that, what is not a snapshot held on purpose.
-- *own.py* prints lines {"kind": "own", "figure": NAME, ...}; what of them is a goal is in `own_figures`.
+- *best peer*: the minimum of the column among the other libraries that finished a round with equal restores. One that
+  does not fsync counts too, and is marked.
+- *more during a save*: peak memory beyond that right before the save; *held*: beyond the same training without a
+  library; *beyond slots*: the part of it that is not an intended snapshot.
+- *own.py* prints lines {"kind": "own", "figure": NAME, ...}; `own_figures` selects those with a goal.
 
-Exit status 1: ours failed, or something that was restored differs from what was saved.
+Exit status 1: everystep failed, or something restored differs from what was saved.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ Json = dict[str, Any]
 
 HERE = Path(__file__).parent
 OURS = "everystep"
-QUICKEST = "torch_checkpointing"  # whose call returns soonest
-MARK = uuid.uuid4().hex  # of what is started here
-LIMIT_S = 600.0  # of one process of `contest.py`
+QUICKEST = "torch_checkpointing"  # has the quickest save call
+MARK = uuid.uuid4().hex  # marks the processes started here
+LIMIT_S = 600.0  # for one process of `contest.py`
 OWN_LIMIT_S = 1800.0
-LINGER_S = 5.0  # how long what a library has in the background may take to end after its process
+LINGER_S = 5.0  # how long a library's background work may continue after its process has ended
 GB, MIB, GIB = 1e9, 1 << 20, 1 << 30
 STOPPED = "stopped before the end"
-SAID_LINES = 15  # of stderr, kept of what failed
+SAID_LINES = 15  # number of stderr lines kept of a failure
 PR_SET_CHILD_SUBREAPER = 36
-NEGLIGIBLE_S = 0.005  # CPU seconds a cycle; the kernel counts in hundredths
+NEGLIGIBLE_S = 0.005  # CPU seconds per cycle; the kernel counts in hundredths
 
-ESTIMATE_S = {"small": (15.0, 20.0, 60.0), "full": (60.0, 60.0, 300.0)}  # limits; a library and round; own.py
+ESTIMATE_S = {"small": (15.0, 20.0, 60.0), "full": (60.0, 60.0, 300.0)}  # limits; one library per round; own.py
 
 ALONE = """
 import json, os, statistics, sys, time
@@ -75,9 +75,9 @@ for _ in range(8):
     started = time.perf_counter()
     training.step()
     took.append(time.perf_counter() - started)
-said = {"memory": memory(os.getpid()), "nbytes": training.nbytes, "step_s": statistics.median(took)}
-print(json.dumps({"kind": "alone", **said}))
-"""  # the same training without a library: what memory is held against
+found = {"memory": memory(os.getpid()), "nbytes": training.nbytes, "step_s": statistics.median(took)}
+print(json.dumps({"kind": "alone", **found}))
+"""  # the same training without a library, as the reference for memory
 
 COLUMNS = {
     "blocks_s": "blocks",
@@ -104,10 +104,10 @@ def child(
     python: Path | None = None,
     limit_s: float = LIMIT_S,
 ) -> bool:
-    """Run it, hand each line that it prints to `keep`, with `tags`, and say whether it came to its end.
+    """Run a command, pass each line it prints to `keep`, with `tags`, and return True if it finished.
 
-    While it is between "memory begins" and "memory ends", its memory is looked at, which becomes a line "memory". If it
-    fails or takes too long, that becomes a line "failed" with the end of what it said.
+    Between "memory begins" and "memory ends" its memory is sampled into a line "memory". If it fails or exceeds the
+    limit, a line "failed" has the end of its output.
     """
     known = set(family(os.getpid(), MARK))
     late = threading.Event()
@@ -123,7 +123,7 @@ def child(
         )
 
         def end() -> None:
-            """Its output ends with the last process that has it, so those that it leaves are ended from here."""
+            """End a process and those it started. The output ends with the last process that has it open."""
             try:
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -154,8 +154,8 @@ def child(
 
 
 def environment() -> dict[str, str]:
-    """Ours, and the repository; as many threads as each library takes by itself, and modules that stay compiled, as
-    those of an installed package are."""
+    """Return the environment with the repository in the path. Each library keeps its own number of threads. Compiled
+    modules are kept, as in an installed package."""
     not_ours = {"OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"}
     mine = {key: value for key, value in os.environ.items() if key not in not_ours}
     path = [str(HERE.parent), str(HERE.parent / "backends"), str(HERE)]
@@ -163,7 +163,7 @@ def environment() -> dict[str, str]:
 
 
 def lines(process: subprocess.Popen[str]) -> Iterator[Json]:
-    """What it says as JSON; libraries print other things too."""
+    """Yield the JSON lines of the output; libraries print other things too."""
     assert process.stdout is not None
     for text in process.stdout:
         with contextlib.suppress(ValueError):
@@ -173,7 +173,7 @@ def lines(process: subprocess.Popen[str]) -> Iterator[Json]:
 
 
 def with_memory(said: Iterable[Json], pid: int) -> Iterator[Json]:
-    """The same lines, but what lies between the two about memory is put into one of its own."""
+    """Yield the same lines, with one "memory" line for those between the two memory marks."""
     with contextlib.ExitStack() as stack:
         peak, slots = None, 0
         for line in said:
@@ -187,12 +187,12 @@ def with_memory(said: Iterable[Json], pid: int) -> Iterator[Json]:
 
 
 def adopt() -> None:
-    """Processes whose parents ended become children of this one, so that none is overlooked."""
+    """Adopt processes whose parents ended as children of this one, so that none is overlooked."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def clear(known: set[int]) -> None:
-    """Wait for what a library left in the background, and end it if it stays: the next one is to be undisturbed."""
+    """Wait for a library's background work, and end it if it stays, so that the next library is undisturbed."""
     deadline = time.monotonic() + LINGER_S
     while left := [pid for pid in family(os.getpid(), MARK) if pid not in known]:
         if time.monotonic() > deadline:
@@ -221,16 +221,16 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """About how long all of it takes."""
+        """Return the approximate duration of all measurements."""
         limits_s, round_s, own_s = ESTIMATE_S[self.size]
         return limits_s + self.rounds * len(self.names) * round_s + own_s * (OURS in self.names)
 
 
 def measure(plan: Plan, folder: Path, kept: list[Json]) -> None:
-    """All lines, in the order in which they come."""
+    """Yield all lines in the order in which they arrive."""
     from environments import python_for
 
-    tell("what the machine can do")
+    tell("the limits of the machine")
     mib = ["--mib", "128"] if plan.size == "small" else []
     child([str(HERE / "limits.py"), "--folder", str(folder), *mib], {}, keep=kept.append)
     alone: dict[Path, list[Json]] = {}
@@ -240,7 +240,7 @@ def measure(plan: Plan, folder: Path, kept: list[Json]) -> None:
             started, first = time.monotonic(), len(kept)
             try:
                 python = python_for(name)
-            except Exception as error:  # whatever an installation does not like
+            except Exception as error:  # any error of an installation
                 kept.append({**tags, "kind": "failed", "why": "not installed", "said": str(error).splitlines()})
             else:
                 if python not in alone:
@@ -250,14 +250,14 @@ def measure(plan: Plan, folder: Path, kept: list[Json]) -> None:
             took = time.monotonic() - started
             tell(f"round {number + 1} of {plan.rounds}, {name}: {in_short(kept[first:])} ({took:.0f} s)")
     if OURS in plan.names and (HERE / "own.py").exists():
-        tell("what only ours has")
+        tell("figures of everystep alone")
         with own_folder(folder) as place:
             command = [str(HERE / "own.py"), "--folder", str(place), "--size", plan.size]
             child(command, {"part": "own"}, limit_s=OWN_LIMIT_S, keep=kept.append)
 
 
 def turn(plan: Plan, folder: Path, python: Path, tags: Json, kept: list[Json]) -> None:
-    """One library: a process that saves, one that restores."""
+    """Measure one library: one process saves, and one restores."""
     with own_folder(folder) as place:
         asked = [tags["library"], "--folder", str(place), "--size", plan.size, "--cycles", str(plan.cycles)]
         for what in ("save", "restore"):
@@ -268,7 +268,7 @@ def turn(plan: Plan, folder: Path, python: Path, tags: Json, kept: list[Json]) -
 
 @contextlib.contextmanager
 def own_folder(folder: Path) -> Iterator[Path]:
-    """A fresh one, and nothing left to be written when the next begins."""
+    """Create a folder. On exit, remove it and flush the disk before the next library starts."""
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
         yield place
@@ -288,7 +288,7 @@ def in_short(said: list[Json]) -> str:
 
 
 def machine(folder: Path) -> Json:
-    """What the figures were taken on; nothing that says whose it is."""
+    """Return the properties of the machine, without anything that identifies its owner."""
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": model[0].partition(":")[2].strip() if model else platform.machine(),
@@ -312,7 +312,7 @@ def file_system(folder: Path) -> str:
 
 
 def summary(said: list[Json]) -> Json:
-    """What all lines come to: each library, who is best at what, goals, limits."""
+    """Summarize all lines: each library, the best peers, goals, limits."""
     names = list(dict.fromkeys(line["library"] for line in said if "library" in line))
     found = {name: of_library([line for line in said if line.get("library") == name]) for name in names}
     limits = {line["name"]: line for line in said if line["kind"] == "limit"}
@@ -333,7 +333,7 @@ def summary(said: list[Json]) -> Json:
 
 
 def own_figures(said: list[Json]) -> dict[str, float]:
-    """What `own.py` found, of which there are goals; the worst of what a small tensor costs."""
+    """Return the results of `own.py` that have goals; for small tensors, the worst cost."""
     by_name = {line["figure"]: line for line in said}
     tensors = {line["count"]: line for line in said if line["figure"] == "tensors"}
     found: dict[str, float] = {}
@@ -351,7 +351,7 @@ def own_figures(said: list[Json]) -> dict[str, float]:
 
 
 def of_library(said: list[Json]) -> Json:
-    """Medians over the cycles of all rounds that came to their end, with the least and the most."""
+    """Return medians over the cycles of all finished rounds, with minimum and maximum."""
     failures = {line["round"]: reason(line) for line in said if line["kind"] == "failed"}
     done = [line for line in said if line["round"] not in failures]
     start = [line for line in done if line["kind"] == "start"]
@@ -386,8 +386,8 @@ def memory_of(said: list[Json]) -> dict[str, list[float]]:
 
 
 def cpu_of(cycles: list[Json]) -> dict[str, list[float]]:
-    """Medians of user and system seconds by thread or process, what is next to nothing left out; and of all together,
-    which are not the sums of those medians."""
+    """Return median user and system seconds by thread or process, without negligible ones, and medians of their totals.
+    The latter are not the sums of the former."""
     who = dict.fromkeys(name for cycle in cycles for name in cycle["cpu_s"])
     told = {name: [cycle["cpu_s"].get(name, [0.0, 0.0]) for cycle in cycles] for name in who}
     found = {
@@ -401,7 +401,7 @@ def cpu_of(cycles: list[Json]) -> dict[str, list[float]]:
 
 
 def best_peer(found: dict[str, Json], key: str, *, fsync: bool = False) -> Json | None:
-    """The least of a column beside ours, and what of it ours takes. `fsync`: only of those that do."""
+    """Return the minimum of a column among the peers, and everystep's ratio to it. `fsync`: only peers that do."""
     peers = {
         name: one["figures"][key]
         for name, one in found.items()
@@ -410,14 +410,14 @@ def best_peer(found: dict[str, Json], key: str, *, fsync: bool = False) -> Json 
     if not peers:
         return None
     name = min(peers, key=lambda peer: peers[peer])
-    least = MIB if key.endswith("_bytes") else 0.0  # next to nothing, or less than that by noise
+    least = MIB if key.endswith("_bytes") else 0.0  # almost zero, or below it because of noise
     ours = found[OURS]["figures"].get(key) if OURS in found else None
     ratio = ours / peers[name] if ours is not None and peers[name] > least else None
     return {"peer": name, "value": peers[name], "ratio": ratio}
 
 
 def wrong(found: dict[str, Json], own_failed: bool) -> list[str]:
-    """Why the exit status is 1."""
+    """Return the reasons for exit status 1."""
     told = [f"{name} restored something else than was saved" for name, one in found.items() if one["equal"] is False]
     if OURS in found and (found[OURS]["failures"] or found[OURS]["equal"] is None):
         told.append(f"{OURS} failed")
@@ -428,7 +428,7 @@ def wrong(found: dict[str, Json], own_failed: bool) -> list[str]:
 
 
 def goals(found: dict[str, Json], limits: dict[str, Json], own: dict[str, float]) -> list[Json]:
-    """Ours against what it is meant to reach. `met` is None where something was not measured."""
+    """Compare everystep with its goals. `met` is None for goals that were not measured."""
     figures = found[OURS]["figures"] if OURS in found else {}
     nbytes = found[OURS]["nbytes"] if OURS in found else None
 
@@ -475,7 +475,7 @@ RESTORES = {"restore, cold": "cold_s", "restore, warm": "warm_s", "restore from 
 
 
 def goal(what: str, ours: float | None, bound: float, unit: str, *, least: bool = False, note: str = "") -> Json:
-    """`least`: the bound is a lower one."""
+    """Return one goal. `least`: True for a lower bound."""
     met = None if ours is None else (ours >= bound if least else ours <= bound)
     return {"what": what, "ours": ours, "bound": bound, "unit": unit, "least": least, "met": met, "note": note}
 
@@ -492,7 +492,7 @@ def against_peers(title: str, key: str, found: dict[str, Json], bound: float, *,
 
 
 def opening_included(title: str, key: str, found: dict[str, Json]) -> Json:
-    """As a user who starts anew sees it."""
+    """Return the times of a user who starts a new process."""
     both = {
         name: {**one, "figures": {key: one["figures"][key] + one["figures"].get("open_s", 0.0)}}
         for name, one in found.items()
@@ -510,7 +510,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def reason(line: Json) -> str:
-    """Why something failed, in a line."""
+    """Return the reason for a failure in one line."""
     why = f"{line['part']} {line['why']}" if "part" in line else str(line["why"])
     return f"{why}: {line['said'][-1]}" if line.get("said") else why
 
@@ -539,7 +539,7 @@ def times(ratio: float | None) -> str:
 
 
 def table(title: str, head: list[str], rows: list[list[str]], *, markdown: bool = False, left: int = 1) -> str:
-    """Aligned text, or Markdown. The first columns go to the left, the others to the right."""
+    """Format text, or Markdown. The first columns are left-aligned, the others right-aligned."""
     if markdown:
         cells = [head, ["---" if i < left else "---:" for i in range(len(head))], *rows]
         return f"{title}:\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in cells)
@@ -584,7 +584,7 @@ SHORT = {
 
 
 def short_table(found: Json, *, markdown: bool = False) -> str:
-    """What README shows: ours, the best peer by name, and the ratio."""
+    """Format the table of README: everystep, the best peer by name, and the ratio."""
     ours, rows = found["libraries"][OURS]["figures"], []
     for key, what in SHORT.items():
         best = found["best"][key]
@@ -620,7 +620,7 @@ def limit_table(found: Json, *, markdown: bool = False) -> str:
     for name, one in found["limits"].items():
         figures = ["-", one["error"]] if one.get("error") else [f"{one['gb_s']:.2f}", f"{one['cpu_s_per_gb']:.3f}"]
         rows.append([name, *figures])
-    return table("What the machine can do", ["", "GB/s", "CPU s a GB"], rows, markdown=markdown)
+    return table("Limits of the machine", ["", "GB/s", "CPU s a GB"], rows, markdown=markdown)
 
 
 def about(told: Json) -> str:
@@ -676,13 +676,19 @@ def measured(arguments: argparse.Namespace) -> Json:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these libraries; default: all")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these libraries; default: all")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--cycles", type=int, default=3, help="saves that are timed, a library and round")
+    parser.add_argument("--cycles", type=int, default=3, help="timed saves per library and round")
     parser.add_argument("--size", choices=list(ESTIMATE_S), default="full", help="full: 1.5 GiB of state")
-    parser.add_argument("--folder", type=Path, help="on the disk to write to; default: where temporary files go")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all lines, the summary and the machine there")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
+    parser.add_argument(
+        "--folder", type=Path, help="a folder on the disk to test; default: the folder for temporary files"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all lines, the summary and machine facts there"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="measure nothing, and show the results written by --json"
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG")
     parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""The first minutes on a card: one question after the other, the worst first, one JSON line an answer.
+"""The first minutes on a GPU: one question after the other, the most important first, one JSON line per answer.
 
-    python benchmarks/first_contact.py --json found.jsonl            # goes on where it was interrupted
+    python benchmarks/first_contact.py --json found.jsonl            # continues where it was interrupted
     python benchmarks/first_contact.py --only capture killed --small # some of them, with a small state
 
-Each question is asked in a process of its own, within a time of its own: one that hangs or crashes costs nothing but
-its own line. `ok` says whether the answer is the one that is promised; what is a figure has no `ok`. It wants nothing
-but torch. With SIMULATED_DEVICE= in the environment it runs on that of `tests/device`, where figures mean nothing.
+Each question runs in its own process with its own time limit, so a hang or crash affects only its line. `ok` is true
+if the answer is as promised; figures have no `ok`. The script needs only torch. With SIMULATED_DEVICE= in the
+environment it runs on the device of `tests/device`, where figures have no meaning.
 
 Exit status 1 if any answer is not ok, or is missing.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-if "SIMULATED_DEVICE" in os.environ:  # to try the program itself; torch looks for a device while it is imported
+if "SIMULATED_DEVICE" in os.environ:  # to test the script itself; torch looks for a device during its import
     sys.path.append(str(HERE.parent / "tests/device"))
     import simulated
 
@@ -51,13 +51,13 @@ WIDTH = 256 if SMALL else 8192
 LAYERS = int(os.environ.get("FIRST_CONTACT_LAYERS", "4" if SMALL else "8"))  # 0.8 GB of state each, at full width
 TINY = 256 if SMALL else 1024
 STEPS = int(os.environ.get("FIRST_CONTACT_STEPS", "6" if SMALL else "40"))
-# No compiler makes kernels for the simulated device, and no collective library knows it.
+# No compiler builds kernels for the simulated device, and no collective library supports it.
 SIMULATED = "SIMULATED_DEVICE" in os.environ
 COMPILER, COLLECTIVES = ("aot_eager", "gloo") if SIMULATED else ("inductor", "nccl")
 
 
 def probe(limit_s: float) -> Callable[[Callable[[], Json]], Callable[[], Json]]:
-    """One question; the order of the file is the order they are asked in."""
+    """Register a question; they run in the order of this file."""
 
     def enter(work: Callable[[], Json]) -> Callable[[], Json]:
         PROBES[work.__name__] = work, limit_s
@@ -95,7 +95,7 @@ def opened(state: State, name: str) -> Iterator[ckpt.Checkpointer]:
 
 
 def settled(cp: ckpt.Checkpointer, state: State) -> int:
-    """Save until all memory is there and page-locked, so that this is not measured; the last step."""
+    """Save until all memory is allocated and page-locked, which is not measured; return the last step."""
     stager, end = cp._run.stager, time.monotonic() + 60
     for step in range(1, 1000):
         train(state)
@@ -116,7 +116,7 @@ def spread(seconds: list[float]) -> Json:
 
 
 def restored(run: str, step: int, layers: int = 1) -> State:
-    """The weights of a step, in a twin of the state."""
+    """Return the weights of a step in a twin of the state."""
     twin = built(layers=layers)
     twin["model"].load_state_dict(ckpt.load(run, step=step).sub("model").all())
     return twin
@@ -125,7 +125,7 @@ def restored(run: str, step: int, layers: int = 1) -> State:
 def kept(
     state: State, train_once: Callable[[], None], after: Callable[[], None] = lambda: None, steps: int = 10
 ) -> Json:
-    """Trains and saves each step, with `after` right behind its save: is every checkpoint that of its step?"""
+    """Train and save each step, with `after` right after its save: does every checkpoint equal its step?"""
     wanted, layers = dict[int, float](), len(state["model"])
     with tempfile.TemporaryDirectory() as folder:
         tiers = [ckpt.Tier(folder, every=1)]
@@ -147,7 +147,7 @@ def kept(
 
 @probe(60)
 def facts() -> Json:
-    """What this is."""
+    """Which device is this?"""
     free, total = torch.cuda.mem_get_info(0)
     card = torch.cuda.get_device_properties(0)
     return {
@@ -164,7 +164,7 @@ def facts() -> Json:
 
 @probe(300)
 def tests() -> Json:
-    """Do the tests of the device path hold?"""
+    """Do the tests of the device path pass?"""
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--timeout", "90", "-p", "no:cacheprovider"]
     file = HERE.parent / "tests/promises/test_gpu.py"
     found = subprocess.run([*words, str(file)], capture_output=True, text=True, check=False)
@@ -175,7 +175,7 @@ def tests() -> Json:
 
 @probe(120)
 def capture() -> Json:
-    """Does a graph that is captured in torch's usual mode right behind step() come out, and is the save there?"""
+    """Does a graph captured in torch's usual mode right after step() work, and does the save exist?"""
     state, spoilt, lost = built(), list[str](), 0
     with opened(state, "capture") as cp:
         train(state)
@@ -199,7 +199,7 @@ def capture() -> Json:
 
 @probe(120)
 def captured_before() -> Json:
-    """Is a snapshot of its step, if the optimizer is in a graph that was captured before we came?"""
+    """Does a snapshot equal its step if the optimizer is in a graph captured before?"""
     state = built(lr=torch.tensor(1e-1, device="cuda"), capturable=True)
     train(state)
     graph = torch.cuda.CUDAGraph()
@@ -222,7 +222,7 @@ def scaler() -> Json:
             train(state)
             cp.save(1).wait_staged(60)
             train(state)
-            torch.cuda._sleep(200_000_000)  # the device is some 0.1 s behind
+            torch.cuda._sleep(200_000_000)  # the device is about 0.1 s behind
             began = time.perf_counter()
             cp.step(2)
             took[name] = 1e3 * (time.perf_counter() - began)
@@ -232,7 +232,7 @@ def scaler() -> Json:
 
 @probe(240)
 def locking() -> Json:
-    """How fast is memory page-locked, and how long do launches of kernels wait meanwhile, by the size of a piece?"""
+    """How fast is memory page-locked, and how long do kernel launches wait during that, by piece size?"""
     runtime: Any = torch.cuda.cudart()
     total = 64 << 20 if SMALL else 8 << 30
     memory, found = torch.empty(total, dtype=torch.uint8), dict[str, Json]()
@@ -311,7 +311,7 @@ def trainer(folder: str, way: str) -> tuple[int, dict[str, list[float]]]:
 
 @probe(420)
 def killed() -> Json:
-    """SIGKILL, and back: from memory, bit for bit; what does it take to open, to restore, and the first steps?"""
+    """SIGKILL and restore from memory, bit for bit: how long do opening, restoring and the first steps take?"""
     with tempfile.TemporaryDirectory() as folder:
         code, first = trainer(folder, "kill")
         _, second = trainer(folder, "end")
@@ -324,7 +324,7 @@ def killed() -> Json:
 
 @probe(420)
 def fault() -> Json:
-    """A device-side assertion: is every step that was staged there after it, and does the process end?"""
+    """After a device-side assertion, does every staged step exist, and does the process end?"""
     with tempfile.TemporaryDirectory() as folder:
         code, first = trainer(folder, "fault")
         _, second = trainer(folder, "end")
@@ -333,7 +333,7 @@ def fault() -> Json:
 
 @probe(300)
 def every_step() -> Json:
-    """What does saving every step cost, once all memory is there?"""
+    """What does saving every step cost, once all memory is allocated?"""
     state = built(WIDTH, LAYERS)
     with opened(state, "every-step") as cp:
         step = settled(cp, state)
@@ -362,7 +362,7 @@ def every_step() -> Json:
 
 @probe(240)
 def copies() -> Json:
-    """How fast does a snapshot leave the device, against one pinned buffer, and how fast does it return?"""
+    """How fast does a snapshot leave the device, compared with one pinned buffer, and how fast does it return?"""
     size = (64 << 20) if SMALL else (4 << 30)
     here, there = (
         torch.empty(size, dtype=torch.uint8, pin_memory=True),
@@ -406,7 +406,7 @@ def copies() -> Json:
 
 @probe(120)
 def orders() -> Json:
-    """What does it cost that weights lie channels last or transposed, or that a copy ends at an odd address?"""
+    """What do channels-last or transposed weights cost, or copies that end at an odd address?"""
     size = (16 << 20) if SMALL else (1 << 30)
     here = torch.empty(size + 256, dtype=torch.uint8, pin_memory=True)
     plain = torch.zeros(size // 4, device="cuda")
@@ -432,7 +432,7 @@ def orders() -> Json:
 
 @probe(240)
 def many() -> Json:
-    """2,000 small tensors: what do they cost step(), and the thread that stages?"""
+    """What do 2,000 small tensors cost step(), and the staging thread?"""
     torch.manual_seed(0)
     layers = [nn.Linear(32, 32, device="cuda") for _ in range(40 if SMALL else 250)]
     state: State = {"model": nn.Sequential(*layers)}
@@ -453,7 +453,7 @@ def many() -> Json:
 
 @probe(240)
 def mixed() -> Json:
-    """With autocast and a GradScaler, and updates queued right behind: is every snapshot its step?"""
+    """With autocast, a GradScaler, and updates queued right after the save: does every snapshot equal its step?"""
     state, scaler = built(), torch.amp.GradScaler("cuda", init_scale=128.0)
     state["scaler"] = scaler
 
@@ -470,7 +470,7 @@ def mixed() -> Json:
 
 @probe(300)
 def compiled() -> Json:
-    """With a compiled model, and an update that is compiled too, the next one queued right behind."""
+    """The same with a compiled model and a compiled update, with the next one queued right after the save."""
     torch._dynamo.config.suppress_errors = False
     state = built(fused=False, foreach=True, lr=torch.tensor(1e-2, device="cuda"), capturable=True)
     state["model"].compile(backend=COMPILER)
@@ -486,7 +486,7 @@ def compiled() -> Json:
 
 @probe(240)
 def sharded() -> Json:
-    """With FSDP2 on one rank, and updates queued right behind."""
+    """The same with FSDP2 on one rank, and updates queued right after the save."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(COLLECTIVES, init_method=f"file://{folder}/met", rank=0, world_size=1)
         try:
@@ -500,7 +500,7 @@ def sharded() -> Json:
             dist.destroy_process_group()
 
 
-# -- asking --
+# -- running the questions --
 
 
 def ask(name: str, limit_s: float) -> Json:
@@ -520,11 +520,11 @@ def ask(name: str, limit_s: float) -> Json:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="append answers there; what is answered there is not asked again")
+    parser.add_argument("--json", type=Path, help="append results there, and skip questions with results")
     parser.add_argument("--only", nargs="*", choices=PROBES, help="these questions")
-    parser.add_argument("--small", action="store_true", help="a small state, to try the program itself")
+    parser.add_argument("--small", action="store_true", help="a small state, to test the script itself")
     parser.add_argument("--layers", type=int, help="layers of the large state, 0.8 GB each (default: 8)")
-    parser.add_argument("--steps", type=int, help="steps of each block that is timed (default: 40)")
+    parser.add_argument("--steps", type=int, help="steps of each timed block (default: 40)")
     parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.probe:

@@ -1,25 +1,24 @@
-"""What saving every step costs on a GPU, and whether the copy is hidden under training.
+"""The cost of saving every step on a GPU, and how much of the copy overlaps with training.
 
     make bench-gpu        or: python benchmarks/gpu.py [--json FILE] [--trace FILE] [--folder DIR]
-    python benchmarks/gpu.py --device cpu --quick        all but the trace, on any machine, to try the program itself
+    python benchmarks/gpu.py --device cpu --quick        everything except the trace, on any machine, to test the script
 
-One GPT (see `workload.py`), in bfloat16 by autocast with fused AdamW, as large as the card's and the host's memory
-allow, with a batch that makes a step last 100 ms at least, and twice as long as copying its state takes.
+One GPT (see `workload.py`), in bfloat16 by autocast with fused AdamW, as large as the memory of the GPU and the host
+allows. The batch makes a step last at least 100 ms, and twice as long as copying the state takes.
 
-- *copies*: how fast one large pinned buffer is filled by the device, and how fast a whole snapshot is, by events on the
-  stream that copies.
-- *steps*: blocks of 25 with a save after each step and without, in turn, so that drift hits both. `free`: nothing in
-  the loop waits for the device, so the host runs ahead of it. `read`: the loss is read after each step, so that the
-  device has nothing to do while step() blocks. `blocks`: how long step() takes; `with waits`: and what the host waits
-  before updates.
-- *overlap*: the share of the time spent copying to the host during which kernels ran, by the profiler's records of the
-  device; by events on both streams where there are none. The same figure of a save while nothing else runs is a
-  control: it has to be next to nothing.
-- *durable*: a save to memory and to a folder; `lost` is what it and all steps until two after its end took beyond as
-  many steps with nothing in flight.
-- *restores*: into the live tensors, of a state that was overwritten before; equal only if each bit is.
+- *copies*: how fast the device fills one large pinned buffer, and how fast it copies a whole snapshot, by events on the
+  copy stream.
+- *steps*: blocks of 25 with a save after each step and without, alternating, so that drift affects both. `free`: the
+  loop never waits for the device, so the host runs ahead. `read`: the loss is read after each step, so the device is
+  idle while step() blocks. `blocks`: the duration of step(); `with waits`: including the host's wait before updates.
+- *overlap*: the share of the time of copies to the host during which kernels ran, by the profiler's records of the
+  device, or by events on both streams if there are none. As a control, the same for a save while nothing else runs: it
+  must be almost zero.
+- *durable*: a save to memory and to a folder. `lost`: the extra time of it and of all steps until two after its end,
+  compared with as many steps without a save in progress.
+- *restores*: into the live tensors, after they were overwritten; equal only if every bit is.
 
-Ends with status 1 if anything that was restored differs.
+Exits with status 1 if anything restored differs.
 """
 
 from __future__ import annotations
@@ -52,22 +51,22 @@ from ckpt.core.snapshot.fill import SlotFiller
 from workload import GPT, SMALL, THREADS, Size, Training
 
 T = TypeVar("T")
-Span = tuple[float, float]  # from when to when, in one clock
+Span = tuple[float, float]  # from begin to end, on one clock
 
 LEAST_STEP_S = 0.1
-COPY_SHARE = 0.5  # of a step, that copying its state may take at the most
-CARD_SHARE = 1 / 16  # of the card's memory, for the state: activations take most of the rest
-HOST_SHARE = 1 / 12  # of the memory that is available: four slots take a third of it
+COPY_SHARE = 0.5  # of a step; copying its state may take at most this share
+CARD_SHARE = 1 / 16  # of the GPU's memory, for the state: activations take most of the rest
+HOST_SHARE = 1 / 12  # of the available memory: four slots take a third of it
 PER_PARAM = 12  # bytes of state: a weight and two moments
 GOALS = {"ratio": 1.01, "median_s": 0.003, "p99_s": 0.010}
-DUE = 1000  # steps between durable saves; the steps between two cycles are not run
+DUE = 1000  # steps between durable saves; steps between two cycles are skipped
 LONGEST_S = 300.0
 QUICK_GIB = 0.75
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything is done."""
+    """The number of measurements."""
 
     block: int = 25  # steps
     pairs: int = 8  # of blocks without and with saves
@@ -75,7 +74,7 @@ class Plan:
     raw_bytes: int = 1 << 30
     repeats: int = 10
     traced: int = 6  # steps
-    quiet: int = 8  # steps of a cycle of durable saves with nothing in flight
+    quiet: int = 8  # steps of a cycle of durable saves without another save in progress
     cycles: int = 3
 
 
@@ -84,18 +83,18 @@ QUICK = Plan(block=5, pairs=2, warm_up=1, raw_bytes=32 << 20, repeats=3, traced=
 
 
 class Device:
-    """The few things that differ between a card and the CPU."""
+    """The few operations that differ between a GPU and the CPU."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.is_gpu = kind, kind == "cuda"
 
     def wait(self) -> None:
-        """Until the training's kernels have ended; copies on other streams may go on."""
+        """Wait until the training's kernels have ended; copies on other streams may continue."""
         if self.is_gpu:
             torch.cuda.current_stream().synchronize()
 
     def settle(self) -> None:
-        """Until nothing runs any more."""
+        """Wait until nothing is running."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
@@ -120,7 +119,7 @@ class Device:
 
 
 def nvidia(field: str) -> str:
-    """What nvidia-smi says of the first card."""
+    """Return what nvidia-smi reports about the first GPU."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
@@ -128,29 +127,29 @@ def nvidia(field: str) -> str:
 
 
 def available_bytes() -> int:
-    """Of the host's memory."""
+    """Return the available bytes of the host's memory."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Seconds, and what came of it."""
+    """Return the seconds, and the result of the call."""
     started = time.perf_counter()
     found = work()
     return time.perf_counter() - started, found
 
 
 def drop_caches() -> bool:
-    """So that files are read from the disk; whether we may."""
+    """Drop caches so that files are read from disk; return True if allowed."""
     command = ["sh", "-c", "sync; echo 1 > /proc/sys/vm/drop_caches"]
     return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
-# -- what is trained --
+# -- the training --
 
 
 class Autocast(Training):
-    """The workload as it is trained on a card: bfloat16 by autocast, batches made where they are used."""
+    """The workload as it runs on a GPU: bfloat16 by autocast, with batches created on the device."""
 
     device = "cpu"
     loss: Tensor
@@ -159,7 +158,7 @@ class Autocast(Training):
     def of(cls, size: Size, device: str, seed: int = 0) -> Autocast:
         torch.set_num_threads(THREADS)
         torch.manual_seed(seed)
-        with torch.device(device):  # a large model is made faster there
+        with torch.device(device):  # a large model is created faster there
             model = GPT(size)
         training = cls(size, model, torch.optim.AdamW(model.parameters(), fused=True), batches(size, seed, device))
         training.device = device
@@ -177,23 +176,23 @@ class Autocast(Training):
         self.optim.step()
 
     def digest(self) -> str:
-        """Of every bit of the state; of several GB, within a second."""
+        """Return a digest of every bit of the state: several GB within a second."""
         found = xxhash.xxh3_128()
         for tensor in self.tensors():
             found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
         return found.hexdigest()
 
     def on_gradients(self) -> None:
-        """Nothing, unless somebody looks."""
+        """Do nothing unless a measurement replaces it."""
 
     def enlarge(self, batch: int) -> None:
-        """Train with this batch from now on."""
+        """Train with this batch size from now on."""
         self.size = replace(self.size, batch=batch)
         self.batches = batches(self.size, batch, self.device)
 
 
 def batches(size: Size, seed: int, device: str) -> Iterator[Tensor]:
-    """Without a copy from the host, which would have the host wait for the device."""
+    """Yield batches without a copy from the host, since the host would wait for the device."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = size.batch, size.context + 1
     while True:
@@ -201,14 +200,14 @@ def batches(size: Size, seed: int, device: str) -> Iterator[Tensor]:
 
 
 def chosen(state_bytes: float) -> Size:
-    """A GPT with about so many bytes of state, in tensors of the usual sizes."""
+    """Return a GPT with about this many bytes of state, in tensors of usual sizes."""
     width, vocabulary, context = 1024, 32768, 1024
     layers = (state_bytes / PER_PARAM - (vocabulary + context) * width) / (12 * width * width)
     return Size(max(2, round(layers)), width, width // 64, vocabulary, context, batch=1)
 
 
 def fitting(device: Device, raw_rate: float, state_gib: float | None) -> Autocast:
-    """The largest state that both memories allow, and a batch for steps that are long enough."""
+    """Return the largest state that both memories allow, with a batch that makes steps long enough."""
     if not device.is_gpu:
         return Autocast.of(SMALL, "cpu")
     total = torch.cuda.get_device_properties(0).total_memory
@@ -227,7 +226,7 @@ def fitting(device: Device, raw_rate: float, state_gib: float | None) -> Autocas
 
 
 def holds(device: Device, training: Autocast, batch: int) -> bool:
-    """Whether the card's memory is enough for a step with this batch, which is the training's from now on."""
+    """Return True if the GPU's memory is enough for a step with this batch, which the training then uses."""
     training.enlarge(batch)
     try:
         training.step()
@@ -238,7 +237,7 @@ def holds(device: Device, training: Autocast, batch: int) -> bool:
 
 
 def step_s(device: Device, training: Training, count: int = 4, *, each: bool = False) -> float:
-    """Seconds of a step with nothing beside it. `each`: the device is waited for after each of them."""
+    """Return the seconds of a step while nothing else runs. `each`: wait for the device after each step."""
     training.step()
     device.wait()
     started = time.perf_counter()
@@ -254,7 +253,7 @@ def step_s(device: Device, training: Training, count: int = 4, *, each: bool = F
 
 
 def raw_rate(device: Device, plan: Plan) -> float:
-    """Bytes a second from the device into one large page-locked buffer; on the CPU, of a plain copy."""
+    """Return the bytes per second from the device into one large page-locked buffer; on the CPU, of a plain copy."""
     source = torch.ones(plan.raw_bytes, dtype=torch.uint8, device=device.kind)
     target = torch.zeros(plan.raw_bytes, dtype=torch.uint8, pin_memory=device.is_gpu)
     took = []
@@ -272,7 +271,7 @@ def raw_rate(device: Device, plan: Plan) -> float:
 
 
 class Marks:
-    """Events around all that a Checkpointer puts on its copying streams."""
+    """Records events around all copies on a Checkpointer's copy streams."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -280,7 +279,7 @@ class Marks:
         self.origin.record()
 
     def at(self, event: torch.cuda.Event) -> float:
-        """When it came, in seconds since these began."""
+        """Return the time of an event, in seconds since the first one."""
         return float(self.origin.elapsed_time(event)) / 1e3
 
     def spans(self) -> list[Span]:
@@ -309,11 +308,11 @@ def marking() -> Iterator[Marks]:
         SlotFiller.copy = copy  # type: ignore[method-assign]
 
 
-# -- is the copy hidden? --
+# -- does the copy overlap? --
 
 
 def merged(spans: list[Span]) -> list[Span]:
-    """The same time in spans that neither touch nor overlap, ascending."""
+    """Merge spans that touch or overlap, in ascending order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -328,7 +327,7 @@ def length(spans: list[Span]) -> float:
 
 
 def shared(these: list[Span], those: list[Span]) -> float:
-    """How long both went on; each of them merged."""
+    """Return the time during which both ran; both must be merged."""
     total, first = 0.0, 0
     for begin, end in these:
         while first < len(those) and those[first][1] <= begin:
@@ -342,14 +341,14 @@ def shared(these: list[Span], those: list[Span]) -> float:
 
 @dataclass
 class Seen:
-    """What the device did, in seconds: copies to the host, and kernels of the training. `kinds`: copies by name."""
+    """Activity of the device, in seconds: copies to the host, and kernels of the training. `kinds`: copies by name."""
 
     copies: list[Span]
     kernels: list[Span]
     kinds: dict[str, int]
 
     def hidden(self) -> dict[str, Any]:
-        """The share of the copying during which kernels ran."""
+        """Return the share of the copying time during which kernels ran."""
         copies, kernels = merged(self.copies), merged(self.kernels)
         whole = length(copies)
         share = shared(copies, kernels) / whole if whole else 0.0
@@ -357,7 +356,7 @@ class Seen:
 
 
 def recorded(trace: dict[str, Any]) -> Seen:
-    """From a trace of the profiler, whose unit is a microsecond. Empty if it could not look at the device."""
+    """Read activity from a profiler trace, whose unit is a microsecond. Empty if it could not record the device."""
     seen = Seen([], [], {})
     for event in trace["traceEvents"]:
         kind, name = event.get("cat"), event.get("name", "")
@@ -373,7 +372,7 @@ def recorded(trace: dict[str, Any]) -> Seen:
 
 
 def profiled(work: Callable[[], None], keep: Path | None = None) -> Seen:
-    """`keep`: where the whole trace is written, for a viewer."""
+    """Profile the training. `keep`: file for the whole trace, for a viewer."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
@@ -385,7 +384,7 @@ def profiled(work: Callable[[], None], keep: Path | None = None) -> Seen:
 
 
 def by_events(work: Callable[[], None], training: Autocast) -> Seen:
-    """Without a profiler: a step's forward and backward count as one kernel."""
+    """Measure without a profiler: a step's forward and backward pass count as one kernel."""
     ticks: list[torch.cuda.Event] = []
 
     def tick() -> None:
@@ -413,7 +412,7 @@ def by_events(work: Callable[[], None], training: Autocast) -> Seen:
 
 
 class Watch:
-    """Waits in a thread for a checkpoint to be durable."""
+    """Waits in a thread until a checkpoint is durable."""
 
     def __init__(self, save: ckpt.Save, started: float) -> None:
         self.took, self.ended = 0.0, threading.Event()
@@ -430,18 +429,18 @@ class Watch:
         self.ended.set()
 
 
-# -- what is found --
+# -- results --
 
 
 class Report:
-    """Lines of JSON for a file, and a table for a person."""
+    """Results as JSON lines for a file, and as a table for people."""
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._lines = path, list[str]()
 
     def say(self, kind: str, **what: Any) -> None:
         self._lines.append(json.dumps({"kind": kind, **what}))
-        if self._path is not None:  # after each finding: the next one may fail
+        if self._path is not None:  # after each result, since the next one may fail
             self._path.write_text("\n".join(self._lines) + "\n")
 
     def row(self, name: str, value: str, note: str = "") -> None:
@@ -462,7 +461,7 @@ def goal(name: str, value: float) -> str:
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """The median, what one in a hundred is longer than, and the longest."""
+    """Format the median, the 99th percentile and the maximum."""
     ordered = sorted(seconds)
     place = -(-99 * len(ordered) // 100) - 1
     return {"median_s": statistics.median(ordered), "p99_s": ordered[place], "most_s": ordered[-1]}
@@ -470,7 +469,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 @dataclass
 class Block:
-    """Seconds: of a step, of each call of step(), and of each with the wait before the next update."""
+    """Seconds of a step, of each call of step(), and of each call including the wait before the next update."""
 
     step_s: float
     blocked: list[float]
@@ -479,7 +478,7 @@ class Block:
 
 @dataclass
 class Bench:
-    """One training, and all that is measured of it. `last`: the number of the last step that was saved."""
+    """One training and all its measurements. `last`: the number of the last saved step."""
 
     device: Device
     plan: Plan
@@ -496,12 +495,12 @@ class Bench:
         return self.last
 
     def save(self, cp: ckpt.Checkpointer) -> ckpt.Save:
-        """Without a step of training before it."""
-        self.training.optim.zero_grad()  # else it looks like the middle of gradient accumulation
+        """Save without a training step before it."""
+        self.training.optim.zero_grad()  # else it looks like a step of gradient accumulation
         return cp.save(self.next())
 
     def in_memory(self, trace: Path | None) -> bool:
-        """Copies, steps, the overlap, and restores from memory; whether these are equal."""
+        """Measure copies, steps, the overlap, and restores from memory; return True if these are equal."""
         opened, cp = timed(lambda: ckpt.Checkpointer(self.state, options=ckpt.Options(name=f"bench-gpu-{os.getpid()}")))
         with cp:
             cp.restore(default=0)
@@ -515,15 +514,15 @@ class Bench:
             if self.device.is_gpu:
                 self.overlap(cp, trace)
             else:
-                self.report.say("overlap", left_out="there is no device to look at")
-                self.report.row("overlap", "left out: no device")
+                self.report.say("overlap", left_out="no device to profile")
+                self.report.row("overlap", "skipped: no device")
             self.save(cp).wait_staged(LONGEST_S)
             expected = self.training.digest()
             equal = [self.restored(cp, expected, "memory", "memory") for _ in range(3)]
         return all(equal)
 
     def in_folder(self, url: str) -> bool:
-        """Durable saves, and restores from the folder alone; whether these are equal."""
+        """Measure durable saves, and restores from the folder alone; return True if these are equal."""
         with ckpt.Checkpointer(self.state, ckpt.Tier(url, every=DUE, keep=2)) as cp:
             cp.restore(default=0)
             self.save(cp).wait_durable(LONGEST_S)
@@ -540,7 +539,7 @@ class Bench:
         return all(equal)
 
     def copies(self, cp: ckpt.Checkpointer) -> None:
-        """Of a whole snapshot, from the beginning of its first copy to the end of its last; nothing else runs."""
+        """Measure the copy of a whole snapshot, from the start of its first copy to the end of its last, alone."""
         by_device, by_clock = [], []
         for _ in range(self.plan.repeats):
             self.training.step()
@@ -558,7 +557,7 @@ class Bench:
         self.report.row("copies: call to staged, nothing else runs", ms(staged))
 
     def block(self, steps: int, cp: ckpt.Checkpointer | None, *, read: bool) -> Block:
-        """So many steps, with saves or without. What was in flight before has ended, and so has ours afterwards."""
+        """Run this many steps, with or without saves. Wait for saves in progress before and after."""
         blocked: list[float] = []
         save: ckpt.Save | None = None
         before = len(cp.stats.stalls) if cp is not None else 0
@@ -579,7 +578,7 @@ class Bench:
         return Block(took / steps, blocked, list(cp.stats.stalls)[before:] if cp is not None else [])
 
     def steps(self, cp: ckpt.Checkpointer, name: str, *, read: bool) -> None:
-        """Blocks without and with saves, in turn."""
+        """Alternate blocks without and with saves."""
         self.block(self.plan.warm_up, cp, read=read)
         skipped = cp.stats.skipped
         without, saving = list[Block](), list[Block]()
@@ -599,19 +598,19 @@ class Bench:
         row = self.report.row
         row(f"steps, {name}: alone; saving", f"{ms(alone)}; {ms(beside)}", f"{saves} saves, {skipped} skipped")
         row(f"steps, {name}: ratio", f"{ratio:.4f}", goal("ratio", ratio))
-        row(f"steps, {name}: ratio, least and most", f"{min(ratios):.4f}; {max(ratios):.4f}")
+        row(f"steps, {name}: ratio, minimum and maximum", f"{min(ratios):.4f}; {max(ratios):.4f}")
         for key, title in (("median_s", "median"), ("p99_s", "99 %")):
             row(f"steps, {name}: step() blocks, {title}", ms(blocks[key]), goal(key, blocks[key]))
         row(f"steps, {name}: with waits, median; 99 %", f"{ms(waits['median_s'])}; {ms(waits['p99_s'])}")
 
     def overlap(self, cp: ckpt.Checkpointer, trace: Path | None) -> None:
-        """The share of copying that is hidden under kernels, of steps that are saved and of a save by itself."""
+        """Measure the share of copying time overlapped by kernels, for saved steps and for a save alone."""
 
         def train() -> None:
             for _ in range(self.plan.traced):
                 self.training.step()
                 cp.step(self.next())
-            self.training.step()  # under which the last copy goes
+            self.training.step()  # during which the last copy runs
             cp.wait(LONGEST_S)
 
         def alone() -> None:
@@ -627,7 +626,7 @@ class Bench:
             self.report.row(f"overlap ({what})", f"{found['share']:.1%}", f"by {how}, {', '.join(found['kinds'])}")
 
     def cycle(self, cp: ckpt.Checkpointer) -> dict[str, float]:
-        """Quiet steps, one that goes to the folder as well, and steps until two after that is complete."""
+        """Run quiet steps, one step that is also saved to the folder, and steps until two after that save ended."""
         usual = step_s(self.device, self.training, self.plan.quiet, each=True)
         self.last = (self.last // DUE + 1) * DUE
         started = time.perf_counter()
@@ -648,7 +647,7 @@ class Bench:
         return {"blocks_s": blocked, "lost_s": lost, "durable_s": watch.took, "quiet_step_s": usual, "steps": steps}
 
     def restored(self, cp: ckpt.Checkpointer, expected: str, source: str, tier: str) -> bool:
-        """Overwrite the state, restore it, and look at every bit."""
+        """Overwrite the state, restore it, and compare every bit."""
         self.training.spoil()
         spoilt = self.training.digest() != expected
 
@@ -667,7 +666,7 @@ class Bench:
 
 
 def run(device: Device, plan: Plan, report: Report, folder: Path, state_gib: float | None, trace: Path | None) -> bool:
-    """Everything in turn; whether all that was restored is equal."""
+    """Run all measurements; return True if everything restored is equal."""
     facts = device.facts()
     report.say("machine", **facts)
     report.row(f"{facts['device']}, driver {facts.get('driver', 'none')}", f"torch {facts['torch']}")
@@ -685,27 +684,25 @@ def run(device: Device, plan: Plan, report: Report, folder: Path, state_gib: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--quick", action="store_true", help="few steps, to try the program; the CPU's only choice")
+    parser.add_argument("--quick", action="store_true", help="few steps, to test the script; required on the CPU")
     parser.add_argument("--pairs", type=int, help="blocks of steps without saves, and as many with (default: 8)")
     parser.add_argument("--block", type=int, help="steps of a block (default: 25)")
     parser.add_argument("--state-gib", type=float, help="of weights and moments; by default what memory allows")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--json", type=Path, help="write all findings there, one a line")
+    parser.add_argument("--json", type=Path, help="write all results there, one per line")
     parser.add_argument("--trace", type=Path, help="write the profiler's trace there, for a viewer")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(
-            "This measures a CUDA device, and torch finds none here. `--device cpu --quick` tries all the rest of it"
-        )
+        sys.exit("This measures a CUDA device, and torch finds none here. `--device cpu --quick` tests the rest")
     if arguments.device == "cpu" and not arguments.quick:
-        sys.exit("On the CPU only --quick makes sense: figures of CPU training are made by `make bench`")
+        sys.exit("The CPU supports only --quick: `make bench` measures CPU training")
     device, plan = Device(arguments.device), QUICK if arguments.quick else FULL
     plan = replace(plan, pairs=arguments.pairs or plan.pairs, block=arguments.block or plan.block)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         state_gib = arguments.state_gib or (QUICK_GIB if arguments.quick else None)
         equal = run(device, plan, Report(arguments.json), Path(folder), state_gib, arguments.trace)
     if not equal:
-        sys.exit("What was restored is not what was saved")
+        sys.exit("The restored state differs from the saved one")
 
 
 if __name__ == "__main__":

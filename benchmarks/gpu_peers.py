@@ -1,17 +1,18 @@
-"""What one save costs a training on a GPU, with each library: the same model, card and disk, one process each.
+"""Cost of one save for a training on a GPU, with each library: the same model, GPU and disk, one process each.
 
     make bench-gpu-peers       or: python benchmarks/gpu_peers.py [--json FILE] [--only NAME ...] [--state-gib N]
-    python benchmarks/gpu_peers.py --device cpu --only everystep torch.save     tries the program without a card
+    python benchmarks/gpu_peers.py --device cpu --only everystep torch.save     tests the script without a GPU
 
-The model is that of `gpu.py`: a GPT in bfloat16 by autocast with fused AdamW. In each of several cycles some steps pass
-without a save, then one is saved, and the training goes on until two steps after the checkpoint is complete.
+The model is that of `gpu.py`: a GPT in bfloat16 by autocast with fused AdamW. Each of several cycles has some steps
+without a save and then one with a save; training continues until two steps after the checkpoint is complete.
 
-- `call`: how long the call blocks. `lost`: what the save, and all steps until then, took beyond as many steps without.
-- `complete`: from the call until the checkpoint is complete, as the library says it. `peers/` says what that means.
-- `restore`: in the process that saved, from the newest checkpoint, or from memory where the library keeps one.
-- `equal`: whether each bit of all tensors is what it was. They are overwritten before each restore.
+- `call`: how long the call blocks. `lost`: the extra time of the save and all steps until then, compared with as many
+  steps without a save.
+- `complete`: from the call until the library reports a complete checkpoint. `peers/` defines what that means.
+- `restore`: in the saving process, from the newest checkpoint, or from memory if the library supports it.
+- `equal`: True if every bit of all tensors is restored. They are overwritten before each restore.
 
-A library that is not installed, or fails, is a line that says so. Exit status 1 if a restored tensor differs.
+A library that is missing or fails gets a line with the error. Exit status 1 if a restored tensor differs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LIMIT_S = 120
 
 
 def trained(device: Device, state_gib: float) -> Autocast:
-    """A training with that much state, and a batch with which a step is long enough to hide the copy of the state."""
+    """Return a training with this much state, and a batch that makes a step long enough to hide the copy."""
     if not device.is_gpu:
         return Autocast.of(SMALL, "cpu")
     training = Autocast.of(chosen(state_gib * 2**30), "cuda")
@@ -52,7 +53,7 @@ def trained(device: Device, state_gib: float) -> Autocast:
 
 
 def cycle(device: Device, training: Autocast, peer: Peer, step: int) -> dict[str, float]:
-    """One save, and the steps until two after its end. Seconds."""
+    """Measure one save, and the steps until two after its end, in seconds."""
     usual = step_s(device, training, QUIET, each=True)
     device.settle()
     ended, done = threading.Event(), [0.0]
@@ -92,12 +93,14 @@ def restored(device: Device, training: Autocast, restore: Any) -> dict[str, Any]
 
 
 def measured(name: str, kind: str, state_gib: float, folder: Path) -> dict[str, Any]:
-    """One library, in this process."""
+    """Measure one library, in this process."""
     device = Device(kind)
     training = trained(device, state_gib)
     peer = peer_class(name)(training, folder)
     try:
-        cycles = [cycle(device, training, peer, step) for step in range(1, CYCLES + 2)][1:]  # the first one sets up
+        cycles = [cycle(device, training, peer, step) for step in range(1, CYCLES + 2)][
+            1:
+        ]  # the first cycle is the setup
         training.optim.zero_grad()
         peer.save(CYCLES + 2)()
         found = {"disk": restored(device, training, peer.restore)}
@@ -110,7 +113,7 @@ def measured(name: str, kind: str, state_gib: float, folder: Path) -> dict[str, 
 
 
 def ask(name: str, words: list[str]) -> dict[str, Any]:
-    """One library, in a process of its own."""
+    """Measure one library in its own process."""
     command = [sys.executable, __file__, "--peer", name, *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
@@ -139,11 +142,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=MODULES, default=list(WANTED), help="these libraries")
     parser.add_argument("--state-gib", type=float, default=3.0, help="weights and moments (default: 3)")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--json", type=Path, help="append findings there, one library a line")
+    parser.add_argument("--json", type=Path, help="append results there, one library per line")
     parser.add_argument("--peer", choices=MODULES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("This measures a CUDA device, and torch finds none here. `--device cpu` tries the program")
+        sys.exit("This measures a CUDA device, and torch finds none here. `--device cpu` tests the script")
     if given.peer:
         with tempfile.TemporaryDirectory(dir=given.folder, ignore_cleanup_errors=True) as folder:
             print(json.dumps(measured(given.peer, given.device, given.state_gib, Path(folder))), flush=True)

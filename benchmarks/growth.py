@@ -1,11 +1,10 @@
-"""What a save costs as its work grows: in bytes, in tensors, in checkpoints that a run has, in ranks.
+"""The cost of a save as its work grows: in bytes, in tensors, in checkpoints of a run, in ranks.
 
     python benchmarks/scale.py --growth [--quick] [--json FILE]
 
-A curve for each, every point in a process of its own: `scale.py` runs them, and names each figure that grows faster
-than the work does between the last two points. Bytes and tensors are saved by a real Checkpointer into a folder;
-checkpoints and ranks go through the functions that a writer calls, into memory where there is /dev/shm, so that a disk
-does not hide what they cost.
+One curve for each, with every point in its own process: `scale.py` runs them, and names each figure that grows faster
+than the work between the last two points. Bytes and tensors are saved by a real Checkpointer to a folder. Checkpoints
+and ranks use the functions of the writer, in memory if there is /dev/shm, so that a disk does not hide their cost.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ Json = dict[str, Any]
 NONCE = "0badcafe"
 MIB = 1 << 20
 STEPS, SAVES = 12, 3
-RECENT = 500  # saves, over which trimming is taken together: it comes now and then
-FASTER = 1.25  # times the growth of the work, between the last two points, is more than noise
+RECENT = 500  # saves over which trimming is summed: it happens only sometimes
+FASTER = 1.25  # growth above this multiple of the work's growth, between the last two points, is more than noise
 
 
 @contextmanager
 def scratch(*, quick: bool) -> Iterator[Path]:
-    """A folder; `quick`: in memory, if there is one."""
+    """Create a temporary folder; `quick`: in memory, if possible."""
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=shm if quick and os.access(shm, os.W_OK) else None))
     try:
@@ -58,7 +57,7 @@ def scratch(*, quick: bool) -> Iterator[Path]:
 
 
 def trained(mib: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Parameters, their moments and step counts: so many in all, so large in all."""
+    """Return parameters, moments and step counts with this total number and size."""
     size = max(1, int(mib * MIB / 4 / (3 * tensors / 4)))
     blocks = [nn.ParameterDict({f"weight{k}": torch.randn(size) for k in range(10)}) for _ in range(-(-tensors // 40))]
     model = nn.ModuleList(blocks)
@@ -73,14 +72,14 @@ def trained(mib: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]
 
 
 def metadata(root: Path, checkpoint: str) -> int:
-    """Bytes on disk of one checkpoint that are no tensors."""
+    """Return the bytes on disk of a checkpoint without its tensors."""
     part = Part.from_bytes(files_of_run.files(root, files_of_run.MANIFEST, of=checkpoint)[0].read_bytes(), "a part")
     small = files_of_run.size(root, files_of_run.MANIFEST, files_of_run.INDEX, of=checkpoint)
     return small + sum(file.header_size for file in part.files)
 
 
 def save(mib: float, tensors: int) -> Json:
-    """A real trainer and its writer."""
+    """Measure a real trainer and its writer."""
     model, optim = trained(mib, tensors)
     blocked, cpu, staged, committed = [], [], [], []
     with scratch(quick=False) as root:
@@ -103,7 +102,7 @@ def save(mib: float, tensors: int) -> Json:
                 saved.wait_durable(300)
                 committed.append(time.perf_counter() - began)
         size = metadata(root, saved.id)
-    quiet = blocked[STEPS // 3 :]  # each slot was filled once by now
+    quiet = blocked[STEPS // 3 :]  # each slot has been filled once by now
     return {
         "step_s": statistics.median(quiet), "step_cpu_s": statistics.median(cpu[STEPS // 3 :]),
         "step_worst_s": max(quiet), "staged_s": statistics.median(staged[STEPS // 3 :]),
@@ -131,8 +130,8 @@ async def begun(root: Path) -> tuple[Store, RunLog, Any]:
 
 
 def checkpoints(marks: list[int]) -> dict[str, Json]:
-    """One run, all of whose checkpoints are kept, and its log trimmed as a writer does; looked at when it has so
-    many. `save_s`: without the trimming, which is done beside saves."""
+    """Measure one run that keeps all checkpoints, with its log trimmed as by a writer, at each of these counts.
+    `save_s`: without the trimming, which runs next to saves."""
 
     async def work(root: Path) -> dict[str, Json]:
         store, log, mine = await begun(root)
@@ -158,7 +157,7 @@ def checkpoints(marks: list[int]) -> dict[str, Json]:
 
 
 async def looked_at(root: Path) -> Json:
-    """Opening the run, as a restart does."""
+    """Open the run, as a restart does."""
     began = time.perf_counter()
     log = await read.open_run(root.as_uri())
     opened_s = time.perf_counter() - began
@@ -172,7 +171,7 @@ async def looked_at(root: Path) -> Json:
 
 
 def ranks(world: int, tensors: int) -> Json:
-    """Each rank's own tensors: what one plans, what the committer does with all of them, what a restart reads."""
+    """Measure each rank's own tensors: the plan per rank, the commit of all, and the reads of a restart."""
 
     async def work(root: Path) -> Json:
         store, log, mine = await begun(root)
@@ -207,7 +206,7 @@ TASKS: dict[str, Callable[[Json], Json]] = {
 }
 SIZES, TENSORS = [16, 64, 256, 1024], [100, 1_000, 10_000, 50_000]
 MARKS, WORLDS = [1, 10, 100, 1_000, 10_000], [1, 2, 4, 8]
-# Of which figures a run has to pay more with more of it; all others should stay what they are.
+# The figures that may grow with the work; all others should stay constant.
 WORK = {
     "MiB, in 64 tensors": {"staged_s", "committed_s"},
     "tensors, 256 MiB in all": {"step_s", "step_cpu_s", "metadata_bytes"},
@@ -217,7 +216,7 @@ WORK = {
 
 
 def measure(task: Callable[..., Json], say: Callable[[str], None], *, quick: bool) -> Json:
-    """All curves: of each its points, by how much there is of it."""
+    """Return all curves, with their points by amount."""
     sizes, tensors, marks = (SIZES[:2], TENSORS[:2], MARKS[:3]) if quick else (SIZES, TENSORS, MARKS)
     by_size, by_tensors, by_marks, by_ranks = WORK
     found: Json = {by_size: {str(n): task("save", mib=n, tensors=64) for n in sizes}}
@@ -234,7 +233,7 @@ def measure(task: Callable[..., Json], say: Callable[[str], None], *, quick: boo
 
 
 def too_steep(found: Json) -> list[str]:
-    """Each figure that grows faster than its work, between the last two points of its curve."""
+    """Return each figure that grows faster than its work, between the last two points of its curve."""
     named = []
     for curve, points in found.items():
         (less, before), (more, after) = list(pairwise((int(n), one) for n, one in points.items()))[-1]

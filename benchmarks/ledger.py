@@ -1,15 +1,15 @@
-"""What the ledger costs a step, and how far what it says is from a stopwatch.
+"""The cost of the ledger per step, and its deviation from a stopwatch.
 
     python benchmarks/ledger.py [--json FILE]
 
-The training loop pays for one entry in shared memory, the writer for taking it out, and for putting the ledger into
-the run every ten seconds. Both are timed by themselves, since beside a training they cannot be seen: `beat` many times
-over, and a bookkeeper that is fed with as many steps.
+The training loop pays for one entry in shared memory, the writer for reading it, and for writing the ledger to the run
+every ten seconds. Both are measured alone, since they are invisible during training: `beat` many times, and a
+bookkeeper with as many steps.
 
-The stopwatch is this process. It starts a job again and again, whose steps are all of one length, and which is killed,
-hangs, raises, is told to leave, and dies together with its writer; the job tells of each step by one line. What is
-lost is all the time from the first step to the last that is not a step which counts; that is compared with what
-`ckpt report` says, its "other" (first steps, and the last one to the end) included.
+The stopwatch is this process. It restarts a job with steps of equal length, which is killed, hangs, raises, gets
+SIGTERM, and dies together with its writer. The job reports each step in one line. Lost time is all time from the first
+step to the last that does not belong to a step that counts. It is compared with the result of `ckpt report`,
+including its "other" (first steps, and the last one to the end).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckpt.tiers import Tier
 from figures import goal, machine
 
 STEPS = 200_000
-BATCH = 100  # steps between two looks: half a second of steps of 5 ms
+BATCH = 100  # steps between two reads: half a second of steps of 5 ms
 GOAL_S = 20e-6
 STEP_S, STEPS_OF_A_JOB = 0.05, 70
 FAULTS = ("SIGKILL", "raise", "hang", "SIGTERM", "both", "")
@@ -47,7 +47,7 @@ WITHIN = 0.02
 
 
 def loop_s() -> float:
-    """Of the training loop, for a step."""
+    """Return the seconds per step in the training loop."""
     heartbeat = Heartbeat.create()
     started = time.perf_counter()
     for step in range(STEPS):
@@ -56,7 +56,7 @@ def loop_s() -> float:
 
 
 async def writer_s(folder: str) -> tuple[float, float, int]:
-    """CPU time of the writer for a step, and for a put of a full ledger; bytes of that."""
+    """Return the writer's CPU time per step and per put of a full ledger, and the bytes of the latter."""
     place = await open_place(Tier(folder).spec())
     books = Bookkeeper(lambda: [place], lambda message: None)
     heartbeat, now = Heartbeat.create(), time.monotonic()
@@ -83,7 +83,7 @@ async def writer_s(folder: str) -> tuple[float, float, int]:
 
 
 def job(run: str, fault: str, steps: int) -> None:
-    """One incarnation: `steps` steps, and then the fault."""
+    """Run one job attempt: `steps` steps, and then the fault."""
     import torch
 
     import ckpt
@@ -112,13 +112,13 @@ def job(run: str, fault: str, steps: int) -> None:
             raise RuntimeError("as planned")
         if fault == "both":
             writers = [cp.writer_pid]
-            time.sleep(0.6)  # so that the writer has seen the last step
+            time.sleep(0.6)  # so that the writer has read the last step
             for pid in writers:
                 os.kill(pid, signal.SIGKILL)
         if fault in ("both", "SIGKILL", "SIGTERM"):
             os.kill(os.getpid(), signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
         if fault:
-            time.sleep(60.0)  # a hang, or SIGTERM is dealt with
+            time.sleep(60.0)  # a hang, or SIGTERM is being handled
 
 
 def tell(what: str, step: int) -> None:
@@ -126,7 +126,7 @@ def tell(what: str, step: int) -> None:
 
 
 def stopwatch(run: str) -> tuple[float, float]:
-    """Seconds that are lost: by the stopwatch, and by the ledger."""
+    """Return the seconds lost, by the stopwatch and by the ledger."""
     from ckpt.core.cadence.ledger import Account
     from ckpt.tools.observe.goodput.accounting import settled
 

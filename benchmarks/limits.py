@@ -1,9 +1,9 @@
-"""What this machine can do at best: the figures that all others are held against. Run by `figures.py`.
+"""The limits of this machine, with which all other figures are compared. Run by `figures.py`.
 
-    python benchmarks/limits.py [--folder DIR] [--mib 1536]       # prints one JSON line a limit
+    python benchmarks/limits.py [--folder DIR] [--mib 1536]       # prints one JSON line per limit
 
 GB are 10**9 bytes that arrive: a memcpy of 1 GB reads 1 GB and writes 1 GB, and counts once. CPU seconds are those of
-this process; what the kernel does elsewhere for buffered writes is not in them. Each figure is the median of three.
+this process, without the kernel's other work for buffered writes. Each figure is the median of three.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import xxhash
 MIB = 1 << 20
 FULL_MIB = 1536  # as large as the state of `workload.py`
 HASHED_MIB = 1024
-WRITE = 8 * MIB  # bytes a call, as large as what we write at once
+WRITE = 8 * MIB  # bytes per call, like the writes of everystep
 POPULATE = 256 * MIB
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE; Python has no name for it
 PAGE = mmap.PAGESIZE
@@ -39,7 +39,7 @@ Task = Callable[[], object]
 
 @dataclass(frozen=True)
 class Limit:
-    """One figure. `error` says why there is none, and then the others are 0."""
+    """One figure. `error`: the reason if there is none; then the others are 0."""
 
     name: str
     gb_s: float = 0.0
@@ -49,7 +49,7 @@ class Limit:
 
 
 def measured(name: str, nbytes: int, task: Task, before: Task | None = None) -> Limit:
-    """Do it three times. `before` is not timed, and comes before each."""
+    """Run the task three times. `before` runs before each, and is not timed."""
     rates, cpu = [], []
     try:
         for _ in range(ROUNDS):
@@ -59,19 +59,19 @@ def measured(name: str, nbytes: int, task: Task, before: Task | None = None) -> 
             task()
             rates.append(nbytes / 1e9 / (time.perf_counter() - started))
             cpu.append((time.process_time() - cpu_started) / (nbytes / 1e9))
-    except OSError as error:  # no O_DIRECT on this file system, or a kernel older than the call
+    except OSError as error:  # no O_DIRECT on this file system, or a kernel that is too old
         return Limit(name, error=str(error))
     return Limit(name, statistics.median(rates), statistics.median(cpu), tuple(rates))
 
 
 def best(name: str, limits: list[Limit]) -> Limit:
-    """The quickest of several ways to do the same."""
+    """Return the fastest of several ways to do the same."""
     found = max(limits, key=lambda one: one.gb_s)
     return Limit(name, found.gb_s, found.cpu_s_per_gb, found.all_gb_s, found.error)
 
 
 def at_once(tasks: list[Task]) -> None:
-    """Each in a thread of its own, the last in this one. What one of them raises is raised here."""
+    """Run each task in its own thread, the last one in this thread. Errors of tasks are raised here."""
     errors: list[BaseException] = []
 
     def run(task: Task) -> None:
@@ -91,7 +91,7 @@ def at_once(tasks: list[Task]) -> None:
 
 
 def shares(nbytes: int, threads: int) -> list[tuple[int, int]]:
-    """From where to where each thread works, on page boundaries."""
+    """Return the range of each thread, on page boundaries."""
     step = -(-nbytes // threads // PAGE) * PAGE
     return [(start, min(nbytes, start + step)) for start in range(0, nbytes, step)]
 
@@ -100,7 +100,7 @@ def shares(nbytes: int, threads: int) -> list[tuple[int, int]]:
 
 
 def touched(nbytes: int) -> mmap.mmap:
-    """Anonymous memory, page-aligned, every page there, no two pages alike."""
+    """Return page-aligned anonymous memory with all pages allocated, no two equal."""
     memory = mmap.mmap(-1, nbytes)
     noise = os.urandom(MIB)
     for start in range(0, nbytes, MIB):
@@ -110,10 +110,10 @@ def touched(nbytes: int) -> mmap.mmap:
 
 
 def copy(target: mmap.mmap, source: mmap.mmap, threads: int) -> None:
-    """The C library's, which was up to a sixth quicker than `torch.Tensor.copy_`; an equal part by each thread."""
+    """Copy with the C library, up to a sixth faster than `torch.Tensor.copy_`; each thread copies an equal part."""
     into, of = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (target, source))
     parts = shares(len(source), threads)
-    at_once([partial(ctypes.memmove, into + a, of + a, b - a) for a, b in parts])  # without the interpreter's lock
+    at_once([partial(ctypes.memmove, into + a, of + a, b - a) for a, b in parts])  # without the GIL
 
 
 def memory_limits(nbytes: int) -> Iterator[Limit]:
@@ -122,7 +122,7 @@ def memory_limits(nbytes: int) -> Iterator[Limit]:
 
 
 def copy_limits(nbytes: int) -> Iterator[Limit]:
-    """Two buffers at a time."""
+    """Use two buffers at a time."""
     source, targets = touched(nbytes), [touched(nbytes)]
     for threads in (1, 2):
         yield measured(f"memcpy, {count(threads)}", nbytes, partial(copy, targets[0], source, threads))
@@ -135,7 +135,7 @@ def copy_limits(nbytes: int) -> Iterator[Limit]:
 
 
 def populate(nbytes: int) -> None:
-    """Shared memory with every page there, as an arena is made (see ckpt/core/ipc/arena.py)."""
+    """Allocate shared memory with all pages, as an arena does (see ckpt/core/ipc/arena.py)."""
     fd = os.memfd_create("limits", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -152,7 +152,7 @@ def populate(nbytes: int) -> None:
 
 
 def write(path: Path, memory: mmap.mmap, threads: int, flags: int) -> None:
-    """A new file, reserved, written in pieces and on the disk. Threads take the pieces in turn."""
+    """Write a new, reserved file in pieces, and fsync it. Threads take the pieces in turn."""
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | flags, 0o600)
     try:
         os.posix_fallocate(fd, 0, len(memory))
@@ -163,7 +163,7 @@ def write(path: Path, memory: mmap.mmap, threads: int, flags: int) -> None:
 
 
 def read(path: Path, memory: mmap.mmap, threads: int, flags: int) -> None:
-    """All of a file into memory that is there."""
+    """Read a whole file into existing memory."""
     fd = os.open(path, os.O_RDONLY | flags)
     try:
         in_pieces(memory, threads, lambda piece, at: os.preadv(fd, [piece], at))
@@ -186,7 +186,7 @@ def in_pieces(memory: mmap.mmap, threads: int, move: Callable[[memoryview, int],
 
 
 def forget(path: Path) -> None:
-    """Out of the page cache. It has to be on the disk for that."""
+    """Drop a file from the page cache. It must be on disk for that."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -195,7 +195,7 @@ def forget(path: Path) -> None:
 
 def disk_limits(nbytes: int, folder: Path) -> Iterator[Limit]:
     memory, path = touched(nbytes), folder / "limits"
-    anew = partial(path.unlink, missing_ok=True)  # what is overwritten is quicker than what is new
+    anew = partial(path.unlink, missing_ok=True)  # overwriting would be faster than writing a new file
     try:
         written = []
         for threads in (1, 2):
@@ -222,7 +222,7 @@ def disk_limits(nbytes: int, folder: Path) -> Iterator[Limit]:
 
 
 def digest(memory: mmap.mmap, threads: int) -> None:
-    """XXH3-128, as of every chunk (see ckpt/core/format/digest.py)."""
+    """Compute XXH3-128, as for every chunk (see ckpt/core/format/digest.py)."""
     with memoryview(memory) as view:
         parts = shares(len(memory), threads)
         at_once([partial(digest_part, view, a, b) for a, b in parts])
@@ -240,7 +240,7 @@ def digest_limits(nbytes: int) -> Iterator[Limit]:
 
 
 def limits(folder: Path, mib: int = FULL_MIB) -> Iterator[Limit]:
-    """All of them, one after the other. At most two buffers and a file of `mib` are there at a time."""
+    """Measure all limits one after the other. At most two buffers and a file of `mib` exist at a time."""
     nbytes = mib * MIB
     yield from memory_limits(nbytes)
     yield from digest_limits(min(mib, HASHED_MIB) * MIB)
@@ -253,7 +253,7 @@ def count(threads: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: a temporary folder")
     parser.add_argument("--mib", type=int, default=FULL_MIB, help="size of a buffer and of the file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

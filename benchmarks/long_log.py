@@ -1,7 +1,7 @@
-"""Logs of very many records, made by the library's own functions: how many files they have, and how soon they are open.
+"""Logs of very many records, written by the library's own functions: number of files and time to open.
 
-A job that saves every step appends two records for each: COMMIT, and the PLAN that retires an old one. `make`
-folds and seals them as a `RunLog` does, without the fsync of each, and keeps what a `Trimmer` keeps.
+A job that saves every step appends two records each time: COMMIT, and the PLAN that retires an old one. `make` folds
+and seals them like a `RunLog`, without fsync, and retains the files that a `Trimmer` does.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckpt.store import open_store
 from ckpt_backends.memory import MemoryStore
 
 KEEP, NONCE, OPENED = 3, "0badcafe", 7
-WHOLE = 100_000  # records that are read from the first to the last
+WHOLE = 100_000  # records that are read from first to last
 
 
 def spoken() -> Iterator[Record]:
-    """What such a job has to say, for ever."""
+    """Yield the records of such a job without end."""
     yield Record("ACQUIRE", {"term": 1, "nonce": NONCE, "restored": None}, f"acquire:{NONCE}")
     step = 0
     while True:
@@ -44,12 +44,12 @@ def spoken() -> Iterator[Record]:
 
 
 class Made:
-    """The folder of a log, trimmed as far as it is due."""
+    """The folder of a log, trimmed as far as possible."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.log, self.raws = RunLog(MemoryStore()), list[bytes]()
-        self.first = 0  # of `raws`
+        self.first = 0  # index of the first of `raws`
         (root / "log").mkdir(parents=True)
         raw = new_format()
         (root / "FORMAT.json").write_bytes(raw)
@@ -84,7 +84,7 @@ def make(root: Path, count: int) -> None:
 
 
 def files_of(root: Path) -> dict[str, int]:
-    """How many there are, and how many bytes they have and take."""
+    """Return the number of files, their bytes and their disk usage."""
     found = [os.stat(path) for path in (root / "log").rglob("*") if path.is_file()]
     return {
         "files": len(found),
@@ -94,7 +94,7 @@ def files_of(root: Path) -> dict[str, int]:
 
 
 def opened(root: Path, *, whole: bool = False) -> float:
-    """Seconds until the log of a folder is read, the store being opened."""
+    """Return seconds until the log of an open store is read."""
 
     async def work() -> float:
         started = time.perf_counter()
@@ -122,7 +122,7 @@ def synthetic(root: Path, count: int) -> dict[str, Any]:
 
 
 def appended(root: Path, count: int, *, trimmed: bool) -> dict[str, Any]:
-    """A log that is really appended to, record by record, durably: with trimming, and as it would be without."""
+    """Measure a log with durable appends, record by record, with and without trimming."""
 
     async def work() -> tuple[float, float]:
         store = open_store(root, writable=True)

@@ -1,7 +1,7 @@
-"""What the commands read of a checkpoint of thousands of ranks, and the memory that each takes: a task of `scale.py`.
+"""Reads and memory of the commands on a checkpoint of thousands of ranks: a task of `scale.py`.
 
-Each is called as a person calls it, in a process of its own, and every request to the folder is counted but those for
-data files, which have no more bytes than their headers: what reads tensors is measured without them.
+Each command runs in a separate process. Requests to the folder are counted except those for data files, which contain
+only headers here: reads of tensors are not measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ONE = "model.layers.0.attention_norm.weight"
 
 @dataclass
 class Counted:
-    """Requests to folders, but those for data files, and their bytes."""
+    """Requests to folders except those for data files, and their bytes."""
 
     requests: int = 0
     nbytes: int = 0
@@ -61,7 +61,7 @@ def counting() -> Iterator[Counted]:
 
 
 def command(*words: str) -> Callable[[str], None]:
-    """Its output is thrown away, its exit code does not matter: without tensors nothing is sound."""
+    """Return a call of a command. Output and exit code are ignored, since checkpoints without tensors are invalid."""
 
     def call(url: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
@@ -71,26 +71,26 @@ def command(*words: str) -> Callable[[str], None]:
 
 
 def one_tensor(url: str) -> None:
-    """As `ckpt export --only NAME`, up to the tensor's bytes."""
+    """Export one tensor as `ckpt export --only NAME` does, without its bytes."""
     with tempfile.TemporaryDirectory() as folder:
         command("restore", "RUN", "--only", ONE, "--to", f"{folder}/one.safetensors")(url)
 
 
 def through_dcp(url: str) -> None:
-    """Measure what a rank reads before its plan, and for one tensor."""
+    """Measure the reads of a rank before its plan, and for one tensor."""
     found = asyncio.run(dcp_read.find([url], None))
     dcp_read.metadata_of(found.saved)
     found.saved.narrowed({found.key(ONE): [((0,), found.saved.tensors[found.key(ONE)].spec.shape)]})
 
 
 def loaded(url: str) -> None:
-    """`ckpt.load` and one tensor, of which there are no bytes."""
+    """Call `ckpt.load` for one tensor, whose bytes do not exist."""
     with contextlib.suppress(ckpt.errors.CorruptError):
         ckpt.load(url)[ONE]
 
 
 def repaired(url: str) -> None:
-    """All that `ckpt repair` reads but data files."""
+    """Read everything that `ckpt repair` reads except data files."""
 
     async def look() -> None:
         log = await read.open_run(url)

@@ -1,11 +1,11 @@
-"""What a save and a restore take under Megatron-core: by everystep, and by its own `dist_checkpointing`, in one run.
+"""Time of a save and a restore under Megatron-core: by everystep, and by its own `dist_checkpointing`, in one run.
 
     python benchmarks/megatron_saves.py                      # a GPT, two data parallel ranks on the CPU
     python benchmarks/megatron_saves.py --layers 4 --saves 3
 
-Time lost a save and a restore are as in deepspeed_saves.py. Megatron saves `torch_dist` as Megatron-LM has it do when
-it is to be quick: each rank writes an equal part (fully parallel), the plan is kept from save to save, the optimizer
-stays divided as it is (`dp_reshardable`). megatron-core is installed into an environment of its own on first use.
+Time lost per save and restore are defined as in deepspeed_saves.py. Megatron saves `torch_dist` with the fast settings
+of Megatron-LM: each rank writes an equal part (fully parallel), the plan is cached, and the optimizer stays divided
+(`dp_reshardable`). megatron-core is installed into a separate environment on first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer_saves import end, lost, options_of, run_ranks, show, timed
 
 
 def train(folder: str, options: argparse.Namespace) -> None:
-    """One rank."""
+    """Train one rank and measure its saves."""
     import torch
     import torch.distributed as dist
 
@@ -53,7 +53,7 @@ def train(folder: str, options: argparse.Namespace) -> None:
         return ckpt.megatron.attach(job.ddps, job.optimizer, tiers, state={"sched": job.schedule})
 
     class Theirs:
-        """Saves one after the other, of which the last one stays."""
+        """Successive saves, of which the last one stays."""
 
         def __init__(self, apart: bool) -> None:
             self.apart, self.count, self.queue = apart, 0, AsyncCallsQueue()
@@ -120,7 +120,7 @@ def train(folder: str, options: argparse.Namespace) -> None:
         job.optimizer.load_state_dict(said["optimizer"])
 
     found["restore_sync_s"] = timed(load)
-    for child in multiprocessing.active_children():  # of Megatron's saves, which would hold our pipes open
+    for child in multiprocessing.active_children():  # processes of Megatron's saves, which would keep our pipes open
         child.kill()
     end({"parameters": sum(p.numel() for p in job.gpts[0].parameters()), **found})
 

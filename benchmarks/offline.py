@@ -1,14 +1,14 @@
-"""Checkpoints in other forms, from a shell: how quick, and with how much memory. `make bench-offline`.
+"""Measure checkpoint conversions from a shell: speed and memory. `make bench-offline`.
 
     python benchmarks/offline.py [--rounds 3] [--size full] [--folder DIR] [--json FILE]
 
 One run of 1.5 GiB (the training of `workload.py`) is written as safetensors, torch.save, DCP, and runs for other
-numbers of ranks, each by its command in a process of its own, cold: the files are not in the page cache. Beside it, in
-the same rounds: what torch's own tools and a plain script take for the same, from a checkpoint of theirs of the same
-state; and what the disk gives (the files of the run copied with O_DIRECT: read, then written, at the same time).
+numbers of ranks, each by its command in a separate process, without cached pages. The same rounds measure torch's own
+tools and a plain script for the same state, and the disk: a copy of the run with O_DIRECT, with overlapping reads and
+writes.
 
-Rates are bytes written for each second of the whole command, start of the interpreter included; `of the disk` is that
-over the rate of the copy. Peak memory is VmHWM of the process.
+Rates are bytes written per second of the whole command, with the start of the interpreter; `of the disk` is the ratio
+to the rate of the copy. Peak memory is VmHWM of the process.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ COMMANDS = {
 
 @dataclass
 class Row:
-    """What one way took, round by round."""
+    """Results of one command in each round."""
 
     name: str
     nbytes: int = 0
@@ -106,7 +106,7 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Bytes a second, the median."""
+        """Return the median rate in bytes per second."""
         return self.nbytes / statistics.median(self.seconds)
 
 
@@ -119,7 +119,7 @@ def size_of(place: Path) -> int:
 
 
 def forget(place: Path) -> None:
-    """Out of the page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in files_of(place):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -135,7 +135,7 @@ def remove(place: Path) -> None:
 
 
 def copy_direct(source: Path, target: Path) -> None:
-    """One thread reads, another writes, both past the page cache."""
+    """Copy a file with one thread that reads and one that writes, both with O_DIRECT."""
     size = source.stat().st_size
     reading = os.open(source, os.O_RDONLY | os.O_DIRECT)
     writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
@@ -176,7 +176,7 @@ def timed(row: Row, source: Path, out: Path, work: Callable[[], int]) -> None:
 
 
 def process(code: str, *words: str) -> int:
-    """Peak memory of a process that runs this code."""
+    """Return the peak memory of a process that runs this code."""
     path = f"{REPO}:{REPO / 'backends'}:{REPO / 'benchmarks'}"
     environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-c", code, *words]
@@ -188,7 +188,7 @@ def process(code: str, *words: str) -> int:
 
 
 def rounds(folder: Path, count: int) -> tuple[Row, list[Row]]:
-    """The disk, and all ways, each once in every round."""
+    """Measure the disk and all commands once per round."""
     run, disk = folder / "run", Row("the disk")
     rows = {name: Row(name) for name in (*COMMANDS, *THEIRS)}
     file = max(files_of(run), key=lambda path: path.stat().st_size)
@@ -238,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", choices=("full", "small"), default="full")
-    parser.add_argument("--folder", type=Path, help="where to work; by default a temporary folder")
+    parser.add_argument("--folder", type=Path, help="working folder; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as name:

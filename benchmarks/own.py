@@ -1,16 +1,16 @@
-"""Figures of ours that have no peer. Run by `figures.py`; prints one JSON line a finding.
+"""Figures of everystep that have no peer. Run by `figures.py`; prints one JSON line per result.
 
     python benchmarks/own.py --folder DIR [--size full]
 
-- `start`: how long after the first optimizer step all memory is ready: a step is staged when the first slot is.
-- `first save`: what the first one takes from training, in step() and before the next update, and what others take;
-  in a tier, where the update waits for its copy, and in memory alone, where it may be left out.
-- `every step`: a training that saves every step to memory, against the same one that does not, in alternating blocks,
-  so that what else the machine does hits both. `step()` blocks: all of them, for a 99th percentile.
-- `alone`: staging and writing while nothing is trained: bytes a second from `staged()` to `committed()`.
-- `after death`: a new process restores from the memory that a killed one left, and goes on.
-- `tensors`: what a step costs a tensor, at 1,000 and at 10,000 small ones.
-- `fingerprint`: what looking at some elements of 1,000 parameters and their moments costs `step()`, after an update.
+- `start`: the time from the first optimizer step until all memory is ready: a step is staged when the first slot is.
+- `first save`: the training time of the first save, in step() and before the next update, and of later ones; in a tier,
+  where the update waits for its copy, and in memory alone, where it may be skipped.
+- `every step`: a training that saves every step to memory, compared with the same one without saves, in alternating
+  blocks, so that other load affects both. `step()` blocks: all of them, for a 99th percentile.
+- `alone`: staging and writing without training: bytes per second from `staged()` to `committed()`.
+- `after death`: a new process restores from the memory of a killed one, and continues.
+- `tensors`: the cost of a step per tensor, with 1,000 and 10,000 small ones.
+- `fingerprint`: the cost for `step()` of sampling elements of 1,000 parameters and their moments, after an update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import ckpt
 from usage import Clock, shared
 from workload import SIZES, Size, Training
 
-BLOCK = 8  # steps with, and as many without
+BLOCK = 8  # steps with saves, and as many without
 LEAST_SAVES = 208
 
 
@@ -52,7 +52,7 @@ def state_of(training: Training) -> dict[str, Any]:
 
 
 def start(size: Size, folder: Path) -> None:
-    """From the end of the first optimizer step until a step is staged and the arena is whole."""
+    """Measure from the end of the first optimizer step until a step is staged and the arena is complete."""
     training = Training.build(size)
     tiers = [ckpt.Tier(str(folder / "start"), every=10**6, keep=3)]
     with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
@@ -76,7 +76,7 @@ def start(size: Size, folder: Path) -> None:
 
 
 def first_save(mib: int, folder: Path, *, due: bool) -> None:
-    """Three openings, each with 0.1 s of work that is no update before each of its steps."""
+    """Open three times, with 0.1 s of other work before each step."""
     firsts: list[float] = []
     steps: list[float] = []
     others: list[float] = []
@@ -161,7 +161,7 @@ def every_step(size: Size, folder: Path) -> None:
 
 
 def alone(size: Size, folder: Path) -> None:
-    """No training beside it: what the copy and the writer reach by themselves."""
+    """Measure the copy and the writer without training."""
     training = Training.build(size)
     tiers = [ckpt.Tier(str(folder / "alone"), every=10**6, keep=2)]
     staged, written, whole = [], [], []
@@ -170,7 +170,7 @@ def alone(size: Size, folder: Path) -> None:
         checkpointer.save(1).wait_durable(120.0)
         for step in range(2, 8):
             training.step()
-            time.sleep(2.0)  # reading back, and clean-up
+            time.sleep(2.0)  # for reading back and cleanup
             began = time.perf_counter()
             save = checkpointer.save(step)
             save.wait_staged(60.0)
@@ -214,7 +214,7 @@ def _successor(size: str, folder: str, pipe: Connection) -> None:
 
 
 def after_death(size: str, folder: Path) -> None:
-    """SIGKILL, and a new process: opening, and restoring from the memory of the one that died."""
+    """Measure a new process after SIGKILL: opening, and restoring from the dead one's memory."""
     spawn = multiprocessing.get_context("spawn")
     for number in range(3):
         place = str(folder / f"death-{number}")
@@ -240,7 +240,7 @@ def after_death(size: str, folder: Path) -> None:
 
 
 def many_tensors(count: int, folder: Path) -> None:
-    """Parameters of 16 numbers each; two moments and a step count of each are tensors too."""
+    """Use parameters of 16 numbers each; two moments and a step count of each are tensors too."""
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(16)) for _ in range(count // 4)])
     optim = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -283,7 +283,7 @@ def many_tensors(count: int, folder: Path) -> None:
 
 
 def fingerprint(count: int, width: int) -> None:
-    """Of parameters of `width` numbers each under AdamW, which has just gone through all of them."""
+    """Use parameters of `width` numbers under AdamW, which has just updated all of them."""
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(width)) for _ in range(count)])
     optim = torch.optim.AdamW(model.parameters(), fused=True)

@@ -1,9 +1,9 @@
-"""A picture of the figures: what training loses, when a checkpoint is durable, how long a restore takes. One SVG.
+"""A picture of the figures as one SVG: time that training loses, time until durable, and duration of restores.
 
     python benchmarks/figures.py --report FILE.json --picture FILE.svg
 
-Drawn by hand, since a few bars are not worth a plotting library. There is no background, and the colours are as far
-from white as from a dark page.
+The code writes SVG itself, since a few bars do not justify a plotting library. It has no background, and its colours
+are readable on white and on dark pages.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ OURS = "everystep"
 PANELS = {"lost_s": "lost by training", "durable_s": "save to durable", "cold_s": "restore, cold"}
 TEXT, BARS, OURS_COLOUR = "#787b80", "#9a9da3", "#2476d6"
 
-NAMES, PANEL, VALUE, GAP = 190, 170, 62, 14  # widths: the names, the bars of a panel, the figure behind a bar, between
+NAMES, PANEL, VALUE, GAP = 190, 170, 62, 14  # widths: names, bars of a panel, the figure behind a bar, gaps
 ROW, BAR, TOP, BOTTOM = 24, 14, 40, 50  # heights
-LOG_FROM = 20.0  # most / least, from which on bars would be too short to see
+LOG_FROM = 20.0  # ratio of largest to smallest value from which bars would be too short to see
 FIVES = (1.0, 2.0, 5.0)
 
 
 def draw(found: Json) -> str:
-    """Of a summary of `figures.py`: libraries that came to an end, what costs training least first."""
+    """Draw a summary of `figures.py`: libraries that finished, with the least lost time first."""
     libraries = {name: one for name, one in found["libraries"].items() if "lost_s" in one["figures"]}
     names = sorted(libraries, key=lambda name: libraries[name]["figures"]["lost_s"])
     bottom = TOP + ROW * len(names)
@@ -60,9 +60,9 @@ def draw(found: Json) -> str:
 
 
 class Scale:
-    """From seconds to the length of a bar: in proportion, or by the logarithm where the least is too far from the most.
+    """Map seconds to the length of a bar: linear, or logarithmic if values differ too much.
 
-    What is not above 0 (time gained, by noise) has no bar.
+    Values of 0 or less (time gained, by noise) have no bar.
     """
 
     def __init__(self, values: list[float]) -> None:
@@ -79,7 +79,7 @@ class Scale:
         return PANEL * value / self.most
 
     def ticks(self) -> list[float]:
-        """Powers of ten, or at most five round numbers."""
+        """Return powers of ten, or at most five round numbers."""
         if self.log:
             first, last = round(math.log10(self.least)), math.floor(math.log10(self.most))
             return [10.0**power for power in range(first, last + 1)]
@@ -136,7 +136,7 @@ def seconds(value: float) -> str:
 
 
 def said(libraries: Json, names: list[str]) -> str:
-    """The same in words, for who cannot see it."""
+    """Return the figures in words, for screen readers."""
     rows = []
     for name in names:
         figures = libraries[name]["figures"]

@@ -1,17 +1,17 @@
-"""Saving and restoring among several ranks, beside torch DCP and torch_checkpointing in the same run.
+"""Saving and restoring with several ranks, compared with torch DCP and torch_checkpointing in the same run.
 
     make bench-ranks      or: python benchmarks/ranks.py [--quick] [--folder DIR] [--json FILE]
 
-Every rank is a process of this machine, over gloo on the CPU; the libraries take turns inside the same ranks. Measured:
+Every rank is a process on this machine, over gloo on the CPU; the libraries alternate inside the same ranks. Measured:
 
-  * what each rank stages and writes of a state that all ranks hold alike (DDP), against its share of it
-  * what a save takes from training: the call, and the wait before the next optimizer step
-  * the time to restore, with as many ranks as saved it or others, from when all are ready until the last rank is done,
-    and the CPU time of all ranks meanwhile, which other work on the machine disturbs less; how often a byte is read,
-    and how much comes from other ranks. What was restored is compared bit for bit
+  * the bytes that each rank stages and writes of a replicated state (DDP), against its share of the state
+  * the training time that a save takes: the call, and the wait before the next optimizer step
+  * the restore time on the same or another number of ranks, from when all are ready until the last rank is done, and
+    the CPU time of all ranks, which other work on the machine disturbs less; how often a byte is read, and how many
+    bytes come from other ranks. The restored state is compared bit for bit
 
-torch_checkpointing is measured where it is installed, and runs. Absolute times depend on the machine and on what else
-it does; the ratios, taken in one run, say more. Needs 6 GB of disk and of memory.
+torch_checkpointing is measured if it is installed and works. Absolute times depend on the machine and its load; the
+ratios, measured in one run, are more meaningful. Needs 6 GB of disk and of memory.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from ckpt.core.checkpoint import read
 
 @dataclass(frozen=True)
 class Workload:
-    """Residual pairs of linear layers in float32, and AdamW's two moments of every parameter."""
+    """Residual pairs of linear layers in float32, with AdamW's two moments for every parameter."""
 
     blocks: int
     width: int
     hidden: int
-    batch: int = 16  # rows a rank
+    batch: int = 16  # rows per rank
 
     @property
     def parameters(self) -> int:
@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def tensors(self) -> int:
-        """Without the step counts of AdamW, one number a parameter tensor."""
+        """Return the number of tensors, without AdamW's step counts (one number per parameter tensor)."""
         return self.blocks * 4 * 3
 
     @property
@@ -79,9 +79,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. `every`: steps between checkpoints on disk; all steps are kept in memory.
+    """The measurements. `every`: steps between checkpoints on disk; all steps are saved to memory.
 
-    `ours`, `others`: saves a turn. `resharded`: (mode, ranks that save, ranks that restore).
+    `ours`, `others`: saves per turn. `resharded`: (mode, ranks that save, ranks that restore).
     """
 
     trained: Workload
@@ -121,7 +121,7 @@ GOALS = {"share": 0.05, "stall_s": 0.003, "restore": 0.5}
 OURS, DCP, TC = "everystep", "torch DCP", "torch_checkpointing"
 LAUNCH_S = 240.0
 
-Told = list[dict[str, Any]]  # by ranks: `who` and `rank`, and what was measured
+Told = list[dict[str, Any]]  # by ranks: `who` and `rank`, and the measurements
 Figures = dict[str, Any]
 
 
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 def build(mode: str, workload: Workload) -> dict[str, Any]:
-    """The same numbers for any number of ranks: moments are made of the weights, in powers of two."""
+    """Build the same state for any number of ranks: moments are weights times powers of two."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(*[Block(workload.width, workload.hidden) for _ in range(workload.blocks)])
     if mode == "ddp":
@@ -161,14 +161,14 @@ def inner(state: dict[str, Any]) -> nn.Module:
 
 
 def locals_of(state: dict[str, Any]) -> list[Tensor]:
-    """What this rank holds of every tensor of the state."""
+    """Return this rank's part of every tensor of the state."""
     tensors = [*state["model"].parameters()]
     tensors += [t for p in state["model"].parameters() for t in state["optim"].state[p].values()]
     return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in tensors]
 
 
 def payload(state: dict[str, Any]) -> dict[str, Any]:
-    """As DCP wants it: by names, with the live tensors."""
+    """Return the state as DCP needs it: by names, with the live tensors."""
     model, optim = get_state_dict(state["model"], state["optim"])
     return {"model": model, "optim": optim}
 
@@ -190,20 +190,20 @@ def tensor_bytes(tree: Any) -> int:
 
 
 class Saver(Protocol):
-    """`stalls`: seconds that each save took from training, the wait before the next update included."""
+    """Saves with one library. `stalls`: the training time of each save, including the wait before the next update."""
 
     stalls: list[float]
 
     def save(self, step: int) -> None: ...
 
     def update(self) -> None:
-        """An optimizer step, once it may change what was saved last."""
+        """Run an optimizer step when it may change the last saved state."""
 
     def settle(self) -> None:
-        """Until everything is written."""
+        """Wait until everything is written."""
 
     def share(self) -> tuple[int, int]:
-        """Bytes that this rank staged, and wrote, for the last checkpoint on disk."""
+        """Return the bytes that this rank staged and wrote for the last checkpoint on disk."""
 
     def close(self) -> None: ...
 
@@ -249,7 +249,7 @@ class Ours:
 
 
 def next_path(folder: str, step: int) -> str:
-    """Where a peer, which keeps everything, saves next; what it saved before is deleted."""
+    """Return where a peer saves next. It keeps everything, so its previous checkpoint is deleted."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
@@ -258,7 +258,7 @@ def next_path(folder: str, step: int) -> str:
 
 
 class CountingStager(DefaultStager):
-    """What async_save uses by default; `nbytes` of the last state that it copied."""
+    """The default stager of async_save; `nbytes`: the size of the last copied state."""
 
     nbytes = 0
 
@@ -326,7 +326,7 @@ class TorchCheckpointing:
 
     def settle(self) -> None:
         self.future.result()
-        dist.barrier()  # until the first rank has given the checkpoint its name
+        dist.barrier()  # until rank 0 has renamed the checkpoint
 
     def share(self) -> tuple[int, int]:
         staged = tensor_bytes(self.manager._saver.stager.get_staged_state_dict())
@@ -337,9 +337,9 @@ class TorchCheckpointing:
 
 
 def manager(*, resharding: bool) -> Any:
-    """ImportError where it is not installed.
+    """Create a manager of torch_checkpointing; raise ImportError if it is not installed.
 
-    Two of its defaults do not work here and are changed: it gathers metadata over CUDA, and ext4 and XFS refuse its
+    Two of its defaults do not work here and are changed: it gathers metadata over CUDA, and ext4 and XFS reject its
     direct writes, which are not aligned.
     """
     import torch_checkpointing as tc
@@ -359,7 +359,7 @@ def manager(*, resharding: bool) -> Any:
 
 
 def train_step(state: dict[str, Any], workload: Workload, update: Callable[[], None]) -> float:
-    """Seconds that it took."""
+    """Return the seconds of one training step."""
     started = time.perf_counter()
     x = torch.randn(workload.batch, workload.width)
     state["optim"].zero_grad()
@@ -369,7 +369,7 @@ def train_step(state: dict[str, Any], workload: Workload, update: Callable[[], N
 
 
 def train(folder: str, plan: Plan, mode: str) -> None:
-    """The libraries in turns, a few saves each, with a step of training after every save."""
+    """Alternate the libraries, with a few saves each and a training step after every save."""
     state = build(mode, plan.trained)
     for _ in range(2):
         train_step(state, plan.trained, state["optim"].step)
@@ -392,7 +392,7 @@ def train(folder: str, plan: Plan, mode: str) -> None:
                     step += 1
                     saver.save(step)
                     steps.setdefault(name, []).append(train_step(state, plan.trained, saver.update))
-                    if name != OURS:  # no second save of theirs may begin before the first is written
+                    if name != OURS:  # a peer's next save may begin only after the previous one is written
                         saver.settle()
                 saver.settle()
     for name, saver in savers.items():
@@ -417,7 +417,7 @@ def keep(folder: str, plan: Plan, mode: str) -> None:
 
 
 def fetch(folder: str, plan: Plan, mode: str) -> None:
-    """Restore with every library in turns, each time into a spoilt state, and compare."""
+    """Restore with every library in turn, each time into an overwritten state, and compare."""
     state = build(mode, plan.restored)
     expected = [t.clone() for t in locals_of(state)]
     names = {OURS: restore_ours, DCP: restore_dcp, TC: restore_tc}
@@ -437,7 +437,7 @@ def fetch(folder: str, plan: Plan, mode: str) -> None:
 
 @contextlib.contextmanager
 def timed(folder: str, facts: dict[str, Any]) -> Iterator[None]:
-    """From when all ranks are ready; `moments` on the clock that all processes share, `read`: by system calls."""
+    """Measure from when all ranks are ready. `moments`: on the shared clock; `read`: bytes by system calls."""
     dist.barrier()
     if dist.get_rank() == 0:
         facts["cold"] = drop_caches(folder)
@@ -476,12 +476,12 @@ def restore_tc(state: dict[str, Any], folder: str, facts: dict[str, Any]) -> Non
 
 
 def bytes_read() -> int:
-    """By this process so far, from files, whether they were in the page cache or not."""
+    """Return the bytes that this process has read from files, from the page cache or not."""
     return int(next(line.split()[1] for line in open("/proc/self/io") if line.startswith("rchar")))
 
 
 def drop_caches(folder: str) -> str:
-    """Make the next reads cold; what was used for it."""
+    """Make the next reads cold, and return the method used."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
@@ -502,7 +502,7 @@ def tell(name: str, **facts: Any) -> None:
 
 @contextlib.contextmanager
 def told(name: str, give_up: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """A peer that is not there, or fails, is said to be so, and the others go on. Ours may not fail."""
+    """Report a peer that is missing or fails, and continue with the others. everystep must not fail."""
     try:
         yield
     except Exception as error:
@@ -514,13 +514,13 @@ def told(name: str, give_up: Callable[[], object] = lambda: None) -> Iterator[No
 
 
 def shorten(message: str) -> str:
-    """Its first line; of an error that was passed on with a traceback, the last."""
+    """Return the first line of a message, or the last one if it has a traceback."""
     lines = message.strip().splitlines() or [""]
     return lines[-1 if "Traceback" in message else 0][:150]
 
 
 def work(argument: str) -> None:
-    """One rank: do the tasks that the process which started it asks for."""
+    """Run one rank: do the tasks that the starting process requested."""
     asked = json.loads(argument)
     plan = QUICK if asked["quick"] else FULL
     torch.set_num_threads(1)
@@ -534,7 +534,7 @@ def work(argument: str) -> None:
 
 
 def launch(world: int, quick: bool, tasks: list[list[str]]) -> dict[tuple[str, ...], Told]:
-    """Run tasks on so many ranks; what they told, by task."""
+    """Run tasks on this many ranks, and return their reports by task."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -563,12 +563,12 @@ def launch(world: int, quick: bool, tasks: list[list[str]]) -> dict[tuple[str, .
 
 
 def wait_for(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or one of them badly, or the time is up: then the others are killed."""
+    """Wait until all have ended; kill the others if one fails or the time limit is reached."""
     end = time.monotonic() + LAUNCH_S
     try:
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
             if time.monotonic() > end:
-                print(f"{len(ranks)} ranks have not ended after {LAUNCH_S:g} s")
+                print(f"{len(ranks)} ranks did not end within {LAUNCH_S:g} s")
                 break
             time.sleep(0.05)
     finally:
@@ -581,9 +581,9 @@ def wait_for(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 def of(told: Told, name: str) -> tuple[Told, Figures]:
-    """What the ranks told about a library; and why there is nothing, if so."""
+    """Return the reports about a library, and the reason if there are none."""
     mine = [one for one in told if one["who"] == name]
-    why = next((one["failed"] for one in mine if "failed" in one), None if mine else "did not get there")
+    why = next((one["failed"] for one in mine if "failed" in one), None if mine else "did not reach this task")
     return mine, {} if why is None else {"failed": why}
 
 
@@ -629,7 +629,7 @@ def figures_of_restoring(told: Told, name: str, world: int, workload: Workload) 
 
 
 def table(title: str, columns: dict[str, Callable[[Figures], str]], found: dict[str, dict[str, Figures]]) -> None:
-    """A row for each library in each case; of one that failed, why."""
+    """Print a row for each library in each case; for a failed one, the reason."""
     rows, whys = [["", "", *columns]], list[str]()
     for case, name, figures in [(case, name, f) for case, by in found.items() for name, f in by.items()]:
         if why := figures.get("failed"):
@@ -664,7 +664,7 @@ def yes(key: str) -> Callable[[Figures], str]:
 def show(found: dict[str, Any]) -> None:
     saving, restoring = found["saving"], found["restoring"]
     table(
-        "DDP: what the rank with the most stages and writes, against the state divided by the ranks",
+        "DDP: bytes staged and written by the rank with the most, relative to its share of the state",
         {
             "staged / share": ratio("staged_of_share"),
             "written / share": ratio("written_of_share"),
@@ -674,7 +674,7 @@ def show(found: dict[str, Any]) -> None:
         {case: by for case, by in saving.items() if case.startswith("ddp")},
     )
     table(
-        "What a save takes from training, over all ranks",
+        "Training time per save, over all ranks",
         {
             "saves": lambda f: str(f["saves"]),
             "median": ms("stall_median_s"),
@@ -751,7 +751,7 @@ def main() -> None:
         found = measure(folder, arguments.quick)
     show(found)
     cold = {f["cold"] for by in found["restoring"].values() for f in by.values() if "cold" in f}
-    print(f"\ncold by {', '.join(cold)}; {time.monotonic() - started:.0f} s in all")
+    print(f"\ncold by {', '.join(cold)}; {time.monotonic() - started:.0f} s in total")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"machine": machine, "plan": asdict(plan), **found}, indent=1))
     return None

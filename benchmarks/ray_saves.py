@@ -1,11 +1,11 @@
-"""What a save and a restore take under Ray Train: by everystep, and as Ray's own guide has it, in one run.
+"""Time of a save and a restore under Ray Train: by everystep, and as in Ray's own guide, in one run.
 
     python benchmarks/ray_saves.py                          # DDP, two workers on the CPU
     python benchmarks/ray_saves.py --width 1024 --layers 12 --saves 6
 
-Ray's way is `torch.save` into a temporary folder by the first worker, and `ray.train.report` of that, which copies it
-to the experiment's storage: before it returns, or later (its asynchronous upload). Time lost a save and a restore are
-as in deepspeed_saves.py. Ray is installed into an environment of its own on first use.
+In Ray's guide the first worker uses `torch.save` into a temporary folder. `ray.train.report` copies it to the
+experiment's storage, either before it returns or later (its asynchronous upload). Time lost per save and restore are
+defined as in deepspeed_saves.py. Ray is installed into a separate environment on first use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 
 def work(asked: dict[str, Any]) -> None:
-    """One worker."""
+    """Train one worker and measure its saves."""
     import ray.train
     import torch
     from ray.train import Checkpoint, CheckpointUploadMode
@@ -96,13 +96,13 @@ def work(asked: dict[str, Any]) -> None:
 
 
 def drive(folder: str, options: argparse.Namespace) -> None:
-    """Of Ray, in an interpreter that has it."""
+    """Start Ray's workers, in an interpreter with Ray."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     variables = {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as temporary:  # its sockets must have short names
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as temporary:  # its sockets need short paths
         ray.init(
             num_cpus=RANKS,
             include_dashboard=False,

@@ -1,15 +1,15 @@
-"""A checkpoint of thousands of ranks: what planning, committing and restoring cost one of them.
+"""Planning, committing and restoring a checkpoint with thousands of ranks: the cost for one rank.
 
     make bench-scale     or: python benchmarks/scale.py [--quick] [--worlds RANKS ...] [--folder DIR] [--json FILE]
     python benchmarks/scale.py --growth                  how each cost grows instead, see growth.py
 
-The ranks are simulated, one at a time: the measured ones hold real DTensors on a mesh of all ranks (torch's fake
+The ranks are simulated, one at a time. The measured ones hold real DTensors on a mesh of all ranks (torch's fake
 process group sends nothing), the others are described by the same pure functions, and all write the real files. Data
-files have their sizes and headers, and no bytes else. Each task runs in a process of its own, on one core, and says the
-most memory that it had; a process that has imported torch and the library has some 350 MB before it begins.
+files have their sizes and headers, and no other bytes. Each task runs in its own process on one core, and reports its
+peak memory; a process that has imported torch and the library has about 350 MB at its start.
 
-The state is that of a transformer, parallel in three dimensions: PP 8 x TP 8 x FSDP 1, 8, ... 64, parameters and
-AdamW's moments; what is divided by tensor parallelism alone (norms) is cut into slices across those ranks.
+The state is that of a transformer with three-dimensional parallelism: PP 8 x TP 8 x FSDP 1, 8, ... 64, parameters and
+AdamW's moments. Tensors sharded only by FSDP (norms) are cut into slices across the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ GOALS = {"cold_s": 2.0, "cached_s": 0.1, "record_mb": 64.0, "reshard_s": 2.0}
 
 @dataclass(frozen=True)
 class World:
-    """How many stages, and how each is divided; `layers` in all, `width` of the model."""
+    """The number of stages and the sharding of each; `layers` in total, `width` of the model."""
 
     stages: int = 8
     tensor: int = 8
@@ -109,12 +109,12 @@ class World:
         return rank // self.per_stage
 
     def ranks(self, stage: int) -> Tensor:
-        """Of a stage: FSDP x tensor parallelism."""
+        """Return the ranks of a stage: FSDP x tensor parallelism."""
         first = stage * self.per_stage
         return torch.arange(first, first + self.per_stage).reshape(self.fsdp, self.tensor)
 
     def parameters(self, stage: int) -> Iterator[tuple[str, Dims, str]]:
-        """Name, shape, and how it is cut: by columns, by rows, or alike in tensor parallelism."""
+        """Yield name, shape and sharding: by columns, by rows, or replicated in tensor parallelism."""
         width, hidden = self.width, self.width * 7 // 2
         each = self.layers // self.stages
         for layer in range(stage * each, (stage + 1) * each):
@@ -134,7 +134,7 @@ class World:
 
 
 class _Stand:
-    """In place of a mesh whose rank this process is not."""
+    """Replaces a mesh that does not contain the rank of this process."""
 
     def __init__(self, ranks: Tensor) -> None:
         self.mesh = ranks
@@ -151,7 +151,7 @@ def cuttings(world: World, how: str) -> tuple[_Cutting, ...]:
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """torch believes that this process is one of several; nothing is sent."""
+    """Make torch treat this process as a rank of a larger job, without communication."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -160,7 +160,7 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def state_of(world: World, rank: int) -> dict[str, Any]:
-    """What a rank holds, as real DTensors; call as that rank."""
+    """Build the state of a rank with real DTensors; call it as that rank."""
     stage = world.stage_of(rank)
     mesh = DeviceMesh("cpu", world.ranks(stage), mesh_dim_names=("fsdp", "tensor"), _init_backend=False)
     at = tuple(mesh.get_coordinate() or ())
@@ -182,7 +182,7 @@ def state_of(world: World, rank: int) -> dict[str, Any]:
                 home.add_module(part, nn.Module())
             home = getattr(home, part)
         param: Any = made(full, how).requires_grad_()
-        param._is_param = True  # as nn.Parameter, whose detach() may give it a mesh of another rank from torch's caches
+        param._is_param = True  # like nn.Parameter, whose detach() may get another rank's mesh from torch's caches
         home.register_parameter(last, param)
         state[param] = {"step": torch.zeros(()), "exp_avg": made(full, how), "exp_avg_sq": made(full, how)}
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -196,11 +196,11 @@ def state_of(world: World, rank: int) -> dict[str, Any]:
     }
 
 
-# -- the layouts of all ranks, without holding anything --
+# -- the layouts for every rank, without tensors --
 
 
 def layout_of(world: World, rank: int, like: Layout) -> Layout:
-    """The layout of any rank of the stage of which `like` is a rank's: the same names, other pieces."""
+    """Return the layout of any rank in the stage of the layout `like`: the same names, other pieces."""
     stage = world.stage_of(rank)
     at = tuple((world.ranks(stage) == rank).nonzero()[0].tolist())
     members = tuple(world.ranks(stage).flatten().tolist())
@@ -241,7 +241,7 @@ class _Held:
 
 
 def forms_own(like: Layout, forms: dict[str, Any]) -> set[str]:
-    """Names that are neither parameters nor their optimizer state."""
+    """Return the names that are neither parameters nor their optimizer state."""
     return {t.name for t in like.tensors if t.name not in forms and not t.name.startswith("optim.state.")}
 
 
@@ -249,7 +249,7 @@ def forms_own(like: Layout, forms: dict[str, Any]) -> set[str]:
 
 
 class Folder:
-    """Puts small files without fsync: the ranks that are only described need not be durable."""
+    """Writes small files without fsync: files of described ranks need not be durable."""
 
     remote = False
 
@@ -263,7 +263,7 @@ class Folder:
 
 
 def write_ranks(world: World, root: str, first: int, last: int) -> int:
-    """Write the parts of some ranks of one stage. Return their bytes."""
+    """Write the manifests of some ranks of one stage. Return their bytes."""
     with as_rank(first, world.size):
         reading = Capture(state_of(world, first), Seat(first, world.size)).read()
     rng, total = np.random.default_rng(first), 0
@@ -290,7 +290,7 @@ async def write_rank(world: World, root: Path, rank: int, like: CapturedState, r
 
 
 def write_all(world: World, root: Path) -> None:
-    """A run with all parts of one attempt, by two processes."""
+    """Write a run with the manifests that make one checkpoint, with two processes."""
     (root / "FORMAT.json").parent.mkdir(parents=True, exist_ok=True)
     (root / "FORMAT.json").write_bytes(new_format())
     step = min(world.per_stage, 64)
@@ -300,11 +300,11 @@ def write_all(world: World, root: Path) -> None:
         list(pool.map(write_ranks, *zip(*[(world, str(root), *span) for span in spans], strict=True)))
 
 
-# -- what is measured --
+# -- the measurements --
 
 
 class Clock:
-    """Seconds of each step, one after the other."""
+    """Measures the seconds of consecutive steps."""
 
     def __init__(self) -> None:
         self.steps: dict[str, float] = {}
@@ -320,7 +320,7 @@ class Clock:
 
 
 def plan(world: World, rank: int) -> Json:
-    """From the state to a layout and its place in memory and data_file; and again, when nothing has changed."""
+    """Measure planning from the state to a layout and its positions in memory and file; and again without changes."""
     with as_rank(rank, world.size):
         state, clock = state_of(world, rank), Clock()
         capture = Capture(state, Seat(rank, world.size))
@@ -343,7 +343,7 @@ def plan(world: World, rank: int) -> Json:
 
 
 def take_over(root: Path) -> Json:
-    """A writer that finds the parts of all ranks: it reads and checks them, and makes them a checkpoint."""
+    """Measure a writer that finds the manifest of every rank, checks them, and commits the checkpoint."""
 
     async def work() -> Json:
         store = open_store(root.as_uri(), writable=True)
@@ -364,7 +364,7 @@ def take_over(root: Path) -> Json:
 
 
 def sizes(root: Path) -> Json:
-    """Bytes of what a restoring rank reads first, and of what each rank writes."""
+    """Return the bytes that a restoring rank reads first, and that each rank writes."""
     index = files_of_run.size(root, files_of_run.INDEX)
     record = max(path.stat().st_size for path in (root / "log").iterdir())
     parts = [path.stat().st_size for path in files_of_run.files(root, files_of_run.MANIFEST)]
@@ -375,7 +375,7 @@ def sizes(root: Path) -> Json:
 
 
 def reshard(root: Path, world: World, rank: int) -> Json:
-    """From the log to the reads of one rank of another job, which holds real DTensors."""
+    """Measure one rank of another job, with real DTensors, from the log to its planned reads."""
     url = root.as_uri()
     with as_rank(rank, world.size):
         capture = Capture(state_of(world, rank), Seat(rank, world.size))
@@ -402,7 +402,7 @@ def reshard(root: Path, world: World, rank: int) -> Json:
 
 
 def names_of_a_stage(root: Path, layers: int) -> Json:
-    """One process wants the weights of some layers, whole."""
+    """Measure one process that loads some layers' whole weights."""
     url, clock = root.as_uri(), Clock()
     commit = read.run(newest(url))
     clock.lap("log")
@@ -450,12 +450,12 @@ TASKS: dict[str, Callable[[Json], Json]] = {
 
 
 def middle(by: str, name: str, **arguments: Any) -> Json:
-    """The median of three, by one of their figures: the machine may be busy with something else."""
+    """Return the median of three runs, by one of their figures, since the machine may be busy."""
     return sorted((task(name, **arguments) for _ in range(ROUNDS)), key=lambda one: float(one[by]))[ROUNDS // 2]
 
 
 def task(name: str, **arguments: Any) -> Json:
-    """In a process of its own, on one core."""
+    """Run a task in its own process, on one core."""
     ran = subprocess.run(
         [sys.executable, __file__, "--task", json.dumps({"name": name, **arguments})],
         stdout=subprocess.PIPE,
@@ -466,7 +466,7 @@ def task(name: str, **arguments: Any) -> Json:
 
 
 def run_task(asked: Json) -> None:
-    if asked["name"] != "save":  # which has a writer beside it
+    if asked["name"] != "save":  # "save" also has a writer process
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -479,13 +479,13 @@ def run_task(asked: Json) -> None:
 
 
 def world_of(size: int, layers: int) -> World:
-    """FSDP over as many ranks as there are; each holds about as many bytes whatever their number."""
+    """Use FSDP across all ranks, so that each has about the same number of bytes, however many there are."""
     fsdp = size // 64
     return World(8, 8, fsdp, layers, 1024 * math.isqrt(fsdp))
 
 
 def others(world: World) -> dict[str, World]:
-    """To restore as: the same, with half the ranks, and divided in another way."""
+    """Return the jobs to restore in: the same, half the ranks, and another sharding."""
     same = asdict(world)
     found = {"the same": world}
     if world.fsdp > 1:
@@ -536,7 +536,7 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def logs(counts: list[int], folder: Path, say: Callable[[str], None]) -> list[Json]:
-    """Of a run that has saved very often."""
+    """Measure the log of a run that has saved very often."""
     found = []
     for count in counts:
         with tempfile.TemporaryDirectory(dir=folder) as root:
@@ -557,7 +557,7 @@ def show_logs(found: list[Json]) -> None:
         for one in found
     ]
     rows.append(["goal", "", "", f"{OPEN_S:g} s", ""])
-    show("The log of one run", ["records", "files", "bytes (on disk)", "opened", "all of it read"], rows)
+    show("The log of a run", ["records", "files", "bytes (on disk)", "opened", "all of it read"], rows)
 
 
 def show_all(found: Json) -> None:
@@ -596,9 +596,9 @@ def show_all(found: Json) -> None:
     ]
     show("One rank's plan, its files, and the committer", head, rows)
     head = ["", "in all", "goal", "log, index, place, tables, fill, reads", "tables", "blobs", "peak"]
-    show("What one rank does before it reads the first tensor", head, reshards)
+    show("A rank's work before it reads the first tensor", head, reshards)
     head = ["", "CPU", "peak", "requests", "read", "parts", "tables"]
-    show("What commands read beside data files", head, looks.rows({size: f["looks"] for size, f in found.items()}))
+    show("Reads of commands, without data files", head, looks.rows({size: f["looks"] for size, f in found.items()}))
 
 
 def show_growth(found: Json) -> None:
@@ -614,7 +614,7 @@ def show_growth(found: Json) -> None:
 
 
 def judged(found: Json) -> list[str]:
-    """The goals that are missed."""
+    """Return the goals that were missed."""
     missed = []
     for size, f in found.items():
         figures = {**f["plan"], **f["sizes"], "reshard_s": max(one["reshard_s"] for one in f["reshard"].values())}
@@ -630,7 +630,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 and 256 ranks, fewer layers: half a minute")
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="RANKS")
-    parser.add_argument("--folder", metavar="DIR", help="where the files are kept; default: thrown away")
+    parser.add_argument("--folder", metavar="DIR", help="where to keep the files; default: a temporary folder")
     parser.add_argument("--json", metavar="FILE", help="write all figures there instead of to benchmarks/results")
     parser.add_argument("--growth", action="store_true", help="how costs grow with bytes, tensors, checkpoints, ranks")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -663,7 +663,7 @@ def main() -> None:
     ]
     for text in judged(found) + slow:
         print(f"missed: {text}")
-    print(f"{time.monotonic() - started:.0f} s in all")
+    print(f"{time.monotonic() - started:.0f} s in total")
     put_down(arguments, RESULTS, {"machine": about, "goals": GOALS, "worlds": found, "logs": long})
 
 

@@ -1,13 +1,13 @@
 """States of real trainings, to compress: small models that learn Python from the standard library's sources.
 
-    python benchmarks/states.py --states DIR [--quick]     (benchmarks/codecs.py does it by itself)
+    python benchmarks/states.py --states DIR [--quick]     (benchmarks/codecs.py calls it)
 
-Each run is trained on the CPU to a base step and then 1, 10 and 100 steps further; a snapshot is taken at each. Seeds
-are fixed, one thread trains a run, and what is there already is not trained again. A snapshot is a safetensors file; a
-tensor's name is its class, a slash, and the parameter it belongs to: "exp_avg/blocks.0.up.weight". Every snapshot holds
-all that a restart needs but the counters.
+Each run is trained on the CPU to a base step and then 1, 10 and 100 steps further, with a snapshot at each. Seeds are
+fixed, one thread trains a run, and existing snapshots are kept. A snapshot is a safetensors file. The name of a tensor
+is its class, a slash, and its parameter: "exp_avg/blocks.0.up.weight". Every snapshot has everything that a restart
+needs except the counters.
 
-These runs are short: after hundreds of thousands of steps, at a lower learning rate, increments are smaller than here.
+These runs are short: after hundreds of thousands of steps, at a lower learning rate, increments are smaller.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GRAMS = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True)
 class Size:
-    """Of the models. `base`: steps before the first snapshot; `rows`, `table_width`: of the sparse embedding."""
+    """Size of the models. `base`: steps before the first snapshot; `rows`, `table_width`: of the sparse embedding."""
 
     name: str
     width: int
@@ -65,7 +65,7 @@ QUICK = Size("quick", width=256, layers=1, base=50, rows=1 << 15)
 
 @cache
 def text() -> Tensor:
-    """The sources of the standard library, joined, as bytes."""
+    """Return the sources of the standard library, joined, as bytes."""
     parts, size = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if "site-packages" in path.parts or size > TEXT:
@@ -76,7 +76,7 @@ def text() -> Tensor:
 
 
 class Batches:
-    """Random cuts of the text, the same ones every time."""
+    """Draws random parts of the text, always the same ones."""
 
     def __init__(self, rows: int, length: int) -> None:
         self.rows, self.length = rows, length
@@ -103,7 +103,7 @@ class Dense(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed by the token, 32 byte values an expert: source code leaves those of control codes and non-ASCII idle."""
+    """Routes by token, 32 byte values per expert: source code leaves those of control codes and non-ASCII idle."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Experts(nn.Module):
         out, route = torch.zeros_like(x), tokens * EXPERTS // BYTES
         for i, expert in enumerate(self.experts):
             chosen = route == i
-            if chosen.any():  # else its gradients are None, and the optimizer passes it over
+            if chosen.any():  # else its gradients are None, and the optimizer skips it
                 out[chosen] = expert(x[chosen], tokens[chosen])
         return out
 
@@ -155,7 +155,7 @@ class Gpt(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and two thin matrices that learn what to add to it."""
+    """A frozen linear layer with two small matrices that learn a correction."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Adapted(nn.Module):
 
 
 class Grams(nn.Module):
-    """Predicts the next byte from hashes of the last one to five: each step touches a few rows of a large table."""
+    """Predicts the next byte from hashes of the last one to five: each step updates a few rows of a large table."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Grams(nn.Module):
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023); one moment a parameter."""
+    """Uses the sign of an interpolated momentum (Chen et al. 2023), with one moment per parameter."""
 
     def __init__(self, params: Iterator[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
@@ -207,7 +207,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Training:
-    """A model in fp32 and its optimizer. Subclasses hold the weights otherwise."""
+    """A model in fp32 and its optimizer. Subclasses store the weights in other forms."""
 
     def __init__(self, size: Size, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.size, self.model, self.done = size, model, 0
@@ -217,7 +217,7 @@ class Training:
         self.rates = [g["lr"] for o in self.optimizers for g in o.param_groups]
 
     def stepped(self) -> Tensors:
-        """What the optimizer changes."""
+        """Return the tensors that the optimizer updates."""
         return self.trained
 
     def loss(self) -> Tensor:
@@ -245,7 +245,7 @@ class Training:
         return found | self.moments()
 
     def moments(self) -> Tensors:
-        """Without the step counts, one number a parameter tensor."""
+        """Return the moments without the step counts (one number per parameter tensor)."""
         found = {}
         for name, p in self.stepped().items():
             for optimizer in self.optimizers:
@@ -255,7 +255,7 @@ class Training:
 
 
 class Mixed(Training):
-    """Weights and arithmetic in bfloat16; the optimizer steps fp32 masters, and the weights are their rounding."""
+    """Weights and arithmetic in bfloat16; the optimizer updates fp32 masters, and the weights are rounded from them."""
 
     def __init__(self, size: Size, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.masters = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -277,7 +277,7 @@ class Mixed(Training):
 
 
 class Half(Training):
-    """Weights in float16, roundings of fp32 masters; computed with in fp32, since CPUs have no arithmetic for it."""
+    """Weights in float16, rounded from fp32 masters; computed in fp32, since CPUs have no float16 arithmetic."""
 
     def __init__(self, size: Size, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.masters = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -310,7 +310,7 @@ class Sparse(Training):
         super().__init__(size, Grams(size), lambda p: torch.optim.AdamW(list(p)[1:], lr=size.lr))
         self.optimizers.append(torch.optim.SparseAdam([self.model.table.weight], lr=size.lr))
         self.rates.append(size.lr)
-        self.batches = Batches(size.rows // 440, max(GRAMS))  # so that some 0.7 % of the rows change a step
+        self.batches = Batches(size.rows // 440, max(GRAMS))  # so that about 0.7 % of the rows change per step
         self.touched: list[float] = []
 
     def loss(self) -> Tensor:
@@ -328,7 +328,7 @@ def adamw(size: Size, betas: tuple[float, float] = (0.9, 0.999)) -> Callable[...
 
 
 def lora(size: Size, folder: Path) -> Training:
-    """Adapters beside the weights that another run has learnt, 95 % of all parameters frozen."""
+    """Add adapters to the weights that another run has learnt; 95 % of all parameters are frozen."""
     model = Gpt(size)
     learnt = load_file(folder_of(folder, size, PRETRAINED) / "0.safetensors")
     model.load_state_dict({name: learnt[f"w/{name}"] for name, _ in model.named_parameters()})
@@ -339,7 +339,7 @@ def lora(size: Size, folder: Path) -> Training:
     return Training(size, model, adamw(size))
 
 
-# What is trained; `folder` is for those that start from another one's weights.
+# The trainings; `folder` is for those that start from another one's weights.
 KINDS: dict[str, Callable[[Size, Path], Training]] = {
     "adamw": lambda size, folder: Training(size, Gpt(size), adamw(size)),
     "mixed": lambda size, folder: Mixed(size, Gpt(size), adamw(size)),
@@ -354,7 +354,7 @@ KINDS: dict[str, Callable[[Size, Path], Training]] = {
 }
 PRETRAINED = "adamw"
 NEEDS = {"lora": PRETRAINED}
-BASE_STEPS = {"sparse": 5}  # times as many before the first snapshot: its steps are cheap, its table is large
+BASE_STEPS = {"sparse": 5}  # multiplies the steps before the first snapshot: its steps are cheap, its table is large
 ABOUT = {
     "adamw": "fp32, AdamW",
     "mixed": "bf16 weights, fp32 masters and moments, AdamW",
@@ -364,7 +364,7 @@ ABOUT = {
     "adafactor": "fp32, Adafactor",
     "lion": "fp32, Lion",
     "lora": "LoRA, 95 % of the parameters frozen, AdamW",
-    "sparse": "embedding, some 0.7 % of its rows changed a step, SparseAdam",
+    "sparse": "embedding, about 0.7 % of its rows changed per step, SparseAdam",
     "moe": "8 experts, some idle, AdamW",
 }
 
@@ -377,12 +377,12 @@ def folder_of(folder: Path, size: Size, kind: str) -> Path:
 
 
 def snapshot(folder: Path, size: Size, kind: str, lag: int) -> Tensors:
-    """The state `lag` steps after the base step."""
+    """Return the state `lag` steps after the base step."""
     return load_file(folder_of(folder, size, kind) / f"{lag}.safetensors")
 
 
 def train(kind: str, size: Size, folder: Path) -> str:
-    """Train a run and store its snapshots; a line on how it went."""
+    """Train a run and store its snapshots; return a summary line."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     training, started, losses = KINDS[kind](size, folder), time.monotonic(), list[float]()
@@ -411,7 +411,7 @@ def there(kind: str, size: Size, folder: Path) -> bool:
 
 
 def prepare(folder: Path, size: Size, kinds: list[str], tell: Callable[[str], None] = print) -> None:
-    """Train what is not there yet, as many at once as there are cores."""
+    """Train missing runs, in parallel on all cores."""
     missing = {kind for kind in kinds if not there(kind, size, folder)}
     missing |= {NEEDS[kind] for kind in missing & NEEDS.keys() if not there(NEEDS[kind], size, folder)}
     first = [kind for kind in KINDS if kind in missing and kind not in NEEDS]
@@ -426,7 +426,7 @@ def prepare(folder: Path, size: Size, kinds: list[str], tell: Callable[[str], No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--states", required=True, metavar="DIR", help="where they are kept")
+    parser.add_argument("--states", required=True, metavar="DIR", help="where to keep the snapshots")
     parser.add_argument("--quick", action="store_true", help="smaller ones")
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     arguments = parser.parse_args()

@@ -1,21 +1,21 @@
-"""A checkpoint to an object store and back, beside obstore, s3fs, torch DCP, torchsnapshot and s3torchconnector in the
-same run, against a server on this machine.
+"""A checkpoint to an object store and back, compared with obstore, s3fs, torch DCP, torchsnapshot and s3torchconnector
+in the same run, with a server on this machine.
 
     make bench-storage    or: python benchmarks/storage.py [--quick] [--mib 1536] [--server rgw|moto] [--json FILE]
 
-Every measurement is a process of its own; the libraries take turns. Measured:
+Every measurement is its own process; the libraries alternate. Measured:
 
-  upload    from the call to durable: GB/s, and CPU seconds a GB of all processes of the library (our writer's too), but
-            not of the server; memory on top of the state, sampled; for our own store also the most bytes on their way
+  upload    from the call to durable: GB/s, and CPU seconds per GB of all processes of the library (our writer's too),
+            without the server; sampled memory in addition to the state; for our own store also the most bytes in flight
   restore   the same back into tensors (raw contenders: into one buffer), compared bit for bit
-  requests  of one checkpoint and one restore, counted by a proxy before the server
-  training  steps of a CPU training loop in another process while uploads run, against steps right before them, in
-            pairs; with the default priority and with a throttle. The server gets the lowest priority meanwhile: it
-            stands in for one elsewhere, that takes no CPU here
+  requests  of one checkpoint and one restore, counted by a proxy in front of the server
+  training  steps of a CPU training loop in another process during uploads, compared with steps right before them, in
+            pairs; with the default priority and with a throttle. The server gets the lowest priority here, since it
+            stands for a remote one that uses no CPU of this machine
 
-"raw" has no format, no digests and no commit: it is what the wire gives. The server takes its share of the same CPU, so
-absolute figures say little; the ratios, taken in one run, say more. Peers are installed into a folder that goes away.
-The server's memory holds all that is uploaded: 12 GB with the default size.
+"raw" has no format, no digests and no commit: it shows the limit of the network. The server uses the same CPU, so the
+ratios, measured in one run, mean more than absolute figures. Peers are installed into a temporary folder. The server
+keeps all uploads in memory: 12 GB with the default size.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """`mib`: of the state; `turns`: measurements each; `pairs`: of training without and with uploads of `slow_mib`."""
+    """`mib`: size of the state; `turns`: measurements; `pairs`: of training without and with uploads of `slow_mib`."""
 
     mib: int
     turns: int
@@ -80,7 +80,7 @@ QUICK = Plan(mib=128, turns=1, slow_mib=64, pairs=2)
 
 
 def build(mib: int) -> dict[str, torch.Tensor]:
-    """Float32 as after an initialisation, the same each time, in tensors of some MiB and many small ones."""
+    """Build float32 tensors like a fresh initialization, equal each time: some of several MiB, many small ones."""
     torch.manual_seed(0)
     count, small = max(1, mib // TENSOR_MIB), 64
     each = (mib * MIB // 4 - small * 1024) // count
@@ -93,22 +93,22 @@ def size_of(state: dict[str, torch.Tensor]) -> int:
 
 
 class Contender(Protocol):
-    """Made with the state, or one of the same shape to restore into, and where to put it. `warm_up` is not measured."""
+    """Created with the state, or one of the same shape to restore into, and its URL. `warm_up` is not measured."""
 
     def __init__(self, state: dict[str, torch.Tensor], asked: Json) -> None: ...
 
     def warm_up(self) -> None: ...
 
     def put(self) -> None:
-        """Returns when it is durable."""
+        """Save the state, and return when it is durable."""
 
     def get(self) -> None: ...
 
     def right(self, expected: dict[str, torch.Tensor]) -> bool:
-        """Whether what was restored is what was saved."""
+        """Return True if the restored state equals the saved one."""
 
     def close(self) -> Json:
-        """What else there is to tell."""
+        """Close, and return additional facts to report."""
 
 
 class WithState:
@@ -140,7 +140,7 @@ class Ours(WithState):
         self.step = 0
 
     def warm_up(self) -> None:
-        """The memory that snapshots lie in is made by the first save."""
+        """Save once, since the first save allocates the memory for snapshots."""
         super().warm_up()
         if self.asked["action"] != "get":
             self.cp.restore(default=0)
@@ -230,7 +230,7 @@ class OurStore(WithState):
 
 
 class Raw(WithState):
-    """One object of the same bytes, in parts of 16 MiB, eight at a time."""
+    """One object with the same bytes, in parts of 16 MiB, eight at a time."""
 
     def __init__(self, state: dict[str, torch.Tensor], asked: Json) -> None:
         super().__init__(state, asked)
@@ -298,7 +298,7 @@ class RawS3fs(Raw):
 
 
 class Nothing(WithState):
-    """What a pair of blocks of training shows by itself."""
+    """A control: pairs of training blocks without an upload."""
 
     def put(self) -> None:
         time.sleep(2.0)
@@ -333,7 +333,7 @@ class TorchSnapshot(WithState):
 
 
 class S3TorchConnector(WithState):
-    """torch.save into its writer, and torch.load from its reader."""
+    """Uses torch.save with its writer, and torch.load with its reader."""
 
     def __init__(self, state: dict[str, torch.Tensor], asked: Json) -> None:
         super().__init__(state, asked)
@@ -366,7 +366,7 @@ CONTROL = "nothing at all"
 
 
 def flat(state: dict[str, torch.Tensor], size: int) -> memoryview:
-    """The same bytes in one piece."""
+    """Return the same bytes in one buffer."""
     joined = torch.empty(size, dtype=torch.uint8)
     at = 0
     for t in state.values():
@@ -375,11 +375,11 @@ def flat(state: dict[str, torch.Tensor], size: int) -> memoryview:
     return memoryview(joined.numpy()).cast("B")
 
 
-# -- one measurement, in a process of its own --
+# -- one measurement, in its own process --
 
 
 class Meter:
-    """CPU seconds and private memory of this process and of our writer, if there is one; memory is sampled."""
+    """Measures CPU seconds and private memory of this process and its writer, if there is one; memory is sampled."""
 
     def __init__(self) -> None:
         self.processes = [psutil.Process(), *writers()]
@@ -408,7 +408,7 @@ class Meter:
 
 
 def writers() -> list[psutil.Process]:
-    """The writer whose socket lies in the runtime folder of this process, which nobody shares."""
+    """Return the writer whose socket is in the runtime folder of this process, which no other process uses."""
     folder, found = os.environ["CKPT_RUNTIME_DIR"], []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -422,7 +422,7 @@ def say(**facts: Any) -> None:
 
 
 def work(asked: Json) -> None:
-    """Do what is asked, and tell; a peer that fails says so."""
+    """Run the requested action and report; report the error of a peer that fails."""
     torch.set_num_threads(1 if asked["action"] == "train" else 2)
     if asked["action"] == "train":
         return train(asked)
@@ -453,7 +453,7 @@ def perform(asked: Json) -> None:
 
 
 def counted(asked: Json) -> Counter[str]:
-    """Requests so far, by kind, if they go through a proxy that counts them."""
+    """Return the number of requests so far, by kind, if they pass through a counting proxy."""
     if not asked.get("proxy"):
         return Counter()
     from s3_server import FAULTS
@@ -463,7 +463,7 @@ def counted(asked: Json) -> Counter[str]:
 
 
 def repeat(contender: Contender) -> None:
-    """One upload for each line that comes in."""
+    """Upload once for each input line."""
     say(ready=True)
     for _ in sys.stdin:
         started = time.monotonic()
@@ -473,7 +473,7 @@ def repeat(contender: Contender) -> None:
 
 
 def train(asked: Json) -> None:
-    """Steps of a small model until the input ends; when each of them ended."""
+    """Train a small model until the input ends; report the end time of each step."""
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
     optim = torch.optim.AdamW(model.parameters())
     over = threading.Event()
@@ -494,7 +494,7 @@ def train(asked: Json) -> None:
 
 
 class Bench:
-    """`place`: how to reach the server. `folder`: scratch, with what peers need in `peers`."""
+    """Measurements. `place`: access to the server. `folder`: temporary files, with packages of peers in `peers`."""
 
     def __init__(self, server: Any, folder: Path, plan: Plan) -> None:
         from s3_server import KEY, REGION, SECRET
@@ -540,7 +540,7 @@ class Bench:
             process.communicate()
 
     def forget(self, name: str) -> None:
-        """Delete what a measurement has stored: it lies in memory."""
+        """Delete the objects of a measurement, since they are stored in memory."""
         client = self.client()
         while found := client.list_objects_v2(Bucket=BUCKET, Prefix=name).get("Contents", ()):
             client.delete_objects(Bucket=BUCKET, Delete={"Objects": [{"Key": one["Key"]} for one in found]})
@@ -561,7 +561,7 @@ class Bench:
         )
 
     def there_and_back(self) -> dict[str, dict[str, list[Json]]]:
-        """By action and library, of each turn."""
+        """Return the results of each turn, by action and library."""
         found: dict[str, dict[str, list[Json]]] = {"put": {}, "get": {}}
         alive = list(CONTENDERS)
         for turn in range(self.plan.turns):
@@ -579,7 +579,7 @@ class Bench:
         return found
 
     def requests(self, names: list[str]) -> dict[str, dict[str, Json]]:
-        """How many of each kind, by library and action; a state as large as before."""
+        """Return the number of requests of each kind, by library and action, for a state of the same size."""
         from s3_server import FaultProxy
 
         found: dict[str, dict[str, Json]] = {}
@@ -594,14 +594,14 @@ class Bench:
         return found
 
     def step_deferred(self) -> None:
-        """Lowest priority for every thread of the server, those of its children included."""
+        """Set the lowest priority for every thread of the server and its children."""
         for pid in self.server.pids() if hasattr(self.server, "pids") else [self.server.process.pid]:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, int(thread), 19)
 
     def slowdown(self, who: str, throttle_mib_s: float | None) -> Json:
-        """Steps during an upload against steps in a pause before it that is as long as the upload before that."""
+        """Compare steps during an upload with steps in the pause before it, which is as long as the previous upload."""
         name = f"{slug(who)}-loop"
         url, mib = f"s3://{BUCKET}/{name}", self.plan.slow_mib
         uploading = self.start("loop", who, url=url, mib=mib, throttle_mib_s=throttle_mib_s)
@@ -636,7 +636,7 @@ class Bench:
             busy = [b - a for a, b in steps if begun <= a and b <= ended]
             if quiet and busy:
                 ratios.append(statistics.mean(busy) / statistics.mean(quiet))
-            before = ended + 0.5  # what is tidied up right after an upload counts for nobody
+            before = ended + 0.5  # cleanup right after an upload counts for neither
         return {
             "ratios": ratios,
             "slowdown": statistics.median(ratios) if ratios else None,
@@ -645,7 +645,7 @@ class Bench:
 
 
 def listen(process: subprocess.Popen[str]) -> Json:
-    """The next thing it says."""
+    """Return the next event of the process."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
@@ -658,7 +658,7 @@ def slug(who: str) -> str:
 
 
 def install_peers(folder: Path) -> str | None:
-    """Into a folder of their own, without what they depend on: torch stays as it is. Why not, if so."""
+    """Install peers into a separate folder, without dependencies, so that torch stays unchanged. Return any error."""
     command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--target"]
     result = subprocess.run([*command, str(folder), *PEERS], capture_output=True, text=True, check=False)
     return None if result.returncode == 0 else (result.stderr.strip().splitlines() or ["pip failed"])[-1]
@@ -702,7 +702,7 @@ def compared(turns: dict[str, list[Json]]) -> dict[str, Json]:
 
 
 def show(title: str, columns: list[str], rows: list[tuple[str, list[str] | str]]) -> None:
-    """A string instead of cells says why there are none."""
+    """Print a table. A string instead of cells is the reason for missing ones."""
     from rich.console import Console
     from rich.table import Table
 
@@ -737,7 +737,7 @@ def cells(f: Json) -> list[str] | str:
 
 
 def report(found: Json, plan: Plan) -> None:
-    columns = ["GB/s", "/ raw", "CPU-s a GB", "/ raw", "MiB on top", "MiB on the way", "right"]
+    columns = ["GB/s", "/ raw", "CPU-s a GB", "/ raw", "MiB on top", "MiB in flight", "right"]
     for action, title in (("put", "Upload"), ("get", "Restore")):
         show(f"{title} of {plan.mib} MiB", columns, [(who, cells(f)) for who, f in found[action].items()])
     kinds = ["PUT", "POST", "GET", "HEAD", "DELETE"]
@@ -750,7 +750,7 @@ def report(found: Json, plan: Plan) -> None:
 
     rows = [(f"{who}, {action}", counts(f)) for who, by in found["requests"].items() for action, f in by.items()]
     show(
-        "Requests of one checkpoint; before it, with a first one of ours; and after it",
+        "Requests of a checkpoint; before it (with everystep's first checkpoint), and after it",
         ["before", *kinds, "after"],
         rows,
     )
@@ -802,13 +802,13 @@ def main() -> None:
     folder, started = Path(tempfile.mkdtemp(prefix="bench-")), time.monotonic()
     try:
         if why := install_peers(folder / "peers"):
-            print(f"peers cannot be installed: {why}")
+            print(f"cannot install peers: {why}")
         with serving(arguments.server) as server:
             found = measure(Bench(server, folder, plan), plan)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report(found, plan)
-    print(f"{time.monotonic() - started:.0f} s in all")
+    print(f"{time.monotonic() - started:.0f} s in total")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"machine": machine, "plan": plan.__dict__, **found}, indent=1))
     return None

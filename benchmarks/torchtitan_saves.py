@@ -1,10 +1,10 @@
-"""What a save and a restore take under torchtitan: by everystep, and by its own manager, in one run.
+"""Time of a save and a restore under torchtitan: by everystep, and by its own manager, in one run.
 
     python benchmarks/torchtitan_saves.py                    # a Llama under FSDP2, two ranks on the CPU
     python benchmarks/torchtitan_saves.py --layers 24 --saves 3
 
-Time lost a save and a restore are as in deepspeed_saves.py. torchtitan is installed into an environment of its own on
-first use.
+Time lost per save and restore are defined as in deepspeed_saves.py. torchtitan is installed into a separate environment
+on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer_saves import end, lost, options_of, run_ranks, show, timed
 
 
 def train(folder: str, options: argparse.Namespace) -> None:
-    """One rank."""
+    """Train one rank and measure its saves."""
     import torch
 
     import titan_on_cpu  # noqa: F401  # before torchtitan
@@ -29,11 +29,11 @@ def train(folder: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
 
     def build(place: str, checkpoint: Any) -> Any:
-        steps = 10**6  # more than are trained
+        steps = 10**6  # more than the trained steps
         return titan_toy.build(titan_toy.config(f"{folder}/{place}", checkpoint, steps, layers=options.layers))
 
     def manager(trainer: Any, place: str, settings: Any) -> Any:
-        """One more, of what a trainer gives its own."""
+        """Return another manager with the arguments of the trainer's own."""
         return settings.build(
             dataloader=trainer.dataloader,
             model_parts=trainer.model_parts,

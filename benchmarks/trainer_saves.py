@@ -1,4 +1,4 @@
-"""What the benchmarks of trainers share: ranks of a job, and what a save adds to the steps around it."""
+"""Shared code of the trainer benchmarks: the ranks of a job, and the extra time of steps around a save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = 2
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds, from when all ranks begin until all are done."""
+    """Return the seconds from when all ranks begin until all have finished."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -34,9 +34,8 @@ def timed(work: Callable[[], object]) -> float:
 def lost(
     step: Callable[[], object], ways: dict[str, tuple[Callable[[], object], Callable[[], object]]], saves: int
 ) -> dict[str, float]:
-    """Medians, in seconds: of a step (`step_s`), of how much longer two steps take with a save between them (`lost_`),
-    and of the call alone (`call_`), which other work on the machine disturbs less. Each way is a save, and what comes
-    after it before the next is measured; they take turns."""
+    """Return median seconds of a step (`step_s`), the extra time of two steps with a save between them (`lost_`), and
+    the call alone (`call_`), which other work disturbs less. Each way is a save and its cleanup; they alternate."""
     spent: dict[str, list[float]] = {name: [] for name in ("nothing", *ways)}
     calls: dict[str, list[float]] = {name: [] for name in ways}
 
@@ -46,7 +45,7 @@ def lost(
         calls[name].append(time.perf_counter() - began)
 
     for _ in range(saves):
-        # A copy goes beside the next step, so that counts to the save that caused it.
+        # A copy overlaps the next step, so that step counts for the save that caused it.
         spent["nothing"].append(timed(lambda: (step(), step())))
         for name, (save, after) in ways.items():
             spent[name].append(timed(lambda one=(name, save): (step(), called(*one), step())))  # type: ignore[misc]
@@ -58,34 +57,34 @@ def lost(
 
 
 def options_of(description: str | None, **sizes: int | None) -> argparse.Namespace:
-    """What all these benchmarks are told. `sizes`: of the trainer's model, and their defaults."""
+    """Parse the arguments of all these benchmarks. `sizes`: options of the trainer's model, with defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {**sizes, "saves": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", help="where checkpoints go (default: the system's)")
+    parser.add_argument("--folder", help="where to write checkpoints (default: the system's temporary folder)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """The sizes again, for the ranks."""
+    """Return the sizes as arguments for the ranks."""
     return [f"--{name}={number}" for name, number in vars(options).items() if type(number) is int]
 
 
 def end(row: dict[str, Any]) -> None:
-    """The last of every rank: the first one says what was found."""
+    """End this rank; rank 0 prints the results before."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
         print(json.dumps({"row": row}), flush=True)
     dist.barrier()
-    os._exit(0)  # some of gloo's threads do not leave
+    os._exit(0)  # some threads of gloo do not end
 
 
 def run_ranks(script: str, options: argparse.Namespace, **environ: str) -> dict[str, Any]:
-    """What `end` was given by the ranks of `script`, which is called with these sizes and --rank-of FOLDER, in the
-    environment of packages that is called like the trainer: `script` is TRAINER_saves.py."""
+    """Run `script` on all ranks with these sizes and --rank-of FOLDER, and return the argument of `end`.
+    The environment of packages has the trainer's name: `script` is TRAINER_saves.py."""
     sys.path.insert(0, str(HERE))
     from environments import python_of
 
@@ -127,7 +126,7 @@ def run_ranks(script: str, options: argparse.Namespace, **environ: str) -> dict[
 
 
 def show(row: dict[str, Any], as_json: bool, what: str, names: dict[str, str]) -> None:
-    """As JSON or for people. `names`: of the ways of a save and of a restore, by the end of their key."""
+    """Print JSON or text. `names`: the ways of saving and restoring, by the end of their key."""
     if as_json:
         return print(json.dumps(row))
     print(f"{what}, {row['parameters'] / 1e6:.0f} million parameters, {RANKS} ranks, a step without a save", end=" ")

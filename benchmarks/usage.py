@@ -1,4 +1,4 @@
-"""What a process and its children use: memory, and CPU time by process and thread. Linux, from /proc."""
+"""Memory and CPU time of a process and its children, by process and thread. Linux, from /proc."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-FAMILY = "BENCHMARK_FAMILY"  # in the environment: what has the same value belongs together
+FAMILY = "BENCHMARK_FAMILY"  # in the environment: processes with the same value belong together
 
 
 def family(pid: int, mark: str = "") -> list[int]:
-    """A process, all that descend from it, and all that have its mark in the environment, or this one: a writer is
-    nobody's child."""
+    """Return a process, its descendants, and all processes with its mark, or `mark`, in the environment: a writer is
+    not a child process."""
     children: dict[int, list[int]] = {}
     found, todo = set[int](), [pid]
     with contextlib.suppress(OSError):
@@ -35,13 +35,13 @@ def family(pid: int, mark: str = "") -> list[int]:
 
 
 def _mark(pid: int) -> str:
-    """That it was started with; empty if it has none."""
+    """Return the mark in its environment; empty if it has none."""
     words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return next((word.partition(b"=")[2].decode() for word in words if word.startswith(f"{FAMILY}=".encode())), "")
 
 
 def memory(pid: int) -> int:
-    """Bytes of a family, what several share counted once (proportional set size)."""
+    """Return the bytes of a family, with shared memory counted once (proportional set size)."""
     total = 0
     for one in family(pid):
         with contextlib.suppress(OSError):
@@ -52,8 +52,8 @@ def memory(pid: int) -> int:
 
 
 def shared(name: str) -> int:
-    """Bytes of the largest shared memory of this name (`memfd_create`) that the calling process has open, perhaps 0.
-    What was not written to yet is nobody's memory, and does not count."""
+    """Return the bytes of the largest shared memory of this name (`memfd_create`) open in this process, or 0.
+    Pages not written yet do not count."""
     sizes = [0]
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def shared(name: str) -> int:
 
 @dataclass
 class Peak:
-    """The most memory that was seen, and the first."""
+    """The maximum of the measured memory, and the first value."""
 
     before: int = 0
     most: int = 0
@@ -76,7 +76,7 @@ class Peak:
 
 @contextlib.contextmanager
 def watching(pid: int, every_s: float = 0.1) -> Iterator[Peak]:
-    """Look at a family's memory again and again. It slows that family down: for saves that are not timed."""
+    """Measure a family's memory repeatedly. This slows the family down, so use it for saves that are not timed."""
     before = memory(pid)
     peak = Peak(before, before)
     ended = threading.Event()
@@ -96,7 +96,7 @@ def watching(pid: int, every_s: float = 0.1) -> Iterator[Peak]:
 
 @dataclass(frozen=True)
 class Cpu:
-    """CPU seconds, in programs and in the kernel."""
+    """CPU seconds, in user mode and in the kernel."""
 
     user: float = 0.0
     system: float = 0.0
@@ -114,7 +114,7 @@ class Cpu:
 
 @dataclass
 class Clock:
-    """CPU time so far of the calling process's threads by name, of its children, and of everything else."""
+    """CPU time so far of this process's threads by name, of its children, and of everything else."""
 
     threads: dict[str, Cpu] = field(default_factory=dict)
     children: Cpu = field(default_factory=Cpu)
@@ -122,7 +122,7 @@ class Clock:
 
     @classmethod
     def now(cls) -> Clock:
-        """Threads that Python does not know (OpenMP's) are counted as "compute", like the main thread."""
+        """Return the current times. Threads unknown to Python (OpenMP's) count as "compute", like the main thread."""
         me = os.getpid()
         names = {t.native_id: t.name for t in threading.enumerate()}
         found = cls()
@@ -138,7 +138,7 @@ class Clock:
         return found
 
     def since(self, before: Clock) -> dict[str, Cpu]:
-        """By thread of the trainer, "writer processes", and "others": kernel threads and whoever else was there."""
+        """Return CPU time by thread of the trainer, "child processes", and "kernel and others"."""
         found = {name: cpu - before.threads.get(name, Cpu()) for name, cpu in self.threads.items()}
         found["child processes"] = self.children - before.children
         own = sum(found.values(), Cpu())

@@ -1,11 +1,11 @@
-"""What a person waits for at a prompt: `import ckpt`, and `ckpt ls` of a run with many checkpoints.
+"""Time of commands at a prompt: `import ckpt`, and `ckpt ls` of a run with many checkpoints.
 
     python benchmarks/waits.py                        # a table
     python benchmarks/waits.py --checkpoints 200 --json
 
-Each is a new process timed from outside, in turn with a bare `python -c pass`, which is shown, and for the import taken
-off. The run is made here by a Checkpointer that saves a small state at every step and keeps all of it. Pages are in the
-cache, as they are the second time that somebody asks.
+Each is a new process timed from outside, alternating with a bare `python -c pass`, which is listed too. The import time
+is net of it. A Checkpointer makes the run: it saves a small state at every step and keeps all steps. Pages are cached,
+as in a second call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_run(folder: str, checkpoints: int) -> None:
 
 
 def measure(checkpoints: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians and the quickest, in seconds."""
+    """Return medians and minima in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         make_run(folder, checkpoints)
         commands = {

@@ -1,9 +1,8 @@
-"""What is trained while everybody saves: one GPT, its optimizer, its batches. Same for us and for every peer.
+"""The training that all libraries save: one GPT, its optimizer, its batches. The same for everystep and all peers.
 
-Slower steps flatter everybody, since what runs in the background then has more time between two steps; so this is a
-file, and what counts in it is said here: 1.5 GiB of float32 state (weights and two moments of AdamW) in about 900
-tensors, a batch of 64 tokens, AdamW in its fused form (the quickest on a CPU), and as many threads as there are cores:
-no core is left over for whoever saves.
+Slower steps favor all libraries, since background work then has more time between two steps. So the workload is fixed
+here: 1.5 GiB of float32 state (weights and two moments of AdamW) in about 900 tensors, a batch of 64 tokens, AdamW in
+its fused form (the fastest on a CPU), and as many threads as cores: no core is left for the library.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ THREADS = len(os.sched_getaffinity(0))
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is. `FULL` is what the figures are about; `SMALL` is for trying things out."""
+    """The size of the model. `FULL` is measured for the figures; `SMALL` is for tests."""
 
     layers: int
     width: int
@@ -39,7 +38,7 @@ SIZES = {"full": FULL, "small": SMALL}
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a layer norm: 12 parameters of 12 width^2 numbers."""
+    """Attention and a feed-forward network, each after a layer norm: 12 parameters with 12 width^2 numbers."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class GPT(nn.Module):
 
 @dataclass
 class Training:
-    """A model, its optimizer, and where the batches come from."""
+    """A model, its optimizer and its batches."""
 
     size: Size
     model: nn.Module
@@ -85,7 +84,7 @@ class Training:
 
     @classmethod
     def build(cls, size: Size, seed: int = 0, device: str = "cpu") -> Training:
-        """Weights from this seed, and one step done, so that the optimizer has its state."""
+        """Build weights from this seed, and run one step, so that the optimizer has its state."""
         torch.set_num_threads(THREADS)
         torch.manual_seed(seed)
         model = GPT(size).to(device)
@@ -102,12 +101,12 @@ class Training:
         self.optim.step()
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of the state, in a fixed order."""
+        """Return all tensors of the state, in a fixed order."""
         moments = [t for p in self.model.parameters() for t in self.optim.state[p].values()]
         return [*self.model.state_dict().values(), *moments]
 
     def state_dict(self) -> dict[str, Any]:
-        """What most libraries want: one dict, with names of `state_dict()` and numbers of parameters."""
+        """Return one dict, with names of `state_dict()` and indices of parameters, as most libraries need it."""
         return {"model": self.model.state_dict(), "optim": self.optim.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,21 +118,21 @@ class Training:
         return sum(t.nbytes for t in self.tensors())
 
     def digest(self) -> str:
-        """Of every bit of the state: equal before a save and after a restore, or the restore is wrong."""
+        """Return a digest of every bit of the state: if it differs after a restore, the restore is wrong."""
         found = hashlib.blake2b(digest_size=16)
         for tensor in self.tensors():
             found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
         return found.hexdigest()
 
     def spoil(self) -> None:
-        """Overwrite the state, so that a restore which does nothing is noticed."""
+        """Overwrite the state, so that a restore without effect is detected."""
         with torch.no_grad():
             for tensor in self.tensors():
                 tensor.fill_(-7)
 
 
 def _batches(size: Size, seed: int, device: str) -> Iterator[Tensor]:
-    """Numbers without sense: what a step costs does not depend on what is learnt."""
+    """Yield random tokens: the cost of a step does not depend on what is learnt."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1), generator=generator)

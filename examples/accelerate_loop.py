@@ -1,14 +1,14 @@
-"""A training loop of one's own with Hugging Face Accelerate. The lines with `ckpt`, `cp` or `meta` save and resume it.
+"""A custom training loop with Hugging Face Accelerate. The lines with `ckpt`, `cp` or `meta` save and resume it.
 
     pip install -e . accelerate
     python examples/accelerate_loop.py runs/loop --kill-at 30    # kills itself, with SIGKILL, after step 30
-    python examples/accelerate_loop.py runs/loop                 # goes on there: the same losses, the same weights
+    python examples/accelerate_loop.py runs/loop                 # continues: the same losses, the same weights
     torchrun --nproc-per-node 2 examples/accelerate_loop.py runs/loop-2    # or: accelerate launch, on GPUs
 
-A step is an optimizer step: `accelerator.sync_gradients` says when gradients were accumulated long enough. Where the
-loop is in its data is part of the state (`meta`), and `skip_first_batches` leaves out, in the sampler, what was trained
-on. The order of an epoch must follow from its number (`use_seedable_sampler`), and the loader has a generator of its
-own, so that starting it anew draws nothing from the global one.
+A step is an optimizer step: `accelerator.sync_gradients` is true after enough accumulated gradients. The state contains
+the position in the data (`meta`). `skip_first_batches` makes the sampler skip the batches that are already trained.
+The order of an epoch must follow from its number (`use_seedable_sampler`). The loader has its own generator, so that a
+restart draws nothing from the global one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EPOCHS = 3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="a folder or URL: where checkpoints go")
+    parser.add_argument("run", help="folder or URL of the checkpoints")
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP")
     options = parser.parse_args()
 
@@ -41,7 +41,9 @@ def main() -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
         cpu=not torch.accelerator.is_available(),
     )
-    torch.manual_seed(accelerator.process_index)  # dropout differs from rank to rank; DDP takes the first one's weights
+    torch.manual_seed(
+        accelerator.process_index
+    )  # dropout differs between ranks; DDP broadcasts the weights of the first one
     model: Any = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32))
     optim: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sched: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 100)

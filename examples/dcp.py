@@ -1,4 +1,4 @@
-"""FSDP2 with torch's own checkpoint calls, on places of ours: verified, atomic, kept and tidied up like any other run.
+"""FSDP2 with torch's own checkpoint calls, in runs of everystep: verified, atomic, and retained like any other run.
 
 torchrun --nproc-per-node 4 examples/dcp.py runs/dcp          # stop it whenever you like, start it again,
 torchrun --nproc-per-node 2 examples/dcp.py runs/dcp          # with another number of ranks
@@ -26,7 +26,7 @@ STEPS, EVERY = 60, 10
 
 
 class Training:
-    """A model and its optimizer, as DCP wants them."""
+    """A model and its optimizer, in the form that DCP needs."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -66,12 +66,12 @@ def main(url: str) -> None:
     if dist.get_rank() == 0:
         print(f"starts at step {training.step}", flush=True)
     writer, saving = ckpt.dcp.StorageWriter(tiers), None
-    apart = dist.new_group()  # or what the saving thread sends would get mixed up with what training sends
+    apart = dist.new_group()  # else messages of the saving thread would mix with those of training
     while training.step < STEPS:
         loss = training.train()
         if training.step % EVERY == 0:
             if saving is not None:
-                saving.result()  # whatever went wrong with the last one is raised here
+                saving.result()  # raises the error of the previous save, if any
             saving = dcp.async_save(
                 {"training": training},
                 checkpoint_id=f"step-{training.step}",
@@ -86,7 +86,7 @@ def main(url: str) -> None:
 
 
 def leave() -> None:
-    """Without the end of the interpreter: a thread of gloo that lets go of a tensor meanwhile aborts the process."""
+    """Exit without ending the interpreter: a thread of gloo that releases a tensor during that aborts the process."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -1,12 +1,12 @@
-"""Kill a training run twice, and get out the very same bits as if nothing had happened.
+"""Kill a training run twice, and get exactly the same bits as without kills.
 
     make demo
 
-A small GPT is trained twice. Once without any checkpointing, as the reference. Once with everystep, where the trainer
-is killed with SIGKILL, started again, killed together with its writer, and started again. Then every loss and every
-tensor of the two is compared bit for bit. All numbers shown are measured by the training processes themselves.
+A small GPT is trained twice: once without checkpoints, as the reference, and once with everystep. There the trainer is
+killed with SIGKILL, restarted, killed together with its writer, and restarted. Then every loss and every tensor of the
+two are compared, bit for bit. The training processes themselves measure all numbers shown.
 
-Exit code: 0 if all is equal and no acknowledged step was lost, 1 if not, 130 after Ctrl-C.
+Exit code: 0 if everything is equal and no acknowledged step was lost, 1 if not, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from ckpt.core.checkpoint.lease import key_of
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
 FIRST_KILL, SECOND_KILL = 0.35, 0.74  # of all steps
-LINGER_S = 60.0  # should this process be killed itself, the writer leaves after this
+LINGER_S = 60.0  # if this process is killed, the writer exits after this time
 
 
 class DemoError(Exception):
-    """Training did not do what the demo is about."""
+    """Raised when training did not do what the demo needs."""
 
 
 @dataclass
 class Incident:
-    """One kill, as the killed process saw it, and what the next one made of it."""
+    """One kill, and the restore that followed it."""
 
     killed: str
-    reached: int  # the last step that was finished
-    acknowledged: int  # the newest step that the surviving tiers had said to hold
+    reached: int  # the last finished step
+    acknowledged: int  # the newest step that the surviving tiers had acknowledged
     tier: str | None = None
     restored: int = 0
     seconds: float = 0.0
@@ -90,7 +90,7 @@ class Track:
 
 
 class View:
-    """Both tracks, drawn: a bar of progress and a line of losses each, with a mark where the trainer was killed."""
+    """Draws both tracks: a progress bar and a line of losses for each, with a mark at each kill."""
 
     def __init__(self, console: Console, tracks: list[Track]) -> None:
         self._console, self._tracks = console, tracks
@@ -121,7 +121,7 @@ class View:
         return bar
 
     def _curve(self, track: Track, width: int) -> Text:
-        """Mean loss of the steps that fall into each column, on one scale; the steep beginning is cut off."""
+        """Draw the mean loss per column, on one scale; the steep start is cut off."""
         columns: dict[int, list[float]] = {}
         for step, loss in track.losses.items():
             columns.setdefault(self._column(track, step, width), []).append(loss)
@@ -150,7 +150,7 @@ class Demo:
         self._trainer: subprocess.Popen[bytes] | None = None
 
     def play(self) -> None:
-        """All the training. DemoError if a process ends in any other way than it was told to."""
+        """Run all trainings. Raise DemoError if a process ends in an unexpected way."""
         with self.live if self.console.is_terminal else contextlib.nullcontext():
             self.say(f"Training a small GPT for {self.steps} steps, without checkpoints: the reference.")
             self._train(self.alone, "--outcome", self.folder / "alone.json")
@@ -168,19 +168,19 @@ class Demo:
 
     def _note_kill(self, what: str, acknowledged: dict[str, Any] | None) -> None:
         if acknowledged is None:
-            raise DemoError("the trainer was to be killed, and finished")
+            raise DemoError("the trainer should have been killed, but finished")
         if what == "trainer":
             held = acknowledged["staged"]
         else:
             held = acknowledged["committed"]
             if not none_left(self.run):
-                raise DemoError("the writer was to be killed, and is still there")
+                raise DemoError("the writer should have been killed, but is still running")
         self.incidents.append(Incident(what, self.saved.done, held or 0))
         self.saved.kills.append(self.saved.done)
         self.say(f"Killed {what} with SIGKILL in the middle of step {self.saved.done + 1}.", "bold red")
 
     def _train(self, track: Track, *options: object) -> dict[str, Any] | None:
-        """One process, from start to end; what it said when it killed itself, None if it finished."""
+        """Run one process; return its last event if it killed itself, None if it finished."""
         track.doing = "starting ..."
         last_words = None
         for line in self._lines(*options):
@@ -197,7 +197,7 @@ class Demo:
         return last_words
 
     def _say_progress(self, track: Track) -> None:
-        """Where nothing can be drawn."""
+        """Print progress if nothing can be drawn."""
         if not self.console.is_terminal and track.done % max(1, self.steps // 5) == 0:
             self.say(f"  step {track.done} of {self.steps}, loss {track.losses[track.done]:.3f}")
 
@@ -220,8 +220,8 @@ class Demo:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,  # Ctrl-C is for us, and we tidy up
-                # Threads that wait do not spin: on a busy machine that would make a step many times slower.
+                start_new_session=True,  # Ctrl-C reaches only this process, which cleans up
+                # Waiting threads must not spin: on a busy machine that would make a step many times slower.
                 env={**os.environ, "OMP_WAIT_POLICY": "passive"},
             )
         assert self._trainer.stdout is not None
@@ -244,16 +244,16 @@ class Demo:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if not none_left(self.run):
-            self.say("A process of this demo cannot be killed.", "bold red")
+            self.say("Cannot kill a process of this demo.", "bold red")
 
     # -- the end --
 
     def judge(self) -> int:
-        """Say how it went; the exit code."""
+        """Print the result, and return the exit code."""
         self.say("")
         self.console.print(self._table())
         median, worst = statistics.median(self.saved.stalls), max(self.saved.stalls)
-        self.say(f"Of each step, saving took {median * 1e3:.1f} ms (median; at most {worst * 1e3:.1f} ms).")
+        self.say(f"Saving took {median * 1e3:.1f} ms (median; at most {worst * 1e3:.1f} ms).")
         ms = [statistics.median(track.seconds) * 1e3 for track in (self.alone, self.saved)]
         self.say(f"A step took {ms[0]:.0f} ms alone, and {ms[1]:.0f} ms with everystep (medians, other load included).")
         broken = [f"step {i.acknowledged}, acknowledged and lost" for i in self.incidents if not i.kept_its_word]
@@ -268,7 +268,7 @@ class Demo:
 
 
 def verdict(console: Console, folder: Path, broken: list[str]) -> int:
-    """Compare the two outcomes in a folder, and say so; the exit code."""
+    """Compare the two outcomes in a folder, print the result, and return the exit code."""
     alone, saved = (json.loads((folder / f"{name}.json").read_text()) for name in ("alone", "saved"))
     problems = compare(alone, saved) + broken
     for problem in problems[:10]:
@@ -283,7 +283,7 @@ def verdict(console: Console, folder: Path, broken: list[str]) -> int:
 
 
 def compare(reference: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """How two outcomes differ: in which losses, and in which tensors. Empty if not at all."""
+    """Return the losses and tensors in which two outcomes differ; empty if they are equal."""
     problems = []
     mine, theirs = reference["losses"], other["losses"]
     if len(mine) != len(theirs):
@@ -296,7 +296,7 @@ def compare(reference: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def processes(run: Path) -> list[psutil.Process]:
-    """Trainers and writers of a run. A writer carries the key of its run among its arguments."""
+    """Return trainers and writers of a run. A writer has the key of its run among its arguments."""
     key = key_of(run)
     found = []
     for process in psutil.process_iter():
@@ -308,7 +308,7 @@ def processes(run: Path) -> list[psutil.Process]:
 
 
 def none_left(run: Path, timeout_s: float = 10.0) -> bool:
-    """Wait until the processes of a run are gone, after they were killed."""
+    """Wait until the killed processes of a run are gone; return False on a timeout."""
     end = time.monotonic() + timeout_s
     while processes(run):
         if time.monotonic() > end:
@@ -327,7 +327,7 @@ def show_s(seconds: float) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="steps to train, from 10 (%(default)s)")
+    parser.add_argument("--steps", type=int, default=150, help="steps to train, at least 10 (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the checkpoints")
     options = parser.parse_args()
     if options.steps < 10:
@@ -338,7 +338,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     console = Console()
-    # Ended by anything but SIGKILL, we tidy up.
+    # Clean up on every signal except SIGKILL.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: sys.exit(128 + n))
     folder = Path(tempfile.mkdtemp(prefix="everystep-demo-"))
@@ -353,10 +353,10 @@ def main() -> int:
         console.print("Stopped.")
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # tidying up takes moments, and must not be cut short
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # cleanup is quick, and must not be interrupted
         demo.stop()
         if options.keep:
-            console.print(f"Kept; look at it with: ckpt ls {demo.run}", highlight=False, soft_wrap=True)
+            console.print(f"Kept; list it with: ckpt ls {demo.run}", highlight=False, soft_wrap=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,19 +1,19 @@
-"""Do to a real training run what machines and people do to it, and see it recover.
+"""Inject real faults into a real training run, and watch it recover.
 
     python examples/faults.py                   # a menu
     python examples/faults.py kill hang         # these faults, one after the other
     python examples/faults.py --all             # every one of them: about four minutes
     python examples/faults.py --list
-    python examples/faults.py --all --json      # besides, one JSON document on stdout; the words go to stderr
+    python examples/faults.py --all --json      # also one JSON document on stdout; the other output goes to stderr
 
-Two ranks train a small GPT under DDP and `torchrun`. Every step is kept in memory, every 50th goes to disk. Each fault
-is a real one, injected once into a run of its own. Shown is who perceived it and when, what was saved, which step was
-restored from where, and how long training stood still. In the end all losses and a digest of every tensor are compared,
-bit for bit, with a run that was left alone and did without everystep.
+Two ranks train a small GPT under DDP and `torchrun`. Every step is saved to memory, every 50th to disk. Each fault is
+real, and is injected once into a run of its own. The output shows which process detected it and when, what was saved,
+which step was restored from where, and how long training was interrupted. Finally, all losses and a digest of every
+tensor are compared, bit for bit, with an undisturbed run without everystep.
 
-A fault that cannot be injected here is skipped, which is not a recovery.
+A fault that cannot be injected here is skipped, which does not count as a recovery.
 
-Exit code: 0 if everything chosen recovered as promised, 1 if anything did not or nothing was tried, 2 for wrong usage,
+Exit code: 0 if all chosen faults recovered as promised, 1 if any did not or none was injected, 2 for wrong usage,
 130 after Ctrl-C.
 """
 
@@ -59,15 +59,15 @@ from ckpt.guard.report import Fault, incidents
 
 RANKS, VICTIM = 2, 1  # the victim is the rank that a fault strikes
 STEPS, EVERY = 120, 50  # EVERY: steps between checkpoints on disk
-PACE_S = 0.02  # a step takes this long at least
+PACE_S = 0.02  # minimum duration of a step
 BATCH = 2
-LATE, EARLY = 70, 30  # steps after which faults come; early where time has to be left to agree on a step
-DEADLINE_S = 1.5  # after the Checkpointer was made
+LATE, EARLY = 70, 30  # steps after which faults strike; EARLY leaves time for the ranks to agree on a step
+DEADLINE_S = 1.5  # after the Checkpointer is created
 HANG_S = 3.0
 LIMIT_S = 90.0  # for one entry
-LINGER_S = 60.0  # should this process be killed itself, the writers leave after this
+LINGER_S = 60.0  # if this process is killed, the writers exit after this time
 CGROUP_BYTES = 1 << 30
-MACHINE_TIME_S = 0.005  # accounts and our own clock are read one after the other
+MACHINE_TIME_S = 0.005  # reports and our own clock are read one after the other
 
 
 # -- the faults --
@@ -75,10 +75,11 @@ MACHINE_TIME_S = 0.005  # accounts and our own clock are read one after the othe
 
 @dataclass(frozen=True)
 class Entry:
-    """One fault, and what is promised about it.
+    """One fault, and the recovery it must have.
 
-    `deed`: what is done to the run; `at`: after which step; `kinds`: what accounts of it are called, () if none is
-    written; `words`: what the account says; `may_lose`: steps at most; `goes_on`: training is not interrupted.
+    `deed`: the action on the run; `at`: the step after which it happens; `kinds`: expected kinds of fault reports, ()
+    for none; `words`: expected text of the report; `may_lose`: maximum of lost steps; `goes_on`: True if training is
+    not interrupted.
     """
 
     name: str
@@ -93,12 +94,12 @@ class Entry:
 
 ENTRIES = (
     Entry("kill", "one rank is killed with SIGKILL", "SIGKILL to rank 1", words="SIGKILL"),
-    Entry("segv", "one rank reads where nothing is", "rank 1 reads address 0", words="Segmentation fault"),
-    Entry("abort", "one rank aborts, as C++ does on a broken promise", "rank 1 calls abort()", words="Aborted"),
+    Entry("segv", "one rank reads an invalid address", "rank 1 reads address 0", words="Segmentation fault"),
+    Entry("abort", "one rank aborts, as C++ does on a failed assertion", "rank 1 calls abort()", words="Aborted"),
     Entry(
         "oom-kill",
-        "one rank takes memory until the kernel's OOM killer strikes",
-        "rank 1 takes memory without end, in a cgroup of 1 GiB",
+        "one rank allocates memory until the kernel's OOM killer ends it",
+        "rank 1 allocates memory forever, in a cgroup of 1 GiB",
         kinds=("oom",),
         words="OOM killer",
     ),
@@ -111,8 +112,8 @@ ENTRIES = (
     ),
     Entry(
         "oom",
-        "one rank asks for a tensor that does not fit",
-        "rank 1 calls torch.empty() for an exbibyte",
+        "one rank allocates a tensor that does not fit",
+        "rank 1 calls torch.empty() for one exbibyte",
         kinds=("oom",),
         words="ran out of memory",
     ),
@@ -120,13 +121,13 @@ ENTRIES = (
     Entry(
         "hang",
         "one rank never joins the collective",
-        "rank 1 sleeps for ever, before backward()",
+        "rank 1 sleeps forever, before backward()",
         kinds=("hang",),
         words="rank 1",
     ),
     Entry(
         "sigterm",
-        "the scheduler ends the job; it is submitted again",
+        "the scheduler ends the job, and it is resubmitted",
         "SIGTERM to torchrun and all ranks",
         kinds=("signal",),
         words="SIGTERM",
@@ -134,7 +135,7 @@ ENTRIES = (
     ),
     Entry(
         "usr1",
-        "a signal that says: save, and go on",
+        "a signal that requests a save and continues",
         "SIGUSR1 to rank 1",
         at=EARLY,
         kinds=("signal",),
@@ -144,7 +145,7 @@ ENTRIES = (
     ),
     Entry(
         "request",
-        "somebody at a shell wants it saved now",
+        "a user requests a save from a shell",
         "ckpt trigger RUN",
         at=EARLY,
         kinds=("request",),
@@ -154,8 +155,8 @@ ENTRIES = (
     ),
     Entry(
         "preemption",
-        "the cloud says that it will take the machine in 2 minutes",
-        "a notice in the metadata service of EC2, played by this example",
+        "the cloud announces that it will reclaim the machine in 2 minutes",
+        "a notice in a metadata service of EC2 that this example simulates",
         at=EARLY,
         kinds=("preemption",),
         words="EC2",
@@ -164,8 +165,8 @@ ENTRIES = (
     ),
     Entry(
         "deadline",
-        "the time of the job is nearly over",
-        "the job's time is over in 60 s",
+        "the job's time limit is near",
+        "the job's time limit is 60 s away",
         kinds=("deadline",),
         may_lose=0,
         goes_on=True,
@@ -194,13 +195,13 @@ FROM_WITHIN = ("segv", "abort", "oom-kill", "exception", "oom", "hang")
 
 
 def train(folder: str, fault: str, start: str, extra: str) -> None:
-    """One incarnation of one rank. `start`: how often the job was started by hand; `extra`: what the fault needs."""
+    """Train one rank in one job attempt. `start`: number of manual starts; `extra`: data that the fault needs."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rank = int(os.environ["RANK"])
     if fault == "oom-kill" and rank == VICTIM:
-        Path(extra, "cgroup.procs").write_text(str(os.getpid()))  # now, so that its writer is in it as well
+        Path(extra, "cgroup.procs").write_text(str(os.getpid()))  # before its writer starts there too
     dist.init_process_group("gloo")
     tell = Teller(rank, [int(start), int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
     tell("begin", pid=os.getpid())
@@ -227,7 +228,7 @@ def train(folder: str, fault: str, start: str, extra: str) -> None:
 
 
 def triggers(fault: str, extra: str) -> object:
-    """When to save out of turn. Most need not say it."""
+    """Return when to save on faults. The default is enough for most faults."""
     if fault in ("stop", "hang"):
         return [
             ckpt.triggers.on_signal(),
@@ -243,7 +244,7 @@ def triggers(fault: str, extra: str) -> object:
 
 
 def build(rank: int) -> dict[str, Any]:
-    """All that training depends on. Each rank has its own batches and its own dropout, both out of the state."""
+    """Build the complete training state. Each rank has its own batches and dropout, both determined by the state."""
     state = train_gpt.build(STEPS)
     state["model"] = nn.parallel.DistributedDataParallel(state["model"])
     state["batches"].manual_seed(rank)
@@ -254,7 +255,7 @@ def build(rank: int) -> dict[str, Any]:
 def go_on(
     state: dict[str, Any], done: int, tell: Teller, step_done: Callable[[int], ckpt.Save | None], fault: str = ""
 ) -> None:
-    """Train the steps that are left; `fault`: what this rank does to itself in one of them."""
+    """Train the remaining steps. `fault`: the fault that this rank injects into itself in one of them."""
     text, saves = train_gpt.corpus(), list[ckpt.Save]()
     for step in range(done + 1, STEPS + 1):
         began = time.perf_counter()
@@ -267,7 +268,7 @@ def go_on(
 
 
 def train_step(state: dict[str, Any], text: Tensor, strike: Callable[[Tensor], None] | None) -> None:
-    """One update, with a fault in the middle of it if there is to be one."""
+    """Run one update, with a fault in the middle if requested."""
     starts = torch.randint(len(text) - train_gpt.CONTEXT, (BATCH, 1), generator=state["batches"])
     window = text[starts + torch.arange(train_gpt.CONTEXT + 1)].long()
     logits = state["model"](window[:, :-1])
@@ -282,12 +283,12 @@ def train_step(state: dict[str, Any], text: Tensor, strike: Callable[[Tensor], N
 
 
 def newest(saves: list[ckpt.Save], *statuses: str) -> int:
-    """The newest step that was acknowledged to be as safe as this, 0 if none was."""
+    """Return the newest step with one of these statuses, or 0 if there is none."""
     return max((save.step for save in saves if save.status in statuses), default=0)
 
 
 def strike(fault: str, loss: Tensor, tell: Teller) -> None:
-    """What a rank does to itself."""
+    """Inject the fault into this rank."""
     tell("struck")
     if fault == "segv":
         ctypes.string_at(0)
@@ -306,11 +307,12 @@ def strike(fault: str, loss: Tensor, tell: Teller) -> None:
 
 
 def explode(_: Tensor) -> None:
-    raise ArithmeticError("a gradient that this example does not like")
+    raise ArithmeticError("an error in a gradient hook of this example")
 
 
 class Teller:
-    """Lines on stdout, each in one write, so that neither ranks nor kills tear them. `life`: start by hand, restart."""
+    """Writes lines to stdout, each in one write, so that neither other ranks nor kills split them.
+    `life`: number of the manual start, number of the restart."""
 
     def __init__(self, rank: int, life: list[int]) -> None:
         self.rank, self.life = rank, life
@@ -324,12 +326,12 @@ class Teller:
 
 
 class FaultsError(Exception):
-    """A run did not do what it is there for."""
+    """Raised when a run did not do its task."""
 
 
 @dataclass
 class Outcome:
-    """What one rank ended with: the loss of each step, and a digest of every tensor by name."""
+    """The final state of one rank: the loss of each step, and a digest of every tensor by name."""
 
     losses: list[float]
     digests: dict[str, str]
@@ -337,11 +339,11 @@ class Outcome:
 
 @dataclass
 class Story:
-    """All that is known of one entry. Times in seconds, `after the fault` unless said otherwise.
+    """Everything known about one fault. Times are in seconds, after the fault unless stated otherwise.
 
-    `at`: the last step that all ranks had finished when the fault came; `finished`: the same, when training was
-    interrupted; `acknowledged`: the newest step that what was left alive had said to hold; `durable`: steps that the
-    fault had saved on disk, whole; `slowest_s`: the longest step after a fault that did not interrupt.
+    `at`: the last step that all ranks had finished when the fault struck; `finished`: the same when training was
+    interrupted; `acknowledged`: the newest step that surviving processes had acknowledged; `durable`: complete steps on
+    disk saved by the fault; `slowest_s`: the longest step after a fault that did not interrupt training.
     """
 
     name: str
@@ -366,7 +368,7 @@ class Story:
 
     @property
     def lost(self) -> int | None:
-        """Steps that all ranks had finished, and had to do again; or would have had, had the machine gone then."""
+        """Return the finished steps that had to be repeated, or would be if the machine had failed then."""
         if self.restarts:
             return None if self.restored is None else max(0, self.finished - self.restored)
         if BY_NAME[self.name].kinds and self.at is not None:
@@ -379,16 +381,16 @@ class Story:
 
 
 def judge(story: Story, reference: Sequence[Outcome], outcomes: Sequence[Outcome]) -> list[str]:
-    """In what an entry did not recover as promised; empty if it did."""
+    """Return the ways in which a fault did not recover as promised; empty if it did."""
     entry = BY_NAME[story.name]
     if story.broken:
         return [story.broken]
     if story.at is None or story.back_s is None:
-        return ["the fault was never injected" if story.at is None else "training never went on"]
+        return ["the fault was never injected" if story.at is None else "training never continued"]
     problems = [*judge_account(entry, story), *judge_restart(entry, story)]
     if story.lost is None or story.lost > entry.may_lose:
         verb = "was" if story.lost == 1 else "were"
-        problems.append(f"{count(story.lost, 'step')} {verb} lost, where {entry.may_lose} may be")
+        problems.append(f"{count(story.lost, 'step')} {verb} lost, more than the {entry.may_lose} allowed")
     if len(reference) != RANKS or len(outcomes) != RANKS:
         problems.append(f"{len(outcomes)} ranks ended, and {len(reference)} in the reference")
     for rank, (mine, theirs) in enumerate(zip(reference, outcomes, strict=False)):
@@ -397,23 +399,23 @@ def judge(story: Story, reference: Sequence[Outcome], outcomes: Sequence[Outcome
 
 
 def judge_account(entry: Entry, story: Story) -> list[str]:
-    """What was perceived, and said of it."""
+    """Check the detection and the reports of the fault."""
     if story.perceived_s is None:
-        return ["nobody perceived it" if entry.kinds else "no new writer came"]
+        return ["the fault was not detected" if entry.kinds else "no new writer was started"]
     if not entry.kinds:
-        return [f"an account of {one['kind']} was written" for one in story.accounts]
+        return [f"an unexpected report of {one['kind']} was written" for one in story.accounts]
     problems = []
     if not any(one["kind"] in entry.kinds and entry.words.lower() in one["summary"].lower() for one in story.accounts):
-        problems.append(f"no account of {' or '.join(entry.kinds)} says {entry.words!r}")
+        problems.append(f"no report of {' or '.join(entry.kinds)} contains {entry.words!r}")
     if "hang" in entry.kinds and not any(one["suspects"] == [VICTIM] for one in story.accounts):
-        problems.append(f"no account names rank {VICTIM}, and no other, as the one that hangs")
+        problems.append(f"no report names only rank {VICTIM} as the hung rank")
     if entry.name == "sigterm" and any(one["exit_code"] != 128 + signal.SIGTERM for one in story.accounts):
-        problems.append(f"a rank did not leave with exit code {128 + signal.SIGTERM}")
+        problems.append(f"a rank did not exit with code {128 + signal.SIGTERM}")
     return problems
 
 
 def judge_restart(entry: Entry, story: Story) -> list[str]:
-    """How often it was started again, and from what."""
+    """Check the number of restarts and the restored step."""
     problems = []
     if story.exit_codes[-1:] != [0] or any(code == 0 for code in story.exit_codes[:-1]):
         problems.append(f"torchrun ended with exit code {' then '.join(map(str, story.exit_codes))}")
@@ -431,7 +433,7 @@ def judge_restart(entry: Entry, story: Story) -> list[str]:
 
 
 def differences(reference: Outcome, outcome: Outcome) -> list[str]:
-    """How two outcomes differ: in which losses, and in which tensors. Empty if not at all."""
+    """Return the losses and tensors in which two outcomes differ; empty if they are equal."""
     problems = []
     if len(reference.losses) != len(outcome.losses):
         problems.append(f"{len(outcome.losses)} losses, not {len(reference.losses)}")
@@ -442,7 +444,7 @@ def differences(reference: Outcome, outcome: Outcome) -> list[str]:
 
 
 class Record:
-    """What the ranks of one entry have reported, by incarnation and rank."""
+    """The events that the ranks of one job sent, by job attempt and rank."""
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
@@ -466,17 +468,17 @@ class Record:
             steps[line["step"]] = line
 
     def finished(self, life: Sequence[int], until: float = float("inf")) -> int:
-        """The last step that all ranks had finished then, 0 if there is none."""
+        """Return the last step that all ranks had finished at that time, or 0 if there is none."""
         ranks = self._trained.get(tuple(life), {})
         steps = [[s for s, line in one.items() if line["time"] <= until] for one in ranks.values()]
         return min((max(one, default=0) for one in steps), default=0) if len(steps) == RANKS else 0
 
     def said(self, life: Sequence[int], what: str) -> list[int]:
-        """What each rank had last said to be staged or committed."""
+        """Return the last staged or committed step of each rank."""
         return [one[max(one)][what] for one in self._trained.get(tuple(life), {}).values()]
 
     def steps(self, life: Sequence[int]) -> list[tuple[int, float]]:
-        """The steps that all ranks finished, and when the last of them did."""
+        """Return the steps that all ranks finished, with the finish time of the last rank."""
         ranks = self._trained.get(tuple(life), {})
         common = set.intersection(*map(set, ranks.values())) if len(ranks) == RANKS else set()
         return [(step, max(one[step]["time"] for one in ranks.values())) for step in sorted(common)]
@@ -489,7 +491,7 @@ class Record:
 
 
 class Faults:
-    """Starts jobs, one at a time, and injects faults. `home`: for all folders and sockets."""
+    """Starts jobs, one at a time, and injects faults. `home`: the folder for all folders and sockets."""
 
     def __init__(self, console: Console, home: Path) -> None:
         self.console, self.home = console, home
@@ -503,7 +505,6 @@ class Faults:
         self._status: Status | None = None
 
     def play(self, entries: Sequence[Entry]) -> None:
-        """All of it. FaultsError if the reference cannot be trained."""
         with self.console.status("") if self.console.is_terminal else contextlib.nullcontext() as self._status:
             self.say(f"The reference: {RANKS} ranks train {STEPS} steps, without faults and without everystep.")
             self._open("reference")
@@ -524,7 +525,7 @@ class Faults:
             extra, injected = "", Injected(entry, self)
             if entry.name == "oom-kill":
                 if (group := stack.enter_context(cgroup(f"everystep-{os.getpid()}", CGROUP_BYTES))) is None:
-                    story.skipped = "not possible here: no cgroup with a limit of memory can be made"
+                    story.skipped = "not possible here: cannot create a cgroup with a memory limit"
                     self.say(f"  skipped: {story.skipped}", "yellow")
                     return
                 extra = str(group)
@@ -542,7 +543,7 @@ class Faults:
         self._say_verdict(found)
 
     def _run(self, entry: Entry, story: Story, injected: Injected, extra: str) -> None:
-        """From the first start to the last end."""
+        """Run the job from its first start to its last end."""
         record = injected.record
         for start in range(2 if entry.name == "sigterm" else 1):
             for line in self._lines(entry.name, start, extra):
@@ -554,13 +555,13 @@ class Faults:
             assert self._job is not None
             story.exit_codes.append(self._job.returncode)
         if self._late:
-            story.broken = f"it was not over after {LIMIT_S:.0f} s:\n{self._errors()}"
+            story.broken = f"it did not finish within {LIMIT_S:.0f} s:\n{self._errors()}"
         elif story.exit_codes[-1] != 0:
             story.broken = f"torchrun ended with exit code {story.exit_codes[-1]}:\n{self._errors()}"
         injected.finish(story)
 
     def _show(self, line: dict[str, Any]) -> None:
-        """The one line that moves, on a terminal."""
+        """Update the status line on a terminal."""
         if self._status is not None:
             what = {"trained": "step", "restored": "restored step"}.get(line["event"])
             if what is not None:
@@ -580,7 +581,7 @@ class Faults:
     # -- processes --
 
     def _open(self, name: str) -> None:
-        """A folder, and sockets, that no other entry has."""
+        """Create a folder and a socket folder for this entry alone."""
         self._folder = self.home / name
         (self._folder / "sockets").mkdir(parents=True, mode=0o700)
 
@@ -589,7 +590,7 @@ class Faults:
         return self._folder / "run"
 
     def _lines(self, fault: str, start: int, extra: str) -> Iterator[dict[str, Any]]:
-        """What the ranks of one job report, to its end."""
+        """Start a job, and yield the events of its ranks until it ends."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
         words = ["--nproc-per-node", str(RANKS), __file__, "train", str(self._folder), fault, str(start), extra]
         with self._log.open("ab") as errors:
@@ -598,7 +599,7 @@ class Faults:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,  # Ctrl-C is for us, and we tidy up
+                start_new_session=True,  # Ctrl-C reaches only this process, which cleans up
                 env=self.environment,
             )
         assert self._job.stdout is not None
@@ -610,9 +611,9 @@ class Faults:
     def environment(self) -> dict[str, str]:
         return {
             **os.environ,
-            "CKPT_RUNTIME_DIR": str(self._folder / "sockets"),  # the writers of this run are found by nobody else
+            "CKPT_RUNTIME_DIR": str(self._folder / "sockets"),  # so that only this job finds its writers
             "TMPDIR": str(self._folder),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else ranks that are restarted look for those that died
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted ranks connect to dead ones
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
         }
@@ -631,13 +632,13 @@ class Faults:
         self._helpers.append(found)
 
     def committed(self) -> set[int]:
-        """Steps that were on disk with the parts of all ranks, those included that have been cleaned up since."""
+        """Return the steps committed with the manifests of all ranks, including those deleted since."""
         records = [json.loads(path.read_text()) for path in (self.run / "log").glob("*.json")]
         bodies = [record["body"] for record in records if record["type"] == "COMMIT"]
         return {CheckpointId.parse(body["checkpoint"]).step for body in bodies if len(body["manifests"]) == RANKS}
 
     def accounts(self) -> list[Fault]:
-        """What was written about faults; `ckpt faults` shows the same."""
+        """Return the fault reports that `ckpt faults` shows."""
         found = []
         for path in (self.run / "faults").glob("*.json"):
             with contextlib.suppress(CorruptError, OSError, ValueError):  # being written
@@ -648,7 +649,7 @@ class Faults:
         return key_of(self.run, rank)
 
     def find_writer(self, rank: int) -> int | None:
-        """A writer carries the key of its run among its arguments, and says by its name when it is ready."""
+        """Return a writer's PID. Its arguments contain the key of its run. Its name shows when it is ready."""
         key = self.writer_key(rank)
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -663,7 +664,7 @@ class Faults:
         return found
 
     def processes(self) -> list[psutil.Process]:
-        """All that were started here, whoever their parents are by now."""
+        """Return all processes started here, whoever their parents are now."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -673,7 +674,7 @@ class Faults:
         return found
 
     def _kill_all(self) -> None:
-        """torchrun first, so that it starts nothing again."""
+        """Kill torchrun first, so that it restarts nothing, and then all other processes."""
         end = time.monotonic() + 10.0
         if self._job is not None:
             self._job.kill()
@@ -720,7 +721,7 @@ class Faults:
         return "recovered" if self.problems.get(story.name) == [] else "FAILED"
 
     def table(self) -> Table:
-        heads = ("fault", "perceived after", "lost steps", "back at work after", "of which restore", "verdict")
+        heads = ("fault", "detected after", "lost steps", "next step after", "of which restore", "verdict")
         table = Table(*heads, box=None)
         for story in self.stories:
             times = (show_s(story.perceived_s), show(story.lost), show_s(story.back_s), show_s(story.restore_s))
@@ -730,7 +731,7 @@ class Faults:
         return table
 
     def document(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the results as JSON values."""
         entries = [
             {
                 **asdict(story),
@@ -752,7 +753,7 @@ class Faults:
 
 
 class Injected:
-    """One fault in one run: does it, and says what becomes of it as soon as that is known."""
+    """Injects one fault into one run, and prints the consequences as soon as they are known."""
 
     def __init__(self, entry: Entry, faults: Faults) -> None:
         self.entry, self.faults, self.record = entry, faults, Record()
@@ -761,7 +762,7 @@ class Injected:
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
-        """A step was finished: it may be time."""
+        """Inject the fault if this finished step is the one before it."""
         done = self.record.struck is not None or self.entry.name in FROM_WITHIN or self.entry.name == "deadline"
         if step < self.entry.at or done or len(self.record.pids) < RANKS:
             return
@@ -772,7 +773,7 @@ class Injected:
             self._strike(self.record.pids[VICTIM], writer)
 
     def _strike(self, victim: int, writer: int) -> None:
-        """What is done to a rank from outside."""
+        """Inject the fault from outside the rank."""
         name = self.entry.name
         if name == "sigterm":
             for pid in (*self.record.pids.values(), self.faults.job_pid()):
@@ -789,10 +790,10 @@ class Injected:
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "usr1": signal.SIGUSR1, "writer": signal.SIGKILL}
             os.kill(writer or victim, number[name])
 
-    # -- what becomes of it --
+    # -- the consequences --
 
     def tell(self, story: Story) -> None:
-        """Say what is known by now, each thing once."""
+        """Print what is known by now, each fact once."""
         if self.record.struck is None:
             return
         if self._once("fault") and (ahead := self.record.struck - time.time()) > 0.1:
@@ -814,11 +815,11 @@ class Injected:
         if again and self.record.steps(again[0]) and self._once("back"):
             self._measure(story)
             self.faults.say(
-                f"  back at work {show_s(story.back_s)} after the fault; restore() took {show_s(story.restore_s)} of it"
+                f"  next step {show_s(story.back_s)} after the fault; restore() took {show_s(story.restore_s)} of it"
             )
 
     def finish(self, story: Story) -> None:
-        """All accounts are there now."""
+        """Complete the story when all fault reports exist."""
         self._perceive(story)
         if story.perceived_s is not None and self._once("perceived"):
             self._say_perceived(story)
@@ -827,9 +828,9 @@ class Injected:
         if self.entry.goes_on and self.entry.kinds:
             story.durable = sorted(self.faults.committed() & set(story.durable))
         if self.entry.goes_on and story.back_s is not None:
-            slowest = f"the slowest step since took {show_s(story.slowest_s)}"
+            slowest = f"the slowest step since then took {show_s(story.slowest_s)}"
             lost = f"{self._lost(story)}, " if self.entry.kinds else ""
-            self.faults.say(f"  {lost}training went on: {slowest}", "green")
+            self.faults.say(f"  {lost}training continued: {slowest}", "green")
 
     def _once(self, what: str) -> bool:
         new = what not in self._told
@@ -865,7 +866,7 @@ class Injected:
         )
 
     def _say_perceived(self, story: Story) -> None:
-        self.faults.say(f"  perceived after {show_s(story.perceived_s)} by {story.perceived_by}")
+        self.faults.say(f"  detected after {show_s(story.perceived_s)} by {story.perceived_by}")
         for account in story.accounts:
             if account["kind"] in self.entry.kinds:
                 self.faults.say(f"    {' '.join(account['summary'].split())[:300]}", "dim")
@@ -891,7 +892,7 @@ class Injected:
                 story.acknowledged = min(record.said([0, 0], "staged"), default=0)
 
     def _measure(self, story: Story) -> None:
-        """From the fault to the first new step that all ranks have finished."""
+        """Measure from the fault to the first new step that all ranks have finished."""
         record, struck = self.record, self.record.struck
         if struck is None:
             return
@@ -909,7 +910,7 @@ class Injected:
 
 
 class Cloud:
-    """The metadata service of EC2, as far as a notice needs it: on loopback, with a token as the real one wants it."""
+    """Simulates EC2's metadata service for preemption notices: on loopback, with a token like the real one."""
 
     def __init__(self) -> None:
         self.announced = False
@@ -954,7 +955,7 @@ class Cloud:
 
 @contextlib.contextmanager
 def cgroup(name: str, limit: int) -> Iterator[Path | None]:
-    """A cgroup with so many bytes of memory, and without swap; None where none can be made."""
+    """Create a cgroup with this memory limit and without swap; yield None if that is not possible."""
     made = None
     for parent in cgroup_parents():
         folder = parent / name
@@ -974,7 +975,7 @@ def cgroup(name: str, limit: int) -> Iterator[Path | None]:
             try:
                 made.rmdir()
                 break
-            except OSError:  # the dead are still being buried
+            except OSError:  # the dead processes are still being removed
                 time.sleep(0.05)
 
 
@@ -982,8 +983,8 @@ LIMIT_FILES = (("memory.max", "memory.swap.max", 0), ("memory.limit_in_bytes", "
 
 
 def cgroup_parents() -> Iterator[Path]:
-    """Where a cgroup for memory could be made: in v1 below our own, in v2 beside it, since those with processes in them
-    have no others below."""
+    """Return the folders for a new memory cgroup.
+    In v1 it is below our own. In v2 it is a sibling, since a cgroup with processes cannot have children."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -996,7 +997,7 @@ def cgroup_parents() -> Iterator[Path]:
 
 
 def set_limit(folder: Path, memory: str, swap: str, swap_bytes: int | None, limit: int) -> bool:
-    """Whether there is such a limit here."""
+    """Set the limit; return False if this cgroup has none."""
     try:
         if not (folder / memory).exists():
             return False
@@ -1009,7 +1010,7 @@ def set_limit(folder: Path, memory: str, swap: str, swap_bytes: int | None, limi
     return True
 
 
-# -- words --
+# -- formatting --
 
 
 def count(number: int | None, what: str) -> str:
@@ -1040,11 +1041,11 @@ def show_s(seconds: float | None) -> str:
 
 
 class UnknownError(Exception):
-    """There is no such fault."""
+    """Raised for an unknown fault name."""
 
 
 def choose(words: Sequence[str]) -> list[Entry]:
-    """By name or number, each once; `all` for all."""
+    """Choose faults by name or number, each once; `all` chooses all."""
     found: list[Entry] = []
     for word in words:
         if word == "all":
@@ -1054,7 +1055,7 @@ def choose(words: Sequence[str]) -> list[Entry]:
         elif word.isascii() and word.isdigit() and 1 <= int(word) <= len(ENTRIES):
             found.append(ENTRIES[int(word) - 1])
         else:
-            raise UnknownError(f"there is no fault {word!r}: choose from {', '.join(BY_NAME)}, or all")
+            raise UnknownError(f"unknown fault {word!r}: choose from {', '.join(BY_NAME)}, or all")
     return list(dict.fromkeys(found))
 
 
@@ -1066,7 +1067,7 @@ def menu(console: Console) -> None:
 
 
 def ask(console: Console) -> list[Entry]:
-    """Until the answer can be understood; empty if there is none."""
+    """Ask until the input is valid; return an empty list at its end."""
     menu(console)
     while True:
         try:
@@ -1084,7 +1085,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help="names or numbers, see --list")
     parser.add_argument("--all", action="store_true", help="every fault")
-    parser.add_argument("--list", action="store_true", help="say which there are")
+    parser.add_argument("--list", action="store_true", help="list all faults")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout at the end")
     parser.add_argument("--keep", action="store_true", help="keep the folder with runs and logs")
     options = parser.parse_args()
@@ -1093,7 +1094,7 @@ def parse() -> argparse.Namespace:
     except UnknownError as error:
         parser.error(str(error))
     if not options.entries and not options.list and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        parser.error("name faults, or say --all; --list says which there are")
+        parser.error("name faults, or use --all; --list shows their names")
     return options
 
 
@@ -1106,7 +1107,7 @@ def main() -> int:
         else:
             menu(console)
         return 0
-    # Ended by anything but SIGKILL, we tidy up.
+    # Clean up on every signal except SIGKILL.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: sys.exit(128 + n))
     try:
@@ -1119,7 +1120,7 @@ def main() -> int:
 
 
 def play(console: Console, entries: Sequence[Entry], *, as_json: bool, keep: bool) -> int:
-    """Everything that was chosen; the exit code."""
+    """Inject all chosen faults, and return the exit code."""
     home = Path(tempfile.mkdtemp(prefix="everystep-faults-"))
     faults = Faults(console, home)
     try:
@@ -1136,7 +1137,7 @@ def play(console: Console, entries: Sequence[Entry], *, as_json: bool, keep: boo
         console.print("Stopped.")
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # tidying up takes moments, and must not be cut short
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # cleanup is quick, and must not be interrupted
         faults.stop()
         if keep:
             console.print(f"Kept: {home}", highlight=False, soft_wrap=True)

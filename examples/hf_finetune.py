@@ -1,12 +1,12 @@
-"""Fine-tune a small language model with Hugging Face's Trainer. What saves and resumes it is one line.
+"""Fine-tune a small language model with Hugging Face's Trainer. One line saves and resumes it.
 
     pip install -e '.[transformers]'
     python examples/hf_finetune.py runs/hf                   # to the end
     python examples/hf_finetune.py runs/hf-2 --kill-at 70    # kills itself, with SIGKILL, after step 70
-    python examples/hf_finetune.py runs/hf-2                 # goes on there: the same losses, the same weights
+    python examples/hf_finetune.py runs/hf-2                 # continues: the same losses, the same weights
     python -m ckpt.transformers runs/hf-2 --to exports/hf-2  # a folder for AutoModelForCausalLM.from_pretrained()
 
-The model is tiny and its text is Python's own argparse module, byte by byte, so that nothing has to be downloaded.
+The model is tiny and its text is the source of Python's argparse module, in bytes, so nothing is downloaded.
 Several ranks: torchrun --nproc-per-node 2 examples/hf_finetune.py runs/hf-ddp
 """
 
@@ -30,7 +30,7 @@ LENGTH = 64
 
 
 class Bytes(Dataset[dict[str, torch.Tensor]]):
-    """A text in pieces of so many bytes."""
+    """A text in pieces of a fixed number of bytes."""
 
     def __init__(self, text: bytes) -> None:
         count = len(text) // LENGTH
@@ -44,7 +44,7 @@ class Bytes(Dataset[dict[str, torch.Tensor]]):
 
 
 class Show(TrainerCallback):
-    """Says where training starts and what is logged, and kills the process if that is wanted."""
+    """Print the first step and the logged losses, and kill the process on request."""
 
     def __init__(self, kill_at: int) -> None:
         self.kill_at, self.started = kill_at, False
@@ -63,7 +63,7 @@ class Show(TrainerCallback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="a folder or URL: where checkpoints go")
+    parser.add_argument("run", help="folder or URL of the checkpoints")
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""ZeRO made at home: each rank keeps a share of a flat fp32 copy of all weights, and steps that alone.
+"""Homemade ZeRO: each rank has a share of a flat fp32 copy of all weights, and updates only that share.
 
     torchrun --nproc-per-node 2 examples/home_made_zero.py runs/zero
-    torchrun --nproc-per-node 3 examples/home_made_zero.py runs/zero --steps 40    # goes on with three
+    torchrun --nproc-per-node 3 examples/home_made_zero.py runs/zero --steps 40    # continues with three ranks
 
-A share begins and ends in the middle of parameters, so no tensor says where it lies: `ckpt.state.Shards` does. Kill it
-whenever you like. Prints a line a step: the loss, and a digest of all weights and moments.
+A share begins and ends within parameters, so no tensor describes its position: `ckpt.state.Shards` does. Kill the job
+at any time. It prints a line per step: the loss, and a digest of all weights and moments.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Zero:
         self.optim.state[self.own] = {
             "step": torch.tensor(0.0),
             **zeros,
-        }  # there before the first step, to restore into
+        }  # exists before the first step, to restore into
 
     def places(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """Where each parameter begins in the flat buffer."""
+        """Yield the offset of each parameter in the flat buffer."""
         first = 0
         for p in self.params.values():
             yield first, p
             first += p.numel()
 
     def pieces(self) -> dict[str, ckpt.state.Shard | list[ckpt.state.Shard]]:
-        """What this rank has: of each parameter the elements that its share overlaps, often none."""
+        """Return this rank's shards: the elements of each parameter in its share, often none."""
         state, share = self.optim.state[self.own], len(self.own)
         found: dict[str, ckpt.state.Shard | list[ckpt.state.Shard]] = {}
         for label, mine in {"fp32": self.own, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}.items():
@@ -64,7 +64,7 @@ class Zero:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """The model's weights from all shares."""
+        """Update the model's weights from all shares."""
         dist.all_gather(list(self.flat.chunk(self.world)), self.own.detach())
         for first, p in self.places():
             p.copy_(self.flat[first : first + p.numel()].view_as(p))
@@ -81,7 +81,7 @@ class Zero:
         self.gather()
 
     def digest(self) -> str:
-        """Of all masters and moments; the same for every number of ranks."""
+        """Return a digest of all masters and moments; it is the same for any number of ranks."""
         found, size = hashlib.sha256(), sum(p.numel() for p in self.params.values())
         for mine in (self.own.detach(), *(v for v in self.optim.state[self.own].values() if v.dim())):
             whole = torch.empty_like(self.flat)
@@ -91,7 +91,7 @@ class Zero:
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """The step alone says what is in a batch; each rank takes its share of it."""
+    """Return the loss of this rank's share of the batch. The batch depends only on the step."""
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
     mine = x[dist.get_rank() :: dist.get_world_size()]
     return (model(mine) - mine.roll(1, 1)).float().pow(2).mean()

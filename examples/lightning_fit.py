@@ -1,14 +1,14 @@
-"""A Lightning training with one line more, which kills itself and comes back.
+"""A Lightning training with one additional line, which kills itself and continues.
 
     pip install -e '.[lightning]'
-    python examples/lightning_fit.py runs/fit --kill-at 120     # SIGKILL right behind step 120
-    python examples/lightning_fit.py runs/fit                   # goes on at that step or the one before, in the epoch
+    python examples/lightning_fit.py runs/fit --kill-at 120     # SIGKILL right after step 120
+    python examples/lightning_fit.py runs/fit                   # continues at that step or the one before, in the epoch
     ckpt ls runs/fit
     python examples/lightning_fit.py runs/whole                 # never killed: prints the same losses and digest
 
-A small character-level transformer learns to sort. The loader shuffles, dropout draws random numbers, gradients are
-accumulated over two batches, the learning rate follows a schedule, and validation runs twice an epoch: all of it goes
-on as if nothing had happened. Look for the line with `CheckpointCallback`; nothing else here knows of checkpoints.
+A small character-level transformer learns to sort. The loader shuffles, dropout draws random numbers, and gradients
+accumulate over two batches. The learning rate follows a schedule, and validation runs twice an epoch. A restart
+continues all of these exactly. Only the line with `CheckpointCallback` concerns checkpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EPOCHS, TRAIN, BATCH = 3, 4096, 32
 
 
 class Sorter(pl.LightningModule):
-    """Letters in, the same letters in order out."""
+    """A model that returns its input letters in alphabetical order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Sorter(pl.LightningModule):
 
 
 class Tell(pl.Callback):
-    """Prints the loss of every 20th step, exactly; and kills this process, if it is asked to."""
+    """Print the exact loss of every 20th step, and kill this process on request."""
 
     def __init__(self, kill_at: int | None) -> None:
         self.kill_at = kill_at
@@ -86,9 +86,9 @@ def loader(count: int, seed: int, *, shuffle: bool) -> DataLoader[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A Lightning training that comes back.")
-    parser.add_argument("run", nargs="?", default="runs/fit", help="a folder or URL")
-    parser.add_argument("--kill-at", type=int, metavar="N", help="SIGKILL when N optimizer steps are done")
+    parser = argparse.ArgumentParser(description="A Lightning training that resumes.")
+    parser.add_argument("run", nargs="?", default="runs/fit", help="folder or URL")
+    parser.add_argument("--kill-at", type=int, metavar="N", help="SIGKILL after N optimizer steps")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", module="lightning")
     torch.set_num_threads(1)

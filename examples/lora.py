@@ -1,11 +1,11 @@
-"""Train a LoRA adapter with PEFT and Hugging Face's Trainer. Only what is trained is stored.
+"""Train a LoRA adapter with PEFT and Hugging Face's Trainer. Checkpoints contain only trained parameters.
 
     pip install -e '.[transformers]' peft
     python examples/lora.py runs/lora --kill-at 70    # kills itself, with SIGKILL, after step 70
-    python examples/lora.py runs/lora                 # goes on there
+    python examples/lora.py runs/lora                 # continues from there
 
-The frozen base is not in the run: `from_pretrained` brings it again. A digest of it is, so that an adapter is not
-trained on with another base than it began with. In the end the adapter is exported as a folder, and read by peft.
+The run does not contain the frozen base, which `from_pretrained` loads again. It contains a digest of the base, so that
+a restart with another base is refused. Finally the adapter is exported as a folder, and peft loads it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import ckpt.transformers
 
 
 class Sums(Dataset[dict[str, torch.Tensor]]):
-    """Rows of digits, each the sum of the two before it."""
+    """Rows of digits, each the sum of the two digits before it."""
 
     def __init__(self, count: int) -> None:
         digits = torch.randint(10, (count, 2), generator=torch.Generator().manual_seed(1))
@@ -53,7 +53,7 @@ class Sums(Dataset[dict[str, torch.Tensor]]):
 
 
 class Show(TrainerCallback):
-    """Says where training starts and what is logged, and kills the process if that is wanted."""
+    """Print the first step and the logged losses, and kill the process on request."""
 
     def __init__(self, kill_at: int) -> None:
         self.kill_at, self.started = kill_at, False
@@ -71,7 +71,7 @@ class Show(TrainerCallback):
 
 
 def base(folder: str) -> Any:
-    """A model as it would be downloaded: here it is made up, the same each time."""
+    """Create the model that stands in for a downloaded one, equal each time."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=16, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
@@ -81,7 +81,7 @@ def base(folder: str) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="a folder or URL: where checkpoints go")
+    parser.add_argument("run", help="folder or URL of the checkpoints")
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
@@ -109,7 +109,7 @@ def main() -> None:
             callbacks=[saving, Show(options.kill_at)],
         )
         trainer.train()
-        print(f"of {saving.full_bytes:,} bytes of the model, {saving.stored_bytes:,} are in a checkpoint", flush=True)
+        print(f"a checkpoint stores {saving.stored_bytes:,} of the model's {saving.full_bytes:,} bytes", flush=True)
 
         adapter = Path(folder) / "adapter"
         command = [sys.executable, "-m", "ckpt.transformers", options.run, "--to", str(adapter)]

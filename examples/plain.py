@@ -1,8 +1,8 @@
-"""All it takes: the lines that mention `ckpt` or `cp`.
+"""A minimal training with checkpoints: the lines that mention `ckpt` or `cp`.
 
     python examples/plain.py runs/plain
 
-Kill it at any moment, with Ctrl-C or kill -9, and start it again: it goes on where it was.
+Kill it at any moment, with Ctrl-C or kill -9, and start it again: it continues at the same step.
 """
 
 from __future__ import annotations

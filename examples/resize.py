@@ -1,20 +1,19 @@
-"""Train on four ranks, kill them all, and go on with two, then three, then one: the very same bits come back each time.
+"""Train on four ranks, kill them all, and continue with two, three and one rank: each restore returns the same bits.
 
     python examples/resize.py
     python examples/resize.py --ranks 2,3,1 --steps-per-round 8 --keep runs/resize
 
-A small GPT under FSDP2, started with torchrun. In each round all ranks are killed with SIGKILL in the middle of a step,
-and the next round goes on with another number of ranks: from memory, or, where the writers were killed as well, from
-disk. Two things are then compared, bit for bit:
+A small GPT under FSDP2, started with torchrun. In each round all ranks are killed with SIGKILL in the middle of a step.
+The next round continues with another number of ranks: from memory, or from disk if the writers were killed too. Two
+things are then compared, bit for bit:
 
-- Right after each restore every tensor of model and optimizer, gathered from all ranks, with what the killed ranks had
-  noted for that step.
-- Every loss, and the tensors at each change and at the end, with a reference that does without everystep: torch alone
-  trains the same steps with the same numbers of ranks, and hands the whole state on with `get_state_dict`, `torch.save`
-  and `set_state_dict`. The numbers of ranks have to be the same, since a sum over ranks in another order ends in other
-  bits.
+- Right after each restore, every tensor of model and optimizer, gathered from all ranks, with the note that the killed
+  ranks made for that step.
+- Every loss, and the tensors at each change and at the end, with a reference without everystep: plain PyTorch trains
+  the same steps with the same numbers of ranks, and passes on the whole state with `get_state_dict`, `torch.save` and
+  `set_state_dict`. The numbers of ranks must be the same, since another order of summation gives other bits.
 
-Exit code: 0 if all is equal and no acknowledged step was lost, 1 if not, 130 after Ctrl-C.
+Exit code: 0 if everything is equal and no acknowledged step was lost, 1 if not, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ import ckpt
 
 CONTEXT, BATCH = 32, 24
 WIDTH, HEADS, LAYERS = 100, 4, 2  # 100 divides evenly among 4 ranks, and unevenly among 3
-TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()  # this very file
-LINGER_S = 60.0  # should this process be killed itself, the writers leave after this
+TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()  # this file
+LINGER_S = 60.0  # if this process is killed, the writers exit after this time
 TRAINERS, EVERYTHING = "trainers", "+ writers"
 
 # -- the training program: what torchrun starts --
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each beside a residual."""
+    """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Maps bytes to logits of the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +88,7 @@ class GPT(nn.Module):
 
 
 def build() -> dict[str, Any]:
-    """All that training depends on, divided among the ranks that there are now."""
+    """Build the complete training state, sharded across the current ranks."""
     torch.manual_seed(0)
     model = GPT()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -102,14 +101,14 @@ def build() -> dict[str, Any]:
 
 
 def batch(step: int) -> Tensor:
-    """The step alone says what is in a batch; each rank takes its share of it, whatever their number."""
+    """Return this rank's share of a batch. The batch depends only on the step, not on the number of ranks."""
     starts = torch.randint(len(TEXT) - CONTEXT, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     mine = starts[dist.get_rank() :: dist.get_world_size()]
     return TEXT[mine + torch.arange(CONTEXT + 1)]
 
 
 def train_step(state: dict[str, Any], step: int) -> None:
-    """One update; the mean of all ranks' losses is recorded in the state."""
+    """Run one update, and record the mean loss over the ranks in the state."""
     window = batch(step)
     logits = state["model"](window[:, :-1])
     loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
@@ -123,7 +122,7 @@ def train_step(state: dict[str, Any], step: int) -> None:
 
 
 def train(folder: str, number: str, steps: str, every: str) -> None:
-    """One round. Of everystep a user needs the lines with `cp`, which say nothing about ranks; the rest is for us."""
+    """Train one round. Users need only the lines with `cp`, which do not mention ranks; the rest compares."""
     prepare_torch()
     dist.init_process_group("gloo")
     state, saves = build(), list[ckpt.Save]()
@@ -136,7 +135,9 @@ def train(folder: str, number: str, steps: str, every: str) -> None:
         note(notes / "restored.json", state)
         for step in range(start, int(steps)):
             train_step(state, step)
-            note(notes / f"step-{step + 1}.json", state)  # before it can be saved: what is restored has a note
+            note(
+                notes / f"step-{step + 1}.json", state
+            )  # before it can be saved, so that every restored step has a note
             save = cp.step(step + 1)
             saves = [*saves[-50:], *([save] if save is not None else [])]
             report("trained", step=step + 1, staged=newest(saves, "staged"), committed=newest(saves, "durable"))
@@ -144,13 +145,13 @@ def train(folder: str, number: str, steps: str, every: str) -> None:
 
 
 def newest(saves: list[ckpt.Save], status: str) -> int:
-    """The newest step that was acknowledged to be as safe as this, 0 if none was."""
+    """Return the newest step with this status, or 0 if there is none."""
     statuses = ("staged", "durable") if status == "staged" else ("durable",)
     return max((save.step for save in saves if save.status in statuses), default=0)
 
 
 def refer(folder: str) -> None:
-    """The reference: torch alone trains the same segments, each with its number of ranks."""
+    """Train the same segments with plain PyTorch, each with its number of ranks, as the reference."""
     prepare_torch()
     home, rank = Path(folder) / "reference", int(os.environ["RANK"])
     for number, (ranks, start, stop) in enumerate(json.loads((home / "segments.json").read_text())):
@@ -170,7 +171,7 @@ def refer(folder: str) -> None:
 
 
 def hand_over(state: dict[str, Any], path: Path) -> None:
-    """The whole state into one file, by torch's own means."""
+    """Save the whole state to one file with PyTorch alone."""
     model, optim = get_state_dict(state["model"], state["optim"], options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         torch.save({"model": model, "optim": optim, "sched": state["sched"].state_dict(), "meta": state["meta"]}, path)
@@ -185,12 +186,12 @@ def take_over(state: dict[str, Any], path: Path) -> None:
 
 
 def prepare_torch() -> None:
-    torch.set_num_threads(1)  # with torchrun it is one thread if there are several ranks, and all cores if not
+    torch.set_num_threads(1)  # torchrun sets one thread for several ranks, and leaves all cores for one
     torch.use_deterministic_algorithms(True)
 
 
 def note(path: Path, state: dict[str, Any]) -> None:
-    """The losses and a digest of every tensor, whole, into a file. All ranks take part, and rank 0 writes."""
+    """Write the losses and a digest of every whole tensor to a file. All ranks take part, and rank 0 writes."""
     names = {param: name for name, param in state["model"].named_parameters()}
     tensors = {f"model.{name}": param for name, param in state["model"].state_dict().items()}
     for param, values in state["optim"].state.items():
@@ -202,40 +203,40 @@ def note(path: Path, state: dict[str, Any]) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of what it is and of every bit in it."""
+    """Return the SHA-256 of a tensor's dtype, shape and bits."""
     about = f"{tensor.dtype} {list(tensor.shape)} ".encode()
     return hashlib.sha256(about + tensor.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
 def write(path: Path, content: object) -> None:
-    """Whole or not at all, even if it ends in SIGKILL."""
+    """Write a file atomically, so that SIGKILL leaves all of it or nothing."""
     path.with_suffix(".new").write_text(json.dumps(content))
     os.replace(path.with_suffix(".new"), path)
 
 
 def report(event: str, **facts: Any) -> None:
-    """A line on stdout, in one write, so that ranks do not tear each other's."""
+    """Write an event to stdout in one write, so that ranks do not mix their lines."""
     line = json.dumps({"event": event, "rank": dist.get_rank(), **facts})
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
-# -- what happened --
+# -- the results --
 
 
 class ResizeError(Exception):
-    """Training did not do what the example is about."""
+    """Raised when training did not do what the example needs."""
 
 
 @dataclass
 class Round:
-    """From a start of all ranks to their end."""
+    """One round, from the start of all ranks to their end."""
 
     number: int
     ranks: int
-    killed: str = ""  # who was, "" if it ended by itself
+    killed: str = ""  # the processes killed, "" if the round ended by itself
     start: int = 0  # the step that was restored
     reached: int = 0  # the last step that a rank finished
-    acknowledged: int = 0  # the newest step that what was left alive had said to hold
+    acknowledged: int = 0  # the newest step that surviving processes had acknowledged
     tier: str | None = None
     seconds: float = 0.0  # in restore(), the slowest rank
 
@@ -245,7 +246,7 @@ class Round:
 
 
 def segments(rounds: list[Round]) -> list[tuple[Round, int, int]]:
-    """What the final state is made of: round, steps before, last step. What lay behind a restored step is gone."""
+    """Return the parts of the final state: round, steps before, last step. Steps beyond a restored step are dropped."""
     found: list[tuple[Round, int, int]] = []
     for one in rounds:
         found = [(earlier, start, min(stop, one.start)) for earlier, start, stop in found if start < one.start]
@@ -254,7 +255,7 @@ def segments(rounds: list[Round]) -> list[tuple[Round, int, int]]:
 
 
 def verdict(console: Console, folder: Path) -> int:
-    """Compare all that was noted in a folder, and say so; the exit code."""
+    """Compare all notes in a folder, print the result, and return the exit code."""
     rounds = [Round(**one) for one in json.loads((folder / "rounds.json").read_text())]
     table = Table("ranks", "steps", "killed", "restored", "from", "restore()", "losses", "tensors", box=None)
     problems: list[str] = []
@@ -277,7 +278,7 @@ def verdict(console: Console, folder: Path) -> int:
 
 
 def examine(folder: Path, rounds: list[Round], one: Round) -> list[str]:
-    """What is wrong with a round: with what it restored, and with what the final state has of it."""
+    """Return the errors of a round, in its restore and in its part of the final state."""
     here = folder / f"round-{one.number}"
     problems: list[str] = []
     if one.number > 1:
@@ -296,7 +297,7 @@ def examine(folder: Path, rounds: list[Round], one: Round) -> list[str]:
 
 
 def noted(folder: Path, earlier: list[Round], step: int) -> Path:
-    """The note about a step by the last round that trained it."""
+    """Return the note about a step from the last round that trained it."""
     for one in reversed(earlier):
         if one.start < step <= one.reached:
             return folder / f"round-{one.number}/step-{step}.json"
@@ -304,7 +305,7 @@ def noted(folder: Path, earlier: list[Round], step: int) -> Path:
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """How two notes differ: in which losses, and in which tensors. Empty if not at all."""
+    """Return the losses and tensors in which two notes differ; empty if they are equal."""
     mine, theirs = (json.loads(path.read_text()) for path in (expected, found))
     problems = []
     if len(mine["losses"]) != len(theirs["losses"]):
@@ -321,7 +322,7 @@ def differences(expected: Path, found: Path) -> list[str]:
 class Resize:
     """Starts jobs, one at a time, watches them and kills them.
 
-    `home`: for sockets and temporary files; `folder`: for checkpoints and notes; `steps`: of each round.
+    `home`: the folder for sockets and temporary files; `folder`: for checkpoints and notes; `steps`: per round.
     """
 
     def __init__(self, console: Console, home: Path, folder: Path, ranks: list[int], steps: int) -> None:
@@ -330,10 +331,10 @@ class Resize:
         for one in self.rounds[:-1]:
             one.killed = TRAINERS if one.number % 2 else EVERYTHING
         self._job: subprocess.Popen[bytes] | None = None
-        self._log = folder / "job.log"  # what the last job wrote to stderr
+        self._log = folder / "job.log"  # stderr of the last job
 
     def play(self) -> None:
-        """All the training. ResizeError if a job ends in any other way than it was told to."""
+        """Run all rounds and the reference. Raise ResizeError if a job ends in an unexpected way."""
         goal = 0
         for one in self.rounds:
             goal += self.steps
@@ -348,7 +349,7 @@ class Resize:
         self._expect(0)
 
     def _play(self, one: Round, goal: int) -> None:
-        """Until the ranks have reached the goal, and are killed; the last round ends there by itself."""
+        """Train until the ranks have reached the goal, and kill them. The last round ends by itself."""
         self.say(f"Round {one.number}: {one.ranks} rank{'s' * (one.ranks > 1)} ...")
         every, steps = max(2, self.steps // 3), goal + 500 if one.killed else goal
         newest: dict[int, dict[str, Any]] = {}
@@ -368,14 +369,14 @@ class Resize:
         self.say(f"  {began}trained to step {one.reached}{ended}")
 
     def _note_progress(self, one: Round, newest: list[dict[str, Any]]) -> None:
-        """What the ranks have said last. Memory holds a step once it holds it of all ranks."""
+        """Update the round from the last events of its ranks. Memory has a step once all ranks have staged it."""
         one.reached = max(line["step"] for line in newest)
         one.acknowledged = max(line["committed"] for line in newest)
         if one.killed == TRAINERS and len(newest) == one.ranks:
             one.acknowledged = max(one.acknowledged, min(line["staged"] for line in newest))
 
     def _kill(self, killed: str) -> None:
-        """First torchrun, so that it has no word with the ranks, then the ranks; the writers last, or not at all."""
+        """Kill torchrun first, then the ranks (so that it ignores them), and the writers last if requested."""
         if self._job is not None:
             self._job.kill()
         end = time.monotonic() + 10.0
@@ -384,11 +385,11 @@ class Resize:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             if time.monotonic() > end:
-                raise ResizeError("a process cannot be killed")
+                raise ResizeError("cannot kill a process")
             time.sleep(0.01)
 
     def _lines(self, ranks: int, part: str, *arguments: object) -> Iterator[dict[str, Any]]:
-        """What the ranks of one job report, to its end."""
+        """Start a job, and yield the events of its ranks until it ends."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with self._log.open("wb") as errors:
             self._job = subprocess.Popen(
@@ -396,10 +397,10 @@ class Resize:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,  # Ctrl-C is for us, and we tidy up
+                start_new_session=True,  # Ctrl-C reaches only this process, which cleans up
                 env={
                     **os.environ,
-                    "CKPT_RUNTIME_DIR": str(self.home),  # the writers of this run are found by nobody else
+                    "CKPT_RUNTIME_DIR": str(self.home),  # so that only this job finds its writers
                     "TMPDIR": str(self.home),
                     "OMP_NUM_THREADS": "1",
                     "OMP_WAIT_POLICY": "passive",
@@ -413,11 +414,11 @@ class Resize:
     def _expect(self, code: int) -> None:
         assert self._job is not None
         if self._job.returncode != code:
-            shown = self._log.read_text()[:4000]  # what failed first comes first
+            shown = self._log.read_text()[:4000]  # the first error comes first
             raise ResizeError(f"a job ended with exit code {self._job.returncode}:\n{shown}")
 
     def processes(self) -> list[psutil.Process]:
-        """All that were started here, whoever their parents are by now."""
+        """Return all processes started here, whoever their parents are now."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -442,9 +443,9 @@ def is_writer(process: psutil.Process) -> bool:
 
 
 def leave() -> None:
-    """Without the end of the interpreter: a thread of gloo that lets go of a tensor meanwhile aborts the process.
+    """Exit without ending the interpreter: a thread of gloo that releases a tensor during that aborts the process.
 
-    Seen with torch 2.13 and Python 3.11 now and then: "terminate called without an active exception".
+    Seen sometimes with torch 2.13 and Python 3.11: "terminate called without an active exception".
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -453,14 +454,14 @@ def leave() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="4,2,3,1", help="how many there are in each round (%(default)s)")
-    parser.add_argument("--steps-per-round", type=int, default=12, metavar="STEPS", help="from 4 (%(default)s)")
+    parser.add_argument("--ranks", default="4,2,3,1", help="number of ranks in each round (%(default)s)")
+    parser.add_argument("--steps-per-round", type=int, default=12, metavar="STEPS", help="at least 4 (%(default)s)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep checkpoints and notes in this new folder")
     options = parser.parse_args()
     try:
         options.ranks = [int(word) for word in options.ranks.split(",")]
     except ValueError:
-        parser.error("--ranks are numbers with commas between them")
+        parser.error("--ranks must be numbers separated by commas")
     if len(options.ranks) < 2 or not all(1 <= ranks <= 8 for ranks in options.ranks):
         parser.error("--ranks must be two numbers or more, each from 1 to 8")
     if options.steps_per_round < 4:
@@ -473,7 +474,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     console = Console()
-    # Ended by anything but SIGKILL, we tidy up.
+    # Clean up on every signal except SIGKILL.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: sys.exit(128 + n))
     home = Path(tempfile.mkdtemp(prefix="everystep-resize-"))
@@ -490,7 +491,7 @@ def main() -> int:
         console.print("Stopped.")
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # tidying up takes moments, and must not be cut short
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # cleanup is quick, and must not be interrupted
         resize.stop()
         shutil.rmtree(home, ignore_errors=True)
 

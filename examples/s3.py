@@ -1,11 +1,11 @@
-"""A training whose steps go to memory, a folder and a bucket. Lose the machine, and any other goes on from the bucket.
+"""A training that saves steps to memory, a folder and a bucket. Any other machine can continue from the bucket.
 
     export AWS_ENDPOINT_URL=… AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=…    # or a profile, or a role
     python examples/s3.py s3://bucket/run1 --folder /nvme/run1
-    python examples/s3.py s3://bucket/run1 --folder /elsewhere/run1          # on another machine: goes on there
+    python examples/s3.py s3://bucket/run1 --folder /elsewhere/run1          # on another machine: continues from there
 
-No endpoint at hand? `pip install 'moto[server]'`, `moto_server -p 5000`, AWS_ENDPOINT_URL=http://127.0.0.1:5000, any
-key and secret, AWS_DEFAULT_REGION=us-east-1, and a bucket made by `aws s3 mb` or boto3. Who you are is nowhere in here.
+Without an endpoint: `pip install 'moto[server]'`, `moto_server -p 5000`, AWS_ENDPOINT_URL=http://127.0.0.1:5000, any
+key and secret, AWS_DEFAULT_REGION=us-east-1, and a bucket from `aws s3 mb` or boto3. The code has no credentials.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ckpt
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("bucket", help="such as s3://bucket/run1")
-parser.add_argument("--folder", default="runs/s3", help="a disk of this machine")
+parser.add_argument("--folder", default="runs/s3", help="folder on a local disk")
 parser.add_argument("--steps", type=int, default=600)
 given = parser.parse_args()
 
@@ -45,8 +45,8 @@ with ckpt.Checkpointer(state, tiers) as cp:
         save = cp.step(step + 1)
         if (step + 1) % 100 == 0:
             assert save is not None
-            save.wait_durable(tier="all")  # for this demonstration: to be able to say so. A training need not wait
+            save.wait_durable(tier="all")  # only for this demonstration; a training need not wait
             print(f"step {step + 1}: loss {loss.item():.6f}, in the bucket", flush=True)
-    # leaving the block brings the last step to the bucket too
+    # the end of the block uploads the last step too
 
 print(f"done: {given.steps} steps, weights {sum(p.double().sum().item() for p in model.parameters()):.12f}")

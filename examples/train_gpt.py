@@ -2,10 +2,10 @@
 
     python examples/train_gpt.py runs/gpt                   # kill it at any moment, and start it again
     python examples/train_gpt.py runs/gpt --kill-at 50      # it kills itself with SIGKILL once step 50 is staged
-    python examples/train_gpt.py --outcome reference.json   # no RUN, no checkpointing: what has to come out
+    python examples/train_gpt.py --outcome reference.json   # no RUN, no checkpoints: the reference outcome
 
-Dropout, batches and schedule all come out of the state, so a run that was killed ends with the very bits of one that
-was not. `--json` reports in JSON lines, each with an `event`: begin, restored, trained, kill, end.
+Dropout, batches and schedule depend only on the state, so a killed run ends with the same bits as an uninterrupted one.
+`--json` reports in JSON lines, each with an `event`: begin, restored, trained, kill, end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WARMUP = 20
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each beside a residual."""
+    """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out. The head is tied to the embedding."""
+    """A model of the next byte. The head is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,13 +74,13 @@ class GPT(nn.Module):
 
 
 def corpus() -> Tensor:
-    """The sources of the standard library: a few MB of text that every machine with Python has."""
+    """Return the sources of the standard library: a few MB of text on every machine with Python."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
 def build(steps: int, seed: int = 0) -> dict[str, Any]:
-    """All that training depends on, which is all that is saved."""
+    """Create the state that training depends on, all of which is saved."""
     torch.manual_seed(seed)
     model = GPT()
     optim = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -98,7 +98,7 @@ def build(steps: int, seed: int = 0) -> dict[str, Any]:
 
 
 def train_step(state: dict[str, Any], text: Tensor) -> float:
-    """One update; returns the loss, which is also recorded in the state."""
+    """Train one update, and return the loss, which the state records too."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=state["batches"])
     window = text[starts + torch.arange(CONTEXT + 1)].long()
     logits = state["model"](window[:, :-1])
@@ -112,7 +112,7 @@ def train_step(state: dict[str, Any], text: Tensor) -> float:
 
 
 def digests(state: dict[str, Any]) -> dict[str, str]:
-    """SHA-256 of every tensor of model, optimizer and generators, by name."""
+    """Return the SHA-256 of every tensor of model, optimizer and generators, by name."""
     model = state["model"].state_dict()
     named = {f"model.{name}": tensor for name, tensor in model.items()}
     for number, values in state["optim"].state_dict()["state"].items():
@@ -122,7 +122,7 @@ def digests(state: dict[str, Any]) -> dict[str, str]:
 
 
 class Reporter:
-    """Lines on stdout, for people or for programs. Each is one write, so that not even SIGKILL tears it."""
+    """Lines on stdout for people or programs. Each is one write, which SIGKILL cannot split."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -139,7 +139,7 @@ class Reporter:
 
 
 class Killer:
-    """Kills this process as a crash would, on demand with its writer."""
+    """Kill this process like a crash, optionally with its writer."""
 
     def __init__(self, options: argparse.Namespace, report: Reporter) -> None:
         self._at, self._when = options.kill_at, options.kill_when
@@ -148,7 +148,7 @@ class Killer:
         self._saves: list[ckpt.Save] = []
 
     def after(self, step: int, save: ckpt.Save | None, step_s: float) -> None:
-        """Called after every step, with how long it took."""
+        """Kill the process if the time has come. Called after every step, with its duration."""
         if save is not None:
             self._saves.append(save)
         if step != self._at:
@@ -166,17 +166,17 @@ class Killer:
         self._report("kill", writer=writer, staged=staged, committed=self._newest("durable"))
         if writer is not None:
             os.kill(writer, signal.SIGKILL)
-        # At once, so that there is no time to start another writer.
+        # Immediately, so that no other writer starts.
         os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("SIGKILL cannot be survived")
+        raise AssertionError("the process survived SIGKILL")
 
     def _newest(self, *statuses: str) -> int | None:
-        """The newest step that was acknowledged, and therefore must not be lost."""
+        """Return the newest acknowledged step, which must not be lost."""
         return max((save.step for save in self._saves if save.status in statuses), default=None)
 
 
 def writer_pid(run: str) -> int | None:
-    """The process that holds a run's memory on this machine."""
+    """Return the process that holds a run's memory on this machine."""
     channel = link.connect(key_of(run))
     if channel is None:
         return None
@@ -206,7 +206,7 @@ def train(
         save = cp.step(step) if cp is not None else None
         seconds = time.perf_counter() - began
         total_s = cp.stats.stalled_s if cp is not None else 0.0
-        # The wait before this update, for the copy of the last step, and the call of cp.step().
+        # the wait before this update for the copy of the last step, and the call of cp.step()
         report("trained", step=step, loss=loss, seconds=seconds, stall_s=total_s - stalled_s)
         stalled_s = total_s
         killer.after(step, save, seconds)
@@ -215,7 +215,7 @@ def train(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", help="folder of the run; without it nothing is saved")
-    parser.add_argument("--steps", type=int, default=200, help="steps to train in all (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="total steps (%(default)s)")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints on disk (%(default)s)")
     parser.add_argument("--linger-s", type=float, default=600.0, help="how long memory outlives a crash (%(default)s)")
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill this process with SIGKILL after this step")

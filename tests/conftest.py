@@ -1,4 +1,4 @@
-"""Fixtures that all tests share: a run folder, sockets of their own, and no process left behind."""
+"""Fixtures that all tests share: a run folder, separate sockets, and cleanup of writers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Processes of tests, and all that they start, share a machine: threads that wait for each other only wait longer.
+# Test processes share a machine. Threads that wait for each other only slow it down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -19,8 +19,7 @@ from botocore.loaders import JSONFileLoader, Loader
 import processes
 from processes import writers
 
-# Files that take long, mostly since they wait for processes: real jobs that are killed and continued, whole disks,
-# servers. All others are the quick part. About by how long they take, the longest first.
+# Slow files, the slowest first: jobs that are killed and continued, full disks, servers. All others are quick.
 SLOW = (
     "test_rank_faults", "test_ray", "test_run_identity", "test_torchtitan", "test_deepspeed", "test_increments",
     "test_transformers", "test_promise_ownership", "test_megatron", "test_forged", "test_torch_dist",
@@ -46,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         choices=("all", "quick", "slow"),
         default="all",
-        help="files that take minutes, all others, or both; files that are named are run in any case",
+        help="files that take minutes, all others, or both; named files always run",
     )
     parser.addoption(
         "--any-build",
@@ -56,9 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what is started would be deaf
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: child processes would ignore SIGINT
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Thousands of writers start in a run: where nothing may be kept of what was compiled, that takes a third of it.
+    # Thousands of writers start in a test run. Without cached bytecode, compilation takes a third of the time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     processes.ZYGOTE = processes.Zygote()
@@ -70,9 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One part of the files, the longest first, so that the processes that share them out end at the same time: of the
-    quick ones those that start processes. (xdist would sort them by their number of tests, which says little: see
-    --no-loadscope-reorder in the Makefile.)"""
+    """Select one part of the files, the slowest first, so that all workers end at the same time.
+
+    Quick files that start processes come first. xdist would sort by number of tests: see --no-loadscope-reorder in the
+    Makefile."""
     for item in items:
         item.add_marker("process" if _starts_processes(item.path) else "unit")
     part = config.getoption("part")
@@ -87,14 +87,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @functools.cache
 def _starts_processes(path: Path) -> bool:
-    """Whether a file has tests that do: a Checkpointer starts a writer."""
+    """Return whether tests of a file start processes, as a Checkpointer starts a writer."""
     words = ("Checkpointer(", "processes", "subprocess", "parallel", "kills", "commands", "training(", "open_run")
     return any(word in path.read_text() for word in words)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def parsed_once() -> None:
-    """botocore parses the megabytes that describe S3 for each store that is opened, which takes longer than a test."""
+    """Parse botocore's description of S3 once, since parsing it for each store takes longer than a test."""
 
     class Parsed(JSONFileLoader):
         load_file = staticmethod(functools.cache(JSONFileLoader().load_file))
@@ -103,7 +103,7 @@ def parsed_once() -> None:
 
 
 def _own_options() -> Iterator[None]:
-    """How a bucket is reached holds for a process. The next test has another server, and perhaps the same bucket."""
+    """Restore the options of buckets, which hold for a process. The next test may use the same bucket name."""
     before = dict(sys.modules["ckpt.store"]._options) if "ckpt.store" in sys.modules else {}
     yield
     if "ckpt.store" in sys.modules:
@@ -111,13 +111,13 @@ def _own_options() -> Iterator[None]:
         sys.modules["ckpt.store"]._options.update(before)
 
 
-options_of_a_file = pytest.fixture(_own_options, autouse=True, scope="module")  # what its fixtures say stays for it
+options_of_a_file = pytest.fixture(_own_options, autouse=True, scope="module")  # options that fixtures of a module set
 options_of_a_test = pytest.fixture(_own_options, autouse=True)
 
 
 @pytest.fixture(autouse=True)
 def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Writers of a test cannot be found by any other, and none outlives it."""
+    """Isolate the writers of a test, and kill them at its end."""
     folder = tmp_path_factory.mktemp("xdg")
     folder.chmod(0o700)
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(folder))
@@ -128,14 +128,14 @@ def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 @pytest.fixture(autouse=True)
 def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry reads that fail for a moment only: many tests remove or damage files, and each would wait for seconds."""
+    """Shorten retries of failed reads, since many tests remove or damage files."""
     if "ckpt.core.checkpoint.chunks" in sys.modules:
         monkeypatch.setattr("ckpt.core.checkpoint.chunks.WINDOW_S", 0.05)
 
 
 @pytest.fixture(autouse=True)
 def as_many_threads() -> Iterator[None]:
-    """Sums of floats depend on how many threads torch has: no test leaves another number to the next."""
+    """Restore the number of threads of torch, because sums of floats depend on it."""
     torch = sys.modules.get("torch")
     before = 0 if torch is None else torch.get_num_threads()
     yield
@@ -145,5 +145,5 @@ def as_many_threads() -> Iterator[None]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> str:
-    """A folder for one run, not made yet."""
+    """Return a folder for one run, which does not exist yet."""
     return str(tmp_path / "run")

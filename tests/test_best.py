@@ -1,4 +1,4 @@
-"""The best steps of a run by a score: kept however old they get, and found by name."""
+"""Tests of the best steps by a score: they are kept however old they get, and can be loaded by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSSES = {2: 0.9, 4: 0.3, 6: 0.5, 8: math.nan, 10: 0.41234567890123, 12: 0.8}
 
 
 def train(run: Any, best: ckpt.Best, last: int, losses: dict[int, float]) -> None:
-    """Go on to a step, and score some. `run`: a folder, of which two steps stay, or tiers."""
+    """Continue to step `last`, and score some steps. `run`: a folder, of which two steps stay, or tiers."""
     state, alone = toy.build(), isinstance(run, str)
     with ckpt.Checkpointer(state, ckpt.Tier(run, every=1, keep=2) if alone else run, best=best) as cp:
         for step in range(cp.restore(default=0) + 1, last + 1):
@@ -38,14 +38,14 @@ def kept(run: str) -> dict[int, str]:
 
 
 def is_at(run: str, step: int) -> bool:
-    """Whether the checkpoint of a step is, bit for bit, what the training was then."""
+    """Return True if the checkpoint of this step has the training state of that step, bit for bit."""
     state = toy.build()
     with ckpt.Checkpointer(state, run, triggers=None) as cp:
         return cp.restore(step=step) == step and toy.digest(state) == toy.reference(step)
 
 
-def test_the_best_stay_and_are_found(run_dir: str, call: Any) -> None:
-    """The two best of those that were scored, whatever `keep` says; by `load(best=True)` and RUN@best the very best."""
+def test_best_steps_stay_and_load_by_name(run_dir: str, call: Any) -> None:
+    """The two best of all scored steps stay, whatever `keep` is. `load(best=True)` and RUN@best return the best one."""
     train(run_dir, ckpt.Best("loss", keep=2), 12, LOSSES)
     assert kept(run_dir) == {4: "best, loss=0.3", 10: "loss=0.41234567890123"}
     assert 2 not in {one.step for one in ckpt.Run(run_dir).list()}
@@ -60,19 +60,19 @@ def test_the_best_stay_and_are_found(run_dir: str, call: Any) -> None:
     assert is_at(run_dir, 4)
 
 
-def test_it_is_known_again_after_a_restart(run_dir: str) -> None:
-    """By what the run itself says: a later start that scores worse changes nothing, a better one takes its place."""
+def test_scores_are_known_after_a_restart(run_dir: str) -> None:
+    """The run itself stores the scores: a worse score of a later start changes nothing, a better one replaces it."""
     train(run_dir, best := ckpt.Best("acc", mode="max"), 4, {2: 0.7, 4: 0.5})
     train(run_dir, best, 8, {6: 0.6})
     assert kept(run_dir) == {2: "best, acc=0.7"} and ckpt.load(run_dir, best=True).step == 2
     train(run_dir, best, 12, {10: 0.8})
     assert kept(run_dir) == {10: "best, acc=0.8"} and ckpt.load(run_dir, best=True).step == 10
     train(f"{run_dir}-2", best, 4, {4: 0.1})
-    assert kept(f"{run_dir}-2") == {4: "best, acc=0.1"}, "another run has scores of its own"
+    assert kept(f"{run_dir}-2") == {4: "best, acc=0.1"}, "another run has its own scores"
 
 
-def test_a_step_that_was_not_due_is_saved_for_it(run_dir: str) -> None:
-    """With the weights that it had, and at once: when `wait()` returns, the run's own log says so."""
+def test_score_saves_an_unscheduled_step(run_dir: str) -> None:
+    """The step is saved immediately with its weights: when `wait()` returns, the log has the score."""
     state, best = toy.build(), ckpt.Best("loss")
     with ckpt.Checkpointer(state, run_dir, every=100, best=best) as cp:
         for step in range(1, 6):
@@ -85,8 +85,8 @@ def test_a_step_that_was_not_due_is_saved_for_it(run_dir: str) -> None:
     assert is_at(run_dir, 3)
 
 
-def test_a_score_may_come_long_after_its_step(run_dir: str) -> None:
-    """As from a validation beside the training: the step stays from then on, where it is saved."""
+def test_late_score_pins_a_saved_step(run_dir: str) -> None:
+    """For example from a validation in the background: a saved step stays from then on."""
     state, best = toy.build(), ckpt.Best("loss")
     with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=2, keep=2), best=best, memory=None) as cp:
         for step in range(1, 12):
@@ -101,8 +101,8 @@ def test_a_score_may_come_long_after_its_step(run_dir: str) -> None:
     assert kept(run_dir) == {5: "best, loss=0.4"} and is_at(run_dir, 5)
 
 
-def test_what_is_no_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A step that was not made, or is saved nowhere, a value that is no number: what was best before is that still."""
+def test_invalid_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A step that was not made or is not saved, or a value that is not a number, does not change the best steps."""
     state, best = toy.build(), ckpt.Best("loss", keep=2)
     with ckpt.Checkpointer(state, run_dir, every=100, best=best) as cp:
         for step in range(1, 6):
@@ -124,7 +124,7 @@ def test_what_is_no_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptur
                 cp.score(5, value)  # type: ignore[arg-type]
         for number in (math.nan, -math.inf):
             assert not cp.score(5, number)
-        toy.train_step(state)  # step 5 is past now
+        toy.train_step(state)  # training has passed step 5 now
         with pytest.raises(UsageError, match="went on after step 5"):
             cp.score(5, 0.1)
         assert best.scores == [(0.5, 2)]
@@ -135,8 +135,8 @@ def test_what_is_no_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptur
     ]
 
 
-def test_where_nothing_can_be_best(run_dir: str) -> None:
-    """Without `best`, or without a place that lasts, a call says what is missing."""
+def test_score_without_best_or_tier_fails(run_dir: str) -> None:
+    """Without `best`, or without a durable tier, the error states what is missing."""
     train(run_dir, ckpt.Best("loss"), 2, {})
     with pytest.raises(NoCheckpointError, match="has no best checkpoint"):
         ckpt.load(run_dir, best=True)
@@ -148,8 +148,8 @@ def test_where_nothing_can_be_best(run_dir: str) -> None:
             ckpt.Checkpointer(toy.build(), best=best, **place)  # type: ignore[arg-type]
 
 
-def test_steps_that_are_named_stay_beside_the_best(run_dir: str) -> None:
-    """`pin` and `score` do not take each other's steps away, in this start nor in the next."""
+def test_pinned_steps_stay_next_to_best(run_dir: str) -> None:
+    """`pin` and `score` do not remove each other's steps, in this start or the next."""
     state, best = toy.build(), ckpt.Best("loss")
     for last in (6, 10):
         with ckpt.Checkpointer(state, run_dir, every=1, keep=2, best=best) as cp:
@@ -168,8 +168,8 @@ def test_steps_that_are_named_stay_beside_the_best(run_dir: str) -> None:
         )
 
 
-def test_what_is_kept_by_hand_is_not_training_s_to_take(run_dir: str, call: Any) -> None:
-    """A step that `ckpt pin` has named, and is among the best for a while, has both notes then, and its own again."""
+def test_step_pinned_by_command_keeps_its_note(run_dir: str, call: Any) -> None:
+    """A step pinned by `ckpt pin` that is among the best for a while has both notes then, and only its own later."""
     train(run_dir, ckpt.Best("loss"), 3, {3: 0.5})
     assert call("pin", f"{run_dir}@3", "--note", "as published", "--yes").code == 0
     train(run_dir, ckpt.Best("loss"), 6, {6: 0.9})
@@ -188,8 +188,8 @@ def test_what_is_kept_by_hand_is_not_training_s_to_take(run_dir: str, call: Any)
     assert call("unpin", f"{run_dir}@7", "--yes").code == 0 and kept(run_dir) == {3: "as published"}
 
 
-def test_the_best_by_another_score_stay_too(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A name that was misspelt, or changed on purpose, costs nothing: a warning says what stays. There is one best."""
+def test_best_steps_of_another_score_stay(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """After a misspelt or changed score name, the old best steps stay, with a warning. There is one best step."""
     train(run_dir, ckpt.Best("loss", keep=2), 4, {1: 0.2, 3: 0.1})
     train(run_dir, ckpt.Best("lss"), 8, {6: 0.5})
     assert kept(run_dir) == {1: "loss=0.2", 3: "loss=0.1", 6: "best, lss=0.5"}
@@ -197,8 +197,8 @@ def test_the_best_by_another_score_stay_too(run_dir: str, caplog: pytest.LogCapt
     assert "the best by another score than lss, step 3 (loss=0.1), stays too" in caplog.text
 
 
-def test_a_rollback_forgets_what_came_after(run_dir: str) -> None:
-    """Steps that are no part of the history any more are not its best; those that were before stay so."""
+def test_rollback_removes_undone_steps_from_best(run_dir: str) -> None:
+    """Steps that are no longer in the history are not among the best; earlier ones stay."""
     state, best = toy.build(), ckpt.Best("loss", keep=2)
     with ckpt.Checkpointer(state, run_dir, every=1, best=best) as cp:
         for step in range(cp.restore(default=0) + 1, 7):
@@ -215,8 +215,8 @@ def test_a_rollback_forgets_what_came_after(run_dir: str) -> None:
     assert kept(run_dir) == {3: f"best, loss={1 / 3!r}", 5: "loss=0.9"} and ckpt.load(run_dir, best=True).step == 3
 
 
-def test_the_nearest_tier_was_lost(tmp_path: Path) -> None:
-    """On another machine the bucket alone knows which were best, and they stay there."""
+def test_best_steps_survive_loss_of_first_tier(tmp_path: Path) -> None:
+    """On another machine only the bucket knows the best steps, and they stay there."""
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     tiers = [ckpt.Tier(near, every=1, keep=2), ckpt.Tier(far, every=2, keep=2)]
     train(tiers, ckpt.Best("loss"), 6, {2: 0.1, 3: 0.5})
@@ -255,8 +255,8 @@ print(toy.digest(state))
 
 @pytest.mark.parametrize("victim", ["writer", "both", pytest.param("trainer", marks=pytest.mark.long)])
 def test_scores_survive_kills(run_dir: str, own_sockets: Path, victim: str) -> None:
-    """Killed after a score: the end is that of a run that was never killed. What `wait()` has seen is in the
-    run's log, also if nobody is left to write it down."""
+    """After a kill following a score, the result equals that of a run without kills. Scores that `wait()` covered are
+    in the run's log, even if all processes are dead."""
     process = run_script(KILLED, run_dir, victim)
     if victim == "both":
         assert killed(process) and kept(run_dir) == {7: "best, loss=0.2", 4: "loss=0.3"}
@@ -271,8 +271,8 @@ def test_scores_survive_kills(run_dir: str, own_sockets: Path, victim: str) -> N
 
 
 @pytest.mark.parametrize("nth", [6, *(pytest.param(nth, marks=pytest.mark.long) for nth in (5, 7))])
-def test_a_writer_dies_between_a_step_and_its_score(run_dir: str, nth: int) -> None:
-    """After any of the records by which a step is a checkpoint, and stays: the next one writes down what is missing."""
+def test_writer_death_before_score_is_recovered(run_dir: str, nth: int) -> None:
+    """After each of the records that commit and pin a step, the next writer appends the missing ones."""
     process = run_script(KILLED, run_dir, "nobody", fail=f"writer/log.appended:kill:{nth}")
     assert process.returncode == 0, process.stderr
     assert "a new writer has taken over" in process.stderr
@@ -304,9 +304,8 @@ dist.destroy_process_group()
 """
 
 
-def test_the_first_rank_decides(run_dir: str) -> None:
-    """Each rank has measured something else: all do what the first one's value says, save together what was not due,
-    and know it again after a kill."""
+def test_score_of_rank_0_decides(run_dir: str) -> None:
+    """Ranks measured different values: all use rank 0's, save a requested step together, and know it after a kill."""
     first = launch(2, RANKS, run_dir, "all", 7, port=free_port())
     assert [one.returncode for one in first] == [-9, -9], first[0].stderr
     then = launch(2, RANKS, run_dir, "all", 0, port=free_port())
@@ -322,16 +321,16 @@ def test_the_first_rank_decides(run_dir: str) -> None:
     assert best.step == 5 and toy.bits(best.sub("model").all()) == said[2][2]
 
 
-def test_the_first_rank_alone_may_score_what_is_saved(run_dir: str) -> None:
-    """It waits for nobody."""
+def test_rank_0_alone_may_score_saved_step(run_dir: str) -> None:
+    """Rank 0 does not wait for other ranks."""
     done = launch(2, RANKS, run_dir, "first", 0, port=free_port())
     assert [one.returncode for one in done] == [0, 0], done[0].stderr
     assert [line.split()[1] for line in done[0].stdout.splitlines()] == ["True", "True", "True"] and not done[1].stdout
     assert kept(run_dir) == {6: "best, loss=0.5", 9: "loss=0.7"}
 
 
-def test_ranks_that_score_something_else_are_told(run_dir: str) -> None:
-    """What the first rank cannot take is an error on all ranks, and no rank waits for long."""
+def test_disagreeing_scores_fail_on_all_ranks(run_dir: str) -> None:
+    """A score that rank 0 rejects is an error on all ranks, and no rank waits long."""
     code = """
 import sys, torch, torch.distributed as dist, ckpt, parallel
 torch.set_num_threads(1)

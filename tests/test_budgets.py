@@ -1,6 +1,6 @@
-"""How large the library is, and how much of it one save and one restore go through.
+"""Size of the library, and the number of its lines that one save and one restore execute.
 
-The limits are what there is today, rounded up. Lower them whenever code goes. They may rise only for a new promise.
+The limits are today's values, rounded up. Lower them whenever code goes. They may rise only for a new promise.
 Run with `-s` to see all numbers.
 """
 
@@ -17,8 +17,7 @@ import pytest
 import reach
 from processes import PYTHONPATH, REPO
 
-# Lines and statements of Python for each package: docstrings and comments count as lines, so that denser lines gain
-# nothing in the second number.
+# Lines and statements of Python for each package. Docstrings and comments count as lines, not as statements.
 BUDGETS = {
     "adapters": (1_710, 1_200),
     "backends": (2_810, 1_980),
@@ -58,7 +57,7 @@ STEP_FILES, RESTORE_FILES = 65, 53
 
 
 def sizes() -> dict[str, tuple[int, int]]:
-    """Return lines and statements by package; "public" are the modules that lie in `ckpt/` itself."""
+    """Return lines and statements by package; "public" stands for the modules directly in `ckpt/`."""
     found: dict[str, tuple[int, int]] = {}
     for path in [*(REPO / "ckpt").rglob("*.py"), *(REPO / "backends").rglob("*.py")]:
         parts = path.relative_to(REPO).parts
@@ -91,7 +90,7 @@ def test_budget_is_exceeded_by_one_statement() -> None:
 
 
 def run(code: str, folder: Path, *, ranks: int = 1, recorded: int = 0) -> int:
-    """Run code in one process, or in several ranks of which one records. Return its process id, if there is one."""
+    """Run code in one process, or in several ranks of which one records. Return the process id of that rank, if any."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
     started = []
     for rank in range(ranks):
@@ -151,8 +150,8 @@ RESTORE = """dist.barrier()
         assert cp.restore() == 10"""
 
 
-def test_scheduled_step_goes_through_few_files(tmp_path: Path) -> None:
-    """From `step()` until memory and two folders have it, in the trainer and in its writer."""
+def test_scheduled_step_executes_few_files(tmp_path: Path) -> None:
+    """The count covers trainer and writer, from `step()` until memory and two folders are complete."""
     run(MODEL + STEP.format(a=tmp_path / "a", b=tmp_path / "b"), tmp_path)
     found = reach.found(tmp_path)
     print(f"step: {found}")
@@ -160,8 +159,8 @@ def test_scheduled_step_goes_through_few_files(tmp_path: Path) -> None:
     assert any("/writer/" in file for file in found.files) and any("/run/" in file for file in found.files)
 
 
-def test_restore_on_three_ranks_goes_through_few_files(tmp_path: Path) -> None:
-    """In one trainer of the three, of a checkpoint that two ranks have saved."""
+def test_restore_on_three_ranks_executes_few_files(tmp_path: Path) -> None:
+    """The count covers one of three trainers that restore a checkpoint of two ranks."""
     run(MODEL + RANKS.format(meet=tmp_path / "m2", a=tmp_path / "run", what=SAVE), tmp_path, ranks=2, recorded=-1)
     code = MODEL + RANKS.format(meet=tmp_path / "m3", a=tmp_path / "run", what=RESTORE)
     found = reach.found(tmp_path, run(code, tmp_path, ranks=3, recorded=1))

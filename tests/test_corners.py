@@ -1,7 +1,7 @@
-"""The oldest torch with the oldest Python that pyproject.toml claims, and the newest with the newest that can be had.
-In environments of their own, which have what a user of the library gets, and pytest.
+"""Tests with the oldest torch and Python that pyproject.toml names, and with the newest that are available.
 
-Only builds of torch without CUDA are taken, since the others are of several GB: `make test-corners` takes those, too.
+Each environment has the packages of a normal installation and pytest. Only builds of torch without CUDA are used,
+since the others take several GB: `make test-corners` adds those.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from processes import PYTHONPATH, REPO
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
-# State of every kind, files of torch.save, snapshots and checkpoints, kills of either process, several ranks.
+# State of every kind, files of torch.save, snapshots, checkpoints, kills of either process, several ranks.
 FILES = ("state", "convert/test_source_files.py", "test_best.py", "promises/test_kill.py", "promises/test_ranks.py")
 OLDEST = re.sub("[^0-9.]", "", PROJECT["requires-python"])
 
@@ -35,7 +35,7 @@ def torch_from() -> str:
 
 
 def pythons() -> Iterator[Path]:
-    """Those that run, the newest first: on the path, and of pyenv."""
+    """Yield interpreters that start, the newest first: from PATH and from pyenv."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     for minor in range(20, int(OLDEST.partition(".")[2]) - 1, -1):
         name = f"python3.{minor}"
@@ -46,7 +46,7 @@ def pythons() -> Iterator[Path]:
 
 
 def builds(python: Path, *, any_build: bool) -> list[str]:
-    """The versions of torch that pip finds for it, the newest first; on x86 Linux a build without CUDA says so."""
+    """Return the versions of torch that pip finds for this Python, the newest first. x86 Linux builds name CUDA."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "index", "versions", "torch"]
     said = subprocess.run(command, capture_output=True, text=True).stdout
     listed = re.search("Available versions: (.*)", said)
@@ -56,15 +56,15 @@ def builds(python: Path, *, any_build: bool) -> list[str]:
 
 
 def corner(which: str, any_build: bool) -> tuple[Path, str]:
-    """An interpreter of an environment, and which torch it has."""
-    oldest, why = which == "oldest", f"no build of torch without CUDA is to be had here for Python from {OLDEST}"
+    """Return the interpreter of an environment and its version of torch."""
+    oldest, why = which == "oldest", f"no build of torch without CUDA is available here for Python from {OLDEST}"
     for python in reversed(list(pythons())) if oldest else pythons():
         for torch in builds(python, any_build=any_build):
             if oldest and torch.partition("+")[0] != torch_from():
                 continue
             minor = re.sub(r"^python3\.|\D", "", python.name)
             if (torch, int(minor)) == (version("torch"), sys.version_info[1]):
-                pytest.skip(f"the {which} that can be had here, torch {torch} and Python 3.{minor}, runs all tests")
+                pytest.skip(f"the {which} available here, torch {torch} and Python 3.{minor}, runs all tests")
             needs = [one for one in PROJECT["dependencies"] if not one.startswith("torch")]
             try:
                 return apart(f"corner-3.{minor}-{torch}", python, f"torch=={torch}", *needs, *TESTS), torch
@@ -77,8 +77,8 @@ def corner(which: str, any_build: bool) -> tuple[Path, str]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", ["oldest", "newest"])
-def test_what_is_claimed(which: str, request: pytest.FixtureRequest) -> None:
-    """Whoever has it gets what is promised: the tests of it pass there."""
+def test_promises_hold_with_claimed_versions(which: str, request: pytest.FixtureRequest) -> None:
+    """The tests of the promises pass in this environment."""
     python, torch = corner(which, request.config.getoption("--any-build"))
     words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "filterwarnings="]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHON", "CKPT_"))}

@@ -1,4 +1,4 @@
-"""What the documents name is there: files, modules and what is in them; names, arguments, commands and options."""
+"""Tests that everything named in the documents exists: files, modules, names, arguments, commands and options."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from ckpt.tools.observe.telemetry.gauges import KINDS
 from documents import PAGES, Block, blocks, named, prose_problems, python_problems, shell_problems
 from processes import REPO
 
-INSIDE = ("CONTRIBUTING.md", "docs/design.md", "docs/protocol.md", "docs/format.md")  # whose dotted names are modules
-HOMES = ("ckpt", "ckpt/core", "ckpt/tools", "ckpt/tools/observe")  # what a dotted name is relative to
-BELOW = ("", *HOMES, "backends/ckpt_backends", "tests")  # what a path in a document is relative to
+INSIDE = (
+    "CONTRIBUTING.md",
+    "docs/design.md",
+    "docs/protocol.md",
+    "docs/format.md",
+)  # in these, dotted names are modules
+HOMES = ("ckpt", "ckpt/core", "ckpt/tools", "ckpt/tools/observe")  # the roots of dotted names
+BELOW = ("", *HOMES, "backends/ckpt_backends", "tests")  # the roots of paths in documents
 FILE = re.compile(r"(?<![\w/.*<])((?:[a-z_]+/)+[a-z_0-9]+\.py)\b")
 NAME = re.compile(r"`((?:[a-z_]+\.)+)(?!py`)(\w+)(?:\.(\w+))?(?:\(\))?`")
 
 
 def missing(text: str) -> set[str]:
-    """Files, and `package.module.Name`s of ours, that a text names and nobody has."""
+    """Return the files and `package.module.Name`s of ours that a text names and that do not exist."""
     gone = {path for path in FILE.findall(text) if not any((REPO / below / path).is_file() for below in BELOW)}
     for found in NAME.finditer(text):
         *modules, last = [word for word in (*found[1].split("."), found[2]) if word]
@@ -45,7 +50,7 @@ def _defines(module: Path, name: str, member: str | None) -> bool:
 
 
 def _has(file: Path, name: str, member: str | None) -> bool:
-    """Whether a module has that class, function or value, and the class that member."""
+    """Return True if a module has this class, function or value, and the class this member."""
     for node in ast.parse(file.read_text()).body:
         names = {getattr(node, "name", "")} | {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if name in names:
@@ -56,13 +61,13 @@ def _has(file: Path, name: str, member: str | None) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_what_a_document_names_is_there(page: Path) -> None:
-    """Whoever moves something moves it in the documents too."""
+def test_names_in_documents_exist(page: Path) -> None:
+    """Files and modules that move must move in the documents too."""
     gone = missing(page.read_text())
     assert {word for word in gone if "/" in word or named(page) in INSIDE} == set()
 
 
-def test_negative_control_what_is_gone_is_seen() -> None:
+def test_negative_control_missing_names_are_detected() -> None:
     text = "`core/format/nothing.py`, `log.run_log.RunLog.nothing`, `log.run_log.Nothing`, `log.run_log.RunLog`"
     assert missing(text) == {"core/format/nothing.py", "log.run_log.RunLog.nothing", "log.run_log.Nothing"}
 
@@ -71,9 +76,8 @@ def test_negative_control_what_is_gone_is_seen() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_block_and_every_command_names_what_is_there(page: Path) -> None:
-    """Each block is Python whose names and arguments are there, or commands that exist, with such options; or text that
-    is neither. Sentences name commands, targets and files that are there."""
+def test_blocks_and_commands_name_existing_things(page: Path) -> None:
+    """Blocks are valid Python, existing commands with existing options, or other text. Names in sentences exist."""
     problems = prose_problems(page)
     for block in blocks(page):
         problems += [f"line {block.line}: {problem}" for problem in problems_of(block)]
@@ -110,11 +114,11 @@ def problems_of(block: Block) -> list[str]:
         ("text", "$ ckpt ls runs"),
     ],
 )
-def test_negative_control_a_block_that_names_nothing_is_seen(language: str, line: str) -> None:
+def test_negative_control_wrong_block_is_detected(language: str, line: str) -> None:
     assert problems_of(Block(REPO / "README.md", 1, language, "", f"{line}\n")) != []
 
 
-def test_negative_control_a_block_of_another_language_is_not_passed_over(tmp_path: Path) -> None:
+def test_negative_control_unknown_language_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```\nckpt ls\n```\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -126,8 +130,8 @@ def test_negative_control_a_block_of_another_language_is_not_passed_over(tmp_pat
 MARK = "<!-- from benchmarks/figures.py --report benchmarks/results/figures.json --markdown -->\n\n"
 
 
-def test_tables_of_figures_are_those_of_the_results() -> None:
-    """Nobody types a figure of `make bench`: README and docs/figures.md have the tables of the stored results."""
+def test_tables_of_figures_match_results() -> None:
+    """README and docs/figures.md contain the tables of the stored results of `make bench`."""
     words = [sys.executable, "benchmarks/figures.py", "--report", "benchmarks/results/figures.json", "--markdown"]
     report = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=True).stdout
     tables = [
@@ -139,8 +143,8 @@ def test_tables_of_figures_are_those_of_the_results() -> None:
     assert [table for table in tables if table not in report] == []
 
 
-def test_every_metric_has_its_row_and_alerts_ask_for_metrics_that_there_are() -> None:
-    """Name, type, label and meaning are those of the code, in its order; and no other name stands on the page."""
+def test_metrics_page_matches_code() -> None:
+    """The page lists name, type, label and meaning of each metric in the order of the code, and no other."""
     page = (REPO / "docs" / "reference" / "metrics.md").read_text()
     served = {name + "_total" * kind.counter: kind for name, kind in KINDS.items()}
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `ckpt_")]
@@ -152,13 +156,12 @@ def test_every_metric_has_its_row_and_alerts_ask_for_metrics_that_there_are() ->
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "\n::: " in page.read_text()], ids=named)
-def test_pages_that_the_site_makes_say_so(page: Path) -> None:
-    """In a checkout such a page is empty: above the first directive it says how the site is made, and what says the
-    same without it."""
+def test_generated_pages_explain_their_source(page: Path) -> None:
+    """In a checkout such a page is empty, so its introduction explains how to build the site, and alternatives."""
     above = page.read_text().partition("\n::: ")[0]
     assert "`make docs`" in above and re.search(r"`--help`|help\(ckpt", above)
 
 
-def test_the_first_screen_stays_short() -> None:
-    """README says what this is and leads on: what is longer belongs into docs/."""
+def test_readme_stays_short() -> None:
+    """README introduces the project; longer text is in docs/."""
     assert len((REPO / "README.md").read_text().splitlines()) <= 112

@@ -1,4 +1,4 @@
-"""Errors a person can act on: the message says what happened, the advice what is safe and what comes next."""
+"""Tests of error messages: each states what happened, and its advice what is safe and what to do next."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def kinds(base: type[CheckpointError] = CheckpointError) -> Iterator[type[Checkp
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
-def test_every_error_says_what_to_do(kind: type[CheckpointError]) -> None:
-    """Each public class has advice, a traceback shows it once, and the commands that it names are there. But for a
-    wrong call, of which the message says all: nothing is below that."""
+def test_every_error_has_advice(kind: type[CheckpointError]) -> None:
+    """Each public class has advice, a traceback shows it once, and it names existing commands.
+    Wrong calls need none, since their message is complete."""
     error = kind("it went wrong")
     assert str(error) == "it went wrong" and bool(error.advice) == (
         kind not in (errors.UsageError, errors.InvalidArgumentError)
@@ -43,14 +43,14 @@ def test_every_error_says_what_to_do(kind: type[CheckpointError]) -> None:
         assert command in app.cli.list_commands(None)  # type: ignore[arg-type]
 
 
-def test_advice_survives_the_way_between_processes() -> None:
-    """An error of the writer, raised in the trainer, has its advice once; so has one that was pickled."""
+def test_advice_survives_pickle_and_wire() -> None:
+    """An error of the writer raised in the trainer has its advice once; so has a pickled one."""
     for error in (from_wire(to_wire(FullError("no space"))), pickle.loads(pickle.dumps(FullError("no space")))):
         assert type(error) is FullError and "".join(traceback.format_exception(error)).count("ckpt gc") == 1
 
 
-def test_a_person_sees_it(tmp_path: Path) -> None:
-    """In the traceback of a script, and after the message of a command."""
+def test_advice_is_shown_to_users(tmp_path: Path) -> None:
+    """The advice appears in the traceback of a script, and after the message of a command."""
     script = f"import ckpt; ckpt.load({str(tmp_path / 'nothing')!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and errors.NoCheckpointError.advice in done.stderr, done.stderr
@@ -62,8 +62,8 @@ def test_a_person_sees_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
-def test_no_hint_names_the_command_that_was_called(kind: type[CheckpointError]) -> None:
-    """Each command says all of the advice but for sentences about itself, or about calls in Python."""
+def test_hint_never_names_the_called_command(kind: type[CheckpointError]) -> None:
+    """Each command prints all advice except sentences about itself or about Python calls."""
     for command in app.COMMANDS:
         said = app.advice_of(kind("no"), [command, "--json", "RUN"])
         assert f"`ckpt {command}" not in said and not re.search(r"\w\(|URL", said)
@@ -71,8 +71,8 @@ def test_no_hint_names_the_command_that_was_called(kind: type[CheckpointError]) 
         assert all(f"`ckpt {command}" in one or re.search(r"\w\(", one) for one in left_out)
 
 
-def test_hints_name_the_run_that_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not RUN or URL: it can be copied. The words of a wrong call have no hint below them."""
+def test_hints_contain_the_given_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hints contain the given run instead of RUN or URL, so they can be copied. Wrong calls get no hint."""
     run = tmp_path / "a run"
     with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(run)) as cp:
         cp.step(1)
@@ -84,11 +84,8 @@ def test_hints_name_the_run_that_was_given(tmp_path: Path, capsys: pytest.Captur
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_of_two_runs_a_hint_names_the_one_that_the_error_is_about(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No room at a destination is not made by pruning the source; and a place of files is no run that could be pruned
-    or looked at."""
+def test_hint_names_the_affected_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full destination does not suggest pruning the source, and a folder of files is not called a run."""
     runs = [str(tmp_path / name) for name in ("run", "run2")]
     for run in runs:
         with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, run) as cp:
@@ -105,8 +102,8 @@ def test_of_two_runs_a_hint_names_the_one_that_the_error_is_about(
     assert capsys.readouterr().err.count("ckpt: ") == 1
 
 
-def test_rm_of_a_run_says_how_one_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without @STEP nothing is deleted: which step is asked, with the name that was given, and how a whole run goes."""
+def test_rm_without_step_explains_deletion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without @STEP nothing is deleted. The error asks for a step, and explains how to delete a whole run."""
     run = tmp_path / "run"
     with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(run)) as cp:
         cp.step(1)
@@ -116,17 +113,16 @@ def test_rm_of_a_run_says_how_one_is_removed(tmp_path: Path, capsys: pytest.Capt
     assert f"{run}@STEP" in said and "delete its folder" in said and "ckpt top" in said
 
 
-def test_import_of_nothing_does_not_advise_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As `ckpt ls` does, for what is no run."""
+def test_failed_import_does_not_advise_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only `ckpt ls` advises it for a folder that is not a run."""
     assert app.main(["import", str(tmp_path / "nothing"), str(tmp_path / "run")]) == 2
     assert "`ckpt import" not in (said := capsys.readouterr().err) and "does not exist" in said
     assert app.main(["ls", str(tmp_path)]) == 2
     assert "`ckpt import`" in capsys.readouterr().err
 
 
-def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Errors that a user can correct have no cause, no frames of ours except the wrapper's, and their advice. At DEBUG
-    the logger has everything."""
+def test_user_errors_end_in_line_of_caller(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Errors that a user can correct have advice, no cause, and only the wrapper's frame. At DEBUG the log has all."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
@@ -167,15 +163,15 @@ def test_errors_at_the_door_end_in_the_line_of_the_caller(tmp_path: Path, caplog
         ((n for n in range(3)), "torch.Generator"),
     ],
 )
-def test_what_people_put_into_a_state_first(value: object, told: str, tmp_path: Path) -> None:
-    """The error says what to save instead."""
+def test_common_wrong_state_entries_are_explained(value: object, told: str, tmp_path: Path) -> None:
+    """The error names what to save instead."""
     with pytest.raises(ckpt.errors.StateError, match=re.escape(told)):
         ckpt.Checkpointer({"model": torch.nn.Linear(2, 2), "it": value}, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_of_ours_is_foreign(tmp_path: Path) -> None:
-    """`ckpt gc` knows all that a run is made of."""
+def test_gc_reports_no_own_file_as_foreign(tmp_path: Path) -> None:
+    """`ckpt gc` knows all files of a run."""
     with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(tmp_path)) as cp:
         cp.step(1)
     command = [sys.executable, "-m", "ckpt", "gc", "--json", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""What a program hears of its saves: subscribers, the log, and the timelines of profilers."""
+"""Tests of events about saves: subscribers, the log, and the timelines of profilers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def heard() -> Iterator[list[Event]]:
-    """All events of this process from now on."""
+    """Return the list of all events of this process from now on."""
     found: list[Event] = []
     stop = events.subscribe(found.append)
     yield found
@@ -53,8 +53,8 @@ def train(of: dict[str, Any]) -> None:
 # -- subscribers --
 
 
-def test_subscribers_hear_in_order_on_one_thread_of_their_own() -> None:
-    """Whoever publishes, and however many listen; nobody after he has ended it."""
+def test_subscribers_receive_events_in_order_on_one_thread() -> None:
+    """All subscribers are called on one separate thread, and not after they unsubscribed."""
     board, first, second = Subscribers(), list[tuple[int | None, int]](), list[Event]()
     stop = board.subscribe(lambda event: first.append((event.step, threading.get_ident())))
     board.subscribe(second.append)
@@ -72,8 +72,8 @@ def test_subscribers_hear_in_order_on_one_thread_of_their_own() -> None:
     assert set(second[0].to_json()) == {"kind", "step", "at", "stall_s"}
 
 
-def test_a_subscriber_that_raises_is_told_of_once_a_kind_and_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """And the others hear all the same."""
+def test_failing_subscriber_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
+    """Other subscribers still receive all events."""
     board, told, others = Subscribers(), list[str](), list[str]()
 
     def bad(event: Event) -> None:
@@ -90,9 +90,8 @@ def test_a_subscriber_that_raises_is_told_of_once_a_kind_and_kept(caplog: pytest
     assert [record.exc_info is not None for record in said] == [True, True]
 
 
-def test_a_subscriber_that_wants_to_exit_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """sys.exit() in one would end the thread that tells all: it is an error like another. What is no function is
-    refused."""
+def test_sys_exit_in_subscriber_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """sys.exit() in a subscriber would end the thread of all, so it counts as an error. Only functions subscribe."""
     board, others = Subscribers(), list[int | None]()
     board.subscribe(lambda event: sys.exit(3))
     board.subscribe(lambda event: others.append(event.step))
@@ -104,8 +103,8 @@ def test_a_subscriber_that_wants_to_exit_ends_nothing(caplog: pytest.LogCaptureF
         events.subscribe(None)  # type: ignore[arg-type]
 
 
-def test_a_slow_subscriber_loses_the_oldest_and_hears_how_many() -> None:
-    """The queue is bounded, the newest are there, publishing never waits, and a flush has an end."""
+def test_slow_subscriber_drops_and_counts_oldest_events() -> None:
+    """The queue is bounded and keeps the newest events; publishing never waits, and a flush ends."""
     board, gate, found = Subscribers(), threading.Event(), list[Event]()
 
     def slow(event: Event) -> None:
@@ -124,8 +123,8 @@ def test_a_slow_subscriber_loses_the_oldest_and_hears_how_many() -> None:
     assert [event.dropped for event in found[:3]] == [0, 10, 0] and found[1].to_json()["dropped"] == 10
 
 
-def test_a_subscriber_may_do_what_it_likes() -> None:
-    """Publish, subscribe, end its own subscription, or wait for all: none of that hangs."""
+def test_subscriber_may_publish_subscribe_and_flush() -> None:
+    """It may publish, subscribe, unsubscribe or flush without a deadlock."""
     board, found = Subscribers(), list[int | None]()
 
     def busy(event: Event) -> None:
@@ -141,15 +140,15 @@ def test_a_subscriber_may_do_what_it_likes() -> None:
     assert board.flush(WAIT_S) and found == [1]
 
 
-def test_nobody_listens_costs_nothing() -> None:
-    """No thread, and nothing is kept."""
+def test_publish_without_subscribers_stores_nothing() -> None:
+    """No thread is started, and no event is stored."""
     board = Subscribers()
     board.publish("staged", 1)
     assert board.flush(0.0) and not board._queue and board._thread is None
 
 
-def test_a_forked_child_tells_nobody() -> None:
-    """As workers of a data loader are: whoever subscribed was the parent."""
+def test_forked_child_publishes_nothing() -> None:
+    """This applies to data loader workers: only the parent has subscribed."""
     code = """
 import os
 from ckpt import events; from ckpt import subscribers as subscribe
@@ -167,12 +166,13 @@ print(len(found))
     assert result.stdout.split() == ["1"], result.stderr
 
 
-# -- what a Checkpointer says --
+# -- events of a Checkpointer --
 
 
-def test_saves_are_told_as_they_are(heard: list[Event], run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Each staged step, each committed one in each tier with the bytes that the ledger has, the restore, the end; and
-    exactly one line of the log for each durable save."""
+def test_saves_publish_events_and_log_lines(heard: list[Event], run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Events are sent for each staged step, each commit in each tier with the bytes in the ledger, the restore and the
+    end.
+    The log has exactly one line for each durable save."""
     caplog.set_level(logging.INFO, "ckpt")
     tiers = [ckpt.Tier(run_dir, every=2), ckpt.Tier(f"{run_dir}2", every=4)]
     of = state()
@@ -185,7 +185,7 @@ def test_saves_are_told_as_they_are(heard: list[Event], run_dir: str, caplog: py
             save.wait_staged(WAIT_S)
     near, far = f"file://{run_dir}", f"file://{run_dir}2"
     kinds = [event.kind for event in heard]
-    assert kinds[-1] == "closed" and "restored" not in kinds and "failed" not in kinds  # all told before close() ended
+    assert kinds[-1] == "closed" and "restored" not in kinds and "failed" not in kinds  # all sent before close() ended
     staged = [event for event in heard if event.kind == "staged"]
     assert [event.step for event in staged] == list(range(1, 9))
     assert all((event.stall_s or 0) > 0 and event.nbytes == staged[0].nbytes for event in staged)
@@ -215,8 +215,8 @@ def test_saves_are_told_as_they_are(heard: list[Event], run_dir: str, caplog: py
 
 
 @pytest.mark.parametrize("every", ["auto", "1h"])
-def test_a_cadence_that_is_decided_is_told(heard: list[Event], run_dir: str, every: str) -> None:
-    """With where, how often, and why; a time is as many steps as last so long, with memory at every step."""
+def test_chosen_save_interval_is_published(heard: list[Event], run_dir: str, every: str) -> None:
+    """The event has the tier, the interval and the reason. Times become steps, and memory is saved at every step."""
     of = state()
     with ckpt.Checkpointer(of, run_dir, every=every) as cp:
         cp.restore(default=0)
@@ -243,11 +243,11 @@ import torch
 import ckpt
 from ckpt import events
 
-heard = []
+kinds = []
 
 def tell(event):
     os.write(1, (json.dumps(event.to_json()) + "\\n").encode())
-    heard.append(event.kind)
+    kinds.append(event.kind)
 
 events.subscribe(tell)
 run, last = sys.argv[1], int(sys.argv[2])
@@ -263,7 +263,7 @@ with ckpt.Checkpointer(of, ckpt.Tier(run, every=2), options=ckpt.Options(on_erro
                 pass
     if last == 5:
         assert not events.log.handlers
-        while "committed" not in heard:
+        while "committed" not in kinds:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("<b>boom</b>")
@@ -274,9 +274,10 @@ def told(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_failures_and_faults_are_told(run_dir: str) -> None:
-    """A write that fails, by its tier and with its error; after a SIGKILL the next start hears of that, and of its own
-    exception before it ends. Nobody asked for a log: what went wrong is on stderr all the same, and nothing else."""
+def test_failures_and_faults_are_published(run_dir: str) -> None:
+    """A failed write is reported with its tier and error. After SIGKILL, the next start reports that fault, and then
+    its own exception before it ends.
+    Without logging configured, stderr has the errors and nothing else."""
     first = run_script(FAILING, run_dir, 5, fail="writer/data_file.written:eio:1")
     assert first.returncode == -signal.SIGKILL, first.stderr
     said = [line for line in first.stderr.splitlines() if not line.startswith("everystep writer:")]
@@ -309,8 +310,8 @@ os._exit(0)
 """
 
 
-def test_only_rank_0_says_that_a_save_is_durable(run_dir: str) -> None:
-    """At INFO; the others say it at DEBUG."""
+def test_only_rank_0_logs_durable_save_at_info(run_dir: str) -> None:
+    """Rank 0 logs it at INFO, the others at DEBUG."""
     ranks = launch(2, RANK, run_dir, port=free_port(), timeout_s=180, LOCAL_WORLD_SIZE="2")
     said = [rank.stdout for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
@@ -319,8 +320,8 @@ def test_only_rank_0_says_that_a_save_is_durable(run_dir: str) -> None:
     assert "(of rank 0)" in lines[0][0]
 
 
-def test_what_could_not_be_staged_is_told(heard: list[Event], run_dir: str) -> None:
-    """As a failure of memory: a step that was dropped since its weights were written while they were copied."""
+def test_dropped_step_is_published_as_failure(heard: list[Event], run_dir: str) -> None:
+    """A step dropped because all slots were in use is reported as a failure of memory."""
     of = {"w": torch.zeros(4)}
     with ckpt.Checkpointer(of, run_dir, options=ckpt.Options(on_busy="skip", on_error="warn")) as cp:
         cp.restore(default=0)
@@ -343,9 +344,8 @@ def test_what_could_not_be_staged_is_told(heard: list[Event], run_dir: str) -> N
 # -- profilers --
 
 
-def test_profilers_see_what_we_do(run_dir: str, tmp_path: Path) -> None:
-    """By name, in the thread that trains and, where the profiler is told to look there, in the staging thread; and no
-    device was woken up."""
+def test_profilers_record_ckpt_ranges(run_dir: str, tmp_path: Path) -> None:
+    """Ranges appear in the training thread, and in the staging thread if profiled. No device is initialized."""
     from torch._C._profiler import _ExperimentalConfig
 
     of = state()
@@ -375,8 +375,8 @@ def test_profilers_see_what_we_do(run_dir: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_nvtx_ranges_are_there_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is open inside, and none is left open behind it. (Without a profiler a card does not count them itself.)"""
+def test_nvtx_ranges_exist_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range is open inside the span, and closed after it. (Without a profiler, a GPU does not count ranges.)"""
     torch.zeros(1, device="cuda")
     calls, push, pop = list[str](), torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (calls.append(name), push(name)))

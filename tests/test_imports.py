@@ -1,5 +1,4 @@
-"""What an import costs, what no module does, that `make lint` sees an import that goes the wrong way, and that tests of
-promises know the library from outside."""
+"""Tests of imports: their cost, forbidden calls, contracts of `make lint`, and promise tests with only public names."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def named(path: Path) -> str:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported anywhere: at the top, inside functions, and for type checkers only."""
+    """Yield every imported module: at the top, inside functions, and for type checkers only."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -50,8 +49,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
         (None, ""),
     ],
 )
-def test_an_import_that_goes_the_wrong_way_is_seen(module: str | None, line: str, tmp_path: Path) -> None:
-    """Each contract of `.importlinter` is broken by such a line, and none of them is without it."""
+def test_import_in_wrong_direction_is_detected(module: str | None, line: str, tmp_path: Path) -> None:
+    """Such a line breaks each contract of `.importlinter`; without it none is broken."""
     for package in PACKAGES:
         shutil.copytree(package, tmp_path / package.relative_to(REPO), ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / ".importlinter", tmp_path)
@@ -65,7 +64,7 @@ def test_an_import_that_goes_the_wrong_way_is_seen(module: str | None, line: str
 
 
 def reads_plain(call: ast.Call) -> bool:
-    """torch.load that runs no code, as it says itself."""
+    """Return True for a torch.load that runs no code, by its arguments."""
     said = {word.arg: ast.unparse(word.value) for word in call.keywords}
     return ast.unparse(call.func) == "torch.load" and said.get("weights_only") == "True"
 
@@ -73,12 +72,12 @@ def reads_plain(call: ast.Call) -> bool:
 WRITES_TORCH_FILES = {
     name: {"torch.save"} for name in ("tools.convert.to_torch", "tools.convert.to_torch_dist")
 }  # exports
-READS_PICKLES = {"tools.convert.parse_dcp": {"pickle"}}  # of DCP, by an Unpickler that makes only what is in a list
+READS_PICKLES = {"tools.convert.parse_dcp": {"pickle"}}  # of DCP, with an Unpickler that creates only objects in a list
 
 
 @pytest.mark.parametrize("path", MODULES, ids=named)
-def test_nothing_that_runs_code_or_forks(path: Path) -> None:
-    """No pickle in any guise, no eval, no fork, no named shared memory."""
+def test_modules_neither_run_code_nor_fork(path: Path) -> None:
+    """No pickle in any form, no eval, no fork, no named shared memory."""
     tree = ast.parse(path.read_text())
     banned = {
         "pickle",
@@ -115,11 +114,11 @@ def test_nothing_that_runs_code_or_forks(path: Path) -> None:
             assert ast.unparse(node.value) == "False"
 
 
-KNOWS_FOLDERS = {"store", "tools.convert.output"}  # the second takes what a user has written off a path
+KNOWS_FOLDERS = {"store", "tools.convert.output"}  # the second one converts a user's URL to a path
 
 
-def test_who_knows_what_the_url_of_a_folder_looks_like() -> None:
-    """`ckpt.store` and the stores themselves: everybody else asks `folder_of`."""
+def test_only_stores_parse_folder_urls() -> None:
+    """Only `ckpt.store` and the stores do; other modules call `folder_of`."""
     for path in (REPO / "ckpt").rglob("*.py"):
         tree = ast.parse(path.read_text())
         texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -129,19 +128,19 @@ def test_who_knows_what_the_url_of_a_folder_looks_like() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The top-level modules in memory after a statement, in a process of its own."""
+    """Return the top-level modules in memory after a statement, in its own process."""
     code = f"import sys; sys.path[:0] = {[str(REPO), str(REPO / 'backends')]!r}; {statement}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return {name.split(".")[0] for name in result.stdout.split()}
 
 
 def test_import_ckpt_is_light() -> None:
-    """`import ckpt` alone pays for nothing heavy."""
+    """`import ckpt` alone loads no heavy module."""
     assert loaded_by("import ckpt") & {"torch", "numpy", "click", "rich", "fsspec", "asyncio", "safetensors"} == set()
 
 
-def test_the_writer_has_no_torch() -> None:
-    """Neither at its start nor once it has opened a store: seconds of start-up, and hundreds of MB."""
+def test_writer_does_not_import_torch() -> None:
+    """Neither at its start nor after it opened a store: torch costs seconds of startup, and hundreds of MB."""
     statement = (
         "import ckpt.writer_process, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
     )
@@ -149,12 +148,12 @@ def test_the_writer_has_no_torch() -> None:
     assert "numpy" in loaded and loaded & {"torch", "click", "rich", "fsspec"} == set()
 
 
-def test_every_public_name_is_there() -> None:
-    """Each name of `__all__` resolves, to what its home defines, and `__all__` has no other."""
+def test_every_public_name_resolves() -> None:
+    """Each name of `__all__` resolves to the object of its home module, and `__all__` has no other."""
     for name in ckpt.__all__:
         value = getattr(ckpt, name)
         assert value is getattr(importlib.import_module(f"ckpt.{ckpt._HOMES[name]}"), name)
-    apart = {"deepspeed", "megatron", "ray", "torchtitan"}  # they have environments of their own
+    apart = {"deepspeed", "megatron", "ray", "torchtitan"}  # they have their own environments
     for part in apart:
         with pytest.raises(ImportError, match=rf"pip install 'everystep\[{part}\]'"):
             getattr(ckpt, part)
@@ -164,8 +163,8 @@ def test_every_public_name_is_there() -> None:
         _ = ckpt.no_such_name
 
 
-def test_names_of_other_modules_are_named_by_the_error() -> None:
-    """Each is there, and only there."""
+def test_error_names_module_of_other_names() -> None:
+    """Each name exists, and only there."""
     assert len(ckpt.__all__) == 16
     for part, names in ckpt._ELSEWHERE.items():
         module = importlib.import_module(f"ckpt.{part}")
@@ -175,8 +174,8 @@ def test_names_of_other_modules_are_named_by_the_error() -> None:
                 getattr(ckpt, name)
 
 
-def test_a_name_that_a_module_has_too_stays_what_it_is() -> None:
-    """`ckpt.load` is the function, also after something else of its module was used first."""
+def test_ckpt_load_stays_the_function() -> None:
+    """`ckpt.load` is the function, also after another name of its module was used first."""
     for first in ("ckpt.types.Loaded", "ckpt.load"):
         loaded_by(f"import ckpt; {first}; assert callable(ckpt.load)")
 
@@ -196,18 +195,18 @@ def test_type_checkers_see_the_same_names() -> None:
     assert listed == homes | dict.fromkeys(ckpt._PARTS, "ckpt")
 
 
-# -- tests of promises: what they know of the library is public, or in tests/lib/inside.py --
+# -- promise tests: they use public names, or those in tests/lib/inside.py --
 
 PROMISES = sorted((REPO / "tests" / "promises").glob("*.py"))
 PUBLIC_MODULES = {"errors", "events", "testing", *ckpt._PARTS}
 PUBLIC = PUBLIC_MODULES | {*ckpt.__all__, "__version__"}
 INTERNAL = {path.stem for path in (REPO / "ckpt").iterdir() if path.is_dir() or path.suffix == ".py"} - PUBLIC
-OBJECTS = [REPO / "ckpt" / "checkpointer.py", REPO / "ckpt" / "saving.py"]  # whose attributes tests come across
+OBJECTS = [REPO / "ckpt" / "checkpointer.py", REPO / "ckpt" / "saving.py"]  # whose attributes tests could use
 PRIVATE = set(re.findall(r"\bself\.(_[a-z]\w*)", "".join(path.read_text() for path in OBJECTS)))
 
 
 def internals(source: str) -> set[str]:
-    """Find what a test names that is internal: in its own code, and in the scripts and paths that its strings hold."""
+    """Find internal names in a test: in its code, and in scripts and paths in its strings."""
     tree, found = ast.parse(source), set[str]()
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     for text in (ast.unparse(tree), *texts):
@@ -221,8 +220,8 @@ def internals(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PROMISES, ids=lambda path: path.stem)
-def test_promises_know_the_library_from_outside(path: Path) -> None:
-    """They import public names; for everything else there is the façade, which alone follows the code."""
+def test_promise_tests_use_only_public_names(path: Path) -> None:
+    """They import public names; everything else is in the façade, which alone follows the code."""
     assert internals(path.read_text()) == set()
 
 
@@ -243,14 +242,14 @@ def test_promises_know_the_library_from_outside(path: Path) -> None:
         "save._staged.result()",
     ],
 )
-def test_a_promise_that_knows_the_inside_is_seen(code: str) -> None:
-    """Negative control, one way after the other; and the façade itself is seen."""
+def test_negative_control_internal_name_is_detected(code: str) -> None:
+    """Negative control, one way after the other; the façade itself is detected too."""
     assert internals(code)
     assert internals((REPO / "tests" / "lib" / "inside.py").read_text())
 
 
-def test_public_names_are_not_taken_for_internal_ones() -> None:
-    """Nor is what other libraries call private."""
+def test_public_names_do_not_count_as_internal() -> None:
+    """Private names of other libraries do not count either."""
     code = """
 import ckpt
 import ckpt.dcp

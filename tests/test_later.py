@@ -1,4 +1,4 @@
-"""Modules that are imported when they are used first: for a writer, which a trainer waits for."""
+"""Modules are imported on first use, so that a writer starts sooner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from processes import run_script
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a module `slow_one`."""
+    """Yield the file of a module `slow_one`."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path / "slow_one.py"
     sys.modules.pop("slow_one", None)
@@ -28,8 +28,8 @@ def imported() -> Any:
     return importlib.import_module("slow_one")
 
 
-def test_the_first_use_imports_it_once(module: Path) -> None:
-    """Whichever thread comes first, all have all of it; and whoever imports it from then on has the module itself."""
+def test_first_use_imports_module_once(module: Path) -> None:
+    """All threads get the complete module, and later imports return the module itself."""
     module.write_text("import sys, time\nsys.counted = getattr(sys, 'counted', 0) + 1\ntime.sleep(0.2)\nvalue = [1]\n")
     found: list[Any] = []
     one = imported()
@@ -48,8 +48,8 @@ def test_the_first_use_imports_it_once(module: Path) -> None:
         _ = one.no_such_thing
 
 
-def test_what_cannot_be_imported_is_tried_again(module: Path) -> None:
-    """Whoever uses it has the error, and the next one what has become of it since."""
+def test_failed_import_is_retried(module: Path) -> None:
+    """Each use retries the import and raises the current error."""
     module.write_text("raise OSError('no disk')\n")
     one = imported()
     for _ in range(2):
@@ -60,8 +60,8 @@ def test_what_cannot_be_imported_is_tried_again(module: Path) -> None:
     assert one.value == "from a disk that is back"
 
 
-def test_a_writer_begins_without_numpy() -> None:
-    """Nothing that a writer imports uses numpy while it is imported."""
+def test_writer_starts_without_numpy() -> None:
+    """Imports of a writer do not use numpy."""
     code = (
         "import sys; from ckpt.later import later; later('numpy'); import ckpt.writer_process, ckpt_backends.local; "
         "print(sorted(name for name in sys.modules if name.startswith('numpy')))"
@@ -90,7 +90,7 @@ with cp:
 """
 
 
-def test_a_writer_saves_before_and_after_numpy_is_there(run_dir: str) -> None:
-    """By writers that are started as they are, not forked."""
+def test_writer_saves_before_and_after_import_of_numpy(run_dir: str) -> None:
+    """The writers are started normally, not forked."""
     done = run_script(TRAINED, run_dir, fresh=True)
     assert done.stdout.split() == ["2", "2", "True"], done.stderr

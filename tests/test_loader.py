@@ -1,4 +1,4 @@
-"""Batches that go on: each sample once, whoever asks, also when the number of ranks changes in between."""
+"""Tests of a loader that continues: each sample comes once, on any rank, also if the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from processes import REPO, run_python
 
 
 class Noisy(Dataset[tuple[int, float]]):
-    """Samples that are made with random numbers of every kind."""
+    """Samples made with random numbers of every kind."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -54,8 +54,8 @@ def move(loaders: list[ckpt.Loader], states: list[dict[str, Any]]) -> list[ckpt.
     legs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=5),
     shuffle=st.booleans(),
 )
-def test_each_sample_once_over_any_changes(size: int, legs: list[tuple[int, int, int]], shuffle: bool) -> None:
-    """Ranks and batch sizes change in mid-epoch; all samples come once, those that fill up the last round aside."""
+def test_each_sample_comes_once_despite_changes(size: int, legs: list[tuple[int, int, int]], shuffle: bool) -> None:
+    """Ranks and batch sizes change within an epoch; each sample comes once, except those that fill the last round."""
     seen: list[int] = []
     states: list[dict[str, Any]] | None = None
     for world, batch, count in [*legs, (1, 3, 10**6)]:
@@ -75,17 +75,17 @@ def test_each_sample_once_over_any_changes(size: int, legs: list[tuple[int, int,
     most = max(world for world, _, _ in legs)
     counted = Counter(seen)
     assert set(counted) == set(range(size))
-    assert len(seen) - size < most * max(1, -(-most // size)), "more than the last round was filled up"
+    assert len(seen) - size < most * max(1, -(-most // size)), "only the last round may be filled up"
 
 
-def test_negative_control_torchs_own_loader_repeats_when_ranks_change() -> None:
-    """The loader of a rank counts what that rank was given: one rank that takes over from two sees samples again."""
+def test_negative_control_torch_loader_repeats_samples() -> None:
+    """A rank's loader counts its own samples: one rank that continues for two repeats samples."""
     first = StatefulDataLoader(
         range(64), batch_size=4, sampler=torch.utils.data.DistributedSampler(range(64), 2, 0, shuffle=False)
     )
     stream = iter(first)
     seen = [int(i) for _ in range(4) for i in next(stream)]
-    seen += [i + 1 for i in seen]  # the other rank's
+    seen += [i + 1 for i in seen]  # those of the other rank
     second = StatefulDataLoader(range(64), batch_size=4, shuffle=False)
     second.load_state_dict(first.state_dict())
     rest = [int(i) for b in second for i in b]
@@ -93,8 +93,8 @@ def test_negative_control_torchs_own_loader_repeats_when_ranks_change() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.utils.data.DataLoader, StatefulDataLoader])
-def test_what_workers_make_is_the_same_after_a_restart(make: Any) -> None:
-    """Augmentation included, in mid-epoch, with workers that had fetched ahead, and with none instead of two."""
+def test_samples_of_workers_are_equal_after_restart(make: Any) -> None:
+    """This includes augmentation within an epoch, with prefetching workers, and without workers instead of two."""
     whole = ckpt.Loader(Noisy(40), 4, seed=3, make=make)
     expected = [b for _ in range(2) for b in whole]
     assert whole.epoch == 2 and not torch.equal(expected[0][0], expected[10][0])
@@ -114,8 +114,8 @@ def test_what_workers_make_is_the_same_after_a_restart(make: Any) -> None:
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
-def test_the_streams_of_the_training_are_left_alone() -> None:
-    """Going over the data, or beginning to, draws nothing from the global generators."""
+def test_loader_does_not_use_global_generators() -> None:
+    """Iterating over the data, or starting to, draws nothing from the global generators."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     before = torch.rand(3), random.random(), np.random.rand()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
@@ -124,8 +124,8 @@ def test_the_streams_of_the_training_are_left_alone() -> None:
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
 
 
-def test_other_data_is_refused_before_anything_changes() -> None:
-    """Another length, seed or order; states that are none; ranks that are at different places."""
+def test_state_of_other_data_is_rejected() -> None:
+    """Another length, seed or order; invalid states; ranks at different positions."""
     loader = ckpt.Loader(range(20), 2)
     next(iter(loader))
     state = loader.state_dict()
@@ -139,8 +139,8 @@ def test_other_data_is_refused_before_anything_changes() -> None:
         ckpt.Loader(range(20), 2).load_state_dicts([state, {**state, "position": 9}], 0, 3)
 
 
-def test_what_cannot_be_continued_is_refused() -> None:
-    """Streams without numbers, nonsense, and what would take the order out of our hands."""
+def test_unsupported_datasets_and_arguments_are_rejected() -> None:
+    """Datasets without indices, invalid values, and arguments that would change the order."""
 
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
@@ -170,8 +170,8 @@ os._exit(os.write(1, b"") )
 """
 
 
-def test_a_loader_that_was_made_too_early_is_refused(tmp_path: Path) -> None:
-    """Made before the process group is, it would give every rank all samples."""
+def test_loader_created_before_process_group_is_rejected(tmp_path: Path) -> None:
+    """Created before the process group, it would give every rank all samples."""
     path = f"{REPO}:{REPO / 'backends'}"
     environment = {**os.environ, "PYTHONPATH": path, "STORE": str(tmp_path / "store")}
     words = [sys.executable, "-u", "-c", "import torch.testing._internal.distributed.fake_pg\n" + EARLY]
@@ -201,8 +201,8 @@ if __name__ == "__main__":  # workers are spawned: they come by here too
 """
 
 
-def test_killed_with_two_ranks_and_continued_by_three(run_dir: str) -> None:
-    """SIGKILL of all ranks in mid-epoch: what all incarnations were given up to their last step is each sample once."""
+def test_killed_job_continues_with_more_ranks(run_dir: str) -> None:
+    """SIGKILL of all ranks within an epoch: all job attempts together get each sample once, up to their last steps."""
     given_out: list[int] = []
     for world, kill in ((2, 7), (3, 10), (1, 0)):
         ranks = launch(world, JOB, run_dir, kill, port=free_port(), timeout_s=200)

@@ -1,4 +1,4 @@
-"""What users pass: few arguments, checked before anything is created."""
+"""Arguments of users: few, and validated before anything is created."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_constructor_has_at_most_nine_arguments(kind: Any) -> None:
     ],
 )  # fmt: skip
 def test_options_reject_wrong_values(name: str, wrong: Any) -> None:
-    """With the name of the option in the message. The defaults are accepted."""
+    """The message names the option. The defaults are accepted."""
     with pytest.raises(InvalidArgumentError, match=name if name != "metrics" else "metrics|prometheus_port"):
         ckpt.Options(**{name: wrong})
     ckpt.Options(**{name: getattr(ckpt.Options(), name)})
@@ -41,7 +41,7 @@ def test_options_reject_wrong_values(name: str, wrong: Any) -> None:
     ],
 )  # fmt: skip
 def test_wrong_arguments_create_nothing(wrong: dict[str, Any], tmp_path: Path) -> None:
-    """They are a CheckpointError and a ValueError. Negative control: the same call without them makes a run."""
+    """The error is a CheckpointError and a ValueError. Negative control: valid arguments create a run."""
     place = tmp_path / "run"
     with pytest.raises(InvalidArgumentError) as raised:
         ckpt.Checkpointer({"w": torch.zeros(3)}, **{"tiers": place, **wrong})

@@ -1,4 +1,4 @@
-"""The PyPI package `ckpt` has the same import and the same command: where both are installed, that is said."""
+"""Tests of installations next to the PyPI package `ckpt`, which has the same import and command: warning or error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THEIRS = '"""A package to create checkpoints in code for easier debugging."""\n\
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """Where packages are installed, with ours in it."""
+    """Return a folder of installed packages, with ours in it."""
     for package in (REPO / "ckpt", REPO / "backends" / "ckpt_backends"):
         shutil.copytree(package, tmp_path / "site" / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "site" / "everystep-0.1.0.dist-info").mkdir()
@@ -25,7 +25,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def add_theirs(site: Path, *, last: bool) -> None:
-    """As `pip install ckpt` does, before ours or after it: one `__init__.py` is of whoever came last."""
+    """Install like `pip install ckpt`, before or after ours: the later one's `__init__.py` remains."""
     (site / "ckpt-0.2.3.dist-info").mkdir()
     (site / "ckpt" / "decorator.py").write_text("def ckpt(f):\n    return f\n")
     if last:
@@ -37,14 +37,14 @@ def python(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, cwd=site.parent)
 
 
-def test_alone_it_says_nothing(site: Path) -> None:
-    """The negative control."""
+def test_own_package_alone_logs_nothing(site: Path) -> None:
+    """Negative control: ours alone."""
     ended = python(site, "-c", "import ckpt; print(ckpt.Tier.__name__)")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "Tier\n", "")
 
 
-def test_ours_over_theirs_is_a_warning(site: Path) -> None:
-    """It works, until somebody uninstalls the other one, which takes our files with it."""
+def test_own_package_over_other_logs_warning(site: Path) -> None:
+    """It works until the other package is uninstalled, which removes our files."""
     add_theirs(site, last=False)
     ended = python(site, "-c", "import ckpt; print(ckpt.Tier.__name__)")
     assert (ended.returncode, ended.stdout) == (0, "Tier\n")
@@ -55,14 +55,14 @@ def test_ours_over_theirs_is_a_warning(site: Path) -> None:
     "words",
     [
         ("-m", "ckpt", "ls", "runs"),
-        ("-c", "from ckpt.tools.cli import main; main(['ls', 'runs'])"),  # what the script `everystep` does
+        ("-c", "from ckpt.tools.cli import main; main(['ls', 'runs'])"),  # like the script `everystep`
         ("-c", "from ckpt.checkpointer import Checkpointer"),
         ("-c", "import ckpt.lightning"),
         ("-m", "ckpt.writer_process"),
     ],
 )
-def test_theirs_over_ours_is_an_error(site: Path, words: tuple[str, ...]) -> None:
-    """As soon as anything of ours is used: it says which package that is, and what to do."""
+def test_other_package_over_own_raises_error(site: Path, words: tuple[str, ...]) -> None:
+    """Any use of our modules raises an error that names the other package, and the remedy."""
     add_theirs(site, last=True)
     ended = python(site, *words)
     last = ended.stderr.strip().splitlines()[-1]

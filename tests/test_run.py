@@ -1,4 +1,4 @@
-"""`ckpt.Run`, and what of the public classes a user gets to see."""
+"""Tests of `ckpt.Run`, and of the public names of classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["call", "increments"]  # fixtures
 
 @pytest.fixture
 def run(increments: Path, tmp_path: Path) -> ckpt.Run:
-    """A copy of a run with the steps 1 to 5: 1, 2 and 5 full, 3 and 4 built on them."""
+    """Copy a run with the steps 1 to 5: 1, 2 and 5 are full, 3 and 4 are built on them."""
     retention._cache.clear()
     return ckpt.Run(shutil.copytree(increments, tmp_path / "run"))
 
@@ -35,18 +35,18 @@ def steps(run: ckpt.Run) -> list[int]:
     return [one.step for one in run.list()]
 
 
-def test_it_lists_what_ls_does(run: ckpt.Run, call: Any) -> None:
+def test_run_list_equals_ls(run: ckpt.Run, call: Any) -> None:
     told = call("ls", folder(run), "--json").json["checkpoints"]
     assert [{name: getattr(one, name) for name in told[0]} for one in run.list()] == told
     newest, *rest = run.list()
     assert newest.step == 5 and newest.newest and newest.full and not any(one.newest for one in rest)
 
 
-def test_keep_prune_and_delete(run: ckpt.Run) -> None:
-    """As the commands do: what is kept stays until it is let go, and what is left is whole."""
+def test_run_pin_prune_and_delete(run: ckpt.Run) -> None:
+    """As with the commands, pinned checkpoints stay until they are unpinned, and the remaining ones are complete."""
     run.pin(1, "as published")
     assert {one.step: one.pinned for one in run.list()} == {5: None, 4: None, 3: None, 2: None, 1: "as published"}
-    assert run.prune(2) == (3,)  # the newest two, the newest two full ones, and what is kept
+    assert run.prune(2) == (3,)  # the newest two, the newest two full ones, and pinned ones stay
     with pytest.raises(UsageError, match="as published"):
         run.delete(1)
     run.unpin(1)
@@ -60,7 +60,7 @@ def test_keep_prune_and_delete(run: ckpt.Run) -> None:
             run.delete(gone)
 
 
-def test_nothing_goes_while_what_stays_is_damaged(run: ckpt.Run) -> None:
+def test_run_deletes_nothing_with_damaged_checkpoint(run: ckpt.Run) -> None:
     file = data_file(folder(run), 5)
     flip(file, file.stat().st_size // 2)
     before = tree(folder(run))
@@ -75,7 +75,7 @@ def test_nothing_goes_while_what_stays_is_damaged(run: ckpt.Run) -> None:
 
 
 def test_export(run: ckpt.Run, tmp_path: Path) -> None:
-    """The bytes of that step, in the form that the name says or that is asked for; never over what is there."""
+    """The file has the tensors of that step, in the form of its name or as requested, and never replaces a file."""
     wanted = ckpt.load(f"{folder(run)}@3")
     run.export(tmp_path / "all.safetensors", step=3, only=["master"])
     found = load_file(tmp_path / "all.safetensors")
@@ -86,18 +86,18 @@ def test_export(run: ckpt.Run, tmp_path: Path) -> None:
     assert torch.equal(ckpt.load(tmp_path / "other")["noise"], ckpt.load(folder(run))["noise"])
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
+def test_run_of_other_folder_fails(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match="no run"):
         ckpt.Run(tmp_path).list()
     with pytest.raises(UsageError, match="whole run"):
         ckpt.Run(f"{tmp_path}/run@5")
 
 
-# -- what there is to see --
+# -- public names --
 
 
-def test_only_what_a_user_may_call_is_seen() -> None:
-    """`dir()` is how people look around: of the classes that a script holds, and of the package."""
+def test_dir_lists_only_public_names() -> None:
+    """`dir()` of the package and of the user's objects lists only public names."""
     seen = {name for name in dir(ckpt.Checkpointer) if not name.startswith("_")}
     assert seen == {
         "step", "save", "stage", "restore", "wait", "close", "request_save", "score", "pin", "unpin",
@@ -112,7 +112,7 @@ def test_only_what_a_user_may_call_is_seen() -> None:
     }  # fmt: skip
 
 
-def test_an_open_checkpointer_shows_no_more(run_dir: str) -> None:
+def test_open_checkpointer_shows_only_public_names(run_dir: str) -> None:
     with ckpt.Checkpointer({"w": torch.zeros(3)}, run_dir) as cp:
         assert {name for name in vars(cp) if not name.startswith("_")} == {"faults"}
         cp.restore(default=0)

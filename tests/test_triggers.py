@@ -1,4 +1,4 @@
-"""What users say about saving out of turn: every trigger, every refusal, and what its message tells."""
+"""Tests of triggers for emergency saves: every constructor, every rejected value, and its message."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ckpt.triggers import (
 )
 
 
-def test_each_constructor_says_what_it_was_given() -> None:
-    """What the user wrote is in the value, with numbers as floats and signals as signals."""
+def test_each_constructor_keeps_its_arguments() -> None:
+    """The value has the user's arguments, with numbers as floats and signals as signals."""
     assert ckpt.triggers.on_signal() == OnSignal((signal.SIGTERM, signal.SIGUSR1), GRACE_S, None)
     assert ckpt.triggers.on_signal("SIGHUP", 10, grace_s=5, leave=True) == OnSignal(
         (signal.SIGHUP, signal.SIGUSR1), 5.0, True
@@ -49,23 +49,23 @@ def test_each_constructor_says_what_it_was_given() -> None:
     assert all(type(value) is float for value in values)
 
 
-def test_a_trigger_is_a_value() -> None:
-    """It cannot be changed after it was made, equals its like, and can be a key."""
+def test_trigger_is_immutable_and_hashable() -> None:
+    """It is immutable, equals triggers with the same arguments, and is hashable."""
     one = ckpt.triggers.on_signal("SIGTERM")
     with pytest.raises(AttributeError):
         one.grace_s = 1.0  # type: ignore[misc]
     assert len({one, ckpt.triggers.on_signal(15), ckpt.triggers.on_signal("SIGHUP")}) == 2
 
 
-def test_the_same_name_twice_counts_once() -> None:
-    """In one trigger a signal, or a cloud, may be named twice; the order of the first naming stays."""
+def test_duplicate_names_count_once() -> None:
+    """A trigger may name a signal or a cloud twice; the order of first occurrence is kept."""
     assert ckpt.triggers.on_signal("SIGUSR1", "SIGTERM", 15, "SIGUSR1").numbers == (signal.SIGUSR1, signal.SIGTERM)
     assert ckpt.triggers.on_preemption("ec2", "azure", "ec2").sources == ("ec2", "azure")
     assert set(ckpt.triggers.on_preemption(*SOURCES).sources) == set(SOURCES)
 
 
-def test_a_deadline_is_one_moment_however_it_is_given() -> None:
-    """A number, a datetime of any zone and a span from now name the same moment, in seconds since 1970."""
+def test_deadline_accepts_number_datetime_and_duration() -> None:
+    """A number, a datetime in any zone and a duration give the same time, in seconds since 1970."""
     at = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
     assert ckpt.triggers.on_deadline(at).at == ckpt.triggers.on_deadline(at.timestamp()).at == 1893553445.0
     assert ckpt.triggers.on_deadline(at.astimezone()).at == at.timestamp()
@@ -75,7 +75,7 @@ def test_a_deadline_is_one_moment_however_it_is_given() -> None:
     assert found.at is not None and before + 100 <= found.at <= time.time() + 100
     assert found.before_s == 0.0 and found.leave
     assert ckpt.triggers.on_deadline(int(before)).at == float(int(before))
-    assert ckpt.triggers.on_deadline(datetime.now(UTC) - timedelta(days=1)).at is not None  # passed: due at once
+    assert ckpt.triggers.on_deadline(datetime.now(UTC) - timedelta(days=1)).at is not None  # passed: saved immediately
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -144,8 +144,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_is_refused_in_words_that_help(case: str) -> None:
-    """A UsageError names the setting and the value, or what to write instead."""
+def test_invalid_trigger_arguments_are_rejected(case: str) -> None:
+    """A UsageError names the setting and the value, or the correct form."""
     call, message = REFUSED[case]
     with pytest.raises(UsageError, match=re.escape(message)):
         call()
@@ -160,27 +160,27 @@ def test_what_is_refused_is_refused_in_words_that_help(case: str) -> None:
     ],
     ids=["at", "before_s", "share"],
 )
-def test_text_where_a_number_belongs_is_refused_in_words(call: Callable[[], Any]) -> None:
-    """As with grace_s and min_s: a UsageError that names the setting."""
+def test_text_instead_of_number_is_rejected(call: Callable[[], Any]) -> None:
+    """A UsageError names the setting, as for grace_s and min_s."""
     with pytest.raises(UsageError):
         call()
 
 
-def test_a_signal_that_faulthandler_takes_is_refused() -> None:
-    """faulthandler handles SEGV, BUS, FPE, ILL and ABRT; a trigger for any of them could never work."""
+def test_signal_of_faulthandler_is_rejected() -> None:
+    """faulthandler handles SEGV, BUS, FPE, ILL and ABRT, so a trigger for them could never work."""
     with pytest.raises(UsageError, match="SIGABRT"):
         ckpt.triggers.on_signal("SIGABRT")
 
 
-def test_a_factor_is_no_number_of_seconds() -> None:
-    """The message about a factor does not speak of seconds."""
+def test_error_about_factor_mentions_no_seconds() -> None:
+    """The message about a factor does not mention seconds."""
     with pytest.raises(UsageError) as caught:
         ckpt.triggers.on_hang(factor=0)
     assert "seconds" not in str(caught.value)
 
 
-def test_auto_is_all_of_them_with_the_defaults() -> None:
-    """ "auto" holds one of each kind, and what the constructors give without arguments."""
+def test_auto_is_all_triggers_with_defaults() -> None:
+    """ "auto" has one trigger of each kind, with the default arguments."""
     found = as_triggers("auto")
     kinds = [OnSignal, OnPreemption, OnDeadline, OnException, OnOom, OnHang, OnMemoryPressure]
     assert [type(one) for one in found] == kinds
@@ -191,17 +191,17 @@ def test_auto_is_all_of_them_with_the_defaults() -> None:
     )  # fmt: skip
 
 
-def test_none_and_an_empty_list_are_no_triggers() -> None:
-    """Both mean that nothing is armed."""
+def test_none_and_empty_list_mean_no_triggers() -> None:
+    """Both mean that nothing is installed."""
     assert as_triggers(None) == as_triggers([]) == as_triggers(()) == ()
 
 
-def test_a_list_is_taken_as_it_is() -> None:
-    """Any iterable will do, a single trigger too, and the order stays."""
+def test_list_of_triggers_is_kept() -> None:
+    """Any iterable or a single trigger is accepted, and the order is kept."""
     one, two = ckpt.triggers.on_signal("SIGTERM"), ckpt.triggers.on_oom()
     assert as_triggers([one, two]) == as_triggers((one, two)) == as_triggers(iter([one, two])) == (one, two)
     assert as_triggers(one) == (one,)
-    # Several of these make sense: different signals, clouds and moments.
+    # Some kinds may occur more than once: different signals, clouds and times.
     several = [
         ckpt.triggers.on_signal("SIGHUP"),
         ckpt.triggers.on_deadline(1.0),
@@ -212,22 +212,22 @@ def test_a_list_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("given", ["none", "AUTO", "", b"auto", {"SIGTERM": 1}, 5, True, ckpt.triggers.on_signal])
-def test_what_is_no_list_of_triggers_is_refused(given: object) -> None:
-    """The message shows what to write and what was written."""
+def test_invalid_triggers_value_is_rejected(given: object) -> None:
+    """The message shows the correct form and the given value."""
     with pytest.raises(UsageError, match=re.escape('triggers is "auto" or a list such as')) as caught:
         as_triggers(given)
     assert repr(given) in str(caught.value)
 
 
 @pytest.mark.parametrize("given", ["SIGTERM", 15, None, ["auto"]])
-def test_what_is_no_trigger_in_a_list_is_refused(given: object) -> None:
-    """Each item is looked at, also behind one that is right."""
+def test_invalid_item_among_triggers_is_rejected(given: object) -> None:
+    """Each item is checked, also after a correct one."""
     with pytest.raises(UsageError, match=re.escape(f"{given!r} is not a trigger")):
         as_triggers([ckpt.triggers.on_oom(), given])
 
 
-def test_a_function_that_was_not_called_is_said_so() -> None:
-    """The usual slip, ckpt.triggers.on_hang for ckpt.triggers.on_hang(), is answered by how to write it."""
+def test_uncalled_trigger_function_gets_a_hint() -> None:
+    """The common mistake, on_hang instead of on_hang(), gets a hint with the correct form."""
     with pytest.raises(UsageError, match=re.escape("is not a trigger: call it, on_hang()")):
         as_triggers([ckpt.triggers.on_hang])
     with pytest.raises(UsageError) as caught:  # negative control: what cannot be called gets no such hint
@@ -235,8 +235,8 @@ def test_a_function_that_was_not_called_is_said_so() -> None:
     assert "call it" not in str(caught.value)
 
 
-def test_twice_the_same_is_refused() -> None:
-    """Two settings for one hang, one memory or one signal: which would hold?"""
+def test_duplicate_triggers_are_rejected() -> None:
+    """Two settings for one hang, one memory or one signal are ambiguous."""
     with pytest.raises(UsageError, match="OnHang is among the triggers twice"):
         as_triggers([ckpt.triggers.on_hang(), ckpt.triggers.on_hang(min_s=5)])
     with pytest.raises(UsageError, match="OnMemoryPressure is among the triggers twice"):
@@ -246,8 +246,8 @@ def test_twice_the_same_is_refused() -> None:
     assert as_triggers([ckpt.triggers.on_signal("SIGTERM"), ckpt.triggers.on_signal("SIGUSR1")])  # negative control
 
 
-def test_the_checkpointer_refuses_before_anything_is_made(run_dir: str, tmp_path: Any) -> None:
-    """A wrong trigger costs nothing: no folder of a run is made."""
+def test_checkpointer_rejects_triggers_before_creating_files(run_dir: str, tmp_path: Any) -> None:
+    """A wrong trigger creates no folder for the run."""
     with pytest.raises(UsageError, match="not a trigger"):
         ckpt.Checkpointer({"n": 1}, run_dir, triggers=[ckpt.triggers.on_signal])
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What users write is typed: right uses pass a strict checker, wrong ones do not."""
+"""Type hints of the public API: a strict checker accepts valid uses and rejects invalid ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from processes import REPO
 
 
-def test_a_type_checker_takes_what_is_right_and_nothing_else() -> None:
-    """`tests/lib/typed.py` has both; an ignore that nothing needs is an error, so it cannot pass by knowing nothing."""
+def test_type_checker_accepts_only_valid_uses() -> None:
+    """`tests/lib/typed.py` contains both. Unused ignores are errors, so untyped names would fail."""
     words = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""What a test starts by `processes.start_python` is a process like any other."""
+"""Tests that processes started by `processes.start_python` behave like ordinary processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def python(run: Any, code: str, *words: str, **settings: Any) -> tuple[int, str,
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_one_is_forked_and_the_other_is_not() -> None:
+def test_only_zygote_processes_are_forked() -> None:
     words = [sys.executable, "-c", "import os; print(os.getppid())"]
     for settings, forked in (({}, True), ({"env": {**os.environ, "PYTHONHASHSEED": "1"}}, False)):
         with start_python(words, stdout=subprocess.PIPE, text=True, **settings) as process:  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def test_the_one_is_forked_and_the_other_is_not() -> None:
 
 
 @STARTS
-def test_how_it_ends(run: Any) -> None:
+def test_exit_codes_and_tracebacks_are_ordinary(run: Any) -> None:
     assert python(run, "import sys; sys.exit(3)") == (3, "", "")
     assert python(run, "raise SystemExit('no')") == (1, "", "no\n")
     assert python(run, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")[0] == -signal.SIGKILL
@@ -52,7 +52,7 @@ print("end")
 
 
 @STARTS
-def test_what_it_finds(run: Any, tmp_path: Path) -> None:
+def test_environment_and_arguments_are_ordinary(run: Any, tmp_path: Path) -> None:
     look = """
 import os, sys, threading
 print(__name__, sys.argv, os.getcwd(), sorted(os.environ), sys.path[:2], sys.stdin.read())
@@ -71,7 +71,7 @@ print(sorted(vars()), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 @STARTS
-def test_scripts_and_modules(run: Any, tmp_path: Path) -> None:
+def test_scripts_and_modules_run(run: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys, there\nprint(__name__, __file__, sys.argv, there.__name__, sys.path[0])\n")
     (tmp_path / "there.py").touch()
@@ -82,9 +82,8 @@ def test_scripts_and_modules(run: Any, tmp_path: Path) -> None:
     assert done.stdout == f"__main__ {script} {[str(script), 'a']} there {tmp_path}\n", done.stderr
 
 
-def test_ranks_of_torchrun(tmp_path: Path) -> None:
-    """They are children of a process that torchrun has, what they say is torchrun's output, and how one ends is what
-    torchrun says of it; when that has ended they are gone."""
+def test_torchrun_starts_ranks_from_zygote(tmp_path: Path) -> None:
+    """They are children of a process of torchrun, which prints their output and exit codes, and end before it."""
     script = tmp_path / "rank.py"
     script.write_text("""
 import os, psutil, signal
@@ -124,7 +123,7 @@ for line in sys.stdin:
         assert process.poll() == -signal.SIGINT
 
 
-def test_one_that_has_ended_keeps_its_pid_until_it_is_asked_for() -> None:
+def test_ended_process_keeps_pid_until_wait() -> None:
     process = start_python([sys.executable, "-c", "import os; os._exit(9)"])
     try:
         child = psutil.Process(process.pid)
@@ -134,19 +133,19 @@ def test_one_that_has_ended_keeps_its_pid_until_it_is_asked_for() -> None:
     assert eventually(lambda: not psutil.pid_exists(process.pid))
 
 
-def test_children_differ_in_what_is_drawn() -> None:
+def test_children_draw_different_random_numbers() -> None:
     draw = "import random, numpy; print(random.random(), numpy.random.random())"
     found = {python(run_python, draw)[1] for _ in range(3)}
     assert len(found) == 3
 
 
-def test_torch_works() -> None:
+def test_torch_works_in_forked_process() -> None:
     code = "import torch; x = torch.ones(300, 300, requires_grad=True); (x @ x).sum().backward(); print(x.grad.sum())"
     assert python(run_python, code) == (0, "tensor(54000000.)\n", "")
 
 
 def facts(process: psutil.Process) -> dict[str, Any]:
-    """What others may see of a process."""
+    """Return what other processes can see of a process."""
     line = [word for word in process.cmdline() if word]
     status = Path(f"/proc/{process.pid}/status").read_text()
     return {
@@ -159,12 +158,12 @@ def facts(process: psutil.Process) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_writer_is_like_one_that_was_spawned(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that others see of it, and what it is armed with."""
+def test_forked_writer_equals_spawned_writer(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This covers everything visible to other processes, and its environment."""
     found = []
     for forked in (True, False):
         if not forked:
-            monkeypatch.setenv("PYTHONHASHSEED", "1")  # an interpreter looks at it when it starts
+            monkeypatch.setenv("PYTHONHASHSEED", "1")  # an interpreter reads it when it starts
         with ckpt.Checkpointer({"x": 1}, ckpt.Tier(run_dir, every=1)) as cp:
             writer = psutil.Process(cp.writer_pid)
             cp.restore(default=0)
@@ -174,8 +173,8 @@ def test_a_writer_is_like_one_that_was_spawned(run_dir: str, monkeypatch: pytest
     assert found[0] == found[1]
 
 
-def test_a_writer_that_is_forked_is_armed(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail points are those of its own environment."""
+def test_forked_writer_has_its_fail_points(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses the fail points of its own environment."""
     monkeypatch.setenv("CKPT_FAIL", "writer/data_file.written:enospc:1")
     with ckpt.Checkpointer({"x": 1}, run_dir, options=ckpt.Options(on_error="warn")) as cp:
         cp.restore(default=0)

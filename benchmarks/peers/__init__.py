@@ -1,8 +1,8 @@
-"""The libraries that are measured: one file each, and what all of them have to offer.
+"""The measured libraries: one file each, and their common interface.
 
 A file here makes one library save and restore a `workload.Training` as its own documentation recommends, and nothing
-else; `benchmarks/contest.py` does the measuring, the same way for all. What a library needs is installed by the
-benchmark (`Peer.requires`), into an environment of its own where it clashes with others, and never by ours.
+else; `benchmarks/contest.py` measures all in the same way. The benchmark installs the requirements of a library
+(`Peer.requires`), in a separate environment if they conflict with others; our packages never require them.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ MODULES = {
 
 
 class Peer(ABC):
-    """One library, in one process that trains. Made once the training has its state; it writes below `folder`.
+    """One library, in one training process. Created once the training has its state; it writes below `folder`.
 
-    Checkpoints are complete when the function that `save` returned has returned. Called again, `save` may block for as
-    long as the library needs to: that is a stall like any other, so the measuring waits for the one before.
+    A checkpoint is complete when the function returned by `save` has returned. The next `save` may block as long as the
+    library needs: that is a stall like any other, so the measurement waits for the previous one.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ()  # for pip; nothing for what comes with torch or with us
-    alone: ClassVar[bool] = False  # needs an environment of its own
-    fsync: ClassVar[bool] = True  # complete means on the disk, not in the page cache
-    memory: ClassVar[bool] = False  # can restore from memory, in the process that saved
+    requires: ClassVar[tuple[str, ...]] = ()  # for pip; empty for what comes with torch or with everystep
+    alone: ClassVar[bool] = False  # needs its own environment
+    fsync: ClassVar[bool] = True  # complete means on disk, not in the page cache
+    memory: ClassVar[bool] = False  # can restore from memory, in the saving process
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
 
     @abstractmethod
     def save(self, step: int) -> Callable[[], None]:
-        """Save as a training loop would. Returns when the training may go on, with what waits for the whole of it."""
+        """Save as a training loop would. When training may continue, return a function that waits for completion."""
 
     @abstractmethod
     def restore(self) -> None:
-        """The newest checkpoint in the folder into the training's own tensors. Also in a new process."""
+        """Restore the newest checkpoint in the folder into the training's own tensors, also in a new process."""
 
     def restore_memory(self) -> None:
-        """The newest from memory, if `memory`."""
+        """Restore the newest checkpoint from memory, if `memory`."""
         raise NotImplementedError
 
     def extra_slots(self) -> int:
-        """Bytes of memory that hold snapshots on purpose, beside which everything else is overhead."""
+        """Return the bytes of memory for intended snapshots; everything else is overhead."""
         return 0
 
     def tidy(self) -> None:
-        """Delete all but the newest checkpoint, where the library does not; called when nothing is measured."""
+        """Delete all but the newest checkpoint if the library does not; called outside of measurements."""
         for old in self.checkpoints()[:-1]:
             if old.is_dir():
                 shutil.rmtree(old)
@@ -71,7 +71,7 @@ class Peer(ABC):
                 old.unlink()
 
     def close(self) -> None:  # noqa: B027, most have nothing to end
-        """End what runs in the background."""
+        """End background work."""
 
     # -- for the files here --
 
@@ -79,7 +79,7 @@ class Peer(ABC):
         return self.folder / f"step-{step:06d}{suffix}"
 
     def checkpoints(self) -> list[Path]:
-        """Oldest first."""
+        """Return checkpoints, oldest first."""
         return sorted(self.folder.glob("step-*"))
 
     def newest(self) -> Path:
@@ -87,7 +87,7 @@ class Peer(ABC):
 
 
 def peer_class(name: str) -> type[Peer]:
-    """The class that `MODULES` names. ImportError if its library is not there."""
+    """Return the class in `MODULES`. Raise ImportError if its library is missing."""
     module, _, attribute = MODULES[name].partition(":")
     found = getattr(importlib.import_module(f"peers.{module}"), attribute)
     assert issubclass(found, Peer)
@@ -95,4 +95,4 @@ def peer_class(name: str) -> type[Peer]:
 
 
 def nothing() -> None:
-    """What there is to wait for after a save that blocks."""
+    """Do nothing: a blocking save has nothing to wait for."""

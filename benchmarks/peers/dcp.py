@@ -1,7 +1,7 @@
 """Distributed checkpoints of PyTorch (`torch.distributed.checkpoint`): blocking, in a thread, and in a process.
 
-Its writer fsyncs the files that it writes, but no folder. The plan of what goes where is kept from one save to the
-next. Tensors are read in place.
+Its writer fsyncs the files that it writes, but no folder. The write plan is cached between saves. Tensors are read in
+place.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from workload import Training
 
 
 class Blocking(Peer):
-    """`dcp.save`."""
+    """Saves with `dcp.save`."""
 
-    threads: ClassVar[int] = 2  # each writes a file; one file a tensor takes longer
+    threads: ClassVar[int] = 2  # each writes a file; one file per tensor takes longer
 
     def save(self, step: int) -> Callable[[], None]:
         dcp.save(self.training.state_dict(), storage_writer=self.writer(step), planner=planner(), no_dist=True)
         return nothing
 
     def restore(self) -> None:
-        """What is not read in place are the optimizer's plain values."""
+        """Read tensors in place, and load the optimizer's plain values afterwards."""
         state = self.training.state_dict()
         dcp.load(state, checkpoint_id=self.newest(), no_dist=True)
         self.training.optim.load_state_dict(state["optim"])
@@ -41,13 +41,13 @@ class Blocking(Peer):
 
 
 class InThread(Blocking):
-    """`dcp.async_save`: a copy into buffers that are kept, then `dcp.save` in a thread.
+    """`dcp.async_save`: a copy into cached buffers, then `dcp.save` in a thread.
 
-    The copy is also made in a thread: the forward and backward passes of the next step run meanwhile, and its update
-    waits, as the documentation of `AsyncSaveResponse` has it.
+    The copy is made in a thread too. The forward and backward passes of the next step overlap it, and the update waits,
+    as in the documentation of `AsyncSaveResponse`.
     """
 
-    threads = 1  # its default, which leaves more of few cores to the training
+    threads = 1  # its default, which leaves more cores to the training
     where: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
     shared: ClassVar[bool] = False
 
@@ -73,7 +73,7 @@ class InThread(Blocking):
             async_stager=self.stager,
             no_dist=True,
         )
-        assert isinstance(found, AsyncSaveResponse)  # a bare future only where the copy is made at once
+        assert isinstance(found, AsyncSaveResponse)  # a bare future only if the copy is made immediately
         self.newest_save = found
 
         def wait() -> None:
@@ -98,9 +98,11 @@ class InProcess(InThread):
 
     def __init__(self, training: Training, folder: Path) -> None:
         super().__init__(training, folder)
-        torch.multiprocessing.set_sharing_strategy("file_system")  # else each tensor takes a descriptor
-        os.environ["MASTER_ADDR"] = "127.0.0.1"  # where the process meets its likes; else it asks for this host's name
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it demands one
+        torch.multiprocessing.set_sharing_strategy("file_system")  # otherwise each tensor takes a descriptor
+        os.environ["MASTER_ADDR"] = (
+            "127.0.0.1"  # address for the process to connect; otherwise it resolves this host's name
+        )
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it requires a group
 
     def close(self) -> None:
         super().close()

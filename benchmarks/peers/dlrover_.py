@@ -1,9 +1,9 @@
-"""DLRover's flash checkpoint: the call copies the state to shared memory, and a process next door writes it.
+"""DLRover's flash checkpoint: the call copies the state to shared memory, and a separate process writes it.
 
-Its documentation wants `dlrover-run`, whose agent is that process. Without it the checkpointer forks one from the
-trainer, which then holds on to every page of memory that the trainer has at that moment; so here the same loop is
-started as the agent does, in a process that is spawned. What it writes goes to `torch.save` without fsync (only the
-file that names the newest step gets one), and complete means that this file names the step.
+Its documentation requires `dlrover-run`, whose agent is that process. Otherwise the checkpointer forks one from the
+trainer, which retains every memory page of the trainer at that moment. So the agent's loop runs here in a spawned
+process. It writes by `torch.save` without fsync, except for the file that names the newest step. A save is complete
+when this file names the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_S = 0.005
 
 
 class DLRover(Peer):
-    requires = ("dlrover==0.6.1", "grpcio==1.85.1")  # it imports grpc without asking for it
+    requires = ("dlrover==0.6.1", "grpcio==1.85.1")  # it imports grpc without a declared dependency
     fsync = False
     memory = True
 
@@ -39,7 +39,7 @@ class DLRover(Peer):
 
         self.saver = multiprocessing.get_context("spawn").Process(target=start_async_save, daemon=True)
         self.saver.start()
-        CheckpointEngine.saver_proc = self.saver  # there is one: do not fork another
+        CheckpointEngine.saver_proc = self.saver  # one exists: do not fork another
         self.checkpointer = DdpCheckpointer(str(folder))
         self.disk = StorageType.DISK
         self.tracker = folder / CheckpointConstant.TRACER_FILE_NAME
@@ -54,11 +54,11 @@ class DLRover(Peer):
         return wait
 
     def restore(self) -> None:
-        """From the disk: no shared memory belongs to a new process, so it reads the file that it tracks."""
+        """Restore from the disk: a new process has no shared memory, so it reads the file that it tracks."""
         self.training.load_state_dict(self.checkpointer.load_checkpoint())
 
     def restore_memory(self) -> None:
-        """What it returns are views of its shared memory, so they are copied, which a GPU would do by itself."""
+        """Restore copies of the returned views of shared memory. A GPU would copy them anyway."""
         loaded = self.checkpointer.load_checkpoint()
         self.training.model.load_state_dict(loaded["model"])
         with torch.no_grad():
@@ -70,7 +70,7 @@ class DLRover(Peer):
         return self.training.nbytes
 
     def checkpoints(self) -> list[Path]:
-        """Folders that are named by their step."""
+        """Return the folders that are named by their step."""
         return sorted((p for p in self.folder.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Ours: memory at every save, and a folder; the saves of the contest go to both."""
+"""Everystep: memory and a folder at every save of the contest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Everystep(Peer):
         tiers = [ckpt.Tier(str(folder / "run"), every=1, keep=2)]
         self.checkpointer = ckpt.Checkpointer(state, tiers)
         if fresh:
-            self.checkpointer.restore(default=0)  # as every training begins; else `restore` does it, and is timed
+            self.checkpointer.restore(default=0)  # as every training begins; otherwise `restore` does it, and is timed
 
     def save(self, step: int) -> Callable[[], None]:
         handle = self.checkpointer.step(step)
@@ -37,7 +37,7 @@ class Everystep(Peer):
         return shared("ckpt-arena")
 
     def tidy(self) -> None:
-        """`keep=2` does it."""
+        """Do nothing, since `keep=2` deletes old checkpoints."""
 
     def close(self) -> None:
         self.checkpointer.close()

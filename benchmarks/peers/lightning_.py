@@ -1,6 +1,6 @@
 """Lightning's `AsyncCheckpointIO`: a clone of every tensor, then `torch.save` to memory and from there to a file.
 
-It is called as the Trainer calls it, with the dict that the Trainer makes. Nothing is fsynced.
+It is called like the Trainer does, with the Trainer's dict. Nothing is fsynced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Lightning(Peer):
         self.io = AsyncCheckpointIO(TorchCheckpointIO())
 
     def save(self, step: int) -> Callable[[], None]:
-        """It gives no future away; its one thread does what it is given in order, so one for nothing comes after it."""
+        """Save without a future. One thread executes saves in order, so an empty task marks the end."""
         self.io.save_checkpoint(self.checkpoint(step), self.path(step, ".ckpt"))
         after = self.io._executor.submit(nothing)
 
@@ -37,7 +37,7 @@ class Lightning(Peer):
         return wait
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """What `Trainer.save_checkpoint` gives its plugin, for a model without callbacks."""
+        """Return the dict that `Trainer.save_checkpoint` passes to its plugin, for a model without callbacks."""
         return {
             "term": 0,
             "global_step": step,

@@ -1,12 +1,11 @@
-"""NVRx: its asynchronous checkpoints, in the format of DCP, by a process that stays and two that write a file each.
+"""NVRx: its asynchronous checkpoints in the format of DCP, by a persistent process and two that write a file each.
 
-Its other caller forks the trainer at every save, and then every page that training touches is copied one by one: that
-was slower. Its local checkpoints were not tried: they do no fsync, and demand that tensors come from CUDA.
+Its other caller forks the trainer at every save, so each page that training changes is copied: that was slower. Its
+local checkpoints were not tried: they do no fsync, and require CUDA tensors.
 
-On a GPU, the process that stays copies the tensors off the device before the call returns. For tensors on the CPU
-nothing is copied: its queue moves training's own tensors to shared memory, and what training changes meanwhile is
-written. So that copy is made here, to shared memory that is kept, and the function that stages (which synchronises
-CUDA) is left out. Nothing of it is replaced.
+On a GPU, the persistent process copies tensors off the device before the call returns. CPU tensors are not copied: its
+queue moves training's own tensors to shared memory, and later changes of training are written. So this peer makes that
+copy in cached shared memory, and omits the staging function, which synchronises CUDA. Nothing of NVRx is replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class NVRx(Peer):
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
         from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import init_checkpoint_metadata_cache
 
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it asks for the rank
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # NVRx reads the rank
         init_checkpoint_metadata_cache()
         self.queue = AsyncCallsQueue(persistent=True)
         self.staged: Any = None
@@ -53,7 +52,7 @@ class NVRx(Peer):
         planner = dcp.DefaultSavePlanner()
         planned = save_state_dict_async_plan(self.staged, writer, planner=planner, enable_cache=True)
         write, _, arguments = writer.get_save_function_and_args()
-        finish = [lambda: save_state_dict_async_finalize(*planned)]  # writes what says that the rest is there
+        finish = [lambda: save_state_dict_async_finalize(*planned)]  # writes the file that marks the rest as complete
         self.queue.schedule_async_request(AsyncRequest(write, arguments, finish))
 
         def wait() -> None:
@@ -63,13 +62,13 @@ class NVRx(Peer):
         return wait
 
     def restore(self) -> None:
-        """Into the tensors that are there. The rest is the parameter groups."""
+        """Restore into existing tensors, and then the parameter groups."""
         state = self.training.state_dict()
         dcp.load(state, storage_reader=dcp.FileSystemReader(self.newest()))
         self.training.optim.load_state_dict(state["optim"])
 
     def extra_slots(self) -> int:
-        return self.training.nbytes  # what is staged into stays allocated
+        return self.training.nbytes  # the staging buffers stay allocated
 
     def close(self) -> None:
         if self.queue.persistent_caller is not None:
@@ -78,7 +77,7 @@ class NVRx(Peer):
 
 
 def staged(value: Any, kept: Any) -> Any:
-    """The same with tensors in shared memory, those of the time before if there are any."""
+    """Return the value with tensors in shared memory, in the previous ones if any."""
     if isinstance(value, dict):
         return {key: staged(one, None if kept is None else kept[key]) for key, one in value.items()}
     if not isinstance(value, torch.Tensor):

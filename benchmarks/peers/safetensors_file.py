@@ -1,7 +1,7 @@
-"""`safetensors.torch.save_file`, and fsync; read back by name into the tensors that are there.
+"""`safetensors.torch.save_file`, and fsync; read back by name into existing tensors.
 
-Tensors and plain values go separately, as in every library that builds on safetensors: the optimizer's parameter
-groups are JSON in the metadata.
+Tensors and plain values are separate, as in every library that uses safetensors: the optimizer's parameter groups are
+JSON in the metadata.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SafetensorsFile(Peer):
 
 
 def named(training: Training) -> dict[str, Tensor]:
-    """Weights and the optimizer's state, by name."""
+    """Return weights and the optimizer's state by name."""
     found = {f"model.{name}": p.detach() for name, p in training.model.named_parameters()}
     for name, p in training.model.named_parameters():
         found |= {f"optim.{name}.{key}": value for key, value in training.optim.state[p].items()}

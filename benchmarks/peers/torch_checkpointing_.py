@@ -1,8 +1,8 @@
-"""torch_checkpointing: the state is staged into shared memory in a thread, and a process of its own writes it.
+"""torch_checkpointing: a thread stages the state into shared memory, and a separate process writes it.
 
-As its guide says, the update of the weights is guarded by `CheckpointManager.lock`, so that nothing changes while it
-is staged; here from hooks of the optimizer. Direct writes are off, since ext4 and XFS refuse them when not aligned.
-It does no fsync: complete means that the page cache has everything, and that the folder has its name.
+As its guide says, `CheckpointManager.lock` guards the weight update during staging; here in hooks of the optimizer.
+Direct writes are off, since ext4 and XFS refuse unaligned ones. It does no fsync: a save is complete when the page
+cache has all data and the folder has its name.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class TorchCheckpointing(Peer):
         return lambda: future.result() and None
 
     def restore(self) -> None:
-        """Into the tensors that are there: its loader copies in place. The rest is the parameter groups."""
+        """Restore into existing tensors: its loader copies in place. Then load the parameter groups."""
         loaded = self.manager.load(str(self.newest()), into=self.training.state_dict(), strict=True)
         self.training.optim.load_state_dict(loaded["optim"])
 
     def extra_slots(self) -> int:
-        return self.training.nbytes  # what it stages into stays allocated
+        return self.training.nbytes  # the staging buffers stay allocated
 
     def close(self) -> None:
         self.manager.close()

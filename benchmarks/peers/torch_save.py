@@ -1,4 +1,4 @@
-"""`torch.save` to a file, and fsync: what everybody has."""
+"""`torch.save` to a file, and fsync: the common baseline."""
 
 from __future__ import annotations
 

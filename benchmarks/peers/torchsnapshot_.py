@@ -1,4 +1,4 @@
-"""torchsnapshot: `Snapshot.async_take`, and `Snapshot.restore` into the tensors that are there. Nothing is fsynced."""
+"""torchsnapshot: `Snapshot.async_take`, and `Snapshot.restore` into existing tensors. Nothing is fsynced."""
 
 from __future__ import annotations
 

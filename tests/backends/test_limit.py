@@ -1,4 +1,4 @@
-"""`Limit`: so many bytes a second, so many on the way, so many requests; in turn, and without a place ever lost."""
+"""`Limit`: bytes per second, bytes in flight and requests are bounded, in order, and no slot is ever lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt_backends.memory import MemoryStore
 
 
 class Slow(MemoryStore):
-    """Each request takes `seconds`. Notes when each began, and how much was on the way at most."""
+    """Each request takes `seconds`. Records when each began and the peak of bytes and requests in flight."""
 
     def __init__(self, seconds: float = 1.0, *, keeps: bool = False) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Slow(MemoryStore):
         self.began: list[tuple[float, str, int]] = []
         self.requests = self.bytes = self.most_requests = self.most_bytes = 0
 
-    async def take(self, name: str, size: int = 0) -> None:
+    async def request(self, name: str, size: int = 0) -> None:
         self.began.append((now(), name, size))
         self.requests += 1
         self.bytes += size
@@ -38,30 +38,30 @@ class Slow(MemoryStore):
             self.bytes -= size
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        await self.take(key, len(data))
+        await self.request(key, len(data))
         await super().put(key, data, create=create)
 
     async def upload(self, key: str, *, size: int) -> Any:
-        await self.take(key)
+        await self.request(key)
         return SlowUpload(self, key)
 
     async def get(self, key: str, *, start: int = 0, length: int | None = None, **more: Any) -> memoryview:
-        await self.take(key, length or 0)
+        await self.request(key, length or 0)
         if length is None:
             return memoryview(self.objects[key])[start:]
         return memoryview(bytes(length))
 
     async def head(self, key: str) -> ObjectInfo:
-        await self.take(key)
+        await self.request(key)
         return ObjectInfo(key, 0)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        await self.take("list")
+        await self.request("list")
         async for info in super().list(prefix):
             yield info
 
     async def delete(self, key: str) -> None:
-        await self.take(key)
+        await self.request(key)
 
 
 class SlowUpload:
@@ -73,13 +73,13 @@ class SlowUpload:
         self._kept = 0
 
     async def write_at(self, offset: int, view: memoryview) -> None:
-        await self._store.take(self._key, len(view))
+        await self._store.request(self._key, len(view))
         if self.keeps:
             self._kept += len(view)
             self._store.bytes += len(view)
 
     async def finish(self) -> None:
-        await self._store.take(self._key)
+        await self._store.request(self._key)
         await self.abort()
 
     async def abort(self) -> None:
@@ -88,7 +88,7 @@ class SlowUpload:
 
 
 class InOrder(SlowUpload):
-    """Takes the parts of an object one after another, in whatever order they come."""
+    """Writes the parts of an object in order, whatever order they arrive in."""
 
     part = 100
 
@@ -110,7 +110,7 @@ def now() -> float:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """With a clock that jumps; a place that was lost would let everybody wait for ever, which is an error."""
+    """Run with a virtual clock. A lost slot would block forever, which raises an error."""
     in_virtual_time(work, turns=20_000)
 
 
@@ -123,11 +123,11 @@ async def puts(store: Store, number: int, size: int) -> None:
     await asyncio.gather(*(store.put(f"data/{i}", bytes(size)) for i in range(number)))
 
 
-# -- bytes a second --
+# -- bytes per second --
 
 
 def keeps_the_rate(limited: Callable[[Store], Store]) -> None:
-    """1,000 bytes a second: at no time have more begun than fit, and one request."""
+    """Check 1,000 bytes per second: at no time have more bytes begun than allowed, plus one request."""
 
     async def main() -> None:
         store = Slow(seconds=0.3)
@@ -141,25 +141,25 @@ def keeps_the_rate(limited: Callable[[Store], Store]) -> None:
             assert before <= 1000 * at + 1e-6
             before += size
         assert before == 2 * sum(sizes)
-        assert store.began[-1][0] == pytest.approx((before - store.began[-1][2]) / 1000)  # and no slower than that
+        assert store.began[-1][0] == pytest.approx((before - store.began[-1][2]) / 1000)  # and not slower
 
     run(main())
 
 
-def test_bytes_a_second() -> None:
-    """What is sent and what is received count together."""
+def test_bytes_per_second_are_bounded() -> None:
+    """Sent and received bytes count together."""
     keeps_the_rate(lambda store: Limit(store, bytes_per_s=1000.0))
 
 
-def test_negative_control_no_rate() -> None:
-    """Without the bound, and with one half too wide, the check is red."""
+def test_negative_control_without_the_rate() -> None:
+    """Without the bound, and with one 50 % too high, the check fails."""
     for bytes_per_s in (None, 1500.0):
         with pytest.raises(AssertionError):
             keeps_the_rate(lambda store, rate=bytes_per_s: Limit(store, bytes_per_s=rate))  # type: ignore[misc]
 
 
-def test_time_unused_is_not_saved_up() -> None:
-    """After an idle hour the rate is what it was."""
+def test_unused_time_is_not_accumulated() -> None:
+    """After an idle hour the rate is unchanged."""
 
     async def main() -> None:
         store = Slow(seconds=0.0)
@@ -173,8 +173,8 @@ def test_time_unused_is_not_saved_up() -> None:
     run(main())
 
 
-def test_whole_objects_count_when_they_are_there() -> None:
-    """Who comes after an object whose size was not known waits for it."""
+def test_whole_objects_count_when_received() -> None:
+    """A call after an object of unknown size waits for it."""
 
     async def main() -> None:
         store = Slow(seconds=0.0)
@@ -187,11 +187,11 @@ def test_whole_objects_count_when_they_are_there() -> None:
     run(main())
 
 
-# -- bytes and requests on the way --
+# -- bytes and requests in flight --
 
 
 def keeps_the_bytes(limited: Callable[[Store], Limit], most: int = 1000) -> None:
-    """Whatever the mix, at most 1,000 bytes are on the way, as the store itself counts them."""
+    """Check that at most 1,000 bytes are in flight for any mix, as counted by the store."""
 
     async def main() -> None:
         store = Slow()
@@ -210,20 +210,20 @@ def keeps_the_bytes(limited: Callable[[Store], Limit], most: int = 1000) -> None
     run(main())
 
 
-def test_bytes_on_the_way() -> None:
-    """The bound holds, and is said truthfully."""
+def test_bytes_in_flight_are_bounded() -> None:
+    """The bound holds, and most_in_flight is correct."""
     keeps_the_bytes(lambda store: Limit(store, in_flight=1000))
 
 
-def test_negative_control_no_bound() -> None:
-    """With the default, or a little more than allowed, the check is red."""
+def test_negative_control_without_the_bound() -> None:
+    """With the default or a slightly higher bound, the check fails."""
     for in_flight in (256 << 20, 1100):
         with pytest.raises(AssertionError):
             keeps_the_bytes(lambda store, most=in_flight: Limit(store, in_flight=most))  # type: ignore[misc]
 
 
-def test_a_range_larger_than_the_bound_goes_alone() -> None:
-    """It is not refused, and nothing is beside it."""
+def test_range_above_the_bound_runs_alone() -> None:
+    """It is not rejected, and nothing runs next to it."""
 
     async def main() -> None:
         store = Slow()
@@ -237,8 +237,8 @@ def test_a_range_larger_than_the_bound_goes_alone() -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 3, 100])
-def test_requests_at_once(requests: int) -> None:
-    """Of every kind together."""
+def test_concurrent_requests_are_bounded(requests: int) -> None:
+    """The bound covers requests of all types together."""
 
     async def main() -> None:
         store = Slow()
@@ -254,8 +254,8 @@ def test_requests_at_once(requests: int) -> None:
     run(main())
 
 
-def test_a_listing_holds_no_place_between_keys() -> None:
-    """With one request at a time, whoever walks through a listing may ask for what it names."""
+def test_listing_holds_no_slot_between_keys() -> None:
+    """With one request at a time, the code that walks through a listing can still query its objects."""
 
     async def main() -> None:
         store = Slow()
@@ -267,11 +267,11 @@ def test_a_listing_holds_no_place_between_keys() -> None:
     run(main())
 
 
-# -- in turn --
+# -- order --
 
 
-def test_first_come_first_served() -> None:
-    """Small ones do not overtake a large one, nor anybody else."""
+def test_requests_start_in_order() -> None:
+    """Small requests do not overtake a large one or each other."""
 
     async def main() -> None:
         store = Slow()
@@ -283,11 +283,11 @@ def test_first_come_first_served() -> None:
     run(main())
 
 
-# -- uploads that keep what they were given --
+# -- uploads that buffer their data --
 
 
-def test_kept_bytes_beyond_the_bound_do_not_wait_for_ever() -> None:
-    """Two uploads at the same time that keep more than is allowed go on, range by range, and so does a reader."""
+def test_buffered_bytes_above_the_bound_do_not_block() -> None:
+    """Two concurrent uploads that buffer more than allowed continue range by range, and so does a reader."""
 
     async def main() -> None:
         store = Slow(keeps=True)
@@ -305,11 +305,11 @@ def test_kept_bytes_beyond_the_bound_do_not_wait_for_ever() -> None:
     run(main())
 
 
-# -- uploads that take one part after another --
+# -- uploads that write their parts in order --
 
 
 def parts_out_of_order(limited: Callable[[Store], Store]) -> None:
-    """All but the first part are there before it; in the end all are written."""
+    """Check that all parts are written if the first one arrives late."""
 
     async def main() -> None:
         class Ordered(Slow):
@@ -327,27 +327,27 @@ def parts_out_of_order(limited: Callable[[Store], Store]) -> None:
     run(main())
 
 
-def test_later_parts_do_not_keep_the_first_out() -> None:
-    """A part that waits for an earlier one takes no place that the earlier one needs."""
+def test_later_parts_do_not_block_the_first() -> None:
+    """A part that waits for an earlier one does not occupy a slot that the earlier one needs."""
     for settings in ({"requests": 1}, {"requests": 2}, {"in_flight": 200}, {"in_flight": 50}, {"bytes_per_s": 100.0}):
         parts_out_of_order(lambda store, settings=settings: Limit(store, **settings))  # type: ignore[misc]
 
 
-def test_negative_control_parts_in_the_order_they_come() -> None:
-    """Places given to whoever comes first are waited for for ever, and that is seen."""
+def test_negative_control_parts_in_order_of_arrival() -> None:
+    """If slots are given in order of arrival, the upload blocks forever, which is detected."""
 
-    class AsTheyCome(Limit):
+    class InOrderOfArrival(Limit):
         async def upload(self, key: str, *, size: int) -> Any:
             target = await super().upload(key, size=size)
             target.part = 0
             return target
 
     with pytest.raises(RuntimeError, match="waits"):
-        parts_out_of_order(lambda store: AsTheyCome(store, requests=2))
+        parts_out_of_order(lambda store: InOrderOfArrival(store, requests=2))
 
 
 def test_parts_may_be_written_again() -> None:
-    """An earlier part that comes a second time waits for nobody; nor does anybody once the upload is given up."""
+    """A part that is written again does not wait, and waiting parts continue if the upload is aborted."""
 
     async def main() -> None:
         store = Slow()
@@ -368,14 +368,14 @@ def test_parts_may_be_written_again() -> None:
     run(main())
 
 
-# -- no place is lost --
+# -- no slot is lost --
 
 
-def test_errors_give_the_place_back() -> None:
-    """Of any call."""
+def test_errors_release_the_slot() -> None:
+    """An error in any call releases its slot."""
 
     class Broken(Slow):
-        async def take(self, name: str, size: int = 0) -> None:
+        async def request(self, name: str, size: int = 0) -> None:
             await asyncio.sleep(0.1)
             raise StoreError("broken")
 
@@ -392,8 +392,8 @@ def test_errors_give_the_place_back() -> None:
     run(main())
 
 
-def test_who_is_cancelled_while_waiting_lets_others_pass() -> None:
-    """Also if it was the first, and too large for what is on the way."""
+def test_canceled_waiting_request_unblocks_others() -> None:
+    """This also holds if the canceled request was first in line and too large to start."""
 
     async def main() -> None:
         store = Slow()
@@ -410,14 +410,14 @@ def test_who_is_cancelled_while_waiting_lets_others_pass() -> None:
     run(main())
 
 
-def test_cancelled_at_the_moment_of_being_let_in() -> None:
-    """The place goes to the next."""
+def test_request_canceled_when_admitted_releases_its_slot() -> None:
+    """The slot goes to the next request."""
 
     async def main() -> None:
         store = Slow()
         limit = Limit(store, requests=1)
         first, second, third = (asyncio.ensure_future(limit.put(f"{i}", b"x")) for i in range(3))
-        first.add_done_callback(lambda _: second.cancel())  # the first has made room, the second does not know yet
+        first.add_done_callback(lambda _: second.cancel())  # the first is done, but the second does not know yet
         await asyncio.gather(first, third)
         assert second.cancelled() and empty(limit)
         assert [name for _, name, _ in store.began] in (["0", "2"], ["0", "1", "2"])
@@ -425,8 +425,8 @@ def test_cancelled_at_the_moment_of_being_let_in() -> None:
     run(main())
 
 
-def test_any_mix_of_calls_and_cancels() -> None:
-    """Under a random load with cancels everywhere the bounds hold, and in the end every tier is free."""
+def test_random_calls_and_cancellations_keep_the_bounds() -> None:
+    """Under random load with cancellations the bounds hold, and all slots are free at the end."""
 
     async def one(limit: Limit, store: Slow, draw: random.Random) -> None:
         await asyncio.sleep(draw.random() * 20)

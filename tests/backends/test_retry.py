@@ -1,4 +1,4 @@
-"""`Retry`: what is worth it is tried again, nothing is done twice that must be done once, and answers stay true."""
+"""`Retry`: retryable errors are retried, nothing takes effect twice, and results stay correct."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt_backends.retry import Retry
 from ckpt_backends.s3 import S3Store
 from s3_server import FaultProxy, MotoServer, storage_options
 
-LOST = "the call is carried out, and its answer is lost"
+LOST = "the call takes effect, and its reply is lost"
 
 
 def busy(text: str = "slow down") -> StoreError:
@@ -28,8 +28,8 @@ def busy(text: str = "slow down") -> StoreError:
 
 
 class Scripted:
-    """A store in memory. To each call, and to each key listed, the next item of the script happens: nothing (None), an
-    error instead of the call, LOST, or a function that somebody else runs before an error."""
+    """A store in memory. Each call and each listed key consumes an item of the script: None (nothing happens), an error
+    instead of the call, LOST, or a function that runs before an error."""
 
     remote = True
     url = "scripted://bucket"
@@ -49,7 +49,7 @@ class Scripted:
             raise item
         if callable(item):
             item()
-            raise busy("somebody was quicker")
+            raise busy("another client was faster")
         result = await call()
         if item is LOST:
             raise busy("no answer")
@@ -132,7 +132,7 @@ def call(request: pytest.FixtureRequest) -> Callable[[Store], Awaitable[object]]
 
 
 def run(store: Store, call: Callable[[Store], Awaitable[Any]], **settings: float) -> tuple[Any, float]:
-    """What a call returned through Retry, and the seconds it took."""
+    """Return the result of a call through Retry, and its duration in seconds."""
 
     async def main() -> tuple[Any, float]:
         result = await call(Retry(store, **settings))
@@ -147,11 +147,11 @@ def with_object(*script: object) -> Scripted:
     return store
 
 
-# -- what is tried again --
+# -- retries --
 
 
-def test_every_call_is_tried_again(call: Callable[[Store], Awaitable[object]]) -> None:
-    """After retryable errors each call does what it would have done at first, and has waited between."""
+def test_every_call_is_retried(call: Callable[[Store], Awaitable[object]]) -> None:
+    """After retryable errors with pauses, each call has the same result as at first."""
     plain, failing = with_object(), with_object(busy(), DeadlineError("no answer"), busy())
     expected, _ = run(plain, call)
     result, took = run(failing, call)
@@ -162,16 +162,16 @@ def test_every_call_is_tried_again(call: Callable[[Store], Awaitable[object]]) -
 
 
 @pytest.mark.parametrize("error", [StoreError("no"), AccessError("no"), FullError("no"), NotFoundError("no")])
-def test_what_no_try_mends_passes_at_once(call: Callable[[Store], Awaitable[object]], error: StoreError) -> None:
-    """An error that is not retryable is raised as it is, without a second request or a wait."""
+def test_other_errors_are_raised_immediately(call: Callable[[Store], Awaitable[object]], error: StoreError) -> None:
+    """An error that is not retryable is raised unchanged, without a second request or a pause."""
     store = with_object(error, busy())
     with pytest.raises(type(error)) as caught:
         run(store, call)
     assert caught.value is error and len(store.calls) == 1
 
 
-def test_a_call_is_given_up_in_the_end(call: Callable[[Store], Awaitable[object]]) -> None:
-    """When its time is over the last error is raised, still retryable, and says how long it was tried."""
+def test_retries_end_after_the_budget(call: Callable[[Store], Awaitable[object]]) -> None:
+    """When its time is over, the last error is raised, still retryable, with the number of tries and the time."""
     store = with_object(*[busy("the store is on fire")] * 10_000)
 
     async def main() -> None:
@@ -184,8 +184,8 @@ def test_a_call_is_given_up_in_the_end(call: Callable[[Store], Awaitable[object]
     assert 20 < len(store.calls) < 200
 
 
-def test_a_cancelled_call_ends_at_once() -> None:
-    """While it waits for its next try, too; and nothing is sent afterwards."""
+def test_canceled_call_ends_immediately() -> None:
+    """The call also ends while it waits for its next try, and sends nothing afterwards."""
     store = Scripted(*[busy()] * 1000)
 
     async def main() -> None:
@@ -210,21 +210,21 @@ async def create(store: Store) -> None:
 
 
 def taken_by(data: bytes) -> tuple[Scripted, Callable[[], None]]:
-    """A store, and how somebody else takes our name in it."""
+    """Return a store, and a function that creates our object as another client."""
     store = Scripted()
     return store, lambda: store.objects.update({"log/0": data})
 
 
 def creates_truthfully(retry: type[Retry]) -> None:
-    """After a lost answer our own object is a success, and one of somebody else's is not."""
+    """After a lost reply, our own object is a success, and another client's object is not."""
 
     async def main() -> None:
         store = Scripted(LOST)
         await create(retry(store))
         assert store.objects["log/0"] == b"ours"
         for other in (b"mine", b"ours, and more", b"our", b""):
-            store, take = taken_by(other)
-            store.script.extend([take])
+            store, create_as_other = taken_by(other)
+            store.script.extend([create_as_other])
             with pytest.raises(ExistsError):
                 await create(retry(store))
             assert store.objects["log/0"] == other
@@ -232,30 +232,30 @@ def creates_truthfully(retry: type[Retry]) -> None:
     in_virtual_time(main())
 
 
-def test_our_own_object_is_a_success_and_no_other() -> None:
-    """Create-if-absent reads back what it finds after an attempt of which nobody knows how it ended."""
+def test_only_own_object_counts_as_success() -> None:
+    """If the result of a conditional creation is unknown, the object is read back."""
     creates_truthfully(Retry)
 
 
-class BelievesItself(Retry):
+class AlwaysOwn(Retry):
     async def _holds(self, key: str, data: Buffer) -> bool:
         return True
 
 
-class DoesNotLook(Retry):
+class NeverOwn(Retry):
     async def _holds(self, key: str, data: Buffer) -> bool:
         return False
 
 
-@pytest.mark.parametrize("wrong", [BelievesItself, DoesNotLook])
-def test_negative_control_not_reading_back(wrong: type[Retry]) -> None:
-    """The check sees a false success and a false failure."""
+@pytest.mark.parametrize("wrong", [AlwaysOwn, NeverOwn])
+def test_negative_control_without_reading_back(wrong: type[Retry]) -> None:
+    """The check detects a false success and a false failure."""
     with pytest.raises((ExistsError, pytest.fail.Exception)):
         creates_truthfully(wrong)
 
 
-def test_who_finds_it_at_once_did_not_make_it() -> None:
-    """An object of the same bytes that was there at the first try is somebody else's; nothing is read."""
+def test_object_found_at_first_try_is_not_own() -> None:
+    """An equal object that exists at the first try belongs to another client. It is not read."""
     store = Scripted()
     store.objects["log/0"] = b"ours"
     with pytest.raises(ExistsError):
@@ -263,18 +263,18 @@ def test_who_finds_it_at_once_did_not_make_it() -> None:
     assert store.calls == ["put"]
 
 
-def test_reading_back_is_tried_again_too() -> None:
-    """Trouble while looking whose object it is decides nothing."""
+def test_reading_back_is_retried() -> None:
+    """Errors while reading back do not decide the result."""
     store = Scripted(LOST, None, busy(), busy())
     run(store, create)
     assert store.objects["log/0"] == b"ours"
     assert store.calls == ["put", "put", "get", "put", "put", "get"]
 
 
-def test_an_object_deleted_meanwhile_is_not_made_again() -> None:
-    """If there is nothing to look at, it is not called ours."""
-    store, take = taken_by(b"ours")
-    store.script.extend([take, None, NotFoundError("gone")])
+def test_deleted_object_is_not_created_again() -> None:
+    """If the object is gone, it does not count as ours."""
+    store, create_as_other = taken_by(b"ours")
+    store.script.extend([create_as_other, None, NotFoundError("gone")])
     with pytest.raises(ExistsError):
         run(store, create)
 
@@ -283,7 +283,7 @@ def test_an_object_deleted_meanwhile_is_not_made_again() -> None:
 
 
 def lists_once(retry: type[Retry]) -> Scripted:
-    """Through errors every key is given once."""
+    """Check that every key is returned once despite errors."""
     store = Scripted(None, None, busy(), None, busy(), busy(), None, busy())
     store.objects.update({f"log/{i}": b"x" for i in range(8)})
     found, _ = in_virtual_time(_listed(retry(store)))
@@ -295,13 +295,13 @@ async def _listed(store: Store) -> tuple[list[str], float]:
     return await keys(store, "log/"), asyncio.get_running_loop().time()
 
 
-def test_listing_gives_each_key_once_after_errors() -> None:
-    """A listing has no order, so it begins again after each error."""
+def test_listing_returns_each_key_once_after_errors() -> None:
+    """A listing has no order, so it starts again after each error."""
     assert lists_once(Retry).calls == ["list"] * 5
 
 
-def test_negative_control_a_listing_that_forgets_what_it_gave() -> None:
-    """Keys given twice are seen."""
+def test_negative_control_listing_with_repeated_keys() -> None:
+    """Repeated keys are detected."""
 
     class Forgets(Retry):
         async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -317,8 +317,8 @@ def test_negative_control_a_listing_that_forgets_what_it_gave() -> None:
         lists_once(Forgets)
 
 
-def test_a_listing_has_its_time_for_each_key() -> None:
-    """A long one is not given up while it gets on by one key each time. Control: it is, if only known keys come."""
+def test_listing_budget_restarts_with_each_key() -> None:
+    """A long listing continues while each try returns a new key. Control: without new keys it fails."""
     store = Scripted(*(item for number in range(400) for item in [busy(), busy(), *[None] * number, busy()]))
     store.objects.update({f"log/{i:03d}": b"x" for i in range(400)})
     found, took = in_virtual_time(_listed(Retry(store, budget_s=20.0)))
@@ -333,8 +333,8 @@ def test_a_listing_has_its_time_for_each_key() -> None:
 
 
 @pytest.mark.parametrize("resumable", [False, True])
-def test_only_some_uploads_go_on(resumable: bool) -> None:
-    """A range is sent again only by uploads that can take it; others fail at once, to be written by a new name."""
+def test_only_resumable_uploads_are_retried(resumable: bool) -> None:
+    """Only resumable uploads send a range again. Others fail immediately, to be written under a new name."""
     for script in ([None, busy()], [None, None, busy()]):
         store = Scripted(*script, resumable=resumable)
         if resumable:
@@ -347,7 +347,7 @@ def test_only_some_uploads_go_on(resumable: bool) -> None:
 
 
 def test_abort_never_raises() -> None:
-    """Nor does it keep a failing save waiting."""
+    """abort() does not delay a failing save either."""
 
     async def main() -> None:
         for error in (busy(), AccessError("no"), NotFoundError("no such upload")):
@@ -359,15 +359,15 @@ def test_abort_never_raises() -> None:
     in_virtual_time(main())
 
 
-# -- what is said --
+# -- log messages --
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.levelname for record in caplog.records]
 
 
-def test_an_outage_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning with the reason when it begins, however many calls and tries; one line when it is over."""
+def test_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An outage logs one warning with the reason, whatever the number of calls, and one line when it ends."""
     caplog.set_level(logging.INFO, "ckpt")
 
     async def main() -> None:
@@ -386,11 +386,11 @@ def test_an_outage_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     in_virtual_time(main())
 
 
-# -- for real: S3 behind a proxy that makes each kind of request fail in each way --
+# -- S3 behind a proxy that fails each kind of request in each way --
 
 TIMEOUT_S = 0.4
 FAULTS: dict[str, dict[str, Any]] = {
-    "503": {"kind": "status", "code": 503, "s3_code": "SlowDown"},  # what other codes mean: test_s3.py
+    "503": {"kind": "status", "code": 503, "s3_code": "SlowDown"},  # other codes: test_s3.py
     "timeout": {"kind": "hang"},
     "reset": {"kind": "reset"},
     "lost reply": {"kind": "lost_reply"},
@@ -398,12 +398,12 @@ FAULTS: dict[str, dict[str, Any]] = {
     "truncated": {"kind": "truncate", "after": 10},
     "200 with an error": {"kind": "error_body"},
 }
-NO_BODY = FAULTS.keys() - {"truncated", "200 with an error"}  # of the answer
+NO_BODY = FAULTS.keys() - {"truncated", "200 with an error"}  # of the response
 DATA = b"0123456789" * 1000
 LARGE = bytes(range(256)) * 4 * (6 << 10)  # 6 MiB, in parts of 5 MiB
 
 Arm = Callable[[str, str], None]
-"""Make the next request with a method, and a regular expression in its path and query, fail."""
+"""Makes the next request with a method and a pattern in its path and query fail."""
 
 
 async def _create(store: Store, key: str, arm: Arm) -> None:
@@ -462,7 +462,7 @@ async def _delete_many(store: Store, key: str, arm: Arm) -> None:
 
 
 async def _write(store: Store, key: str, data: bytes) -> None:
-    """As the library does: what cannot go on is written again by a new name, as often as it takes."""
+    """Write like the library: a failed upload is written again under a new name."""
     for name in (key, f"{key}-again", f"{key}-and-again"):
         target = await store.upload(name, size=len(data))
         try:
@@ -515,7 +515,7 @@ async def _drop_an_upload(store: Store, key: str, arm: Arm) -> None:
 REQUESTS: dict[Callable[[Store, str, Arm], Awaitable[None]], set[str]] = {
     _create: NO_BODY,
     _create_what_is_there: NO_BODY,
-    _get: FAULTS.keys() - {"200 with an error"},  # which is an object like any other, for the digests to refuse
+    _get: FAULTS.keys() - {"200 with an error"},  # its body is an ordinary object that only digests reject
     _get_range: FAULTS.keys() - {"200 with an error"},
     _head: NO_BODY,
     _list: set(FAULTS),
@@ -528,18 +528,18 @@ REQUESTS: dict[Callable[[Store, str, Arm], Awaitable[None]], set[str]] = {
     _list_uploads: set(FAULTS),
     _drop_an_upload: NO_BODY,
 }
-PACKS = (_get_range, _upload_small, _begin_upload, _upload_part, _complete_upload)  # by obstore where it is installed
-TELLING = {
+PACKS = (_get_range, _upload_small, _begin_upload, _upload_part, _complete_upload)  # by obstore if installed
+REPRESENTATIVE = {
     "s3fs": (_create, _create_what_is_there, _get, _list, _delete_many, _upload_part, _complete_upload),
     "obstore": (_get_range, _complete_upload),
 }
-"""Of each way that a request may be built, one: the others run as `long`."""
+"""One request of each kind that is built in its own way. The others run as `long`."""
 
 
 def cases() -> Iterator[Any]:
     for engine, requests in {"s3fs": tuple(REQUESTS), "obstore": PACKS}.items():
         for request in requests:
-            marks = () if request in TELLING[engine] else pytest.mark.long
+            marks = () if request in REPRESENTATIVE[engine] else pytest.mark.long
             yield pytest.param(engine, request, id=f"{engine}-{request.__name__.strip('_')}", marks=marks)
 
 
@@ -551,7 +551,7 @@ def proxy() -> Iterator[FaultProxy]:
 
 
 class TestFaults:
-    """Each kind of request, failing in each way, twice: what was asked for is done, once, and truthfully reported."""
+    """Each kind of request fails twice in each way, but takes effect once and reports the correct result."""
 
     @pytest.fixture(autouse=True)
     def small_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,8 +574,8 @@ class TestFaults:
         asyncio.run(main())
 
     @pytest.mark.parametrize(("engine", "request_"), list(cases()))
-    def test_each_request_in_each_way(self, proxy: FaultProxy, engine: str, request_: Any) -> None:
-        """Errors that pass are not seen, and what was lost or late is neither done twice nor taken for a failure."""
+    def test_each_request_survives_each_fault(self, proxy: FaultProxy, engine: str, request_: Any) -> None:
+        """Transient errors are hidden. A lost or late reply neither repeats the effect nor counts as a failure."""
 
         async def work(store: Store) -> None:
             for fault in sorted(REQUESTS[request_]):
@@ -591,11 +591,11 @@ class TestFaults:
 
     @staticmethod
     def arm(proxy: FaultProxy, fault: str, method: str, match: str) -> None:
-        times = 1 if fault in ("timeout", "late reply") else 2  # they take long
+        times = 1 if fault in ("timeout", "late reply") else 2  # these take long
         proxy.fail(**FAULTS[fault], method=method, match=match, count=times)
 
     def test_negative_control_without_retry(self, proxy: FaultProxy) -> None:
-        """Each fault is an error, and one that is worth a retry."""
+        """Without Retry each fault raises a retryable error."""
 
         async def work(store: Store) -> None:
             for fault in sorted(FAULTS):

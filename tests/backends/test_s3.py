@@ -1,6 +1,6 @@
-"""What the stores of objects promise, and what S3 adds to it, against a server here that can be made to fail.
+"""The contract of object stores and the additions of S3, tested on a local server with faults on demand.
 
-Where nothing else is said, each test runs for both things that carry packs: s3fs and obstore.
+Unless stated otherwise, each test runs with both libraries for data files: s3fs and obstore.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from s3_server import REGION, FaultProxy, MotoServer, storage_options
 ENGINES = ("s3fs", "obstore")
 RUN = "s3://bucket/a/run1"
 SECRET = "a-very-secret-secret"
-PART = 5 << 20  # the least that S3 takes
-SIZE = (12 << 20) + 7  # two parts and a half
+PART = 5 << 20  # the minimum of S3
+SIZE = (12 << 20) + 7  # two and a half parts
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def proxy_of_all(moto: MotoServer) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def proxy(proxy_of_all: FaultProxy, moto: MotoServer) -> FaultProxy:
-    """In front of an empty bucket, with no faults yet."""
+    """Return a proxy of an empty bucket, without faults."""
     moto.reset()
     moto.make_bucket("bucket")
     proxy_of_all.clear()
@@ -56,7 +56,7 @@ def proxy(proxy_of_all: FaultProxy, moto: MotoServer) -> FaultProxy:
 
 @pytest.fixture(autouse=True)
 def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing that this machine knows about S3 counts."""
+    """Ignore the S3 configuration of this machine."""
     for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
@@ -79,7 +79,7 @@ Using = Callable[[Callable[[S3Store], Awaitable[None]]], None]
 
 
 def using(url: str, work: Callable[[Any], Awaitable[None]], options: dict[str, Any]) -> None:
-    """Run `work` with the bare store behind a URL."""
+    """Run `work` with the undecorated store of a URL."""
     remember_options(url, options)
 
     async def main() -> None:
@@ -94,20 +94,20 @@ def using(url: str, work: Callable[[Any], Awaitable[None]], options: dict[str, A
 
 @pytest.fixture
 def run(proxy: FaultProxy, engine: str) -> Using:
-    """Run something with the store of a run behind the proxy."""
+    """Return a function that runs work with the store of a run behind the proxy."""
     options = storage_options(proxy.url) | {"engine": engine, "secret": SECRET}
     return lambda work: using(RUN, work, options)
 
 
 def admin(moto: MotoServer) -> Any:
-    """The server as somebody else sees it."""
+    """Return a separate client of the server."""
     return boto3.client(
         "s3", endpoint_url=moto.url, region_name=REGION, aws_access_key_id="other", aws_secret_access_key="other"
     )
 
 
 async def upload(store: Store, key: str, data: bytes) -> None:
-    """As the library does, eight parts at a time."""
+    """Upload like the library, with eight parts in flight."""
     target = await store.upload(key, size=len(data))
     window = asyncio.Semaphore(8)
 
@@ -132,8 +132,8 @@ async def raised(call: Awaitable[object]) -> Exception:
 # -- large objects --
 
 
-def test_parts_are_put_together_bit_for_bit(run: Using) -> None:
-    """An object of two parts and a half and some odd bytes comes back as it was, whole and in odd ranges."""
+def test_uploaded_parts_are_read_back_bit_exact(run: Using) -> None:
+    """An object with an odd size is read back unchanged, whole and in odd ranges."""
     data = random.Random(1).randbytes(SIZE)
 
     async def work(store: S3Store) -> None:
@@ -148,14 +148,14 @@ def test_parts_are_put_together_bit_for_bit(run: Using) -> None:
 
 
 def test_parts_grow_with_the_object() -> None:
-    """They are of the usual size, until there would be more of them than S3 allows."""
+    """Parts have the usual size unless S3's limit on their number requires larger ones."""
     assert part_size(0) == part_size(MAX_PARTS * PART) == PART
     for size in (MAX_PARTS * PART + 1, 1 << 40, 5 << 40):
         assert -(-size // part_size(size)) <= MAX_PARTS and part_size(size) % (1 << 20) == 0
 
 
-def test_ranges_out_of_turn_and_wrong_ones(run: Using) -> None:
-    """Later parts may come first; what is no part, is missing, or comes twice where it cannot, is refused."""
+def test_parts_in_any_order_and_invalid_ones(run: Using) -> None:
+    """Later parts may come first. Invalid, missing and repeated parts are rejected."""
 
     async def work(store: S3Store) -> None:
         data = memoryview(bytes(SIZE))
@@ -173,7 +173,7 @@ def test_ranges_out_of_turn_and_wrong_ones(run: Using) -> None:
 
 
 def test_unfinished_uploads_are_dropped(run: Using, moto: MotoServer) -> None:
-    """Those of a dead process below our root, unless they are wanted; those of run10 beside it are not seen."""
+    """Uploads of a dead process below our root are dropped unless they are wanted. Those of run10 are not seen."""
     client = admin(moto)
     for key in ("a/run1/data/old", "a/run1/data/wanted", "a/run10/data/x", "a/run1"):
         client.create_multipart_upload(Bucket="bucket", Key=key)
@@ -192,8 +192,8 @@ def test_unfinished_uploads_are_dropped(run: Using, moto: MotoServer) -> None:
     assert left == {"a/run1/data/wanted", "a/run10/data/x", "a/run1"}
 
 
-def test_an_aborted_upload_leaves_nothing_to_pay_for(run: Using, moto: MotoServer) -> None:
-    """Whether no part was written, some, or one is on its way; control: without abort there is something."""
+def test_aborted_upload_leaves_nothing(run: Using, moto: MotoServer) -> None:
+    """This holds with no part written, some, or one in flight. Control: without abort an upload remains."""
 
     async def work(store: S3Store) -> None:
         data = memoryview(bytes(SIZE))
@@ -217,12 +217,12 @@ def test_an_aborted_upload_leaves_nothing_to_pay_for(run: Using, moto: MotoServe
     assert "Uploads" in client.list_multipart_uploads(Bucket="bucket")
 
 
-def test_giving_up_beside_a_part_that_hangs(
+def test_abort_does_not_wait_for_a_hanging_part(
     run: Using, proxy: FaultProxy, moto: MotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for it, and what was begun is taken back by the time `abort` has returned."""
+    """abort() does not wait for the hanging part, and removes the upload before it returns."""
     monkeypatch.setattr("ckpt_backends.obstore.CLOSING_S", 0.2)
-    monkeypatch.setattr("ckpt_backends.obstore.IN_FLIGHT", 1)  # or obstore would wait for us, not for the part
+    monkeypatch.setattr("ckpt_backends.obstore.IN_FLIGHT", 1)  # otherwise obstore would wait for us instead of the part
 
     async def work(store: S3Store) -> None:
         proxy.fail("hang", method="PUT", match="partNumber=1", count=9)
@@ -242,8 +242,8 @@ def test_giving_up_beside_a_part_that_hangs(
 
 
 @pytest.mark.parametrize("size", [100, SIZE])
-def test_a_lost_answer_to_the_last_request_is_no_failure(run: Using, proxy: FaultProxy, size: int) -> None:
-    """The object was made, and the second try, which finds that, says so."""
+def test_lost_reply_to_the_last_request_is_success(run: Using, proxy: FaultProxy, size: int) -> None:
+    """The object was created, and the retry recognizes it."""
 
     async def work(store: S3Store) -> None:
         data = random.Random(2).randbytes(size)
@@ -257,8 +257,8 @@ def test_a_lost_answer_to_the_last_request_is_no_failure(run: Using, proxy: Faul
 
 
 @pytest.mark.parametrize("kind", ["status", "reset", "lost_reply"])
-def test_a_part_that_failed_is_sent_again(run: Using, proxy: FaultProxy, kind: str) -> None:
-    """By the decorator or by obstore itself; the object is what it should be."""
+def test_failed_part_is_sent_again(run: Using, proxy: FaultProxy, kind: str) -> None:
+    """The decorator or obstore resends it, and the object is correct."""
 
     async def work(store: S3Store) -> None:
         data = random.Random(3).randbytes(SIZE)
@@ -270,8 +270,8 @@ def test_a_part_that_failed_is_sent_again(run: Using, proxy: FaultProxy, kind: s
     run(work)
 
 
-def test_an_upload_that_cannot_go_on_ends(run: Using, proxy: FaultProxy) -> None:
-    """Nobody waits for ever: each write and `finish` raise, the reason is named, and nothing is left."""
+def test_failing_upload_raises_and_leaves_nothing(run: Using, proxy: FaultProxy) -> None:
+    """Nothing blocks forever: each write and `finish` raise with the reason, and nothing is left."""
 
     async def work(store: S3Store) -> None:
         proxy.fail("status", method="PUT", match="partNumber=", count=1000, code=403, s3_code="AccessDenied")
@@ -286,15 +286,15 @@ def test_an_upload_that_cannot_go_on_ends(run: Using, proxy: FaultProxy) -> None
 
 
 class SmallPages(S3Store):
-    """A server that gives ten keys at a time."""
+    """A store that lists at most ten keys per request."""
 
     async def call(self, method: str, what: str, **arguments: Any) -> Any:
         more = {"MaxKeys": 10} if method == "list_objects_v2" else {}
         return await super().call(method, what, **arguments, **more)
 
 
-def test_a_long_listing_goes_on_where_it_should(proxy: FaultProxy) -> None:
-    """21 keys, each once, in three requests of ten at most."""
+def test_long_listing_continues_on_the_next_page(proxy: FaultProxy) -> None:
+    """21 keys are listed once each, in three requests of at most ten."""
     names = [f"log/{i:012d}.json" for i in range(21)]
     remember_options(RUN, storage_options(proxy.url))
 
@@ -310,8 +310,8 @@ def test_a_long_listing_goes_on_where_it_should(proxy: FaultProxy) -> None:
     asyncio.run(main())
 
 
-def test_a_run_does_not_see_its_neighbours(run: Using, moto: MotoServer) -> None:
-    """`a/run1` is not `a/run10`, nor the object `a/run1`; a bucket itself is a root as well."""
+def test_run_does_not_list_neighbors(run: Using, moto: MotoServer) -> None:
+    """`a/run1` is neither `a/run10` nor the object `a/run1`. A bucket itself can also be a root."""
     client = admin(moto)
     for key in ("a/run10/log/0", "a/run1", "a/run1/", "a/run1-log/0", "b/log/0"):
         client.put_object(Bucket="bucket", Key=key, Body=b"")
@@ -328,8 +328,8 @@ def test_a_run_does_not_see_its_neighbours(run: Using, moto: MotoServer) -> None
     using("s3://bucket", whole, storage_options(moto.url))
 
 
-def test_keys_of_others_are_listed_and_never_touched(run: Using, moto: MotoServer) -> None:
-    """What we would never have written has a name that no call but `list` takes."""
+def test_foreign_keys_are_listed_but_not_touched(run: Using, moto: MotoServer) -> None:
+    """Foreign keys have names that only `list` accepts."""
     client = admin(moto)
     for key in ("photos/my cat.jpg", ".hidden", "log/../x", "log/ä"):
         client.put_object(Bucket="bucket", Key=f"a/run1/{key}", Body=b"theirs")
@@ -345,8 +345,8 @@ def test_keys_of_others_are_listed_and_never_touched(run: Using, moto: MotoServe
     run(work)
 
 
-def test_deleting_many_says_what_was_not_deleted(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error for one key inside an answer of 200 is raised; what is gone already is none."""
+def test_delete_many_raises_for_failed_keys(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error for one key in a response with status 200 is raised. A key that is already gone is not an error."""
 
     async def work(store: S3Store) -> None:
         for code, kind in (("AccessDenied", AccessError), ("InternalError", StoreError), ("NoSuchKey", None)):
@@ -365,8 +365,8 @@ def test_deleting_many_says_what_was_not_deleted(proxy: FaultProxy, monkeypatch:
     using(RUN, work, storage_options(proxy.url))
 
 
-def test_deleting_many_where_only_one_at_a_time_is_known(proxy: FaultProxy) -> None:
-    """A server without that request gets single ones, and is not asked again."""
+def test_delete_many_works_without_bulk_requests(proxy: FaultProxy) -> None:
+    """A server without bulk deletion gets single requests, and the bulk request is not repeated."""
 
     async def work(store: S3Store) -> None:
         proxy.fail("status", method="POST", match="delete", count=9, code=501, s3_code="NotImplemented")
@@ -412,7 +412,7 @@ MEANINGS = [
 
 
 async def each_call(store: S3Store) -> list[Exception]:
-    """What every kind of request raises."""
+    """Return what every kind of request raises."""
     calls = (
         store.put("log/x", b"x", create=True),
         store.get("log/x"),
@@ -425,8 +425,8 @@ async def each_call(store: S3Store) -> list[Exception]:
 
 
 @pytest.mark.parametrize(("status", "code", "advice"), REFUSALS, ids=[code for _, code, _ in REFUSALS])
-def test_refusals_say_what_to_do(run: Using, proxy: FaultProxy, status: int, code: str, advice: str) -> None:
-    """Whatever was asked: AccessError, no retry, and a sentence that helps. One request each: nobody repeats it."""
+def test_access_errors_have_advice(run: Using, proxy: FaultProxy, status: int, code: str, advice: str) -> None:
+    """Every call raises AccessError with advice, without a retry, after one request."""
 
     async def work(store: S3Store) -> None:
         proxy.fail("status", count=1000, code=status, s3_code=code)
@@ -441,10 +441,10 @@ def test_refusals_say_what_to_do(run: Using, proxy: FaultProxy, status: int, cod
 
 
 @pytest.mark.parametrize(("status", "code", "kind", "retryable"), MEANINGS, ids=[f"{s}-{c}" for s, c, _, _ in MEANINGS])
-def test_errors_have_their_meaning(
+def test_error_codes_set_type_and_retryable(
     run: Using, proxy: FaultProxy, status: int, code: str, kind: type[StoreError], retryable: bool
 ) -> None:
-    """By code first, by status where the code is not known; and whether a retry may help."""
+    """The code decides, or the status if the code is unknown, also about `retryable`."""
 
     async def work(store: S3Store) -> None:
         proxy.fail("status", method="PUT", count=1000, code=status, s3_code=code)
@@ -457,8 +457,8 @@ def test_errors_have_their_meaning(
 
 
 @pytest.mark.parametrize("kind", ["reset", "truncate", "short", "status"])
-def test_one_request_is_one_attempt(run: Using, proxy: FaultProxy, kind: str) -> None:
-    """Neither s3fs, nor botocore, nor obstore repeats anything by itself, and what broke off is never given."""
+def test_drivers_never_retry(run: Using, proxy: FaultProxy, kind: str) -> None:
+    """s3fs, botocore and obstore never retry by themselves, and incomplete responses are never returned."""
 
     async def work(store: S3Store) -> None:
         await store.put("x", bytes(9000))
@@ -473,8 +473,8 @@ def test_one_request_is_one_attempt(run: Using, proxy: FaultProxy, kind: str) ->
     run(work)
 
 
-def test_a_server_that_is_not_there_may_come_back(engine: str) -> None:
-    """Connection refused is worth a retry."""
+def test_unreachable_server_is_retryable(engine: str) -> None:
+    """A refused connection is retryable."""
 
     async def work(store: S3Store) -> None:
         for call in (store.put("x", b""), store.get("x", start=0, length=5), upload(store, "p", b"x")):
@@ -484,8 +484,8 @@ def test_a_server_that_is_not_there_may_come_back(engine: str) -> None:
     using("s3://bucket/gone", work, storage_options("http://127.0.0.1:9") | {"engine": engine})
 
 
-def test_a_bucket_that_is_missing(engine: str, moto: MotoServer) -> None:
-    """Is never made, and is not taken for an object that is missing."""
+def test_missing_bucket_raises_access_error(engine: str, moto: MotoServer) -> None:
+    """The bucket is never created, and the error is not that of a missing object."""
 
     async def work(store: S3Store) -> None:
         for call in (store.get("x"), store.get("x", start=0, length=5), store.put("x", b""), upload(store, "p", b"x")):
@@ -496,8 +496,8 @@ def test_a_bucket_that_is_missing(engine: str, moto: MotoServer) -> None:
     assert "no-such-bucket" not in {found["Name"] for found in admin(moto).list_buckets()["Buckets"]}
 
 
-def test_no_credentials(engine: str, moto: MotoServer) -> None:
-    """Says which there could be; an anonymous caller needs none."""
+def test_missing_credentials_raise_access_error(engine: str, moto: MotoServer) -> None:
+    """The error names possible sources of credentials. An anonymous caller needs none."""
 
     async def refused(store: S3Store) -> None:
         with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
@@ -517,8 +517,8 @@ def test_no_credentials(engine: str, moto: MotoServer) -> None:
     using(RUN, anonymous, options | {"anon": True})
 
 
-def test_a_profile_that_is_missing(moto: MotoServer) -> None:
-    """botocore's own words, as an AccessError."""
+def test_missing_profile_raises_access_error(moto: MotoServer) -> None:
+    """The AccessError has botocore's own message."""
 
     async def work(store: S3Store) -> None:
         with pytest.raises(AccessError, match="profile"):
@@ -528,7 +528,7 @@ def test_a_profile_that_is_missing(moto: MotoServer) -> None:
 
 
 def test_messages_have_no_secrets() -> None:
-    """Neither what options or environment call a secret, nor queries of signed URLs, nor passwords; the rest stays."""
+    """Secrets of options and environment, queries of signed URLs and passwords are removed, and the rest is kept."""
     url = f"s3://bucket/{random.random()}"
     remember_options(url, {"key": "my-access-key", "secret": SECRET, "client_kwargs": {"aws_session_token": "t" * 40}})
     text = f"PUT https://me:hunter22@host/b/k?X-Amz-Signature=abc&x=1 with {SECRET} and {'t' * 40}, status 403"
@@ -537,8 +537,8 @@ def test_messages_have_no_secrets() -> None:
         assert secret in text
 
 
-def test_errors_of_other_drivers() -> None:
-    """By their type, their errno or the status they carry; the 412 of s3fs in its two spellings."""
+def test_errors_of_other_drivers_are_translated() -> None:
+    """Errors are translated by type, errno or status, including both spellings of status 412 in s3fs."""
 
     class Answer(Exception):
         def __init__(self, status: int) -> None:
@@ -569,7 +569,7 @@ def test_errors_of_other_drivers() -> None:
 
 
 def test_encryption_reaches_every_request(proxy: FaultProxy, moto: MotoServer) -> None:
-    """`s3_additional_kwargs` go with small objects and large ones, and are no hindrance where they mean nothing."""
+    """`s3_additional_kwargs` apply to small and large objects, and are ignored by other requests."""
     extra = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "some-key", "ChecksumAlgorithm": "SHA256"}
 
     async def work(store: S3Store) -> None:
@@ -592,8 +592,8 @@ def test_encryption_reaches_every_request(proxy: FaultProxy, moto: MotoServer) -
     assert client.head_object(Bucket="bucket", Key="a/run1/plain").get("ServerSideEncryption") != "aws:kms"
 
 
-def test_which_engine_carries_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """obstore where it is installed and knows what the options ask for; a choice that cannot be is refused."""
+def test_engine_follows_options_and_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore is used if it is installed and supports the options. An impossible choice is rejected."""
 
     def chosen(**options: Any) -> str:
         remember_options(RUN, options)
@@ -621,10 +621,10 @@ def test_which_engine_carries_packs(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen(engine="obstore")
 
 
-def test_the_environment_says_where(
+def test_environment_sets_endpoint_and_credentials(
     monkeypatch: pytest.MonkeyPatch, proxy: FaultProxy, moto: MotoServer, engine: str
 ) -> None:
-    """Endpoint and credentials as botocore finds them, for both engines; a bucket in the host's name as well."""
+    """Both engines use botocore's endpoint and credentials, also with the bucket in the host name."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
@@ -638,8 +638,8 @@ def test_the_environment_says_where(
     assert proxy.requests()["PUT"] == 3
 
 
-def test_where_obstore_is_sent() -> None:
-    """To the host that botocore would ask: the bucket in its name, or in the path."""
+def test_obstore_uses_the_host_of_botocore() -> None:
+    """obstore uses botocore's host, with the bucket in its name or in the path."""
     from ckpt_backends.obstore import _endpoint
 
     async def endpoint(bucket: str, **options: Any) -> tuple[str, bool]:
@@ -661,38 +661,38 @@ def test_where_obstore_is_sent() -> None:
     asyncio.run(main())
 
 
-def test_credentials_are_renewed_while_packs_are_written(proxy: FaultProxy) -> None:
-    """obstore asks for those of the moment, not for those of the start."""
+def test_obstore_uses_renewed_credentials(proxy: FaultProxy) -> None:
+    """obstore uses the current credentials, not those of the start."""
 
     async def work(store: S3Store) -> None:
         await store.put("x", b"x" * 9)
         assert store._data is not None
-        asked = 0
+        count = 0
 
         class Credentials:
             async def get_frozen_credentials(self) -> Any:
-                nonlocal asked
-                asked += 1
+                nonlocal count
+                count += 1
                 return await given.get_frozen_credentials()
 
         given, store._data._credentials = store._data._credentials, Credentials()
         await store.get("x", start=0, length=5)
-        assert asked == 1
+        assert count == 1
         await upload(store, "data/p", bytes(SIZE))
-        assert asked >= 4
+        assert count >= 4
 
     using(RUN, work, storage_options(proxy.url) | {"engine": "obstore"})
 
 
-def test_ranges_with_the_wrong_status(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that answers 200 to a range is read by s3fs, and obstore is not asked again; uploads stay with it."""
+def test_range_with_wrong_status_falls_back_to_s3fs(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a server returns 200 for a range, s3fs reads it and obstore is not used for reads again, only for uploads."""
     from obstore.exceptions import GenericError
 
-    asked = 0
+    count = 0
 
     async def not_partial(*_: Any, **__: Any) -> Any:
-        nonlocal asked
-        asked += 1
+        nonlocal count
+        count += 1
         raise GenericError("Generic S3 error: Received non-partial response when range requested")
 
     async def work(store: S3Store) -> None:
@@ -700,15 +700,15 @@ def test_ranges_with_the_wrong_status(proxy: FaultProxy, monkeypatch: pytest.Mon
         monkeypatch.setattr("obstore.get_range_async", not_partial)
         for _ in range(3):
             assert bytes(await store.get("x", start=2, length=3)) == b"234"
-        assert asked == 1
+        assert count == 1
         await upload(store, "data/p", bytes(SIZE))
         assert (await store.head("data/p")).size == SIZE
 
     using(RUN, work, storage_options(proxy.url) | {"engine": "obstore"})
 
 
-def test_nothing_is_left_open(run: Using, engine: str, moto: MotoServer) -> None:
-    """No warning about a session or a connection after `aclose`, also after errors; without it there is one."""
+def test_aclose_leaves_nothing_open(run: Using, engine: str, moto: MotoServer) -> None:
+    """After `aclose`, also after errors, no warning about an open session follows. Control: without it one does."""
 
     def warned(work: Callable[[], None]) -> list[str]:
         gc.collect()
@@ -737,8 +737,8 @@ def test_nothing_is_left_open(run: Using, engine: str, moto: MotoServer) -> None
     assert warned(careless)
 
 
-def test_making_a_store_asks_nothing() -> None:
-    """No request, no event loop: wrong settings show at the first use."""
+def test_creating_a_store_sends_no_request() -> None:
+    """Creating a store sends no request and needs no event loop. Wrong settings show at the first use."""
     remember_options("s3://bucket/lazy", storage_options("http://127.0.0.1:9"))
     assert S3Store("s3://bucket/lazy").bucket == "bucket" and S3Store("s3a://bucket/lazy").prefix == "lazy/"
 
@@ -746,8 +746,8 @@ def test_making_a_store_asks_nothing() -> None:
 # -- other file systems --
 
 
-def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
-    """By its scheme, with retries around it; large objects go through its own files, in turn."""
+def test_other_fsspec_file_systems_work(tmp_path: Path) -> None:
+    """The scheme selects it, with retries. Large objects go through its own files, in order."""
 
     async def main() -> None:
         store = open_store(f"memory://{tmp_path.name}/a/run1", writable=True)
@@ -768,8 +768,8 @@ def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_file_system_that_cannot_create_atomically() -> None:
-    """Is refused by name where something would have to be committed to it; other writes work."""
+def test_store_without_atomic_creation_is_rejected() -> None:
+    """The error names it if a commit would need conditional creation. Other writes work."""
 
     class Simple(RemoteStore):
         async def _connect(self) -> Any:
@@ -792,8 +792,8 @@ def test_a_file_system_that_cannot_create_atomically() -> None:
     asyncio.run(main())
 
 
-def test_a_package_that_is_missing() -> None:
-    """Is named."""
+def test_missing_package_is_named() -> None:
+    """The error names the missing package."""
     if importlib.util.find_spec("gcsfs") is not None:
         pytest.skip("gcsfs is installed")
     with pytest.raises(UsageError, match="gcsfs"):

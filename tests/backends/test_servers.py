@@ -1,8 +1,8 @@
-"""Object storage on real servers: Ceph's gateway, rclone, which ignores conditions, moto, Azurite, and what is refused.
+"""Object storage on real servers: Ceph's gateway, rclone (which ignores conditions), moto, Azurite, and rejected ones.
 
-Google's testbench is no package: whoever has started one says so in STORAGE_EMULATOR_HOST.
+Google's testbench is not a package: start it and set STORAGE_EMULATOR_HOST to use it.
 
-Servers are started by the tests. One that is not installed is a failure, as `make test-s3` installs them.
+The tests start their servers. A server that is not installed is a failure, because `make test-s3` installs them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _names = itertools.count()
 
 @pytest.fixture(scope="module", autouse=True)
 def only_this_machine() -> Iterator[None]:
-    """gcsfs would ask Google itself, by another protocol, what kind of bucket an emulator's is."""
+    """Prevent gcsfs from querying Google about the type of an emulator's bucket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         yield
@@ -84,7 +84,7 @@ def azurite() -> Iterator[Azurite]:
 
 
 def new_place(server: Server | MotoServer, engine: str | None = None, *, url: str = "") -> str:
-    """A run's URL in a bucket of its own; `url`: of a proxy before the server."""
+    """Return the URL of a run in a new bucket. `url`: of a proxy in front of the server."""
     bucket = server.make_bucket(f"bucket-{next(_names)}")
     options = storage_options(url or server.url)
     remember_options(f"s3://{bucket}/some/run", options if engine is None else options | {"engine": engine})
@@ -98,7 +98,7 @@ class OverS3(StoreTests):
     server: str
     engine: str
     has_unfinished = True
-    creates_uploads = False  # names of packs are never used twice, and nobody looks first
+    creates_uploads = False  # names of data files are never reused, so nothing checks them first
 
     @pytest.fixture(autouse=True)
     def place(self, request: pytest.FixtureRequest) -> None:
@@ -117,20 +117,20 @@ class TestRgwByS3fs(OverS3):
 
 
 def on_azure(server: Azurite) -> str:
-    """A run's URL in a container of its own."""
+    """Return the URL of a run in a new container."""
     place = f"az://{server.make_bucket(f'bucket-{next(_names)}')}/some/run"
     remember_options(place, server.storage_options)
     return place
 
 
 def on_google() -> str:
-    """A run's URL in a bucket of its own, on the testbench that somebody has started."""
+    """Return the URL of a run in a new bucket on a running testbench."""
     from google.auth.credentials import AnonymousCredentials
     from google.cloud.storage import Client
 
     where = os.environ.get("STORAGE_EMULATOR_HOST")
     if not where:
-        pytest.skip("Google's storage testbench is no package: start one, and name it in STORAGE_EMULATOR_HOST")
+        pytest.skip("Google's storage testbench is not a package: start one and set STORAGE_EMULATOR_HOST")
     bucket = f"bucket-{os.getpid()}-{next(_names)}"
     Client(project="test", credentials=AnonymousCredentials()).create_bucket(bucket)
     remember_options(f"gs://{bucket}/some/run", {"endpoint_url": where, "token": "anon", "project": "test"})
@@ -138,7 +138,7 @@ def on_google() -> str:
 
 
 class ByDriver(StoreTests):
-    """fsspec's driver of a cloud, which knows how to create only what is absent."""
+    """fsspec's driver of a cloud that supports conditional creation."""
 
     many = 300
 
@@ -165,7 +165,7 @@ import asyncio, json, sys
 from ckpt.errors import ExistsError
 from ckpt.store import open_store, remember_options
 
-async def main(url, options, who):
+async def main(url, options, process):
     remember_options(url, json.loads(options))
     store = open_store(url, writable=True)
     won = []
@@ -178,10 +178,10 @@ async def main(url, options, who):
             pass
 
     for turn in range(10):
-        await store.put(f"ready/{turn}/{who}", b"")
+        await store.put(f"ready/{turn}/{process}", b"")
         while len([info async for info in store.list(f"ready/{turn}/")]) < 4:
             await asyncio.sleep(0.005)
-        await asyncio.gather(*(one(turn, who * 4 + i) for i in range(4)))
+        await asyncio.gather(*(one(turn, process * 4 + i) for i in range(4)))
     await store.aclose()
     print(json.dumps(won))
 
@@ -189,22 +189,22 @@ asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
 """
 
 
-def test_races_to_create(rgw: Rgw) -> None:
-    """Of sixteen that create one name at the same moment, four in each of four processes, one wins, each time, and
-    its bytes are there."""
+def test_one_concurrent_creation_wins(rgw: Rgw) -> None:
+    """If 16 tasks in four processes create one name at the same time, exactly one wins each round, and its bytes are
+    stored."""
     place = new_place(rgw)
     won = [tuple(each) for result in side_by_side(RACE, place, 4) for each in result]
     assert sorted(turn for turn, _ in won) == list(range(10))
 
-    async def look(store: Store) -> None:
+    async def check(store: Store) -> None:
         for turn, number in won:
             assert bytes(await store.get(f"log/{turn}.json")) == b"%d" % number * 200
 
-    using(place, look)
+    using(place, check)
 
 
-def test_negative_control_a_store_that_lies_has_many_winners(rclone: Rclone) -> None:
-    """The race above would be seen to have several winners on a store that ignores conditions."""
+def test_negative_control_race_without_conditions(rclone: Rclone) -> None:
+    """On a store that ignores conditions, the race above has several winners."""
 
     async def work(store: Store) -> None:
         tries = [store.put("log/0.json", b"%d" % i * 200, create=True) for i in range(16)]
@@ -214,9 +214,9 @@ def test_negative_control_a_store_that_lies_has_many_winners(rclone: Rclone) -> 
     using(new_place(rclone), work)
 
 
-def test_a_store_that_lies_is_refused(rclone: Rclone) -> None:
-    """A run on a server that ignores conditions is refused each time, with a message that says why; what was there
-    stays as it was."""
+def test_store_that_ignores_conditions_is_rejected(rclone: Rclone) -> None:
+    """A run on a server that ignores conditions is rejected each time with the reason. Existing objects are
+    unchanged."""
     empty, used = new_place(rclone), new_place(rclone)
 
     async def refused(store: Store) -> None:
@@ -230,7 +230,7 @@ def test_a_store_that_lies_is_refused(rclone: Rclone) -> None:
         assert await keys(store) == []
 
     async def old(store: Store) -> None:
-        """A run that was copied there."""
+        """Check a run that was copied to the store."""
         await store.put("FORMAT.json", commits.new_format("0" * 32))
         await store.put("log/000000000000.json", b"a record")
         before = {key: bytes(await store.get(key)) for key in await keys(store)}
@@ -242,9 +242,9 @@ def test_a_store_that_lies_is_refused(rclone: Rclone) -> None:
 
 
 @pytest.mark.parametrize("kind", MISFITS)
-def test_what_cannot_hold_a_run_is_refused_by_name(kind: type[Misfit]) -> None:
-    """Real servers that cannot create an object only if it is absent, or ignore ranges: a training that wants to save
-    there is told so when it opens the place, with its URL and what it did, and nothing is left there."""
+def test_unsuitable_server_is_rejected_by_name(kind: type[Misfit]) -> None:
+    """Real servers that ignore conditions or ranges are rejected when the training opens them. The error has the URL
+    and the missing guarantee, and nothing is left there."""
     with kind() as server:
         before = server.left()
         place = f"{server.scheme}://{server.bucket}/run"
@@ -256,8 +256,8 @@ def test_what_cannot_hold_a_run_is_refused_by_name(kind: type[Misfit]) -> None:
         assert server.left() == before
 
 
-def test_negative_control_honest_servers_are_accepted(rgw: Rgw, moto: MotoServer) -> None:
-    """The same call passes, twice, where conditions are honoured."""
+def test_negative_control_suitable_servers_are_accepted(rgw: Rgw, moto: MotoServer) -> None:
+    """The same call succeeds, twice, on servers that honor conditions."""
     for server in (rgw, moto):
 
         async def work(store: Store) -> None:
@@ -329,9 +329,9 @@ asyncio.run(main(sys.argv[1], sys.argv[2]))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_from_start_to_end(rgw: Rgw, engine: str) -> None:
-    """Write, commit, read back bit by bit as somebody else, retire; an upload left by the dead is dropped, and then
-    nothing is in the bucket but what the checkpoints need."""
+def test_run_is_saved_restored_and_retired(rgw: Rgw, engine: str) -> None:
+    """Write, commit, read back by another process and retire. The upload of a killed process is dropped, and only the
+    files that the checkpoints need remain."""
     place, of = new_place(rgw, engine), layout()
 
     async def train(store: Store) -> None:
@@ -369,8 +369,8 @@ def test_a_run_from_start_to_end(rgw: Rgw, engine: str) -> None:
     assert unfinished(rgw, place) == 0
 
 
-def test_negative_control_a_changed_byte_is_seen(rgw: Rgw) -> None:
-    """One bit of a file, changed in the bucket: restoring fails, and says which file."""
+def test_negative_control_changed_byte_is_detected(rgw: Rgw) -> None:
+    """If one bit of a data file changes in the bucket, a restore fails and names the file."""
     place, of = new_place(rgw), layout({"w": 3 * MIB})
 
     async def work(store: Store) -> None:
@@ -387,8 +387,8 @@ def test_negative_control_a_changed_byte_is_seen(rgw: Rgw) -> None:
     using(place, work)
 
 
-def test_two_owners_of_one_run(rgw: Rgw) -> None:
-    """The older one is fenced by the log, however real the server: it can write, and commit nothing."""
+def test_older_owner_of_a_run_is_fenced(rgw: Rgw) -> None:
+    """The log fences the older owner on a real server too: it can write but not commit."""
     place, of = new_place(rgw), layout({"w": 1000})
 
     async def work(store: Store) -> None:
@@ -406,8 +406,8 @@ def test_two_owners_of_one_run(rgw: Rgw) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_faults_before_a_real_server(rgw: Rgw, engine: str) -> None:
-    """503, resets and lost replies on the way to the server: the run is written all the same, each commit once."""
+def test_run_survives_network_faults(rgw: Rgw, engine: str) -> None:
+    """After 503 responses, resets and lost replies, the run is still complete, with each commit once."""
     of = layout({"w": 40 * MIB // 4})
     with FaultProxy(rgw.url) as proxy:
         place = new_place(rgw, engine, url=proxy.url)
@@ -429,9 +429,9 @@ def test_faults_before_a_real_server(rgw: Rgw, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["obstore", "s3fs"])
-def test_training_comes_back_from_the_bucket_alone(rgw: Rgw, engine: str, tmp_path: Path) -> None:
-    """Trained into a folder and a bucket; the folder and all processes are gone. By the URL alone every
-    bit of the newest step is back; the older ones were given up, and no upload is left unfinished."""
+def test_training_restores_from_the_bucket_alone(rgw: Rgw, engine: str, tmp_path: Path) -> None:
+    """A run is saved to a folder and a bucket, and the folder is deleted. The URL alone is enough to restore every bit
+    of the newest step. Older steps are retired, and no upload is unfinished."""
     place = new_place(rgw, engine)
     state, folder = toy.build(), tmp_path / "run"
     far = ckpt.Tier(place, every=2, keep=2, storage_options=options_of(place), reader_grace_s=0)
@@ -459,9 +459,9 @@ async def keys_of(place: str, prefix: str) -> list[str]:
 
 
 @pytest.mark.parametrize("cloud", ["azure", "google"])
-def test_training_comes_back_from_other_clouds(cloud: str, request: pytest.FixtureRequest) -> None:
-    """Memory and a container is all there is, and the memory is gone: by the URL alone every bit of the newest step is
-    back, what `keep` gives up is gone, and what stays is sound."""
+def test_training_restores_from_other_clouds(cloud: str, request: pytest.FixtureRequest) -> None:
+    """A run has only memory and a container, and the memory is lost. The URL alone is enough to restore the newest
+    step. Retired steps are gone, and the others are intact."""
     place = on_azure(request.getfixturevalue("azurite")) if cloud == "azure" else on_google()
     state = toy.build()
     far = ckpt.Tier(place, every=2, keep=2, storage_options=options_of(place), reader_grace_s=0, full_every=1)
@@ -480,7 +480,7 @@ def test_training_comes_back_from_other_clouds(cloud: str, request: pytest.Fixtu
         assert cp.last_restore is not None and cp.last_restore.tier == place
     assert toy.digest(state) == expected
 
-    async def look(store: Store) -> None:
+    async def check(store: Store) -> None:
         log = await read.open_run(place, store)
         assert [commit.step for commit in log.state.lineage()][:2] == [12, 10]
         assert len(log.state.commits) < 6
@@ -488,15 +488,15 @@ def test_training_comes_back_from_other_clouds(cloud: str, request: pytest.Fixtu
             assert await verify(store, commit) == []
         assert not [key for key in await keys(store) if key.startswith("doctor-")]
 
-    using(place, look)
+    using(place, check)
 
 
 # -- the servers themselves --
 
 
-def test_servers_end_with_whoever_started_them() -> None:
-    """However it ends: a killed test leaves no daemon behind, and its folder goes when the next server starts. What
-    stops in good order leaves no folder either."""
+def test_servers_end_with_their_test() -> None:
+    """A killed test leaves no server behind, and the next server deletes its folder. A normal stop also deletes the
+    folder."""
     code = """
 import os, signal
 from servers import Rclone
@@ -506,8 +506,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     result = run_script(code)
     assert killed(result), result.stderr
-    left, *words = result.stdout.split()
-    pids = [int(word) for word in words]
+    left, *fields = result.stdout.split()
+    pids = [int(field) for field in fields]
     assert pids and eventually(lambda: not any(map(psutil.pid_exists, pids)))
     with Rclone() as server:
         assert not Path(left).exists()
@@ -516,8 +516,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not any(map(psutil.pid_exists, pids)) and not server.folder.exists()
 
 
-def test_a_missing_server_is_an_error() -> None:
-    """Not a skip: it says what to do."""
+def test_missing_server_raises_an_error() -> None:
+    """A missing server is not a skip: the error explains how to install it."""
     with pytest.raises(NotInstalledError, match="make test-s3"):
         find("no-such-server")
 
@@ -537,27 +537,27 @@ def using(place: str, work: Callable[[Store], Awaitable[None]]) -> None:
 
 
 def unfinished(server: Server, place: str) -> int:
-    """Uploads that the server still holds parts of, by its own word."""
+    """Return the number of unfinished uploads, as the server reports it."""
     bucket = place.removeprefix("s3://").partition("/")[0]
     return len(server.client.list_multipart_uploads(Bucket=bucket).get("Uploads", ()))
 
 
 def side_by_side(code: str, place: str, count: int) -> list[list[list[int]]]:
-    """What each of several processes prints, as JSON."""
+    """Run the code in several processes. Return what each prints, as JSON."""
     path = PYTHONPATH
     options = json.dumps(options_of(place))
     processes = [
         start_python(
-            [sys.executable, "-c", code, place, options, str(who)],
+            [sys.executable, "-c", code, place, options, str(number)],
             env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for who in range(count)
+        for number in range(count)
     ]
     try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [json.loads(text) for text in said]
+    return [json.loads(text) for text in outputs]

@@ -1,4 +1,4 @@
-"""What every store promises (`ckpt.store.Store`), over each that there is; and what the local one adds to it."""
+"""The contract of stores (`ckpt.store.Store`) for every store, and additional guarantees of the local one."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Open = Callable[[], Store]
 
 
 class TinyWrites(Disk):
-    """A disk that takes a page, or half of less, at a time."""
+    """A disk that writes one page, or half of a smaller piece, per call."""
 
     def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         return super().pwrite(fd, view[: PAGE if len(view) > PAGE else max(1, len(view) // 2)], offset)
 
 
 class TinyReads(Disk):
-    """A disk that gives a thousand bytes at a time, as after a signal."""
+    """A disk that reads one page or a thousand bytes per call, as after a signal."""
 
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
         return super().preadv(fd, view[: min(len(view), PAGE if len(view) >= PAGE else 1000)], offset)
@@ -94,7 +94,7 @@ def undecorated(store: Store) -> Store:
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[Callable[[str], str]]:
-    """Gives the URL of an empty place in an S3 on this machine, reached with an engine."""
+    """Return a function that makes the URL of an empty run on a local S3 server, for an engine."""
     with MotoServer() as server:
         name = server.make_bucket("bucket")
         number = itertools.count()
@@ -108,11 +108,11 @@ def bucket() -> Iterator[Callable[[str], str]]:
 
 
 class TestS3(StoreTests):
-    """S3, with each of the two libraries that can carry the packs: one bare, the other as everybody opens it."""
+    """S3 with both libraries for data files, one bare and the other decorated as by default."""
 
     has_unfinished = True
     creates_uploads = False
-    many = 50  # pages: test_a_long_listing_goes_on_where_it_should
+    many = 50  # pages: test_long_listing_continues_on_the_next_page
 
     @pytest.fixture(autouse=True, params=[("s3fs", "bare"), ("obstore", "retried and limited")], ids=ENGINES)
     def place(self, request: pytest.FixtureRequest, bucket: Callable[[str], str]) -> None:
@@ -124,7 +124,7 @@ class TestS3(StoreTests):
 
 
 class TestDirectoryBucket(StoreTests):
-    """S3 Express, as far as a server on this machine refuses what AWS refuses there, and lists in no order."""
+    """S3 Express on a local server that rejects what AWS rejects there and lists in no order."""
 
     has_unfinished = True
     creates_uploads = False
@@ -140,7 +140,7 @@ class TestDirectoryBucket(StoreTests):
 
 @pytest.fixture(scope="session")
 def directory_bucket() -> Iterator[Callable[[str], str]]:
-    """Gives the URL of a folder in a directory bucket on this machine."""
+    """Return a function that makes the URL of a folder in a local directory bucket."""
     with MotoServer() as server:
         bucket = f"s3://{server.make_bucket('runs--use1-az4--x-s3')}"
 
@@ -162,12 +162,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_negative_control_directory_bucket_refuses_what_aws_refuses(
-    what: str, directory_bucket: Callable[[str], str]
-) -> None:
-    """The server is as strict as the reference of AWS, so passing its tests means something. And it lists unsorted."""
-    method, arguments = REFUSED[what]
+@pytest.mark.parametrize("request_name", REFUSED)
+def test_negative_control_directory_bucket_is_strict(request_name: str, directory_bucket: Callable[[str], str]) -> None:
+    """The server is as strict as the AWS reference and lists unsorted, so passing its tests is meaningful."""
+    method, arguments = REFUSED[request_name]
 
     async def work(store: Store) -> None:
         assert isinstance(store, S3Store)
@@ -182,8 +180,8 @@ def test_negative_control_directory_bucket_refuses_what_aws_refuses(
     using(lambda: S3Store(directory_bucket(secrets.token_hex(8)), writable=True), work)
 
 
-def test_obstore_is_refused_for_directory_buckets() -> None:
-    """The error names what it cannot do; left out, the other engine is used."""
+def test_obstore_is_rejected_for_directory_buckets() -> None:
+    """The error names the unsupported bucket type. Without the option, the other engine is used."""
     url = "s3://runs--use1-az4--x-s3/elsewhere"
     assert S3Store(url).engine == "s3fs"
     remember_options(url, {"engine": "obstore"})
@@ -192,7 +190,7 @@ def test_obstore_is_refused_for_directory_buckets() -> None:
 
 
 class TestFsspec(StoreTests):
-    """Any other file system that fsspec knows: its own one in memory, for example."""
+    """Any other fsspec file system, here its own one in memory."""
 
     creates_uploads = False
 
@@ -204,7 +202,7 @@ class TestFsspec(StoreTests):
         return RemoteStore(self.url, writable=True)
 
 
-# -- negative controls: a store that breaks one promise is seen --
+# -- negative controls: a broken promise is detected --
 
 
 class Overwrites(MemoryStore):
@@ -212,7 +210,7 @@ class Overwrites(MemoryStore):
         await super().put(key, data)
 
 
-class LooksFirst(MemoryStore):
+class ChecksFirst(MemoryStore):
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
         there = key in self.objects
         await asyncio.sleep(0)
@@ -264,7 +262,7 @@ class ShowsEarly(MemoryStore):
 
 BROKEN: dict[type[MemoryStore], str] = {
     Overwrites: "test_put_replaces_and_create_does_not",
-    LooksFirst: "test_one_of_many_creators_wins",
+    ChecksFirst: "test_one_of_many_creators_wins",
     GivesLess: "test_from_somewhere_to_the_end",
     ListsAll: "test_list_takes_a_folder",
     ListsHalfNames: "test_list_takes_a_folder",
@@ -276,8 +274,8 @@ BROKEN: dict[type[MemoryStore], str] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_negative_control_a_broken_promise_is_seen(broken: type[MemoryStore]) -> None:
-    """The test for it fails, and passes for the store that keeps it."""
+def test_negative_control_broken_promise_is_detected(broken: type[MemoryStore]) -> None:
+    """The test of the promise fails, and passes for a store that keeps it."""
 
     class Checked(StoreTests):
         kind = MemoryStore
@@ -316,7 +314,7 @@ def using(make: Open, work: Callable[[Store], Awaitable[None]]) -> None:
 
 
 def test_memory_store_shuffles_listings() -> None:
-    """Tests over it prove that nobody relies on an order."""
+    """Tests on this store prove that no code relies on an order."""
 
     async def listed() -> list[str]:
         return [info.key async for info in store.list("log/")]
@@ -326,8 +324,8 @@ def test_memory_store_shuffles_listings() -> None:
     assert len({tuple(names) for names in found}) > 1 and len({tuple(sorted(names)) for names in found}) == 1
 
 
-def test_run_is_recognised_whichever_file_is_listed_first() -> None:
-    """A run that another rank created meanwhile is not called somebody else's files. Control: those are."""
+def test_run_is_recognized_in_any_listing_order() -> None:
+    """A run that another rank has just created does not count as foreign files. Control: other files do."""
     ours = MemoryStore(objects={"FORMAT.json": b"", **{f"log/{number:012d}.json": b"" for number in range(9)}})
     theirs = MemoryStore(objects={f"photos/{number}.jpg": b"" for number in range(9)})
     for _ in range(10):
@@ -336,8 +334,8 @@ def test_run_is_recognised_whichever_file_is_listed_first() -> None:
             asyncio.run(check_empty(theirs))
 
 
-def test_runs_in_a_bucket_are_found_whichever_is_listed_first() -> None:
-    """What lies within a run is not a run of its own, whether its name comes before `FORMAT.json` or after."""
+def test_runs_in_a_bucket_are_found_in_any_order() -> None:
+    """Folders within a run are not runs, whether their names sort before or after `FORMAT.json`."""
     url = f"memory://{secrets.token_hex(8)}"
     names = ["b/within/FORMAT.json", "b/A/FORMAT.json", "b/FORMAT.json", "b1/FORMAT.json", "a/deep/FORMAT.json", "a/x"]
 
@@ -351,8 +349,8 @@ def test_runs_in_a_bucket_are_found_whichever_is_listed_first() -> None:
 
 @given(st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_a_key_that_passes_stays_below_the_root(key: str) -> None:
-    """Whatever passes the check is the name of something below the folder, and hides nothing."""
+def test_valid_key_stays_below_the_root(key: str) -> None:
+    """Any key that passes the check names a path below the root, without hidden parts."""
     try:
         check_key(key)
     except UsageError:
@@ -375,7 +373,7 @@ def writable(root: Path) -> Open:
 
 
 def test_temporary_and_foreign_names_are_not_listed(root: Path) -> None:
-    """What a crash left half-written, hidden files, links, pipes: nothing but whole objects is listed."""
+    """Incomplete files of a crash, hidden files, links and pipes are not listed."""
 
     async def work(store: Store) -> None:
         await store.put("log/0.json", b"x")
@@ -392,7 +390,7 @@ def test_temporary_and_foreign_names_are_not_listed(root: Path) -> None:
 
 
 def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
-    """A link with an object's name leads nowhere: what lies behind it is neither read nor written."""
+    """The target of a link with an object's name is neither read nor written."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"secret" * 1000)
 
@@ -411,8 +409,8 @@ def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
     using(writable(root), work)
 
 
-def test_a_linked_folder_is_not_written_into(root: Path, tmp_path: Path) -> None:
-    """A folder of the run that is a link to somewhere else takes no files."""
+def test_linked_folder_accepts_no_files(root: Path, tmp_path: Path) -> None:
+    """A folder of the run that is a link elsewhere accepts no files."""
     (tmp_path / "elsewhere").mkdir()
     root.mkdir()
     (root / "data").symlink_to(tmp_path / "elsewhere")
@@ -428,8 +426,8 @@ def test_a_linked_folder_is_not_written_into(root: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_the_umask_says_who_may_look(tmp_path: Path, umask: int) -> None:
-    """Files have mode 0666 and folders 0777 less the umask, folders above the run among them."""
+def test_umask_limits_file_modes(tmp_path: Path, umask: int) -> None:
+    """Files get mode 0666 and folders 0777 minus the umask, also folders above the run."""
     root = tmp_path / "new" / "run"
 
     async def work(store: Store) -> None:
@@ -448,14 +446,14 @@ def test_the_umask_says_who_may_look(tmp_path: Path, umask: int) -> None:
     assert folders | {"0.json", "i", "p"} <= modes.keys()
 
 
-def test_a_read_only_file_system(tmp_path: Path) -> None:
-    """The same, on a mount that is read-only."""
+def test_read_only_file_system_rejects_writes(tmp_path: Path) -> None:
+    """On a read-only mount, reading works and writing is rejected."""
     with volume(tmp_path, "tmpfs", 4) as place:
         root = place.path / "store"
         using(writable(root), lambda store: store.put("log/0.json", b"x"))
         subprocess.run(["mount", "-o", "remount,ro", str(place.path)], check=True)
         using(lambda: LocalStore(f"file://{root}"), _refused)
-        using(writable(root), _refused)  # the folder is there: opening it for writing changes nothing yet
+        using(writable(root), _refused)  # the folder exists, so opening it for writing changes nothing yet
         with pytest.raises(StoreError, match="read-only"):
             LocalStore(f"file://{place.path}/another", writable=True)
 
@@ -474,8 +472,8 @@ async def _refused(store: Store) -> None:
             await call
 
 
-def test_a_url_that_is_a_file(tmp_path: Path) -> None:
-    """A place that is a file, or lies below one, is refused for writing, and is no run when read."""
+def test_url_of_a_file_is_rejected(tmp_path: Path) -> None:
+    """A URL of a file, or below a file, is rejected for writing, and is not a run for reading."""
     (tmp_path / "file").write_bytes(b"x")
     for name in ("file", "file/below"):
         with pytest.raises(StoreError):
@@ -490,8 +488,8 @@ def test_a_url_that_is_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"x"
 
 
-def test_a_store_opened_for_reading_makes_nothing(root: Path) -> None:
-    """Looking at a place that is not there leaves it so."""
+def test_store_opened_for_reading_creates_nothing(root: Path) -> None:
+    """Reading a missing folder does not create it."""
 
     async def work(store: Store) -> None:
         assert await keys(store) == []
@@ -502,8 +500,8 @@ def test_a_store_opened_for_reading_makes_nothing(root: Path) -> None:
     assert not root.exists()
 
 
-def test_a_folder_made_at_the_same_time(root: Path) -> None:
-    """Two stores that make the same place, and the same folders in it, do not get in each other's way."""
+def test_concurrent_folder_creation_does_not_conflict(root: Path) -> None:
+    """Two stores that create the same folders at the same time do not conflict."""
 
     async def main() -> None:
         async with opened(writable(root)) as a, opened(writable(root)) as b:
@@ -513,12 +511,12 @@ def test_a_folder_made_at_the_same_time(root: Path) -> None:
     asyncio.run(main())
 
 
-def test_folder_of_a_checkpoint_goes_with_its_last_file(root: Path) -> None:
-    """Another process may delete the folder at any moment while it is empty: whoever writes there makes it again."""
+def test_checkpoint_folder_is_deleted_with_its_last_file(root: Path) -> None:
+    """Another process may delete the folder while it is empty. A write then creates it again."""
     folder = root / "steps" / "000000001.1-0badcafe"
 
     class Racing(Disk):
-        """Deletes the empty folder right before a file in it is created."""
+        """Deletes the empty folder right before a file is created in it."""
 
         armed = True
 
@@ -550,8 +548,8 @@ def test_folder_of_a_checkpoint_goes_with_its_last_file(root: Path) -> None:
     asyncio.run(work())
 
 
-def test_descriptors_are_given_back(root: Path) -> None:
-    """After closing, the process has as many open files as before, also when calls failed on the way."""
+def test_file_descriptors_are_closed(root: Path) -> None:
+    """After closing, the process has as many open files as before, also after failed calls."""
 
     async def work(store: Store) -> None:
         for i in range(30):
@@ -575,20 +573,20 @@ def test_descriptors_are_given_back(root: Path) -> None:
 # -- URLs --
 
 
-def test_unknown_schemes_name_what_there_is() -> None:
-    """The message says which scheme is unknown, and which are known."""
+def test_unknown_scheme_error_lists_known_schemes() -> None:
+    """The error names the unknown scheme and lists the known ones."""
     with pytest.raises(UsageError, match=r"no store is installed for gopher://.*file.*s3"):
         open_store("gopher://old/run")
 
 
 @pytest.mark.parametrize("url", ["", "file://", "memory://", "s3://"])
-def test_a_url_without_a_place(url: str) -> None:
-    """Nothing after the scheme is a mistake, and the message says what to write."""
+def test_url_without_a_path_is_rejected(url: str) -> None:
+    """A URL without a path is rejected, and the error shows a valid one."""
     with pytest.raises(UsageError, match="file:///"):
         normalise(url)
 
 
-def test_paths_and_urls_of_one_folder_are_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_urls_of_a_folder_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path, an absolute one, a Path and a URL give the same URL."""
     monkeypatch.chdir(tmp_path)
     expected = f"file://{tmp_path}/run"
@@ -597,14 +595,14 @@ def test_paths_and_urls_of_one_folder_are_one_place(tmp_path: Path, monkeypatch:
     }
 
 
-def test_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`~` is the user's folder, with and without a scheme."""
+def test_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` is the home folder, with and without a scheme."""
     monkeypatch.setenv("HOME", "/home/someone")
     assert normalise("~/run") == normalise("file://~/run") == "file:///home/someone/run"
 
 
-def test_errors_are_ours(root: Path) -> None:
-    """No call lets the operating system's own error through."""
+def test_os_errors_become_store_errors(root: Path) -> None:
+    """No call raises the operating system's own error."""
 
     class Broken(Disk):
         def open(self, path: str, flags: int, mode: int = 0o666) -> int:
@@ -631,8 +629,8 @@ def test_errors_are_ours(root: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["s3:/bucket/run", "s3:bucket/run", "s3//bucket/run", "S3:/bucket/run", "file:/data"])
-def test_what_is_nearly_a_url_is_no_folder(text: str) -> None:
-    """pathlib takes a slash away; whoever believes that he has a bucket must not get a folder."""
+def test_almost_a_url_is_not_a_folder(text: str) -> None:
+    """pathlib would remove a slash and use a folder instead of a bucket, so such paths are rejected."""
     with pytest.raises(UsageError, match="two slashes"):
         normalise(text)
     assert normalise("S3://bucket/run/") == "s3://bucket/run"
@@ -642,7 +640,7 @@ def test_what_is_nearly_a_url_is_no_folder(text: str) -> None:
 @pytest.mark.parametrize(
     "url", ["s3://bucket//run", "s3://bucket/a//run", "s3a://bucket/./run", "gs://bucket/a/../run", "az://box//a"]
 )
-def test_url_with_ambiguous_segment_is_refused(url: str) -> None:
+def test_url_with_ambiguous_segment_is_rejected(url: str) -> None:
     """s3fs and obstore would write to different keys."""
     with pytest.raises(UsageError, match="empty segment"):
         normalise(url)
@@ -653,10 +651,10 @@ def test_url_with_plain_segments_is_kept(url: str) -> None:
     assert normalise(url) == url
 
 
-def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
-    """It would be in logs, ledgers and reports; a user's name alone is fine."""
+def test_password_in_a_url_is_rejected_and_not_repeated() -> None:
+    """It would appear in logs, run metrics and reports. A user name alone is allowed."""
     for url in ("s3://key:secret@bucket/run", "SFTP://me:secret@host/run"):
-        with pytest.raises(UsageError, match="storage_options") as told:
+        with pytest.raises(UsageError, match="storage_options") as caught:
             normalise(url)
-        assert "secret" not in str(told.value)
+        assert "secret" not in str(caught.value)
     assert normalise("sftp://me@host/a:b") == "sftp://me@host/a:b"

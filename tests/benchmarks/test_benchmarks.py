@@ -1,4 +1,4 @@
-"""What the benchmark says is what happened: restores are compared, failures are told, goals are judged."""
+"""Tests of the benchmark of libraries: restores are compared, failures are reported, goals are judged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def contest(*asked: tuple[str, str, Path]) -> dict[str, list[Json]]:
 
 @pytest.fixture(scope="module")
 def contested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Json]]]:
-    """A folder with a run of each library, and what was said while it was made."""
+    """Run each library, and return its folder and the lines that it printed."""
     folder = tmp_path_factory.mktemp("contest")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CKPT_RUNTIME_DIR", str(tmp_path_factory.mktemp("xdg")))
@@ -56,8 +56,8 @@ def contested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 @pytest.mark.long
-def test_every_library_says_all_of_a_save(contested: tuple[Path, dict[str, list[Json]]]) -> None:
-    """Each save has a start, a cycle with all its times, memory that was looked at, and an end."""
+def test_every_library_reports_all_of_a_save(contested: tuple[Path, dict[str, list[Json]]]) -> None:
+    """Each save has a start, a cycle with all its times, memory samples and an end."""
     for name in SAVED:
         said = {line["kind"]: line for line in contested[1][name]}
         assert {"start", "cycle", "memory", "end"} <= said.keys()
@@ -68,10 +68,10 @@ def test_every_library_says_all_of_a_save(contested: tuple[Path, dict[str, list[
 
 
 @pytest.mark.long
-def test_restores_in_a_new_process_are_equal_unless_bytes_were_damaged(
+def test_restores_are_equal_unless_bytes_are_damaged(
     contested: tuple[Path, dict[str, list[Json]]],
 ) -> None:
-    """Whole checkpoints restore equal. Those with a few flipped bytes do not: the comparison sees them."""
+    """Intact checkpoints restore equal. Those with a few flipped bytes do not, and the comparison detects it."""
     folder, _ = contested
     whole = contest(*(("restore", name, folder / name) for name in SAVED))
     for name in SAVED:
@@ -85,7 +85,7 @@ def test_restores_in_a_new_process_are_equal_unless_bytes_were_damaged(
 
 
 def flip(path: Path) -> None:
-    """Eight bytes in the middle, where tensors are."""
+    """Flip eight bytes in the middle of a file, where tensors are."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         found = file.read(8)
@@ -93,8 +93,8 @@ def flip(path: Path) -> None:
         file.write(bytes(byte ^ 0x55 for byte in found))
 
 
-def test_a_child_that_takes_too_long_is_ended_with_what_it_started() -> None:
-    """A grandchild that holds the output open does not hold the benchmark up."""
+def test_slow_child_is_ended_with_its_children() -> None:
+    """A grandchild that keeps the output open does not delay the benchmark."""
     said: list[Json] = []
     late = 'import time; time.sleep(20); print(\'{"kind": "late"}\')'
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {late!r}])"
@@ -121,7 +121,7 @@ def library(
     slots: int = 0,
     number: int = 0,
 ) -> list[Json]:
-    """The lines of one round."""
+    """Return the lines of one round."""
     cycle = {"kind": "cycle", "blocks_s": blocks, "durable_s": durable, "cpu_s": {"compute": [0.1, 0.2]}}
     told: list[Json] = [
         {"kind": "alone", "memory": 500, "nbytes": NBYTES, "step_s": 0.1},
@@ -156,8 +156,8 @@ FAILED: list[Json] = [
 ]
 
 
-def test_the_best_peer_is_the_least_of_those_that_came_to_an_end() -> None:
-    """A library that failed is named with the reason, and its figures are nobody's measure."""
+def test_best_peer_is_minimum_of_finished() -> None:
+    """A library that failed is listed with the reason, and its figures are not compared with."""
     found = figures.summary([*OURS, *SLOW, *QUICK, *FAILED])
     assert found["libraries"]["everystep"]["figures"]["lost_s"] == 0.2
     assert found["best"]["lost_s"] == {"peer": "quick", "value": 0.5, "ratio": 0.4}
@@ -169,16 +169,16 @@ def test_the_best_peer_is_the_least_of_those_that_came_to_an_end() -> None:
     assert "bad failed: save ended with 1: no module" in shown and "0.40 x" in shown
 
 
-def test_a_peer_that_restores_something_else_is_never_the_best() -> None:
-    """And the exit status says so."""
+def test_peer_with_wrong_restore_is_never_best() -> None:
+    """The exit status reports it."""
     found = figures.summary([*OURS, *SLOW, *library("liar", lost=[0.01], equal=False)])
     assert found["best"]["lost_s"]["peer"] == "slow"
     assert found["wrong"] == ["liar restored something else than was saved"]
     assert "NO" in figures.library_table(found)
 
 
-def test_ours_failing_is_wrong_whoever_else_succeeds() -> None:
-    """Also in one round of two, and if `own.py` fails."""
+def test_failure_of_everystep_is_always_wrong() -> None:
+    """This includes one failed round of two, and a failed `own.py`."""
     again = [{**line, "library": "everystep", "round": 1} for line in FAILED]
     assert figures.summary([*OURS, *again, *QUICK])["wrong"] == ["everystep failed"]
     own = {"kind": "failed", "part": "own", "why": "ended with 1", "said": []}
@@ -186,8 +186,8 @@ def test_ours_failing_is_wrong_whoever_else_succeeds() -> None:
     assert found["wrong"] == ["own.py failed"] and found["failed"] == ["own ended with 1"]
 
 
-def test_goals_are_met_or_missed_by_what_was_measured() -> None:
-    """Each bound from its own side, and what was not measured is neither."""
+def test_goals_are_judged_by_measurements() -> None:
+    """Upper and lower bounds are checked, and a goal that was not measured is neither met nor missed."""
     limits = [limit("O_DIRECT read", 2.5), limit("O_DIRECT write", 2.0), limit("populate a memfd", 4.0)]
     own: list[Json] = [
         {"figure": "every step", "blocks_p99_s": 0.02, "ratio": 1.2},
@@ -223,8 +223,8 @@ def test_goals_are_met_or_missed_by_what_was_measured() -> None:
         assert met[what] is False, what
 
 
-def test_waits_at_a_prompt() -> None:
-    """`import ckpt` and `ckpt ls` are timed as processes, and what is printed for programs has all of them."""
+def test_waits_measures_import_and_ls() -> None:
+    """`import ckpt` and `ckpt ls` are timed as processes, and the JSON output has both."""
     command = [sys.executable, str(REPO / "benchmarks" / "waits.py"), "--checkpoints", "3", "--rounds", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     said = json.loads(done.stdout)

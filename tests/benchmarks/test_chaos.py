@@ -1,4 +1,4 @@
-"""What the benchmark of faults says is what happened: every second has one owner, and everybody's weights are equal."""
+"""Tests of the fault benchmark: every second belongs to one part, and all contenders end with the same weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Json = dict[str, Any]
 NAMES = ["torch.save", "everystep"]
 
 
-# -- the schedule and the cadence --
+# -- the schedule --
 
 
-def test_the_schedule_depends_on_the_seed_alone() -> None:
-    """The same seed gives the same faults, another one others; each kind as often, the mean as asked for, no interval
-    under the floor."""
+def test_schedule_depends_only_on_the_seed() -> None:
+    """The same seed gives the same faults, and another seed different ones.
+    Each kind occurs equally often, intervals have the requested mean, and none is below the floor."""
     plan = chaos.Plan(mtbf=20.0, faults=40, seed=3)
     faults = chaos.schedule(plan)
     assert faults == chaos.schedule(plan)
@@ -40,7 +40,7 @@ def test_the_schedule_depends_on_the_seed_alone() -> None:
     assert 18.0 < statistics.mean(interval for interval, _ in faults) < 22.0
 
 
-# -- whose second it is: lines made by hand, a usual step is 1 s --
+# -- the part that each second belongs to: handmade lines, with a usual step of 1 s --
 
 
 def started(born: float, began: float, restored: float, step: int) -> list[Json]:
@@ -73,7 +73,7 @@ KILLED = chaos.Hit("SIGKILL", 6.5, 7.0)  # recompute 0.375, perceive 0.5; then r
 
 
 def test_every_second_belongs_to_one_part() -> None:
-    """A kill in the middle of a step, all parts worked out by hand."""
+    """A kill in the middle of a step: all parts match the values computed by hand."""
     bill = chaos.bill_of([*FIRST, *SECOND], [KILLED], 1.0)
     parts = {"perceive": 0.5, "restart": 2.75, "restore": 0.25, "recompute": 2.375, "saving": 0.5, "other": 0.875}
     assert bill.parts == parts
@@ -91,8 +91,8 @@ def test_every_second_belongs_to_one_part() -> None:
     assert bill.saving_in == {"calls": 0.25, "soon after a start": 0.25, "later": 0.0}
 
 
-def test_killed_again_before_everything_was_done_again() -> None:
-    """Steps that are done a third time are lost to the second fault; no second counts twice."""
+def test_second_kill_during_recompute_counts_no_second_twice() -> None:
+    """Steps that run a third time are lost to the second fault, and no second counts twice."""
     second = SECOND[:3]  # step 3 again, done at 11
     third = [
         *started(12.0, 12.5, 13.0, 2),
@@ -108,8 +108,8 @@ def test_killed_again_before_everything_was_done_again() -> None:
 
 
 @pytest.mark.parametrize("spoil", ["a step", "the restore", "a process", "a fault", "what was lost"])
-def test_lines_that_do_not_fit_are_refused(spoil: str) -> None:
-    """The control: a line too few, or a step restored that nobody had done, is no bill."""
+def test_inconsistent_event_lines_are_rejected(spoil: str) -> None:
+    """Negative control: a missing line, or a restored step that was never finished, raises Failed."""
     events, hits = copy.deepcopy([*FIRST, *SECOND]), [KILLED]
     if spoil == "a step":
         del events[4]
@@ -131,7 +131,7 @@ def test_lines_that_do_not_fit_are_refused(spoil: str) -> None:
 
 
 def told(**figures: float) -> Json:
-    """A run of each contender, with so many seconds of restores; all have the weights that are expected."""
+    """Return a run of each contender with these restore times; all have the expected weights."""
     found: Json = {}
     for name, restore_s in figures.items():
         parts = {**dict.fromkeys(chaos.PARTS, 0.0), "restart": 50.0, "restore": restore_s}
@@ -140,8 +140,8 @@ def told(**figures: float) -> Json:
     return {"plan": {"faults": 10}, "contenders": found, "reference": {"digests": {"7": "right"}}}
 
 
-def test_ours_is_held_to_the_best_peer_with_the_right_weights() -> None:
-    """The ratio of what the way of saving answers for. A peer with other weights is named, and no measure for us."""
+def test_goal_compares_with_best_correct_peer() -> None:
+    """The ratio covers only the parts that depend on saving. A peer with different weights is named only."""
     lines = told(ours=2.0, torch_save=10.0, DCP_async=5.0)
     lines["contenders"] = {
         {"torch save": "torch.save"}.get(name, name): one for name, one in lines["contenders"].items()
@@ -155,8 +155,8 @@ def test_ours_is_held_to_the_best_peer_with_the_right_weights() -> None:
     assert found["goals"][0]["ours"] == 0.2 and found["goals"][0]["met"] is True
 
 
-def test_the_ledger_is_held_to_the_stopwatch() -> None:
-    """2 % of the invalid time, which is 52 s, in either direction."""
+def test_ledger_goal_allows_two_percent_deviation() -> None:
+    """The ledger may differ by 2 % of the lost time, which is 52 s, in either direction."""
     for said, met in ((52.0, True), (53.0, True), (53.1, False), (51.0, True), (50.9, False)):
         lines = told(ours=2.0)
         lines["contenders"]["everystep"]["statement"] = {"invalid_s": said}
@@ -175,9 +175,9 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.long
-def test_two_contenders_go_through_three_faults(tmp_path: Path) -> None:
-    """Each fault happens to both, the parts of both add up to the wall-clock, and both end with the weights of a run
-    that nobody disturbed. The control: a digest that differs is named."""
+def test_two_contenders_survive_three_faults(tmp_path: Path) -> None:
+    """Both contenders suffer each fault, their parts add up to the wall-clock, and both end with the weights of an
+    undisturbed run. Negative control: a different digest is named."""
     path = os.pathsep.join([str(REPO), str(REPO / "backends")])
     command = [sys.executable, str(REPO / "benchmarks" / "chaos.py"), "--quick", "--only", *NAMES, "--faults", "3"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""benchmarks/growth.py measures what it says."""
+"""Checks of the measurements of benchmarks/growth.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 import growth
 
 
-def test_the_curves_have_what_is_judged() -> None:
-    """Small points of each: all figures that belong to a work are there, and sizes are those of real files."""
+def test_growth_curves_have_all_judged_figures() -> None:
+    """Small points have all figures of each work, and sizes are those of real files."""
     marks = growth.checkpoints([1, 4])
     assert list(marks) == ["1", "4"] and marks["4"]["log_bytes"] > 2 * marks["1"]["log_bytes"]
     ranks = {str(world): growth.ranks(world, 20) for world in (1, 2)}
@@ -25,8 +25,8 @@ def test_the_curves_have_what_is_judged() -> None:
     assert all(names <= found.keys() for names, found in points)
 
 
-def test_what_grows_faster_than_its_work_is_named() -> None:
-    """Work that grows tenfold may cost ten times as much, and what has no work may not grow; noise is no growth."""
+def test_growth_reports_figures_that_exceed_their_work() -> None:
+    """Tenfold work may cost ten times as much. Figures without work may not grow. Noise is ignored."""
     curve = "tensors, 256 MiB in all"
     points = {
         "10": {"step_s": 1.0, "committed_s": 1.0, "metadata_bytes": 10},

@@ -1,4 +1,4 @@
-"""The program that compares two versions: it finds this version equal to itself, and a wrong bit of another one."""
+"""The comparison of two versions finds this version equal to itself, and a wrong bit of another one."""
 
 from __future__ import annotations
 

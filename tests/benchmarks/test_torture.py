@@ -1,4 +1,4 @@
-"""The torture program: it finds nothing wrong here, and it would count whatever is wrong."""
+"""The torture program finds no errors here, and counts all kinds of errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def journal(folder: Path, *lines: dict[str, object]) -> Journal:
     return Journal(path)
 
 
-OFTEN = ("flip",)  # for the others, tests of promises inject the same faults each time
+OFTEN = ("flip",)  # tests of promises inject the other faults each time
 STEPS = [{"step": 4, "digest": "four"}, {"step": 5, "digest": "five"}, {"ack": "staged", "step": 5}]
 
 
@@ -52,7 +52,7 @@ def test_check_start_counts_wrong_and_lost_states(
 def test_damage_files_counts_wrong_tensors_losses_and_foreign_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that in turn believes damaged bytes, skips two checkpoints, and raises any error, is found out."""
+    """A faulty reader accepts damaged bytes, skips two checkpoints, and raises other errors. All are counted."""
     real, turns = torture.read_newest, itertools.cycle(("wrong", "lost", "unclear"))
 
     def read(run: str) -> tuple[int, str]:

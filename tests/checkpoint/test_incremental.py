@@ -1,7 +1,7 @@
-"""Increments, without processes: what is planned, what a table may say, and that what is fetched is what was saved.
+"""Incremental checkpoints without processes: plans, valid chunk tables, and reads that return the saved bytes.
 
-A job here saves states into a place in memory, by the library's own encoder, log and retention, with small chunks and
-small data files, so that a few kilobytes have all that gigabytes have.
+A job here saves states to a store in memory with the library's own encoder, log and retention. Chunks and data files
+are small, so a few kilobytes cover the same cases as gigabytes.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from run_files import DATA, MANIFEST, checkpoint_id, data_key, kind_of, manifest
 CHUNK = 8192
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 PURE = settings(QUICK, max_examples=150)
-State = dict[str, tuple[str, int, bytes]]  # of each tensor: its dtype, how many elements, and what they are
+State = dict[str, tuple[str, int, bytes]]  # by tensor name: dtype, number of elements, bytes
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, data files, windows and reads that are a few kilobytes."""
+    """Limit chunks, data files, windows and reads to a few kilobytes."""
     for module in (plan, incremental):
         monkeypatch.setattr(module, "CHUNK", CHUNK)
     monkeypatch.setattr(encode, "SMALL", 64)
@@ -76,7 +76,7 @@ def layout_of(state: State, rank: int = 0, world: int = 1) -> Layout:
     names = sorted(state)
     tensors = tuple(TensorSpec(n, state[n][0], (state[n][1],)) for i, n in enumerate(names) if i % world == rank)
     elsewhere = {n: (state[n][0], (state[n][1],)) for i, n in enumerate(names) if i % world != rank}
-    components = [{"path": ["state"], "kind": "module", "facts": {}, "names": names}]  # all ranks know all
+    components = [{"path": ["state"], "kind": "module", "facts": {}, "names": names}]  # every rank lists all
     return Layout(tensors, {}, components, rank=rank, world=world, elsewhere=elsewhere)
 
 
@@ -86,7 +86,7 @@ def data_of(layout: Layout, state: State) -> memoryview:
 
 @dataclass
 class Job:
-    """Ranks that save into one place, one after the other. `saved`: what each checkpoint has to be."""
+    """Ranks that save to one store, one after the other. `saved`: the expected state of each checkpoint."""
 
     log: RunLog
     mine: Acquire
@@ -143,7 +143,7 @@ async def fetched(store: MemoryStore, table: Table, chunks: Iterable[int]) -> di
 
 
 def expected(table: Table, state: State) -> dict[int, bytes]:
-    """What every chunk of the shards has to be."""
+    """Return the expected bytes of every chunk of the shards."""
     found: dict[int, bytes] = {}
     for i, shard in enumerate(table.shards):
         at = 0
@@ -156,7 +156,7 @@ def expected(table: Table, state: State) -> dict[int, bytes]:
 
 
 async def check(job: Job, pick: Callable[[int], list[int]]) -> None:
-    """All that is live is what was saved, read whole, and by the chunks that `pick` takes of so many."""
+    """Check that all live checkpoints have the saved bytes, read whole and by the chunks that `pick` selects."""
     for commit in job.log.state.lineage():
         table = await job.table(commit)
         assert {s.name for s in table.shards} == set(job.saved[commit.checkpoint])
@@ -170,7 +170,7 @@ async def check(job: Job, pick: Callable[[int], list[int]]) -> None:
 
 
 async def check_files(job: Job) -> None:
-    """Every data file that a live table names is there, and after a clean-up no other is."""
+    """Check that every data file in a live table exists, and that a cleanup leaves no others."""
     named = {key for commit in job.log.state.commits.values() for key in (await job.table(commit)).files}
     there = set(select([info.key async for info in job.log.store.list()], DATA))
     assert named <= there, f"gone: {named - there}"
@@ -184,7 +184,7 @@ COUNTS = [0, 1, 7, 100, CHUNK // 4, CHUNK // 4 + 1, 5000]
 
 
 def content(dice: np.random.Generator, dtype: str, count: int) -> bytes:
-    """Noise, numbers, zeros, or bits where mistakes hide: every NaN, denormals, both zeros, infinities."""
+    """Return noise, numbers, zeros or edge cases: NaNs, denormals, both zeros, infinities."""
     nbytes, word = count * BITS[dtype] // 8, word_of(dtype)
     match dice.integers(4):
         case 0:
@@ -200,7 +200,7 @@ def content(dice: np.random.Generator, dtype: str, count: int) -> bytes:
 
 
 def changed(dice: np.random.Generator, state: State, history: list[State], name: str) -> bytes:
-    """What becomes of a tensor in a step."""
+    """Return the bytes of a tensor after a step."""
     dtype, count, data = state[name]
     word, alike = word_of(dtype), [n for n in state if len(state[n][2]) == len(data)]
     match int(dice.choice([0, 0, 0, 1, 1, 2, 3, 4, 5])) if data else 0:
@@ -260,12 +260,12 @@ policies = st.builds(
 
 
 async def live(seed: int, policy: Policy, world: int, steps: int, keep: int, owners: int) -> Job:
-    """A life of a run, with everything looked at after every checkpoint."""
+    """Save a series of checkpoints, and check everything after each one."""
     dice = np.random.default_rng(seed)
     job = await Job.open(policy, world)
     history = [first_state(dice)]
     for encoder in job.encoders:
-        encoder.sink = float(dice.choice([1e3, 1e15]))  # what "auto" goes by
+        encoder.sink = float(dice.choice([1e3, 1e15]))  # "auto" depends on it
     with mock.patch.object(incremental, "MAX_OWNERS", owners):
         for step in range(1, steps + 1):
             history.append(next_state(dice, history))
@@ -288,11 +288,11 @@ async def live(seed: int, policy: Policy, world: int, steps: int, keep: int, own
     keep=st.integers(1, 4),
     owners=st.sampled_from([1, 2, 32]),
 )
-def test_what_is_fetched_is_what_was_saved(
+def test_fetched_bytes_equal_saved_bytes(
     seed: int, policy: Policy, world: int, steps: int, keep: int, owners: int
 ) -> None:
-    """Whatever the state consists of, however it changes, and whichever checkpoints have gone meanwhile: all chunks,
-    and any of them alone, have every bit; every data file that is named is there, and no other after a clean-up."""
+    """For any state, changes and retired checkpoints, all chunks together and any of them alone have every bit. Every
+    data file in a table exists, and a cleanup leaves no others."""
     asyncio.run(live(seed, policy, world, steps, keep, owners))
 
 
@@ -306,19 +306,19 @@ def test_what_is_fetched_is_what_was_saved(
     keep=st.integers(1, 4),
     owners=st.sampled_from([1, 2, 32]),
 )
-def test_what_is_fetched_is_what_was_saved_long(
+def test_fetched_bytes_equal_saved_bytes_long(
     seed: int, policy: Policy, world: int, steps: int, keep: int, owners: int
 ) -> None:
-    """The same for longer lives."""
+    """The same test with longer series."""
     asyncio.run(live(seed, policy, world, steps, keep, owners))
 
 
-def test_lives_have_all_that_they_are_about() -> None:
-    """The states of the test above do make references, every codec and bases of old data files."""
+def test_series_cover_all_codecs_and_references() -> None:
+    """The states of the test above create references, every codec, and bases in old data files."""
     seen: set[int] = set()
     referred = based = shared = 0
 
-    async def look(seed: int) -> None:
+    async def inspect(seed: int) -> None:
         nonlocal referred, based, shared
         job = await live(seed, Policy(compression="zstd", full_every=6), 1, 8, 3, 32)
         for commit in job.log.state.lineage():
@@ -326,19 +326,19 @@ def test_lives_have_all_that_they_are_about() -> None:
             seen.update(table.codec.tolist())
             referred += any(owner(key) != commit.checkpoint for key in table.files)
             based += len(table.length) > table.owned
-            places = list(zip(table.file.tolist(), table.offset.tolist(), table.stored.tolist(), strict=True))
-            places = [p for p in places if p[2]]
-            shared += len(set(places)) < len(places)
+            locations = list(zip(table.file.tolist(), table.offset.tolist(), table.stored.tolist(), strict=True))
+            locations = [p for p in locations if p[2]]
+            shared += len(set(locations)) < len(locations)
 
     for seed in range(8):
-        asyncio.run(look(seed))
+        asyncio.run(inspect(seed))
         if seen == set(CODECS) and referred and based and shared:
             return
     raise AssertionError(f"codecs {seen}, references {referred}, bases {based}, shared {shared}")
 
 
-def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References that are planned by rows in the wrong order, without a look at digests, do not pass."""
+def test_negative_control_wrong_rows_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References to the wrong rows, planned without checking digests, are detected."""
     right = plan_chunks
 
     def wrong(layout: Layout, digests: Any, previous: Previous | None, **more: Any) -> ChunkPlan:
@@ -358,8 +358,8 @@ def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.Mo
     assert failures >= 4
 
 
-def test_negative_control_a_clean_up_that_forgets_references_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If only a checkpoint's own files counted as used, data files would go that live tables name."""
+def test_negative_control_cleanup_without_references_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only a checkpoint's own files counted as used, a cleanup would delete data files of live tables."""
     right = retention.files_of
 
     async def wrong(log: RunLog, of: Iterable[Commit]) -> dict[CheckpointId, set[str]]:
@@ -380,7 +380,7 @@ def test_negative_control_a_clean_up_that_forgets_references_is_seen(monkeypatch
     with pytest.raises((AssertionError, CheckpointError)):
         asyncio.run(run())
     monkeypatch.setattr(retention, "files_of", right)
-    asyncio.run(run())  # it is the forgetting that was seen
+    asyncio.run(run())  # the missing references caused the failure
 
 
 # -- plans --
@@ -399,7 +399,7 @@ def digests_of(layout: Layout, data: bytes) -> Any:
 
 
 def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None = None) -> Previous:
-    """As if it had been stored raw in one data file; `size`: what the data file is said to hold."""
+    """Return a checkpoint stored raw in one data file. `size`: the recorded size of the file."""
     checkpoint = CheckpointId(1, step, "0badcafe")
     key = data_key(checkpoint, layout.rank)
     table = write.build_table(layout, key, np.ascontiguousarray(digests).tobytes())
@@ -412,10 +412,9 @@ def part_of(checkpoint: CheckpointId, files: list[DataFile]) -> Part:
 
 @PURE
 @given(before=pieces, after=pieces, data=st.data())
-def test_a_plan_takes_only_what_is_the_same(before: Any, after: Any, data: st.DataObject) -> None:
-    """A chunk is taken from the previous checkpoint only where name, dtype, shape and digest agree, stands for an
-    earlier one only of the same bytes, and a base is of the same length and stored whole; all chunks are
-    accounted for."""
+def test_plan_reuses_only_equal_chunks(before: Any, after: Any, data: st.DataObject) -> None:
+    """A chunk is reused only if name, dtype, shape and digest match. A duplicate refers to an earlier chunk with the
+    same bytes. A base has the same length and is stored whole. Each chunk is reused, a duplicate or stored."""
 
     def named(found: Any) -> Layout:
         return Layout(tuple(TensorSpec(f"t{i}", d, (n,)) for i, (d, n) in enumerate(found)), {}, [])
@@ -449,8 +448,8 @@ def test_a_plan_takes_only_what_is_the_same(before: Any, after: Any, data: st.Da
     assert stored == {b for b in range(len(now)) if found.taken[b] < 0 and found.same[b] < 0}
 
 
-def test_a_tensor_in_another_form_is_not_the_same_tensor() -> None:
-    """Another shape, dtype, instance, place in the whole or rank: nothing is taken, though all bytes agree."""
+def test_changed_tensor_spec_prevents_reuse() -> None:
+    """With another shape, dtype, instance, offset or rank nothing is reused, even if all bytes match."""
     one = TensorSpec("w", "F32", (100, 100))
     base = Layout((one,), {}, [])
     data = noise(base, 0)
@@ -467,7 +466,7 @@ def test_a_tensor_in_another_form_is_not_the_same_tensor() -> None:
         found = plan_chunks(layout, digests_of(layout, data), previous)
         assert (found.taken < 0).all() and (found.base < 0).all(), other
     cut = previous.table.length.copy()
-    cut[:2] += [-4, 4]  # as another version might cut it
+    cut[:2] += [-4, 4]  # as another version might divide it
     elsewhere = Previous(previous.part, replace(previous.table, length=cut))
     found = plan_chunks(base, digests_of(base, noise(base, 1)), elsewhere)
     assert (found.taken < 0).all() and (found.base < 0).all()
@@ -475,9 +474,8 @@ def test_a_tensor_in_another_form_is_not_the_same_tensor() -> None:
     assert (plan_chunks(second, digests_of(second, data), previous).taken < 0).all()
 
 
-def test_a_pack_that_is_mostly_dead_is_left() -> None:
-    """Of a data file of which less than a quarter is needed, what is needed is stored anew; not of the newest one's
-    own."""
+def test_mostly_unused_data_file_is_dropped() -> None:
+    """If less than a quarter of an old data file is needed, that part is stored again."""
     layout = Layout(tuple(TensorSpec(f"t{i}", "U8", (1000,)) for i in range(10)), {}, [])
     data = bytearray(noise(layout, 0))
     was = digests_of(layout, bytes(data))
@@ -490,8 +488,8 @@ def test_a_pack_that_is_mostly_dead_is_left() -> None:
         assert (plan_chunks(layout, now, newer).taken >= 0).sum() == (count if count >= 5 else 0), count
 
 
-def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
-    """A chunk that is a delta is not taken if the data file of its base is left."""
+def test_delta_is_dropped_with_its_base() -> None:
+    """A delta chunk is not reused if the data file of its base is dropped."""
     layout = Layout((TensorSpec("t", "U8", (1000,)),), {}, [])
     now = digests_of(layout, noise(layout, 0))
     keys = [data_key(checkpoint_id(1)), data_key(checkpoint_id(2), number=1)]
@@ -517,8 +515,8 @@ def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
     assert changed.base.tolist() == [1], "what the delta was against, never the delta"
 
 
-def test_old_owners_are_left_when_they_are_too_many() -> None:
-    """What would need data files of more checkpoints than a limit takes the newest, and stores the rest anew."""
+def test_data_files_of_too_many_checkpoints_are_dropped() -> None:
+    """Only the newest data files, up to the limit, are used. Other chunks are stored again."""
     count = incremental.MAX_OWNERS + 5
     layout = Layout(tuple(TensorSpec(f"t{i:02}", "U8", (100,)) for i in range(count)), {}, [])
     now = digests_of(layout, noise(layout, 0))
@@ -531,7 +529,7 @@ def test_old_owners_are_left_when_they_are_too_many() -> None:
 
 
 def run_state(*commits_: tuple[int, bool]) -> RunState:
-    """Checkpoints by step, and whether they are full."""
+    """Return a run with checkpoints, given by step and whether they are full."""
     state = RunState(acquires=[Acquire(1, "0badcafe", None)])
     last = None
     for step, full in commits_:
@@ -541,9 +539,9 @@ def run_state(*commits_: tuple[int, bool]) -> RunState:
     return state
 
 
-def test_when_a_checkpoint_has_to_be_full() -> None:
-    """The first two; every so many of the cadence, so that all ranks agree; after a long chain; always where nothing
-    may be incremental."""
+def test_policy_decides_which_checkpoints_are_full() -> None:
+    """The first two checkpoints are full, then one at a fixed number of save intervals, so that all ranks agree. A long
+    chain or a policy without increments also requires a full one."""
     policy = Policy(full_every=10, cadence=100)
 
     def full(policy: Policy, step: int, state: RunState, chain: int = 0) -> bool:
@@ -562,8 +560,8 @@ def test_when_a_checkpoint_has_to_be_full() -> None:
     assert full(policy, 150, two), "what comes after it does not count"
 
 
-def test_two_full_ones_stay_whatever_is_kept() -> None:
-    """With the smallest retention and increments between, the two newest full ones are never chosen to go."""
+def test_two_newest_full_checkpoints_are_kept() -> None:
+    """With the smallest retention and increments in between, the two newest full checkpoints are never retired."""
     steps = [(step, step % 5 == 0 or step < 3) for step in range(1, 30)]
     for end in range(2, 30):
         state = run_state(*steps[:end])
@@ -592,9 +590,8 @@ def packed(state: State, encoded: Callable[[Layout, InMemory], list[Encoded]]) -
     return store, asyncio.run(work())
 
 
-def test_packs_are_safetensors_files() -> None:
-    """What we data file, any safetensors reader opens: tensors that are all raw by name and dtype, other chunks as
-    bytes."""
+def test_data_files_are_valid_safetensors() -> None:
+    """Any safetensors reader opens a data file: raw tensors by name and dtype, other chunks as bytes."""
     dice = np.random.default_rng(0)
     state: State = {
         "a": ("F32", 5000, dice.bytes(20000)),
@@ -620,14 +617,14 @@ def test_packs_are_safetensors_files() -> None:
     assert {name for name in tensors if name.startswith("d")} == {"d[0]", "d[1]", "d[2]"}
 
 
-def test_names_that_look_like_blobs_do_not_collide() -> None:
-    """A tensor that is called as a chunk of another would be: every byte of the data file still has its entry."""
+def test_names_that_look_like_chunks_do_not_collide() -> None:
+    """A tensor may be named like a chunk of another one: every byte of the data file still has an entry."""
     dice = np.random.default_rng(0)
     for names in (("a", "a[0]"), ("a[0]", "a")):
         state: State = {names[0]: ("U8", 9000, dice.bytes(9000)), names[1]: ("U8", 100, dice.bytes(100))}
 
         def first_only(layout: Layout, source: InMemory) -> list[Encoded]:
-            """One chunk of the long tensor, and all of the short one."""
+            """Encode one chunk of the long tensor and the whole short one."""
             chunks = layout.arrangement.chunks
             keep = [i for i, b in enumerate(chunks) if b.length in (100, CHUNK)]
             return [Encoded(i, RAW, source.peek(i)) for i in keep]
@@ -637,14 +634,14 @@ def test_names_that_look_like_blobs_do_not_collide() -> None:
         assert sum(t.nbytes for t in tensors.values()) == CHUNK + 100, names
 
 
-# -- what a table may say --
+# -- valid tables --
 
 KEY = data_key(checkpoint_id(1), number=1)
-COUNT, HALF = 1024, 2048  # elements of a tensor, bytes of half of one in fp32
+COUNT, HALF = 1024, 2048  # elements of a tensor, bytes of half an fp32 tensor
 
 
 def genuine() -> tuple[MemoryStore, Table, dict[int, bytes]]:
-    """A table by hand: two fp32 tensors, a delta and a whole one; one of bf16; bases behind them."""
+    """Return a table made by hand: two fp32 tensors, the first with a delta, a bf16 tensor, and bases after them."""
     dice = np.random.default_rng(0)
     old = dice.normal(size=COUNT).astype(np.float32)
     one, two = old + np.float32(1e-3), dice.normal(size=COUNT).astype(np.float32)
@@ -728,8 +725,8 @@ IMPOSSIBLE: dict[str, Callable[[Table], Table]] = {
 }
 
 
-def test_a_table_says_the_same_when_it_is_read_again() -> None:
-    """The table that the others are made of is taken, in every column, and gives what was stored, in any order."""
+def test_table_is_unchanged_after_a_round_trip() -> None:
+    """The valid table of these tests is accepted. All columns survive, and reads in any order return the bytes."""
     store, table, plain = genuine()
     again = Table.from_bytes(table.to_bytes(), "a table")
     for name in ("starts", "file", "offset", "stored", "length", "codec", "base", "digest", "stored_digest"):
@@ -741,14 +738,14 @@ def test_a_table_says_the_same_when_it_is_read_again() -> None:
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_an_impossible_table_is_refused(name: str) -> None:
-    """What cannot be, or would go round in circles, is a CorruptError before anything is read by it."""
+def test_impossible_table_raises_corrupt_error(name: str) -> None:
+    """An impossible or circular table raises CorruptError before any read."""
     with pytest.raises(CorruptError):
         Table.from_bytes(IMPOSSIBLE[name](genuine()[1]).to_bytes(), "a table")
 
 
-def test_a_codec_of_a_later_version_is_said() -> None:
-    """It is no damage: the error says what to do about it."""
+def test_unknown_codec_raises_format_error() -> None:
+    """The file is not damaged, so the error recommends an upgrade."""
     for row, codec in ((2, 77), (4, 255), (0, 3)):
         with pytest.raises(FormatError, match=rf"codec {codec}, .*pip install -U everystep"):
             Table.from_bytes(at("codec", row, codec)(genuine()[1]).to_bytes(), "a table")
@@ -760,8 +757,8 @@ def columns_of(raw: bytes) -> dict[str, Any]:
 
 @PURE
 @given(data=st.data())
-def test_no_table_makes_wrong_bytes(data: st.DataObject) -> None:
-    """Whatever numbers are changed: an error of ours, or every chunk that comes is what its digest says."""
+def test_changed_table_never_returns_wrong_bytes(data: st.DataObject) -> None:
+    """For any changed numbers, the read raises an error of ours or every returned chunk matches its digest."""
     store, table, _ = genuine()
     columns = columns_of(table.to_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -783,8 +780,8 @@ def test_no_table_makes_wrong_bytes(data: st.DataObject) -> None:
     assert all(chunk_digest(d) == found.digest[b].tobytes() for b, d in got.items())
 
 
-def test_damage_is_told_of_those_who_need_it() -> None:
-    """A flipped bit in a base is the loss of the delta, and of nothing else."""
+def test_damaged_base_affects_only_its_delta() -> None:
+    """A flipped bit in a base damages the delta and nothing else."""
     store, table, plain = genuine()
     raw = bytearray(store.objects[KEY])
     raw[int(table.offset[4]) + 3] ^= 1
@@ -803,17 +800,17 @@ def test_damage_is_told_of_those_who_need_it() -> None:
         asyncio.run(fetched(store, table, range(4)))
 
 
-def test_what_decodes_to_something_else_is_seen() -> None:
-    """Stored bytes that are as they should be, and a base that is not: the digest of the plain bytes does not agree."""
+def test_wrong_base_is_detected_by_the_digest() -> None:
+    """The stored bytes are intact but the base is wrong, so the digest of the decoded bytes does not match."""
     store, table, _ = genuine()
     swapped = at("base", 0, 5)(table)
     with pytest.raises(CorruptError, match="its decoded bytes do not match their digest"):
         asyncio.run(fetched(store, swapped, [0]))
 
 
-def test_a_bomb_takes_no_memory() -> None:
-    """Tens of bytes that claim to be 64 MiB are refused by their header; what asks for much, one by one, is read piece
-    by piece, never all at once."""
+def test_decompression_bomb_uses_little_memory() -> None:
+    """Small chunks that claim 64 MiB are rejected by their header. Large chunks are read one at a time, never all
+    together."""
     store = MemoryStore()
     count = 40
     length = tables.MAX_CHUNK
@@ -834,7 +831,7 @@ def test_a_bomb_takes_no_memory() -> None:
     )
     found = Table.from_bytes(wide.to_bytes(), "a table")
     assert max(len(batch.chunks) for batch in read.plan_reads(found, range(count))) == 1
-    Path("/proc/self/clear_refs").write_text("5")  # the most that was ever resident counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
     before = most_resident()
     with pytest.raises(CorruptError, match="damaged"):
         asyncio.run(fetched(store, found, range(count)))
@@ -842,15 +839,15 @@ def test_a_bomb_takes_no_memory() -> None:
 
 
 def most_resident() -> int:
-    """Bytes."""
+    """Return the peak of resident memory in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 @QUICK
 @given(seed=st.integers(0, 2**32 - 1), wanted=st.data())
-def test_reads_are_bounded_and_cover_what_is_wanted(seed: int, wanted: st.DataObject) -> None:
-    """Every chunk is in one batch, with all that it needs; a read is no longer than its limit unless one chunk is."""
+def test_reads_are_bounded_and_cover_all_chunks(seed: int, wanted: st.DataObject) -> None:
+    """Every chunk is in one batch, with all its bases. Only a read of a single chunk may exceed the limit."""
     dice = np.random.default_rng(seed)
     state = first_state(dice)
 
@@ -880,8 +877,8 @@ def test_reads_are_bounded_and_cover_what_is_wanted(seed: int, wanted: st.DataOb
     assert all(order.index(base) < order.index(b) for b, base in bases.items())
 
 
-def test_tables_of_ranks_become_one() -> None:
-    """Merged, every base is where it was, behind all chunks of all ranks; and what is merged is possible."""
+def test_tables_of_ranks_are_merged() -> None:
+    """After the merge every base follows the chunks of every rank, and the merged table is valid."""
     store, table, plain = genuine()
     second = replace(table, shards=tuple(replace(s, name=f"other.{s.name}", rank=1) for s in table.shards))
     found = Table.from_bytes(merge([table, second, table]).to_bytes(), "an index")
@@ -890,8 +887,8 @@ def test_tables_of_ranks_become_one() -> None:
     assert [got[b] for b in range(18)] == [plain[b % 4] for b in range(12)] + [plain[4 + b % 2] for b in range(6)]
 
 
-def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
-    """The part names the one checkpoint it was built on, its place in the chain, and all data files, old ones too."""
+def test_manifest_records_the_checkpoint_it_builds_on() -> None:
+    """The manifest records its base checkpoint, its position in the chain, and all data files, also old ones."""
 
     async def run() -> None:
         job = await Job.open(Policy(compression="none", full_every=50))
@@ -914,7 +911,7 @@ def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_an_increment_of_adapters_stores_what_changed(compression: str) -> None:
+def test_increment_of_adapters_stores_only_changes(compression: str) -> None:
     """With frozen weights, an increment stores at most 1.02 times the bytes of the adapters, headers included."""
 
     async def run() -> None:
@@ -939,7 +936,7 @@ def random_state(count: int = 4) -> State:
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_next_checkpoint_is_full_if_the_newest_is_damaged(compression: str) -> None:
-    """It shares no data file with older ones; the one after that builds on it."""
+    """The full checkpoint shares no data file with older ones. The next one builds on it."""
 
     async def run() -> None:
         job, state = await Job.open(Policy(compression=compression, full_every=50)), random_state()
@@ -955,7 +952,7 @@ def test_next_checkpoint_is_full_if_the_newest_is_damaged(compression: str) -> N
 
 
 def test_next_checkpoint_is_full_if_others_commit_while_damage_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The read-back of step 5 finds damage, and steps 6 and 7 are committed meanwhile: step 8 builds on none of them.
+    """Verification of step 5 finds damage while steps 6 and 7 are committed: step 8 builds on none of them.
     Negative control: without damage it is an increment."""
 
     async def run(damaged: bool) -> bool:
@@ -978,8 +975,8 @@ def test_next_checkpoint_is_full_if_others_commit_while_damage_is_read(monkeypat
     assert asyncio.run(run(True)) and not asyncio.run(run(False))
 
 
-def test_held_attempt_is_refused_if_a_rank_builds_on_a_retired_step() -> None:
-    """Its COMMIT would be refused too, when other nodes have committed their parts."""
+def test_held_record_is_rejected_if_its_base_is_retired() -> None:
+    """Its COMMIT would also be rejected once other nodes have committed their manifests."""
 
     async def run() -> None:
         job, state = await Job.open(Policy(compression="none", full_every=50), world=2), random_state()
@@ -996,8 +993,8 @@ def test_held_attempt_is_refused_if_a_rank_builds_on_a_retired_step() -> None:
     asyncio.run(run())
 
 
-def test_aborted_attempt_leaves_the_files_that_a_copied_checkpoint_uses() -> None:
-    """`ckpt copy` brings step 3 and a file of step 2 to a further tier. The job's own copy of step 2 fails there."""
+def test_abort_keeps_files_of_a_copied_checkpoint() -> None:
+    """`ckpt copy` brings step 3 and a file of step 2 to another tier. The job's own copy of step 2 fails there."""
 
     async def run() -> None:
         job, state = await Job.open(Policy(compression="none", full_every=50), world=2), random_state()
@@ -1027,9 +1024,9 @@ def test_aborted_attempt_leaves_the_files_that_a_copied_checkpoint_uses() -> Non
     asyncio.run(run())
 
 
-def test_save_fails_if_another_rank_builds_on_what_the_committer_found_damaged() -> None:
-    """SaveError names the step, the attempt has ended, and the next one of all ranks is full. What was in flight when
-    the damage was found is committed. Negative control: a committer that does not know of the damage commits it."""
+def test_save_fails_if_its_base_was_found_damaged() -> None:
+    """SaveError names the step, the checkpoint is aborted, and the next one of each rank is full. A checkpoint in
+    flight when the damage was found is committed. Negative control: a committer unaware of the damage commits it."""
 
     async def run() -> None:
         job, state = await Job.open(Policy(compression="none", full_every=50), world=2), random_state()
@@ -1058,11 +1055,11 @@ def test_save_fails_if_another_rank_builds_on_what_the_committer_found_damaged()
     asyncio.run(run())
 
 
-# -- what fails --
+# -- failures --
 
 
 class Failing(MemoryStore):
-    """The operation number `at` of those that change anything fails, and all that come after it while `stuck`."""
+    """Fails the write operation number `at`, and all later ones if `stuck`."""
 
     at, count, stuck = -1, 0, False
 
@@ -1089,9 +1086,9 @@ class Failing(MemoryStore):
 
 
 @pytest.mark.parametrize(("compression", "stuck"), [("none", True), ("zstd", False)])
-def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool) -> None:
-    """Whichever one fails: an error of ours, no data file is left of it unless its part may be there, what was saved
-    before is whole, and the same step is saved by the next try."""
+def test_any_failed_operation_leaves_the_run_intact(compression: str, stuck: bool) -> None:
+    """Any failed operation raises an error of ours and leaves no data file without a manifest. Older checkpoints stay
+    intact, and a retry saves the same step."""
 
     async def once(at: int) -> int:
         dice = np.random.default_rng(0)
@@ -1129,8 +1126,8 @@ def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool)
         asyncio.run(once(at))
 
 
-def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tensors there are, what is read from the nearer place at once is some windows."""
+def test_promotion_uses_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads from the source tier are limited to one window, however many tensors there are."""
     most: list[int] = []
     right = incremental.InStore.load
 
@@ -1158,8 +1155,8 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < max(most) <= encode.WINDOW, f"{max(most)} bytes"
 
 
-def test_what_a_newer_version_saved_is_not_built_on() -> None:
-    """Its codecs are not known here: the next checkpoint is whole, instead of none at all."""
+def test_next_checkpoint_is_full_after_unknown_codecs() -> None:
+    """Its codecs are unknown here, so the next checkpoint is full."""
 
     async def run() -> None:
         job = await Job.open(Policy(compression="zstd", full_every=50))
@@ -1180,5 +1177,5 @@ def test_what_a_newer_version_saved_is_not_built_on() -> None:
 
 
 def replace_encoders(job: Job) -> Job:
-    """The same run, by processes that remember nothing."""
+    """Return the same run with new encoders, as after a restart."""
     return Job(job.log, job.mine, [Encoder(e.policy) for e in job.encoders], job.saved)

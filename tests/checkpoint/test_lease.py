@@ -1,4 +1,4 @@
-"""`lease.json` tells a start whether somebody trains a run."""
+"""`lease.json` shows whether another job is training a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from processes import eventually
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose owner has term 1; a start watches it for 0.6 s."""
+    """Return a run whose owner has term 1. A start watches it for 0.6 s."""
     inside.see_dead_trainers_after(monkeypatch, 0.2)
 
     async def begin() -> None:
@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives until the test ends."""
+    """Yield a process that lives until the test ends."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
@@ -55,7 +55,7 @@ def write(run: Path, lease: Lease) -> None:
 
 
 def owner(run: Path) -> str:
-    """The term of the job that owns a run, as its lease names it."""
+    """Return the term of the job that owns a run, as in its lease."""
 
     async def read() -> str:
         log = RunLog(open_store(run))
@@ -84,7 +84,7 @@ def test_run_is_in_use_while_its_process_lives(run: Path, sleeper: subprocess.Po
     inside.check_free(run, nothing)
 
 
-def test_run_is_free_at_once_if_its_trainer_has_ended(run: Path) -> None:
+def test_run_is_free_immediately_after_its_trainer_ended(run: Path) -> None:
     held_by(run, os.getpid(), ended="died", boot="another machine")
     inside.check_free(run, nothing)
     held_by(run, os.getpid(), boot="another machine")  # control
@@ -102,13 +102,13 @@ def test_pid_that_another_process_uses_now_does_not_hold_a_run(run: Path) -> Non
     [{"boot": "another machine"}, {"namespace": 1}, {"term": "7.abc"}, {"inode": 1}],
     ids=lambda one: next(iter(one)),
 )
-def test_lease_is_watched_if_its_process_says_nothing_about_the_run(
+def test_lease_is_watched_if_its_process_is_unknown(
     run: Path, sleeper: subprocess.Popen[bytes], elsewhere: dict[str, object]
 ) -> None:
-    """Its machine, its PID namespace, its term or its folder is another one: only a renewal proves that it lives."""
-    lease, said = held_by(run, sleeper.pid, **elsewhere), list[str]()
-    inside.check_free(run, said.append)
-    assert len(said) == 1 and f"process {sleeper.pid}" in said[0] and "takeover=True" in said[0]
+    """If the machine, PID namespace, term or folder differs, only a renewal shows that the job is alive."""
+    lease, messages = held_by(run, sleeper.pid, **elsewhere), list[str]()
+    inside.check_free(run, messages.append)
+    assert len(messages) == 1 and f"process {sleeper.pid}" in messages[0] and "takeover=True" in messages[0]
     with pytest.raises(InUseError, match=f"process {sleeper.pid} on"):
         inside.check_free(run, lambda text: write(run, replace(lease, renewed=1)))
 
@@ -121,7 +121,7 @@ def test_clocks_are_not_compared(run: Path, sleeper: subprocess.Popen[bytes]) ->
 
 
 def test_fenced_job_does_not_renew_the_lease_of_the_owner(tmp_path: Path) -> None:
-    """A takeover ends the words of the job before it."""
+    """After a takeover, the previous job cannot write the lease."""
     run = tmp_path / "run"
     with (
         pytest.raises(FencedError),
@@ -138,7 +138,7 @@ def test_fenced_job_does_not_renew_the_lease_of_the_owner(tmp_path: Path) -> Non
 
 
 def test_next_writer_renews_the_lease_after_a_restore(tmp_path: Path) -> None:
-    """The job has a new term since it restored. The writer that replaces a dead one knows it."""
+    """A restore gives the job a new term. The writer that replaces a dead one uses it."""
     run, state = tmp_path / "run", {"w": torch.zeros(4)}
     with ckpt.Checkpointer(state, str(run)) as cp:
         cp.restore(default=0)

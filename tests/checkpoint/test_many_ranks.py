@@ -1,5 +1,5 @@
-"""A run of 256 ranks, with real bytes: whoever reads it reads the small files of those ranks that have what is wanted,
-each once, and asks for none of the others."""
+"""A run of 256 ranks with real bytes: a reader reads only the small files of the ranks that have the wanted data, each
+one once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STEPS = (1000, 2000)
 
 
 def content(name: str, at: tuple[int, ...], size: int, step: int) -> bytes:
-    """Of a piece; only one tensor differs between the steps."""
+    """Return the bytes of a piece. Only one tensor differs between the steps."""
     seed = xxhash.xxh3_64_intdigest(f"{name} {at} {step if name == CHANGED else 0}".encode())
     return np.random.default_rng(seed).bytes(size)
 
@@ -79,7 +79,7 @@ def write_rank(root: Path, checkpoint: CheckpointId, rank: int, like: Any) -> No
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of 256 ranks."""
+    """Return a run with two checkpoints of 256 ranks."""
     root = tmp_path_factory.mktemp("many") / "run"
     checkpoints = [CheckpointId(1, step, "0badcafe") for step in STEPS]
     for first in range(0, WORLD.size, WORLD.per_stage):
@@ -109,7 +109,7 @@ SMALL = (run_files.MANIFEST, run_files.INDEX)
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    """How often each file of any folder was read, or asked about."""
+    """Count how often each file was read or queried."""
     seen: Reads = Counter()
     get, head = LocalStore.get, LocalStore.head
 
@@ -117,65 +117,65 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
         seen[key] += 1
         return await get(self, key, **options)
 
-    async def asked(self: LocalStore, key: str) -> Any:
+    async def queried(self: LocalStore, key: str) -> Any:
         seen[f"head {key}"] += 1
         return await head(self, key)
 
     monkeypatch.setattr(LocalStore, "get", counted)
-    monkeypatch.setattr(LocalStore, "head", asked)
+    monkeypatch.setattr(LocalStore, "head", queried)
     yield seen
 
 
 def manifests(reads: Reads) -> list[str]:
-    """Return the manifests that were read, each as often as it was."""
+    """Return the manifests that were read, each as often as it was read."""
     return sorted(key for key in reads.elements() if run_files.kind_of(key) == run_files.MANIFEST)
 
 
 def first_part(step: int) -> str:
-    """Return the manifest that has the plain values of all ranks that have the same."""
+    """Return the manifest with the plain values that are equal on all ranks."""
     return run_files.manifest_key(run_files.checkpoint_id(step))
 
 
-def questions(reads: Reads) -> int:
+def head_requests(reads: Reads) -> int:
     return sum(n for key, n in reads.items() if key.startswith("head "))
 
 
 def holders(root: Path, name: str, step: int) -> list[str]:
-    """Return the manifests of the ranks that have something of a tensor."""
+    """Return the manifests of the ranks that have a part of a tensor."""
     paths = [path for path in run_files.manifests(root, step) if name in table_in(path).columns.names]
     return sorted(str(path.relative_to(root)) for path in paths)
 
 
-def test_a_committer_asks_for_no_pack_by_itself(run: Path, reads: Reads) -> None:
-    """Sizes of the data files of 256 ranks come from one listing. Negative control: few parts ask for each."""
+def test_committer_reads_sizes_from_one_listing(run: Path, reads: Reads) -> None:
+    """One listing gives the sizes of the data files of 256 ranks. Negative control: a few are queried one by one."""
 
-    async def look(ranks: int) -> None:
+    async def check(ranks: int) -> None:
         async with read.opened(run.as_uri()) as store:
             keys = run_files.select([info.key async for info in store.list()], step=STEPS[0])
             some = [key for key in keys if (run_files.rank_of(key) or 0) < ranks]
             assert len(await parts_of.sound_parts(store, CheckpointId(1, STEPS[0], "0badcafe"), some)) == ranks
 
-    asyncio.run(look(WORLD.size))
-    assert questions(reads) == 0 and len(manifests(reads)) == WORLD.size
+    asyncio.run(check(WORLD.size))
+    assert head_requests(reads) == 0 and len(manifests(reads)) == WORLD.size
     reads.clear()
-    asyncio.run(look(8))
-    assert questions(reads) == 8
+    asyncio.run(check(8))
+    assert head_requests(reads) == 8
 
 
-def test_diff_reads_the_tables_of_what_differs(run: Path, reads: Reads, call: Any) -> None:
-    """Of plain values one part of all ranks that have the same; of tables, those of one norm's ranks."""
+def test_diff_reads_only_tables_that_differ(run: Path, reads: Reads, call: Any) -> None:
+    """It reads one manifest for the plain values, and the tables of the ranks that have the changed tensor."""
     found = call("diff", f"{run}@{STEPS[0]}", f"{run}@{STEPS[1]}", "--json")
     assert found.code == 1 and [t["name"] for t in found.json["tensors"]] == [CHANGED]
     expected = [key for step in STEPS for key in (*holders(run, CHANGED, step), first_part(step))]
     assert manifests(reads) == sorted(expected) and 2 < len(expected) < WORLD.size // 2
-    assert questions(reads) <= 2
+    assert head_requests(reads) <= 2
 
 
-def test_show_reads_the_index_and_one_part(run: Path, reads: Reads, call: Any) -> None:
-    """Names, forms and sizes are in the directory. What it says of these is what --all says, which reads each small
-    file once; how tensors are stored is said by --all as one table of all ranks has it."""
+def test_show_reads_the_index_and_one_manifest(run: Path, reads: Reads, call: Any) -> None:
+    """Names, forms and sizes come from the index and equal those of --all, which reads each small file once. How
+    tensors are stored, as --all shows it, equals the merged table."""
     few = call("show", run, "--json").json
-    assert manifests(reads) == [first_part(STEPS[1])] and questions(reads) <= 1
+    assert manifests(reads) == [first_part(STEPS[1])] and head_requests(reads) <= 1
     everything = call("show", run, "--all", "--json").json
     stored = ("stored", "held", "depth", "reads")
     plain = [{k: None if k in stored else v for k, v in t.items()} for t in everything["tensors"]]
@@ -196,8 +196,8 @@ def test_show_reads_the_index_and_one_part(run: Path, reads: Reads, call: Any) -
     assert file in call("show", run, "--all").out
 
 
-def test_loading_one_tensor_reads_the_tables_that_have_it(run: Path, reads: Reads) -> None:
-    """Once each, and no part; the next one of the same ranks reads none."""
+def test_load_of_a_tensor_reads_only_its_tables(run: Path, reads: Reads) -> None:
+    """Each table is read once. Another tensor of the same ranks reads none."""
     found = ckpt.load(run)
     assert found[CHANGED].numpy().tobytes() == whole(run, CHANGED)
     assert manifests(reads) == holders(run, CHANGED, STEPS[1])
@@ -205,9 +205,8 @@ def test_loading_one_tensor_reads_the_tables_that_have_it(run: Path, reads: Read
     assert manifests(reads) == holders(run, CHANGED, STEPS[1])
 
 
-def test_few_ranks_are_looked_at_at_once(run: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
-    """Whoever reads what all ranks have stored has the tables of a few of them in memory. Negative control: who wants
-    them as one table has all."""
+def test_commands_keep_few_tables_in_memory(run: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """Commands that read every rank's table keep only a few in memory. Negative control: merging them keeps all."""
     made, there, most = Table.__post_init__, list[weakref.ref[Table]](), [0]
 
     def counted(self: Table) -> None:
@@ -226,7 +225,7 @@ def test_few_ranks_are_looked_at_at_once(run: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
-    """To be damaged."""
+    """Return a copy that may be damaged."""
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
@@ -235,13 +234,13 @@ def file_of(run: Path, rank: int, step: int) -> Path:
 
 
 def hurt(run: Path, rank: int, step: int) -> None:
-    """A bit of the last tensor in a data file."""
+    """Flip a bit of the last tensor in a data file."""
     file = file_of(run, rank, step)
     flip(file, file.stat().st_size - 3)
 
 
-def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(copy: Path, call: Any) -> None:
-    """Both ends of 256, a manifest that is gone between them, and a header. Control: the copy is sound before."""
+def test_verify_names_damage_of_any_rank(copy: Path, call: Any) -> None:
+    """Ranks near both ends are damaged, a manifest between them is missing, and a header is damaged."""
     assert call("verify", copy).code == 0
     for rank in (3, 250):
         hurt(copy, rank, STEPS[1])
@@ -255,8 +254,8 @@ def test_verify_names_damage_of_ranks_that_are_looked_at_one_after_the_other(cop
     assert gone.name in text and all(name in text for name in names)
 
 
-def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path, reads: Reads, call: Any) -> None:
-    """With a sound copy: the manifest of one rank twice, all others once, and all is as it was. Without one: the
+def test_repair_rereads_only_damaged_ranks(copy: Path, run: Path, reads: Reads, call: Any) -> None:
+    """With an intact copy, only the damaged rank's manifest is read twice, and the run is restored. Without one, the
     other step has the same bytes."""
     before = tree(copy)
     for source in (["--from", run], []):
@@ -264,22 +263,22 @@ def test_repair_reads_again_only_of_ranks_that_are_damaged(copy: Path, run: Path
         reads.clear()
         assert call("repair", copy, *source, "--yes").code == 0
         again = [key for key, n in reads.items() if n > 1 and run_files.kind_of(key) in SMALL]
-        mine = [run_files.manifest_key(run_files.checkpoint_id(STEPS[1]), 200)]
+        own = [run_files.manifest_key(run_files.checkpoint_id(STEPS[1]), 200)]
         assert tree(copy) == before
         if source:
-            assert sorted(again) == mine
+            assert sorted(again) == own
 
 
-def test_repair_makes_lost_small_files_again(copy: Path, call: Any) -> None:
-    """A directory, out of all manifests."""
+def test_repair_rebuilds_lost_indexes(copy: Path, call: Any) -> None:
+    """The index is rebuilt from all manifests."""
     before = tree(copy)
     for index in run_files.indexes(copy):
         index.unlink()
     assert call("repair", copy, "--yes").code == 0 and tree(copy) == before
 
 
-def test_a_restore_looks_for_lost_bytes_where_they_are_likely(copy: Path, reads: Reads) -> None:
-    """In the other step, first of the ranks that have something of that tensor, and no further than it must."""
+def test_restore_finds_lost_bytes_in_few_reads(copy: Path, reads: Reads) -> None:
+    """The bytes come from the other step. Ranks with parts of the tensor are read first, and few others."""
     name = next(s.name for s in reversed(table_of(copy, 200, STEPS[1]).shards) if s.name != CHANGED)
     clean = ckpt.load(copy)[name]
     hurt(copy, 200, STEPS[1])
@@ -297,8 +296,8 @@ def table_in(path: Path) -> Table:
     return parts_of.table_of(Part.from_bytes(path.read_bytes(), "a part"))
 
 
-def test_cut_for_another_number_of_ranks_it_is_the_same(run: Path, reads: Reads, call: Any, tmp_path: Path) -> None:
-    """Every manifest is read once, although tensors are copied in windows. Every tensor is what it was."""
+def test_export_to_fewer_ranks_keeps_all_tensors(run: Path, reads: Reads, call: Any, tmp_path: Path) -> None:
+    """Every manifest is read once, although tensors are copied in windows. All tensors are equal."""
     assert call("export", run, "--to", tmp_path / "two", "--world-size", 2).code == 0
     read_again = [key for key, n in Counter(manifests(reads)).items() if n > 1]
     assert len(set(manifests(reads))) == WORLD.size and not read_again
@@ -310,7 +309,7 @@ OTHER = "model.layers.0.ffn_norm.weight"
 
 
 def whole(run: Path, name: str) -> bytes:
-    """A tensor of one dimension, put together of what each rank wrote."""
+    """Return a one-dimensional tensor, assembled from its parts."""
     found = np.zeros(64 * 4, np.uint8)
     for key in holders(run, name, STEPS[1]):
         table = table_in(run / key)
@@ -322,21 +321,19 @@ def whole(run: Path, name: str) -> bytes:
 
 
 @pytest.mark.parametrize("command", [("verify",), ("repair", "--json")])
-def test_who_looks_at_everything_reads_each_small_file_once(
-    run: Path, reads: Reads, call: Any, command: tuple[str, ...]
-) -> None:
-    """All parts and tables; the index too."""
+def test_full_checks_read_each_small_file_once(run: Path, reads: Reads, call: Any, command: tuple[str, ...]) -> None:
+    """This covers all manifests, tables and the index."""
     assert call(command[0], run, *command[1:]).code == 0
     small = {
         key: n for key, n in reads.items() if run_files.kind_of(key) not in (run_files.DATA, "log", "format", None)
     }
     checkpoints = 2 if command[0] == "repair" else 1
     assert set(small.values()) == {1} and len(small) == checkpoints * (WORLD.size + 1)
-    assert questions(reads) == 0
+    assert head_requests(reads) == 0
 
 
-def test_dcp_reads_what_its_plan_wants(run: Path, reads: Reads) -> None:
-    """What there is, and how it is divided, is in the directory; what a plan wants is in few tables."""
+def test_dcp_reads_only_tables_of_its_plan(run: Path, reads: Reads) -> None:
+    """The index has the metadata, and a plan reads only a few tables."""
     found = asyncio.run(dcp_read.find([run.as_uri()], None))
     metadata = dcp_read.metadata_of(found.saved)
     assert found.checkpoint.step == STEPS[1] and not manifests(reads)
@@ -352,7 +349,7 @@ def test_dcp_reads_what_its_plan_wants(run: Path, reads: Reads) -> None:
 
 
 async def manifest_of(run: Path) -> read.Manifest:
-    """All parts and tables."""
+    """Return the manifest of the newest checkpoint, with all ranks and tables."""
     log = await read.open_run(run.as_uri())
     manifest = await read.load_manifest(log.store, read.choose(log))
     await log.store.aclose()

@@ -1,4 +1,4 @@
-"""What a checkpoint takes beside its tensors."""
+"""The size of a checkpoint's metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.core.format.manifest import Part, SharedLayout, canonical, press, unpr
 from ckpt.core.format.table import Table
 from run_files import checkpoint_id, data_key
 
-TENSORS, MOST = 4_000, 200  # bytes a tensor and checkpoint
+TENSORS, MOST = 4_000, 200  # bytes per tensor and checkpoint
 KINDS = ("model.transformer.h.{}.mlp.c_fc{}.weight", "optim.state.transformer.h.{}.mlp.c_fc{}.weight.exp_avg_sq")
 
 
@@ -36,9 +36,9 @@ def sizes_of(layout: Layout) -> dict[str, int]:
     }  # fmt: skip
 
 
-def test_a_checkpoint_takes_little_beside_its_tensors() -> None:
-    """Of names as long as they usually are: less than 200 bytes a tensor, most of it the header of the data file, which
-    any safetensors tool reads. Negative control: what is not pressed takes more than twice that."""
+def test_metadata_of_a_checkpoint_is_small() -> None:
+    """With names of usual length, metadata takes less than 200 bytes per tensor, most of it in the header of the data
+    file, which any safetensors tool reads. Negative control: uncompressed metadata takes more than twice that."""
     layout = a_layout()
     found = sizes_of(layout)
     assert sum(found.values()) < MOST * TENSORS, found
@@ -69,15 +69,15 @@ def test_manifests_in_memory_share_one_layout() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_with_the_same_tensors_have_the_same_layout_text(world: int) -> None:
-    """Whichever of them stages a tensor. A rank with a tensor of its own differs only if others have none."""
+    """This holds whichever rank stages a tensor. Own tensors do not change the text if every rank has them."""
     specs = [TensorSpec(f"t{i}", "F32", (4,)) for i in range(4)]
     component = {"path": ["model"], "kind": "module", "facts": {}, "names": [*(t.name for t in specs), "own"]}
 
     def layout(rank: int) -> Layout:
-        mine = [t for i, t in enumerate(specs) if i % world == rank]
-        others = {t.name: (t.dtype, t.shape) for t in specs if t not in mine}
+        staged = [t for i, t in enumerate(specs) if i % world == rank]
+        others = {t.name: (t.dtype, t.shape) for t in specs if t not in staged}
         own = TensorSpec("own", "U8", (8,), instance=rank)
-        return Layout((*mine, own), {}, [component], rank, world, {"own": rank}, others)
+        return Layout((*staged, own), {}, [component], rank, world, {"own": rank}, others)
 
     layouts = [layout(rank) for rank in range(world)]
     assert len({one.shared.text for one in layouts}) == 1
@@ -88,9 +88,9 @@ def test_ranks_with_the_same_tensors_have_the_same_layout_text(world: int) -> No
 
 
 @pytest.mark.parametrize("count", [0, 1, 160_000])
-def test_what_is_written_is_read(count: int) -> None:
-    """Also where nearly all bytes are alike, and a file says more than may be said without a look at its size (16 MiB),
-    and is much smaller: tensors without any."""
+def test_table_without_chunks_is_read_back(count: int) -> None:
+    """The table is read back even if it is highly compressed and declares more than 16 MiB, as for tensors without
+    chunks."""
     layout = a_layout(count, shape=(0,))
     table = build_table(layout, data_key(checkpoint_id(1)), b"")
     again = Table.from_bytes(table.to_bytes(), "a table")
@@ -98,8 +98,8 @@ def test_what_is_written_is_read(count: int) -> None:
     assert unpress(press(canonical(layout.shared.data))) == layout.shared.data
 
 
-def test_equal_digests_take_no_less_than_others(tmp_path: Path) -> None:
-    """Chunks of zeros, as of fresh moments: their rows are counted by their digests, which stand there as they are."""
+def test_equal_digests_are_stored_in_full(tmp_path: Path) -> None:
+    """Equal chunks, for example zeros in fresh moments, have separate rows with uncompressed digests."""
     layout = a_layout(20_000, shape=(1,))
     table = build_table(layout, data_key(checkpoint_id(1)), None)
     raw = table.to_bytes()

@@ -1,4 +1,4 @@
-"""RUN@STEP: the same checkpoint by the same words in every command, and in `ckpt.load`."""
+"""RUN@STEP selects the same checkpoint in every command and in `ckpt.load`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["call"]  # a fixture
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the steps 2, 4 and 6."""
+    """Return a run with the steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("made")
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder))
@@ -64,8 +64,8 @@ def test_only_a_last_at_before_a_step_counts(text: str, run: str, step: Any) -> 
     assert reference.split(text) == (run, step)
 
 
-def test_a_folder_of_that_very_name_is_meant(made: Path, tmp_path: Path, call: Any) -> None:
-    """Also beside a run whose step it could be; and it has steps of its own."""
+def test_existing_folder_overrides_a_step(made: Path, tmp_path: Path, call: Any) -> None:
+    """The folder is used even if the name could also be a step of another run, and it has its own steps."""
     shutil.copytree(made, tmp_path / "run")
     shutil.copytree(made, tmp_path / "run@4")
     assert call("show", tmp_path / "run@4", "--json").json["step"] == 6
@@ -83,7 +83,7 @@ def test_steps_of_url_and_option_must_agree(made: Path, call: Any) -> None:
 
 
 def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
-    """The step that a command has worked on, as it says itself."""
+    """Return the step that a command reports in its output."""
     more = {"copy": [tmp_path / "copy"], "diff": [run]}
     more |= {name: ["--to", tmp_path / "out.pt", "--dry-run"] for name in ("export", "restore")}
     found = call(command, run, *more.get(command, []), "--json").json
@@ -107,8 +107,8 @@ def steps_of(command: str, run: str, call: Any, tmp_path: Path) -> int:
 @pytest.mark.parametrize(
     "command", ["show", "verify", "copy", "repair", "export", "restore", "diff", "pin", "unpin", "rm"]
 )
-def test_every_command_takes_it(command: str, made: Path, call: Any, tmp_path: Path) -> None:
-    """Of a step, the newest, and one that is not there; `--step` says the same, where there is one run only."""
+def test_every_command_accepts_a_step(command: str, made: Path, call: Any, tmp_path: Path) -> None:
+    """Covers a given step, the newest and a missing one. Commands with a single run also have `--step`."""
     assert steps_of(command, f"{made}@4", call, tmp_path) == 4
     assert steps_of(command, f"{made}@latest", call, tmp_path) == 6
     with pytest.raises((AssertionError, ValueError, CheckpointError)):
@@ -117,7 +117,7 @@ def test_every_command_takes_it(command: str, made: Path, call: Any, tmp_path: P
         assert "--step" in call(command, "--help").out
 
 
-def test_load_takes_it(made: Path) -> None:
+def test_load_accepts_a_step(made: Path) -> None:
     assert ckpt.load(f"{made}@4").step == 4 and ckpt.load(f"{made}@latest").step == 6
     assert ckpt.load(f"{normalise(made)}@2").url == normalise(made)
     with pytest.raises(ckpt.errors.NoCheckpointError, match="step 5"):
@@ -125,13 +125,13 @@ def test_load_takes_it(made: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "gc", "prune", "faults", "report"])
-def test_what_is_about_a_whole_run_says_so(command: str, made: Path, call: Any) -> None:
+def test_commands_for_whole_runs_reject_a_step(command: str, made: Path, call: Any) -> None:
     refused = call(command, f"{made}@4", *(["--keep-last", 2] if command == "prune" else []))
     assert refused.code == 2 and "a whole run" in refused.err
 
 
 @pytest.mark.parametrize("command", ["pin", "unpin", "rm"])
-def test_what_changes_one_checkpoint_wants_it_named(command: str, made: Path, call: Any) -> None:
+def test_commands_that_change_a_checkpoint_require_a_step(command: str, made: Path, call: Any) -> None:
     refused = call(command, made, "--yes")
     assert refused.code == 2 and f"{made}@STEP" in refused.err
 
@@ -139,8 +139,8 @@ def test_what_changes_one_checkpoint_wants_it_named(command: str, made: Path, ca
 # -- runs below a folder --
 
 
-def test_ls_lists_the_runs_below(made: Path, tmp_path: Path, call: Any) -> None:
-    """With their newest steps, in folders of folders too; what is no run is not one, and a damaged one is named."""
+def test_ls_lists_runs_in_subfolders(made: Path, tmp_path: Path, call: Any) -> None:
+    """Runs in nested folders are listed with their newest steps. Other folders are ignored; a damaged run is named."""
     shutil.copytree(made, tmp_path / "runs" / "a")
     shutil.copytree(made, tmp_path / "runs" / "group" / "b")
     (tmp_path / "runs" / "notes").mkdir()
@@ -150,15 +150,20 @@ def test_ls_lists_the_runs_below(made: Path, tmp_path: Path, call: Any) -> None:
     assert [(one["name"], one["newest"], one["checkpoints"]) for one in found] == [
         ("a", 6, 3), ("bad", None, 0), ("group/b", 6, 3),
     ]  # fmt: skip
-    said = call("ls", tmp_path / "runs")
+    listing = call("ls", tmp_path / "runs")
     with contextlib.chdir(tmp_path / "runs"):
-        assert call("ls").out == said.out
-    assert said.code == 0 and "group/b" in said.out and "bad cannot be read" in said.out and "3 runs" in said.out
+        assert call("ls").out == listing.out
+    assert (
+        listing.code == 0
+        and "group/b" in listing.out
+        and "bad cannot be read" in listing.out
+        and "3 runs" in listing.out
+    )
     assert call("ls", tmp_path / "runs" / "notes").code == 2
 
 
-def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> None:
-    """Of another user's folder nobody can say whether it is a run: that is said, and the others are listed."""
+def test_private_folder_hides_no_run(made: Path, call: Any) -> None:
+    """Another user's folder may or may not be a run: it is listed as unreadable, and the others are listed."""
     with tempfile.TemporaryDirectory() as folder:
         parent = Path(folder)
         for name in ("group/mine", "theirs"):
@@ -168,41 +173,41 @@ def test_a_private_folder_is_a_row_and_hides_no_run(made: Path, call: Any) -> No
         (parent / "group" / "x" / "deep").chmod(0)
         parent.chmod(0o755)
         with nobody():
-            said, rows = call("ls", parent), call("ls", parent, "--json").json["runs"]
-            assert call("ls", parent / "group" / "x").code == 2  # no run that one could name
+            listing, rows = call("ls", parent), call("ls", parent, "--json").json["runs"]
+            assert call("ls", parent / "group" / "x").code == 2  # no run that could be named
         (parent / "group" / "x" / "deep").chmod(0o700)
         (parent / "theirs").chmod(0o700)
     assert [(one["name"], one["newest"], bool(one["problem"])) for one in rows] == [
         ("group/mine", 6, False), ("group/x/deep", None, True), ("theirs", None, True),
     ]  # fmt: skip
-    assert said.code == 0 and "theirs cannot be read: permission denied" in said.out
+    assert listing.code == 0 and "theirs cannot be read: permission denied" in listing.out
     size = data_bytes(made)
-    assert rows[0]["bytes_in_files"] == size and f"1 run, {human(size)} in files" in said.out
+    assert rows[0]["bytes_in_files"] == size and f"1 run, {human(size)} in files" in listing.out
 
 
-def test_the_nightly_loop_of_the_guide_finds_the_damaged_run(made: Path, tmp_path: Path) -> None:
-    """The block of docs/guide/operate.md as it stands: 0 where all are good, else 1 and the names of the others. A
-    folder that is not there, that has no runs, or is one, is not called good."""
+def test_nightly_loop_of_the_guide_finds_damage(made: Path, tmp_path: Path) -> None:
+    """The block in docs/guide/operate.md exits with 0 if all runs are intact, otherwise with 1 and the other names. A
+    folder that is missing, has no runs, or is a run itself, gives an error."""
     page = (REPO / "docs" / "guide" / "operate.md").read_text()
     block = page[page.index("```bash\nset -eo") :].removeprefix("```bash\n").partition("```")[0]
-    words, there = ["bash", "-c", block], f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {"PATH": there, "RUNS": str(tmp_path), "PYTHONPATH": PYTHONPATH}
+    command, path = ["bash", "-c", block], f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {"PATH": path, "RUNS": str(tmp_path), "PYTHONPATH": PYTHONPATH}
     for run in (tmp_path / "nothing", tmp_path, made):
-        none = subprocess.run(words, capture_output=True, text=True, env={**environment, "RUNS": str(run)})
+        none = subprocess.run(command, capture_output=True, text=True, env={**environment, "RUNS": str(run)})
         assert none.returncode != 0 and none.stderr, run
     for name in ("good one", "hurt"):
         shutil.copytree(made, tmp_path / name)
-    good = subprocess.run(words, capture_output=True, text=True, env=environment)
+    good = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (good.returncode, good.stdout) == (0, "")
     file = data_files(tmp_path / "hurt")[-1]
     file.write_bytes(file.read_bytes()[:-1])
-    bad = subprocess.run(words, capture_output=True, text=True, env=environment)
+    bad = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (bad.returncode, bad.stdout) == (1, f"file://{tmp_path}/hurt: exit code 1\n")
 
 
 @contextlib.contextmanager
 def nobody() -> Iterator[None]:
-    """Not root, for whom no folder is private."""
+    """Drop root privileges, because root can read every folder."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
@@ -212,12 +217,12 @@ def nobody() -> Iterator[None]:
         os.seteuid(before)
 
 
-def test_of_a_folder_of_runs_commands_say_how_they_are_called(made: Path, tmp_path: Path, call: Any) -> None:
-    """`ckpt report` for each of them, and it works so; any other command names `ckpt ls`. Not where there are none."""
+def test_commands_explain_use_with_a_folder_of_runs(made: Path, tmp_path: Path, call: Any) -> None:
+    """`ckpt report` prints a command for each run, which works. Others refer to `ckpt ls` if there are runs."""
     shutil.copytree(made, tmp_path / "my runs" / "group" / "b")
-    said = call("report", tmp_path / "my runs")
-    (command,) = [line for line in said.out.splitlines() if line.startswith("ckpt report ")]
-    assert said.code == 0 and "contains 1 run" in said.out
+    listing = call("report", tmp_path / "my runs")
+    (command,) = [line for line in listing.out.splitlines() if line.startswith("ckpt report ")]
+    assert listing.code == 0 and "contains 1 run" in listing.out
     assert call(*shlex.split(command)[1:]).code == 0
     assert call("report", tmp_path / "my runs", "--json").json["runs"] == [f"file://{tmp_path}/my runs/group/b"]
     refused = call("show", tmp_path / "my runs")
@@ -229,10 +234,10 @@ def test_of_a_folder_of_runs_commands_say_how_they_are_called(made: Path, tmp_pa
 # -- the names of the command --
 
 
-def test_it_can_be_called_as_a_module(made: Path) -> None:
-    """Where another package has a command `ckpt`; and `everystep` is the same command."""
-    words = [sys.executable, "-m", "ckpt", "ls", str(made)]
-    ended = subprocess.run(words, capture_output=True, text=True, env={"PYTHONPATH": PYTHONPATH}, check=True)
+def test_command_runs_as_a_module(made: Path) -> None:
+    """This is needed if another package has a command `ckpt`. `everystep` is the same command."""
+    command = [sys.executable, "-m", "ckpt", "ls", str(made)]
+    ended = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": PYTHONPATH}, check=True)
     assert "3 checkpoints" in ended.stdout
     scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["everystep"] == scripts["ckpt"] == f"{app.__package__}:main"

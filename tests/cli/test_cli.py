@@ -1,4 +1,4 @@
-"""The command line, on real runs: what it says, in which form, and with which exit code."""
+"""The command line on real runs: output, formats and exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOSTILE = "[red]\x1b[31mworm\x9b\r\u202e[/nosuchtag]"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the steps 2, 4 and 6. Tests that damage it copy it first."""
+    """Return a run with the steps 2, 4 and 6. Tests that damage it copy it first."""
     folder = tmp_path_factory.mktemp("made")
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder))
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to be changed."""
+    """Return a copy of that run that may be changed."""
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 
@@ -62,11 +62,11 @@ def arguments_of(command: str, run: Path) -> list[str]:
     return [command, str(run)] if command != "diff" else [command, f"{run}@4", f"{run}@6"]
 
 
-# -- what each says --
+# -- output of each command --
 
 
 def test_ls_lists_newest_first(made: Path, call: Any) -> None:
-    """Every checkpoint with its step, attempt, time, size, ranks and reason; the newest is marked."""
+    """Each checkpoint is shown with step, id, time, size, ranks and reason. The newest is marked."""
     found = call("ls", made, "--json")
     rows = found.json["checkpoints"]
     assert (found.code, [r["step"] for r in rows], found.json["url"]) == (0, [6, 4, 2], f"file://{made}")
@@ -84,8 +84,8 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
     assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 7
 
 
-def test_ls_tells_undone_from_present_and_leaves_out_retired(run: Path, call: Any) -> None:
-    """After a rollback to step 4, step 6 is said to be undone; what a PLAN retired is not shown."""
+def test_ls_marks_undone_and_omits_retired_steps(run: Path, call: Any) -> None:
+    """After a rollback to step 4, step 6 is shown as undone. A checkpoint that a PLAN retired is not shown."""
     two, four = (CheckpointId.parse(id_at(run, step)) for step in (2, 4))
 
     async def roll_back() -> None:
@@ -102,8 +102,8 @@ def test_ls_tells_undone_from_present_and_leaves_out_retired(run: Path, call: An
     assert "undone by a rollback" in call("ls", run).out.splitlines()[2]
 
 
-def test_show_says_what_is_inside(made: Path, call: Any) -> None:
-    """Tensors with dtype, shape and bytes, tied ones as such, plain values decoded, data files and totals."""
+def test_show_lists_tensors_values_and_files(made: Path, call: Any) -> None:
+    """The output has tensors with dtype, shape and bytes, tied tensors, decoded plain values, data files and totals."""
     found = call("show", made, "--step", 4, "--json").json
     tensors = {t["name"]: t for t in found["tensors"]}
     own = [t for t in tensors.values() if t["alias_of"] is None]
@@ -127,8 +127,8 @@ def test_show_says_what_is_inside(made: Path, call: Any) -> None:
     assert re.search(r"^sched\.last_epoch +int +4$", text, re.MULTILINE)
 
 
-def test_ls_says_which_are_increments(increments: Path, call: Any) -> None:
-    """And how much each has written itself, in however many files; that is less for an increment."""
+def test_ls_marks_increments(increments: Path, call: Any) -> None:
+    """The size is that of the checkpoint's own data files, and is smaller for an increment."""
     rows = {row["step"]: row for row in call("ls", increments, "--json").json["checkpoints"]}
     assert {step: row["full"] for step, row in rows.items()} == {1: True, 2: True, 3: False, 4: False, 5: True}
     for row in rows.values():
@@ -139,9 +139,9 @@ def test_ls_says_which_are_increments(increments: Path, call: Any) -> None:
     assert re.fullmatch(r"5 checkpoints, [0-9.]+ [kM]B written, [0-9.]+ [kM]B in files", lines[-1])
 
 
-def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
-    """Of each tensor: what was stored for it, in which form, what must be decoded first, what a restore reads; of all:
-    what it is built on, the older files it uses, and bytes that add up."""
+def test_show_describes_how_tensors_are_stored(increments: Path, call: Any) -> None:
+    """For each tensor, the output has the stored bytes, their form, the depth of decoding, and the bytes a restore
+    reads. For the checkpoint, it has its base, the older files it uses, and consistent totals."""
     found = call("show", increments, "--step", 4, "--json").json
     tensors = {t["name"]: t for t in found["tensors"]}
     held = {name: (t["held"], t["depth"]) for name, t in tensors.items()}
@@ -166,12 +166,12 @@ def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
     )
     gone = "\n".join(show.storage_lines({**found, "needs_there": False}))
     assert found["needs_there"] and "an increment, refers to files of step 2, number 2 after" in gone
-    assert all(len(line) <= 100 for line in text.splitlines()[1:]), "but for the URL, which may be long"
+    assert all(len(line) <= 100 for line in text.splitlines()[1:]), "all lines except the URL"
 
 
-def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path, tmp_path: Path, call: Any) -> None:
-    """A flipped bit in a file of step 2 damages what builds on it; --no-data sees headers and sizes only. What progress
-    is told beforehand is what is read then."""
+def test_verify_reads_older_files_unless_no_data(increments: Path, tmp_path: Path, call: Any) -> None:
+    """A flipped bit in a file of step 2 damages the steps that use it. --no-data checks only headers and sizes. The
+    announced number of bytes equals the bytes read."""
     run = Path(shutil.copytree(increments, tmp_path / "copy"))
     assert call("verify", run, "--all", "--no-data", "--json").json["data"] is False
     file = data_file(run, 2)
@@ -201,15 +201,15 @@ def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path,
 
 
 def test_show_only_filters_tensors(made: Path, call: Any) -> None:
-    """A shell pattern picks tensors by name; a pattern that picks none is wrong usage."""
+    """A shell pattern selects tensors by name. A pattern without a match is wrong usage."""
     names = [t["name"] for t in call("show", made, "--only", "model.*.weight", "--json").json["tensors"]]
     assert names == ["model.0.weight", "model.1.weight", "model.3.weight"]
     found = call("show", made, "--only", "nothing*")
     assert found.code == 2 and "nothing*" in found.err
 
 
-def test_verify_of_a_sound_run(made: Path, call: Any) -> None:
-    """Exit code 0 and the verdict for the newest, a given step, or all."""
+def test_verify_of_an_intact_run(made: Path, call: Any) -> None:
+    """The exit code is 0 and the verdict is shown for the newest step, a given step, or all."""
     for options, steps in (([], [6]), (["--step", 2], [2]), (["--all"], [6, 4, 2])):
         found = call("verify", made, *options, "--json")
         assert (found.code, found.json["problems"]) == (0, [])
@@ -218,7 +218,7 @@ def test_verify_of_a_sound_run(made: Path, call: Any) -> None:
 
 
 def test_verify_names_the_damaged_tensor(run: Path, call: Any) -> None:
-    """One flipped byte in a data file: exit code 1, and the tensor it lies in; the other checkpoints stay sound."""
+    """A flipped byte in a data file gives exit code 1 and the tensor's name. Other checkpoints stay intact."""
     file = data_file(run, 4)
     header = json.loads(file.read_bytes()[8:4096])
     flip(file, 4096 + header["model.3.bias"]["data_offsets"][0] + 5)
@@ -226,13 +226,13 @@ def test_verify_names_the_damaged_tensor(run: Path, call: Any) -> None:
     verdicts = {c["step"]: c for c in found.json["checkpoints"]}
     assert (found.code, [verdicts[s]["verdict"] for s in (6, 4, 2)]) == (1, ["sound", "damaged", "sound"])
     assert [p.split()[0] for p in verdicts[4]["problems"]] == ["model.3.bias"]
-    told = call("verify", run, "--step", 4)
-    assert told.code == 1 and "model.3.bias is damaged" in told.out
+    result = call("verify", run, "--step", 4)
+    assert result.code == 1 and "model.3.bias is damaged" in result.out
     assert call("verify", run).code == 0
 
 
 @pytest.mark.parametrize("file", [*KINDS, "log/*2.json", "FORMAT.json"])
-def test_verify_notices_one_flipped_bit_in_any_kind_of_file(run: Path, call: Any, file: str) -> None:
+def test_verify_detects_a_flipped_bit_in_any_file(run: Path, call: Any, file: str) -> None:
     """Flip a bit in the first byte, in a middle one and in the last byte."""
     (path,) = checkpoint_files(run, file, step=6) if file in KINDS else run.glob(file)
     for at in (0, path.stat().st_size // 2, -1):
@@ -245,8 +245,8 @@ def test_verify_notices_one_flipped_bit_in_any_kind_of_file(run: Path, call: Any
         assert call("verify", run, "--all").code == 0
 
 
-def test_a_damaged_log_is_said_loudly(run: Path, call: Any) -> None:
-    """Each command that still can answers, and warns on stderr; if no checkpoint is left, verify still says why."""
+def test_damaged_log_is_reported_on_stderr(run: Path, call: Any) -> None:
+    """Commands that still work warn on stderr. If no checkpoint is left, verify exits with 1."""
     flip(sorted((run / "log").iterdir())[-1], 40)
     for command in ("ls", "show", "verify"):
         found = call(command, run, "--json")
@@ -258,10 +258,10 @@ def test_a_damaged_log_is_said_loudly(run: Path, call: Any) -> None:
     assert call("verify", run, "--all").code == 1
 
 
-def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
-    """A job that cleans up while we look is no damage; the same missing file in a live checkpoint is."""
+def test_step_retired_during_verify_is_not_damaged(run: Path) -> None:
+    """A file deleted by a concurrent cleanup is not damage. The same missing file in a live checkpoint is."""
 
-    async def look(plan: bool) -> str:
+    async def verdict_of(plan: bool) -> str:
         log, other = RunLog(open_store(run)), RunLog(open_store(run))
         await log.open()
         await other.open()
@@ -275,15 +275,15 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
         await other.store.aclose()
         return str(verdict)
 
-    assert asyncio.run(look(plan=False)) == "damaged"
-    assert asyncio.run(look(plan=True)) == "retired"
+    assert asyncio.run(verdict_of(plan=False)) == "damaged"
+    assert asyncio.run(verdict_of(plan=True)) == "retired"
 
 
 # -- diff --
 
 
-def test_diff_of_equal_checkpoints_reads_no_tensor(run: Path, call: Any) -> None:
-    """A copy of a run is equal, which the digests alone can tell: even with the data files' bytes gone."""
+def test_diff_of_equal_checkpoints_reads_no_data(run: Path, call: Any) -> None:
+    """The digests show that two checkpoints are equal, even if their data files are empty."""
     for file in data_files(run):
         size = file.stat().st_size
         os.truncate(file, 0)
@@ -291,11 +291,11 @@ def test_diff_of_equal_checkpoints_reads_no_tensor(run: Path, call: Any) -> None
     found = call("diff", f"{run}@4", f"{run}@4", "--json")
     assert (found.code, found.json["equal"], found.json["a"]["step"]) == (0, True, 4)
     assert call("diff", run, run).out == "equal\n"
-    assert call("diff", f"{run}@4", run).code == 2  # where they differ, the bytes are needed, and are damaged
+    assert call("diff", f"{run}@4", run).code == 2  # differences require the bytes, which are damaged
 
 
 def test_diff_of_two_steps(made: Path, call: Any) -> None:
-    """Tensors that differ with the largest difference, as torch computes it, and plain values by path."""
+    """The output has changed tensors with the largest difference, as torch computes it, and plain values by path."""
     found = call("diff", f"{made}@4", f"{made}@6", "--json")
     tensors = {t["name"]: t for t in found.json["tensors"]}
     a, b = ckpt.load(made, step=4), ckpt.load(made, step=6)
@@ -313,7 +313,7 @@ def test_diff_of_two_steps(made: Path, call: Any) -> None:
 
 
 def test_diff_of_other_layouts_and_dtypes(tmp_path: Path, call: Any) -> None:
-    """Names in one only, changed dtype or shape, untied weights, and differences in bf16, f16, integers and NaN."""
+    """Covers tensors in one checkpoint only, changed dtypes or shapes, untied weights, and other dtypes and NaN."""
     t = torch.tensor
     shared = torch.ones(3)
     one = {
@@ -340,20 +340,20 @@ def test_diff_of_other_layouts_and_dtypes(tmp_path: Path, call: Any) -> None:
     assert re.search(r"^changed +dtype +F32 \(2,\) +F64 \(2,\)$", text, re.MULTILINE)
 
 
-def test_diff_notices_another_kind_of_container(tmp_path: Path, call: Any) -> None:
-    """A tuple in place of an equal list is a difference, though every value in them is the same."""
+def test_diff_detects_another_type_of_container(tmp_path: Path, call: Any) -> None:
+    """A tuple instead of an equal list is a difference, even if all values are equal."""
     for name, value in (("one", [1, [2]]), ("two", (1, [2])), ("three", [1, [2]])):
         save(tmp_path / name, {"v": {"x": value}}, range(1, 2), every=1)
     assert call("diff", tmp_path / "one", tmp_path / "two").code == 1
     assert call("diff", tmp_path / "one", tmp_path / "three").code == 0
 
 
-# -- what may go wrong --
+# -- errors --
 
 
 @pytest.mark.parametrize("command", app.COMMANDS)
 def test_help_has_an_example(command: str, call: Any) -> None:
-    """`--help` of each command shows a line that one can copy, and that of all says which there are."""
+    """`--help` of each command has an example to copy. The help of `ckpt` lists all commands."""
     found = call(command, "--help")
     assert found.code == 0 and f"ckpt {command} " in found.out.partition("Example:")[2]
     assert "give up" not in found.out.lower()  # checkpoints and files are deleted
@@ -362,8 +362,8 @@ def test_help_has_an_example(command: str, call: Any) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_cannot_be_read_is_two_lines_and_code_2(command: str, made: Path, tmp_path: Path, call: Any) -> None:
-    """Not a run, somebody else's folder, no such place, no such step: never a traceback. An unknown scheme is one."""
+def test_unreadable_run_exits_with_code_2(command: str, made: Path, tmp_path: Path, call: Any) -> None:
+    """Covers a missing run, a foreign folder and a missing step: no traceback. An unknown scheme is one line."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "FORMAT.json").write_text("{}")
@@ -379,35 +379,35 @@ def test_what_cannot_be_read_is_two_lines_and_code_2(command: str, made: Path, t
         assert (found.code, found.out) == (2, "") and "6, 4, 2" in found.err
 
 
-def test_wrong_usage_is_code_2(made: Path, call: Any) -> None:
-    """Unknown commands and options, missing arguments, and options that exclude each other."""
-    for words in (
+def test_wrong_usage_exits_with_code_2(made: Path, call: Any) -> None:
+    """Covers unknown commands and options, missing arguments, and exclusive options."""
+    for args in (
         ["nosuch"],
         ["ls"],
         ["ls", made, "--nosuch"],
         ["verify", made, "--step", "1", "--all"],
         ["diff", made],
     ):
-        assert call(*words).code == 2
+        assert call(*args).code == 2
 
 
-def test_a_newer_format_is_refused(run: Path, call: Any) -> None:
-    """A run of a later major version is code 2, and the message says to upgrade; of an earlier one, which is not read
-    any more, it says by its number what it is."""
+def test_other_format_versions_are_rejected(run: Path, call: Any) -> None:
+    """A newer major version exits with 2 and advises an upgrade. An older one, which is no longer read, is named in the
+    error."""
     path = run / "FORMAT.json"
     fields = {k: v for k, v in json.loads(path.read_text()).items() if k != "digest"}
-    for major, words in ((MAJOR + 1, "upgrade"), (2, "format 2.0, this version reads 3.x: use the version that wrote")):
+    for major, text in ((MAJOR + 1, "upgrade"), (2, "format 2.0, this version reads 3.x: use the version that wrote")):
         path.write_bytes(seal({**fields, "major": major}))
         for command in COMMANDS:
             found = call(*arguments_of(command, run))
-            assert found.code == 2 and words in found.err.replace("\n", " ")
+            assert found.code == 2 and text in found.err.replace("\n", " ")
 
 
-def test_a_damaged_checkpoint_is_code_2_where_it_is_needed(run: Path, call: Any) -> None:
-    """`show` and `diff` say what is damaged; `ls` reads the log alone, and lists all of them."""
+def test_damaged_checkpoint_exits_with_code_2_if_needed(run: Path, call: Any) -> None:
+    """`show` and `diff` report the damage. `ls` reads only the log and lists all checkpoints."""
     flip(manifests(run, 6)[0], 100)
-    for words in (["show", run], ["diff", f"{run}@4", run]):
-        found = call(*words)
+    for args in (["show", run], ["diff", f"{run}@4", run]):
+        found = call(*args)
         assert (found.code, found.out) == (2, "") and "step 6 is damaged" in found.err
     found = call("ls", run, "--json")
     assert found.code == 0 and [r["step"] for r in found.json["checkpoints"]] == [6, 4, 2]
@@ -415,7 +415,7 @@ def test_a_damaged_checkpoint_is_code_2_where_it_is_needed(run: Path, call: Any)
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: Any) -> None:
-    """The same keys every time, ASCII only, and no tensor's data."""
+    """The keys never change, the output is ASCII, and no tensor data is included."""
     keys = {
         "ls": {"url", "damaged_records", "may_be_lost", "bytes_in_files", "checkpoints"},
         "show": {
@@ -431,7 +431,7 @@ def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: A
 
 
 def test_hostile_names_stay_text(tmp_path: Path, call: Any) -> None:
-    """Markup, escapes and direction overrides in names and values reach no terminal, in no command and no error."""
+    """Markup, escapes and direction overrides in names and values never reach a terminal, in any command or error."""
     for name, scale in (("one", 1.0), ("two", 2.0)):
         weight = nn.ParameterDict({"w": nn.Parameter(torch.ones(3) * scale)})
         save(tmp_path / name, {HOSTILE: weight, "v": {HOSTILE: HOSTILE + name}}, range(1, 2), every=1)
@@ -450,14 +450,14 @@ def test_hostile_names_stay_text(tmp_path: Path, call: Any) -> None:
 def test_negative_control_raw_names_would_reach_the_terminal(
     tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `safe`, the very characters looked for above are printed."""
+    """Without `safe`, the characters that the test above excludes are printed."""
     save(tmp_path / "one", {"v": {HOSTILE: 1}}, range(1, 2), every=1)
     monkeypatch.setattr(terminal, "safe", str)
     assert "\x1b" in call("show", tmp_path / "one").out
 
 
 def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
-    """Parts that are sealed well and say nonsense are damaged, not a crash."""
+    """Manifests with a valid seal and invalid content are damage, not a crash."""
     (path,) = manifests(run, 6)
     log = sorted((run / "log").iterdir())[-1]
     whole = {k: v for k, v in json.loads(path.read_text()).items() if k != "digest"}
@@ -497,26 +497,26 @@ print(torch in sys.modules.values(), file=sys.stderr)
 
 
 def test_torch_is_not_imported(made: Path) -> None:
-    """With torch installed no command touches it, and `ls` not even numpy. Control: the check does see it."""
+    """No command imports torch, and `ls` not even numpy. Control: the check detects an import."""
     result = run_script(LIGHT, *(" ".join(arguments_of(command, made)) for command in COMMANDS), fresh=True)
-    told = "ls False False\nshow True False\nverify True False\ndiff True False\nTrue\n"
-    assert (result.returncode, result.stderr) == (0, told)
+    expected = "ls False False\nshow True False\nverify True False\ndiff True False\nTrue\n"
+    assert (result.returncode, result.stderr) == (0, expected)
 
 
-def test_a_reader_that_is_gone_already_is_quiet(made: Path) -> None:
-    """A pipe whose reader left before the first byte: exit code 141, and not a word."""
+def test_closed_pipe_exits_quietly(made: Path) -> None:
+    """If a pipe's reader is closed before the first byte, the exit code is 141 and nothing is printed."""
     reader, writer = os.pipe()
     os.close(reader)
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    words = [sys.executable, "-m", "ckpt", "show", str(made)]
-    result = subprocess.run(words, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    command = [sys.executable, "-m", "ckpt", "show", str(made)]
+    result = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")
 
 
-def test_options_of_places() -> None:
-    """Options may lie inside others; what looks like JSON is, but keys and secrets are text; what cannot be parsed is
-    refused without being repeated."""
+def test_storage_options_are_parsed() -> None:
+    """Options may be nested. Values are parsed as JSON, but keys and secrets stay text. An error does not repeat the
+    value."""
     context: Any = None
     given = ["a.b=5", "a.c=x", "anon=true", "secret=123", "url=http://x?y=z", 'config_kwargs={"read_timeout": 5}']
     expected = {"a": {"b": 5, "c": "x"}, "anon": True, "secret": "123", "url": "http://x?y=z"}
@@ -528,7 +528,7 @@ def test_options_of_places() -> None:
 
 
 def a_run_at(run: Path) -> Path:
-    """With nothing in it yet."""
+    """Return a run without checkpoints."""
     with ckpt.Checkpointer({"w": torch.ones(2)}, str(run)):
         pass
     return run
@@ -537,22 +537,22 @@ def a_run_at(run: Path) -> Path:
 @pytest.mark.parametrize(
     ("held", "saved"), [(([61, 60, 57], [63, 62, 60]), "60"), (([61], [63]), "nothing"), (([61], []), "61")]
 )
-def test_the_saved_step_of_a_fault_is_one_that_all_ranks_have(
+def test_saved_step_of_a_fault_is_common_to_ranks(
     tmp_path: Path, call: Any, held: tuple[list[int], list[int]], saved: str
 ) -> None:
-    """Not the oldest of their newest, which another may have overwritten. Who says nothing of it takes no part."""
+    """The oldest of their newest steps may be overwritten, so it is not used. Ranks without steps are ignored."""
     run = a_run_at(tmp_path / "run")
     (run / "faults").mkdir()
     for rank, steps in enumerate(held):
-        mine = [SavedStep(step, "memory", "ring", 0.1) for step in steps]
-        one = Fault("death", "killed", rank=rank, world=2, saved=mine, checkpoint="3.abcdefgh")
+        own = [SavedStep(step, "memory", "ring", 0.1) for step in steps]
+        one = Fault("death", "killed", rank=rank, world=2, saved=own, checkpoint="3.abcdefgh")
         (run / one.key).write_bytes(one.to_bytes())
     (row,) = (line for line in call("faults", run).out.splitlines() if "crash or kill" in line)
     assert row.split("crash or kill")[1].split()[0] == saved
 
 
-def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> None:
-    """`ckpt faults` shows it as what it is, with the step that it made durable, and without advice."""
+def test_requested_save_is_not_a_fault(tmp_path: Path, call: Any) -> None:
+    """`ckpt faults` shows a requested save as such, with its durable step and without advice."""
     run, state = tmp_path / "run", toy.build()
     assert call("faults", a_run_at(run)).out == f"file://{run}\nno faults\n"
     with ckpt.Checkpointer(state, ckpt.Tier(str(run), every=1000)) as cp:
@@ -568,8 +568,8 @@ def test_a_save_that_was_asked_for_is_no_fault(tmp_path: Path, call: Any) -> Non
         assert eventually(trained)
     (incident,) = call("faults", run, "--json").json["incidents"]
     assert incident[0]["asked"] is True and incident[0]["kind"] == "request"
-    told = call("faults", run).out
-    assert "no faults" in told and "requested" in told and "before the upgrade" in told and "nothing to do" not in told
+    text = call("faults", run).out
+    assert "no faults" in text and "requested" in text and "before the upgrade" in text and "nothing to do" not in text
     assert "last fault" not in call("top", run, "--once").out
     page = call("report", run, "-o", "-").out
     assert 'class="rule asked"' in page and 'class="rule fault"' not in page

@@ -1,4 +1,4 @@
-"""Completion in shells, as docs/guide/operate.md says to set it up."""
+"""Shell completion, set up as in docs/guide/operate.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GUIDE = (REPO / "docs/guide/operate.md").read_text()
 
 @pytest.fixture
 def shell(tmp_path: Path) -> dict[str, str]:
-    """An environment in which there is a command `ckpt`."""
+    """Return an environment with a command `ckpt`."""
     command = tmp_path / "bin" / "ckpt"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt "$@"\n')
@@ -28,12 +28,12 @@ def shell(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": PYTHONPATH, "PATH": f"{command.parent}:{os.environ['PATH']}"}
 
 
-def completed(words: str, shell: dict[str, str], where: Path) -> list[str]:
-    """What bash offers behind these words, set up by the line of the guide."""
+def completed(text: str, shell: dict[str, str], where: Path) -> list[str]:
+    """Return bash's completions of this line, with the setup line of the guide."""
     (line,) = re.findall(r'`(eval "\$\(_CKPT_COMPLETE=bash_source ckpt\)")`', GUIDE)
-    given = words.split(" ")
-    script = f"{line}\ncomplete -p ckpt\nCOMP_WORDS=({words}) COMP_CWORD={len(given) - 1}\n"
-    script += 'compopt() { compgen -o "$2" -- "${COMP_WORDS[$COMP_CWORD]}"; }\n'  # outside of a key there is none
+    given = text.split(" ")
+    script = f"{line}\ncomplete -p ckpt\nCOMP_WORDS=({text}) COMP_CWORD={len(given) - 1}\n"
+    script += 'compopt() { compgen -o "$2" -- "${COMP_WORDS[$COMP_CWORD]}"; }\n'  # bash allows it only in a completion
     script += f"_ckpt_completion ckpt '{given[-1]}' '{given[-2]}'\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
     done = subprocess.run(
         ["bash", "--norc", "-c", script], env=shell, cwd=where, capture_output=True, text=True, timeout=60, check=True
@@ -44,8 +44,8 @@ def completed(words: str, shell: dict[str, str], where: Path) -> list[str]:
     return [one for one in found if one]
 
 
-def test_bash(shell: dict[str, str], tmp_path: Path) -> None:
-    """Commands by how they begin, options of a command, and folders where a run is wanted."""
+def test_bash_completes_commands_options_and_folders(shell: dict[str, str], tmp_path: Path) -> None:
+    """Commands are completed by prefix, options for their command, and folders if a run is expected."""
     assert completed("ckpt re", shell, tmp_path) == [name for name in COMMANDS if name.startswith("re")]
     assert completed("ckpt verify --no", shell, tmp_path) == ["--no-data"]
     assert completed("ckpt restore x --format d", shell, tmp_path) == ["dcp"]
@@ -54,8 +54,8 @@ def test_bash(shell: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "first"), [("zsh", "#compdef ckpt"), ("fish", "function _ckpt_completion")])
-def test_other_shells(shell: dict[str, str], name: str, first: str) -> None:
-    """Each has a script, which its shell takes where there is one, and which the guide names."""
+def test_other_shells_have_completion_scripts(shell: dict[str, str], name: str, first: str) -> None:
+    """The guide names the script of each shell, and an installed shell accepts it."""
     assert f"_CKPT_COMPLETE={name}_source ckpt" in GUIDE
     done = subprocess.run(
         ["ckpt"],

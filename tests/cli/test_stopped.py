@@ -1,4 +1,4 @@
-"""Ctrl-C in commands that make or delete something: nothing is left half, and one line says what is true."""
+"""Ctrl-C in commands that create or delete something leaves nothing incomplete, and one line describes the result."""
 
 from __future__ import annotations
 
@@ -32,26 +32,25 @@ async def verify(*given, **more):
     return await real(*given, **more)
 read.verify = verify
 """
-SIZE = 3072  # of a matrix of 36 MiB: three windows
+SIZE = 3072  # a matrix of 36 MiB: three windows
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the steps 2, 4 and 6 of a large module, and its weights as another program saves them."""
+    """Return a run with the steps 2, 4 and 6 of a large module, and its weights in a safetensors file."""
     folder = tmp_path_factory.mktemp("made")
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder))
     model = nn.Linear(SIZE, SIZE)
-    save(folder / "run", {"model": model}, range(1, 7), compression="none")  # compressed they have several files
+    save(folder / "run", {"model": model}, range(1, 7), compression="none")  # compressed, they would have several files
     patch.undo()
     save_file(model.state_dict(), folder / "weights.safetensors")
     return folder
 
 
 @pytest.mark.parametrize("name", ["hf", "x.pt", "x.safetensors", "dcp", "run"])
-def test_an_export_that_is_stopped(made: Path, tmp_path: Path, call: Any, name: str) -> None:
-    """Nothing has the name that was asked for; the same call goes on, and what it makes is what an export makes that
-    nobody stopped."""
+def test_stopped_export_is_resumed(made: Path, tmp_path: Path, call: Any, name: str) -> None:
+    """The target does not exist. The same call resumes, and its result equals an uninterrupted export."""
     more = {"dcp": ("--format", "dcp"), "run": ("--format", "run", "--world-size", 2)}.get(name, ())
     target, whole = tmp_path / name, tmp_path / f"whole-{name}"
     line = stopped("export.window@2", "restore", made / "run", "--to", target, *more)
@@ -69,15 +68,15 @@ def test_an_export_that_is_stopped(made: Path, tmp_path: Path, call: Any, name: 
             assert file.read_bytes() == twin.read_bytes(), file
 
 
-def test_an_export_that_is_stopped_when_it_is_there(made: Path, tmp_path: Path, call: Any) -> None:
-    """What has its name already is whole, and that is what is said."""
+def test_export_stopped_at_the_end_is_complete(made: Path, tmp_path: Path, call: Any) -> None:
+    """The target exists and is complete, and the message reports that."""
     line = stopped("export.appeared@1", "restore", made / "run", "--to", tmp_path / "hf")
     assert line == f"ckpt: stopped. {tmp_path / 'hf'} is complete"
     assert call("diff", tmp_path / "hf", made / "run", "--only", "*.weight").code == 0
 
 
-def test_an_import_that_is_stopped(made: Path, tmp_path: Path, call: Any) -> None:
-    """There is no run before it is whole; the same call goes on, and all bits are those of the file."""
+def test_stopped_import_is_resumed(made: Path, tmp_path: Path, call: Any) -> None:
+    """The run does not exist until it is complete. The same call resumes, and all bits equal those of the file."""
     target = tmp_path / "run"
     line = stopped("export.window@2", "import", made / "weights.safetensors", target)
     assert "Nothing was written yet" in line and not target.exists()
@@ -88,8 +87,8 @@ def test_an_import_that_is_stopped(made: Path, tmp_path: Path, call: Any) -> Non
 
 
 @pytest.mark.parametrize("point", ["plan.landed@1", "sweep.deleted@1"])
-def test_giving_up_that_is_stopped(made: Path, tmp_path: Path, call: Any, point: str) -> None:
-    """The run is sound, and what the line says is true: `ckpt gc` takes what is left of the step, all others stay."""
+def test_stopped_rm_leaves_an_intact_run(made: Path, tmp_path: Path, call: Any, point: str) -> None:
+    """The run is intact, and the message is correct: `ckpt gc` deletes the rest of the step, and all others stay."""
     run = Path(shutil.copytree(made / "run", tmp_path / "run"))
     assert "`ckpt gc` deletes their remaining files" in stopped(point, "rm", f"{run}@2", "--yes")
     assert call("verify", run, "--all").code == 0
@@ -101,15 +100,15 @@ def test_giving_up_that_is_stopped(made: Path, tmp_path: Path, call: Any, point:
 
 
 def interrupted(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """A command that gets SIGINT when it begins to read a checkpoint."""
-    words = [sys.executable, "-c", f"{KILL_ITSELF}{COMMAND}", *map(str, arguments)]
+    """Run a command that gets SIGINT when it starts to read a checkpoint."""
+    command = [sys.executable, "-c", f"{KILL_ITSELF}{COMMAND}", *map(str, arguments)]
     return subprocess.run(
-        words, env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=120, check=False
+        command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=120, check=False
     )
 
 
-def test_giving_up_that_is_stopped_before_anything_goes(made: Path, tmp_path: Path, call: Any) -> None:
-    """While the checkpoint that stays is read back: all are there, and the same call gives the step up."""
+def test_rm_stopped_early_deletes_nothing(made: Path, tmp_path: Path, call: Any) -> None:
+    """During the check of the remaining checkpoint, nothing is deleted yet. The same call then deletes the step."""
     run = Path(shutil.copytree(made / "run", tmp_path / "run"))
     done = interrupted("rm", f"{run}@2", "--yes")
     assert (done.returncode, done.stderr.strip()) == (130, "ckpt: stopped. Nothing was deleted: repeat the command")
@@ -117,13 +116,13 @@ def test_giving_up_that_is_stopped_before_anything_goes(made: Path, tmp_path: Pa
     assert call("verify", run, "--all").code == call("rm", f"{run}@2", "--yes").code == 0
 
 
-def test_looking_that_is_stopped(made: Path) -> None:
-    """A command that only looks says so in a line as well."""
+def test_stopped_verify_prints_one_line(made: Path) -> None:
+    """A command that only reads also prints one line."""
     done = interrupted("verify", made / "run")
     assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "ckpt: stopped", "")
 
 
-SLOWLY = """
+SLOW_IMPORT = """
 import sys, time
 class Slow:  # a cold disk
     def find_spec(self, name, path=None, target=None):
@@ -134,19 +133,19 @@ sys.meta_path.insert(0, Slow())
 """
 
 
-@pytest.mark.parametrize("words", [["-m", "ckpt"], ["-c", COMMAND], ["-c", COMMAND.replace("cli", "cli.app")]])
-def test_a_command_that_is_stopped_before_it_has_begun(tmp_path: Path, words: list[str]) -> None:
-    """One line, and no traceback, also while it is being imported. Control: without `cli.main` there is one."""
-    (tmp_path / "sitecustomize.py").write_text(SLOWLY)
+@pytest.mark.parametrize("options", [["-m", "ckpt"], ["-c", COMMAND], ["-c", COMMAND.replace("cli", "cli.app")]])
+def test_command_stopped_during_imports_prints_one_line(tmp_path: Path, options: list[str]) -> None:
+    """One line and no traceback is printed, even during imports. Control: without `cli.main` there is a traceback."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{PYTHONPATH}"}
-    command = [sys.executable, *words, "--help"]
+    command = [sys.executable, *options, "--help"]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    if "app" in words[1]:
-        assert "Traceback" in said
+        stderr = process.communicate(timeout=60)[1]
+    if "app" in options[1]:
+        assert "Traceback" in stderr
     else:
-        assert (process.returncode, said) == (130, "ckpt: stopped\n")
+        assert (process.returncode, stderr) == (130, "ckpt: stopped\n")

@@ -1,4 +1,4 @@
-"""What a person reads fits the terminal, and no word of it is cut."""
+"""Text output fits the terminal, and no word is cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run whose folder has a long name, and a copy of it in which a tensor is damaged."""
+    """Return a run in a folder with a long name, and a copy with a damaged tensor."""
     folder = tmp_path_factory.mktemp("runs") / "experiments-of-a-group-with-a-long-name"
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder.parent))
@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def commands(run: Path, hurt: Path, fresh: Path) -> dict[str, list[list[object]]]:
-    """Calls of each command that prints a table."""
+    """Return calls of each command that prints a table."""
     return {
         "ls": [[run], [run.parent]],
         "show": [[run], [run, "--only", "*.weight"]],
@@ -65,23 +65,23 @@ def squeezed(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("command", NAMES)
-def test_all_fits_80_columns(
+def test_output_fits_80_columns(
     runs: tuple[Path, Path], tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """On a terminal of 80 columns and in a pipe, no line is wider, but for a word that is: that stands alone. All words
-    of a wide terminal are there, whole."""
+    """In a terminal of 80 columns and in a pipe, a line is only wider if it is a single word. All words of a wide
+    terminal appear, uncut."""
     for number, arguments in enumerate(commands(*runs, tmp_path)[command]):
         wide = call(command, *arguments).out
         for columns in ("80", None):
             monkeypatch.delenv("COLUMNS") if columns is None else monkeypatch.setenv("COLUMNS", columns)
             if columns is None:
-                monkeypatch.setattr(terminal.sys, "__stdout__", None)  # what get_terminal_size asks
-            told = call(command, *arguments).out
-            long = [line for line in told.splitlines() if cell_len(line) > 80 and len(line.split()) > 1]
-            assert told and not long, (number, long)
-            if command not in ("doctor", "top"):  # which measure each time
-                # What is taken out of the table has its title with a colon.
-                missing = squeezed(wide) - squeezed(re.sub(r":(\s)", r" \1", told)) - squeezed(told)
+                monkeypatch.setattr(terminal.sys, "__stdout__", None)  # get_terminal_size uses it
+            output = call(command, *arguments).out
+            long = [line for line in output.splitlines() if cell_len(line) > 80 and len(line.split()) > 1]
+            assert output and not long, (number, long)
+            if command not in ("doctor", "top"):  # these measure each time
+                # Values outside of the table have their title with a colon.
+                missing = squeezed(wide) - squeezed(re.sub(r":(\s)", r" \1", output)) - squeezed(output)
                 assert not missing, (number, missing)
         monkeypatch.undo()
         monkeypatch.setenv("COLUMNS", "1000")

@@ -1,4 +1,4 @@
-"""`ckpt top`: what is shown of a run that trains, died, has ended or never was; in any terminal, whatever names say."""
+"""`ckpt top` for runs that train, died, ended or never existed, in any terminal and with hostile names."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def top(*arguments: str, **more: str) -> Result:
-    """One look, in this process, as if the environment were another."""
+    """Run `ckpt top` once in this process with other environment variables."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(top_data, "LEAVE_S", PATIENCE_S)  # or a slow machine ends this process
+        patch.setattr(top_data, "LEAVE_S", PATIENCE_S)  # prevents a slow machine from ending this process
         for name, value in more.items():
             patch.setenv(name, value)
         code = app.main(["top", *arguments])
@@ -81,7 +81,7 @@ def top(*arguments: str, **more: str) -> Result:
 
 
 def seen(run: str, **more: str) -> dict[str, Any]:
-    """As programs see it."""
+    """Return the JSON output for a run."""
     done = top(run, "--once", "--json", **more)
     assert done.code == 0, done.err
     return dict(done.json)
@@ -89,7 +89,7 @@ def seen(run: str, **more: str) -> dict[str, Any]:
 
 @contextmanager
 def child(run: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[int], int]]]:
-    """A trainer in a process of its own, and how to have it do steps."""
+    """Start a trainer in its own process. Yield it with a function that makes it do steps."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     settings = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_WAIT_POLICY": "passive", **more}
     with start_python([sys.executable, "-c", CHILD, run], env=settings, **pipes) as process:
@@ -108,7 +108,7 @@ def child(run: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], Callab
 
 @contextmanager
 def training(run: str, steps: int = 12) -> Iterator[ckpt.Checkpointer]:
-    """A trainer in this process that has done so many steps."""
+    """Yield a trainer in this process after `steps` steps."""
     state = toy.build()
     with ckpt.Checkpointer(state, ckpt.Tier(run, every=10)) as cp:
         for step in range(cp.restore(default=0), steps):
@@ -118,11 +118,11 @@ def training(run: str, steps: int = 12) -> Iterator[ckpt.Checkpointer]:
         yield cp
 
 
-# -- pictures --
+# -- views --
 
 
-def look(rank: int = 0, **more: Any) -> RankStatus:
-    """One of eight ranks that fares well."""
+def rank_status(rank: int = 0, **more: Any) -> RankStatus:
+    """Return the status of one of eight healthy ranks."""
     fields: dict[str, Any] = {
         "run": RUN,
         "rank": rank,
@@ -155,30 +155,30 @@ def picture(view: TopView, width: int = 240, height: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def test_what_is_wrong_is_in_the_picture() -> None:
-    """A dead, a frozen and a silent trainer, a failing and a slow tier, and a writer that does not respond."""
-    assert "not training: the trainer is dead" in picture(TopView(RUN, [look(trainer="dead", world=1)]))
-    assert "frozen" in picture(TopView(RUN, [look(trainer="frozen")]))
-    assert "silent for 30 s" in picture(TopView(RUN, [look(idle_s=30.0)]))
-    assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, usual_s=10.0)]))  # that is how long its steps take
-    assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, doing="paused")]))
+def test_view_shows_problems() -> None:
+    """The view shows dead, frozen and silent trainers, failing and slow tiers, and an unresponsive writer."""
+    assert "not training: the trainer is dead" in picture(TopView(RUN, [rank_status(trainer="dead", world=1)]))
+    assert "frozen" in picture(TopView(RUN, [rank_status(trainer="frozen")]))
+    assert "silent for 30 s" in picture(TopView(RUN, [rank_status(idle_s=30.0)]))
+    assert "silent" not in picture(TopView(RUN, [rank_status(idle_s=30.0, usual_s=10.0)]))  # its steps take that long
+    assert "silent" not in picture(TopView(RUN, [rank_status(idle_s=30.0, doing="paused")]))
     failing = TierStatus(FAR, 10, failed=3, error="access denied", waiting=3)
-    text = picture(TopView(RUN, [look(tiers=(failing,))]))
+    text = picture(TopView(RUN, [rank_status(tiers=(failing,))]))
     assert "3 failed" in text and f"{FAR}: access denied" in text and "3 on their way" in text
     long = replace(failing, error="step 9 was left out in it, which has taken nothing for 15 s: see whether it answers")
-    narrow = picture(TopView(RUN, [look(tiers=(long,))]), 80)
+    narrow = picture(TopView(RUN, [rank_status(tiers=(long,))]), 80)
     assert "3 failed" in narrow and "see whether it answers" in " ".join(narrow.split()), narrow
-    assert "no whole snapshot" in picture(TopView(RUN, [look(in_memory=None)]))
-    text = picture(TopView(RUN, [look()], {3: "does not respond"}))
-    assert "local rank 3" in text and "does not respond" in text and "elsewhere" not in text  # it may be one of those
+    assert "no whole snapshot" in picture(TopView(RUN, [rank_status(in_memory=None)]))
+    text = picture(TopView(RUN, [rank_status()], {3: "does not respond"}))
+    assert "local rank 3" in text and "does not respond" in text and "elsewhere" not in text  # may be one of those
     text = picture(TopView(RUN, stored=RunStored(RUN, error="no route to host")))
     assert "no trainer on this machine" in text and "cannot be read: no route to host" in text
 
 
 @pytest.mark.parametrize("width", [10, 40, 80, 200])
-def test_it_fits_into_any_terminal(width: int) -> None:
-    """No line is wider than it; the step is seen in 40 columns."""
-    ranks = [look(rank, fault="x" * 500, fault_at="2026", doing="tränen語語") for rank in range(8)]
+def test_view_fits_into_any_terminal(width: int) -> None:
+    """No line is wider than the terminal, and the step fits into 40 columns."""
+    ranks = [rank_status(rank, fault="x" * 500, fault_at="2026", doing="tränen語語") for rank in range(8)]
     for view in (
         TopView(RUN, ranks, stored=RunStored(RUN * 5, 1.0)),
         TopView(RUN * 20, (), {0: "語" * 50}),
@@ -187,12 +187,12 @@ def test_it_fits_into_any_terminal(width: int) -> None:
         assert all(cell_len(line) <= width for line in picture(view, width).splitlines())
     assert width < 40 or "1,234" in picture(TopView(RUN, ranks), width)
     whole = picture(TopView(RUN, ranks, stored=RunStored(RUN, 1.0, effective=0.5)), width)
-    assert width < 40 or ("steps/s" in whole and "effective 50.00 %" in whole)  # no piece of the first lines is cut
+    assert width < 40 or ("steps/s" in whole and "effective 50.00 %" in whole)  # no part of the first lines is cut
 
 
-def test_of_many_ranks_the_worst_are_seen() -> None:
-    """A dead one, one that is behind and one that stalls are shown; the others are summed up in a line."""
-    ranks = [look(rank, world=64) for rank in range(64)]
+def test_worst_of_many_ranks_are_shown() -> None:
+    """Dead, lagging and stalling ranks are shown. One line summarizes the others."""
+    ranks = [rank_status(rank, world=64) for rank in range(64)]
     ranks[40] = replace(ranks[40], trainer="dead")
     ranks[50] = replace(ranks[50], step=1200)
     ranks[60] = replace(ranks[60], stall_share=0.2)
@@ -209,16 +209,16 @@ def test_of_many_ranks_the_worst_are_seen() -> None:
 HOSTILE = "[red]ha[/red] \x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r\n[link=x]"
 
 
-def test_names_cannot_do_anything() -> None:
-    """Escape sequences and markup in whatever a run says come out as text, also through rich."""
-    bad = look(
+def test_hostile_names_are_shown_as_text() -> None:
+    """Escape sequences and markup in names and messages are shown as text, also through rich."""
+    bad = rank_status(
         doing=HOSTILE, host=HOSTILE, fault=HOSTILE, fault_at=HOSTILE, trainer=HOSTILE, slots=(SlotStatus(HOSTILE),),
         tiers=(TierStatus(HOSTILE, error=HOSTILE),), device=DeviceStatus(HOSTILE, 0.5),
     )  # fmt: skip
     stored = RunStored(
         HOSTILE, 1.0, HOSTILE, seen_step=1, seen_host=HOSTILE, ended=HOSTILE, fault=HOSTILE, fault_at="9"
     )
-    for view in (TopView(HOSTILE, [bad, look(1)], {7: HOSTILE}, stored), TopView(HOSTILE, (), {}, stored)):
+    for view in (TopView(HOSTILE, [bad, rank_status(1)], {7: HOSTILE}, stored), TopView(HOSTILE, (), {}, stored)):
         assert all(line.isprintable() for line in picture(view, 400).splitlines())
         output = io.StringIO()
         Console(file=output, width=400, force_terminal=True, color_system="standard").print(Group(*lines(view, 400)))
@@ -230,8 +230,8 @@ def test_names_cannot_do_anything() -> None:
 # -- runs --
 
 
-def test_a_run_from_its_first_step_to_long_after_its_end(run_dir: str) -> None:
-    """While it trains, when it was killed and its writer holds the memory, when another has ended it, and never."""
+def test_run_is_shown_through_its_whole_life(run_dir: str) -> None:
+    """Covers a missing run, training, a killed trainer whose writer holds the memory, and a run that ended."""
     never = top(run_dir, "--once")
     assert never.code == 2 and "no run at" in never.err and "that a Checkpointer saves to" in never.err
     nowhere = top("memory:nobody")
@@ -269,8 +269,8 @@ def test_a_run_from_its_first_step_to_long_after_its_end(run_dir: str) -> None:
     assert all(len(line) <= 40 for line in text.out.splitlines())
 
 
-def test_all_writers_of_this_machine_and_how_one_is_ended(run_dir: str, own_sockets: Path) -> None:
-    """`ckpt top` alone: the process to end, its memory, what would be lost with it, and how long it stays otherwise."""
+def test_top_lists_writers_of_this_machine(run_dir: str, own_sockets: Path) -> None:
+    """`ckpt top` alone lists writers with their memory, undurable steps, and the time until they exit."""
     none = top()
     assert none.code == 0 and "no writer" in none.out
     with child(run_dir) as (process, go):
@@ -292,13 +292,13 @@ def test_all_writers_of_this_machine_and_how_one_is_ended(run_dir: str, own_sock
         assert eventually(lambda: "no writer" in top().out, PATIENCE_S)
 
 
-def test_nobody_runs_where_trainer_and_writer_died_together(run_dir: str, own_sockets: Path) -> None:
-    """The ledger of a moment ago has a trainer that runs: of this machine that is known better."""
+def test_dead_trainer_and_writer_are_not_shown_running(run_dir: str, own_sockets: Path) -> None:
+    """The recent run metrics show a running trainer, but this machine shows that it is gone."""
     with child(run_dir) as (process, go):
         assert go(12) == 12
         assert eventually(lambda: seen(run_dir)["place"]["seen_step"] is not None, PATIENCE_S)
         for one in writers(own_sockets):
-            one.suspend()  # so that it does not see the other's end
+            one.suspend()  # so that it does not detect the trainer's end
         process.kill()
         process.wait()
         for one in writers(own_sockets):
@@ -308,8 +308,8 @@ def test_nobody_runs_where_trainer_and_writer_died_together(run_dir: str, own_so
     assert "no trainer on this machine" in text and "it has run on" in text and "it runs on" not in text, text
 
 
-def test_hostile_folders_are_shown_as_they_are(tmp_path: Path) -> None:
-    """Of a run whose folder's name has escapes and markup in it, live and from what it left."""
+def test_hostile_folder_names_are_shown_escaped(tmp_path: Path) -> None:
+    """The folder name of the run has escapes and markup, while it trains and afterwards."""
     run = str(tmp_path / "[red]x[/red]\x1b[2J\x1b]0;owned\x07")
     with training(run):
         live = top(run, "--once")
@@ -319,8 +319,8 @@ def test_hostile_folders_are_shown_as_they_are(tmp_path: Path) -> None:
         assert "\\x1b[2J" in done.out
 
 
-def test_ranks_on_other_machines_are_told_apart(run_dir: str, own_sockets: Path, tmp_path: Path) -> None:
-    """Of two nodes each sees its own rank live, and of the other what the place holds; --json says which is which."""
+def test_ranks_on_other_machines_are_distinguished(run_dir: str, own_sockets: Path, tmp_path: Path) -> None:
+    """Each of two nodes sees its own rank live and the other from storage. The JSON output distinguishes them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -344,8 +344,8 @@ def test_ranks_on_other_machines_are_told_apart(run_dir: str, own_sockets: Path,
             assert "the run's location has step 10 of all ranks" in text
 
 
-def test_a_writer_that_stands_still_is_said(run_dir: str, own_sockets: Path) -> None:
-    """It does not respond: that is what is shown, instead of nothing."""
+def test_unresponsive_writer_is_shown(run_dir: str, own_sockets: Path) -> None:
+    """The output shows that the writer does not respond."""
     with training(run_dir):
         (writer,) = writers(own_sockets)
         writer.suspend()
@@ -358,8 +358,8 @@ def test_a_writer_that_stands_still_is_said(run_dir: str, own_sockets: Path) -> 
         assert eventually(lambda: bool(seen(run_dir)["ranks"]), PATIENCE_S)
 
 
-def test_memory_and_further_tiers(run_dir: str, tmp_path: Path) -> None:
-    """A run in memory only is seen by its name; one that is asked for by a further tier says which is its first."""
+def test_top_finds_memory_runs_and_later_tiers(run_dir: str, tmp_path: Path) -> None:
+    """A run without tiers is found by its name. A query by a later tier names the first one."""
     with ckpt.Checkpointer(toy.build(), options=ckpt.Options(name="alone")) as cp:
         cp.restore(default=0)
         cp.step(5)
@@ -376,11 +376,11 @@ def test_memory_and_further_tiers(run_dir: str, tmp_path: Path) -> None:
     assert "step 5" in text and f"its first tier, which shows it live:\n{normalise(run_dir)}\n" in text
 
 
-# -- places that hang --
+# -- stores that hang --
 
 
 class Hanging:
-    """A store that does not list any more, once it is told so."""
+    """A store whose listing hangs once `hangs` is set."""
 
     def __init__(self, url: str, hang: Callable[[], Any]) -> None:
         self._store, self._hang, self.hangs = open_store(url), hang, False
@@ -390,8 +390,8 @@ class Hanging:
         return self._hang if name == "list" and self.hangs else found
 
 
-def test_a_place_that_hangs_holds_nothing_up(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are seen live all the same; what was known of the place is said to be old; nobody waits at the end."""
+def test_hanging_store_does_not_block_the_view(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are still shown live, the stored data is marked as old, and exiting does not wait."""
     made: list[Hanging] = []
 
     async def never(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
@@ -421,8 +421,8 @@ def test_a_place_that_hangs_holds_nothing_up(run_dir: str, monkeypatch: pytest.M
         assert "it does not respond" in picture(view)
 
 
-def test_a_place_that_never_answered_is_no_reason_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket behind an address that says nothing: after a while that is said, with nothing to show otherwise."""
+def test_unreachable_bucket_fails_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket's address never responds: after a while the command fails with a clear error."""
     monkeypatch.setattr(top_data, "FIRST_S", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -444,12 +444,12 @@ COLOUR = r"\x1b\[[\d;]*3[1-6]m"
 
 
 def plain_of(text: str) -> str:
-    """Without what moves the cursor and gives colours."""
+    """Remove cursor movements and colors."""
     return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text)
 
 
 class Terminal:
-    """`ckpt top` in a terminal of its own."""
+    """Runs `ckpt top` in its own terminal."""
 
     def __init__(self, *arguments: str, columns: int = 100, rows: int = 24, **more: str) -> None:
         self.master, self.slave = pty.openpty()
@@ -483,7 +483,7 @@ class Terminal:
         return int(self.process.returncode)
 
     def is_restored(self) -> bool:
-        """The picture is gone, the cursor is seen, and keys do what they did before."""
+        """Return True if the view is gone, the cursor is visible, and the settings are as before."""
         output, now = self.output, termios.tcgetattr(self.slave)
         gone = output.rfind("\x1b[?1049l") > output.rfind("\x1b[?1049h") >= 0
         return gone and output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") and now == self.before
@@ -505,9 +505,9 @@ def terminal(*arguments: str, **options: Any) -> Iterator[Terminal]:
         made.close()
 
 
-def test_it_is_live_until_somebody_leaves(run_dir: str) -> None:
-    """Steps are seen when they are done, also after the terminal became another size; then Ctrl-C or SIGTERM end it,
-    and the terminal is as it was."""
+def test_view_is_live_until_a_signal(run_dir: str) -> None:
+    """Steps appear when they are done, also after the terminal was resized. Ctrl-C and SIGTERM end it, and the terminal
+    is restored."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
         cp.restore(default=0)
@@ -534,13 +534,13 @@ def test_it_is_live_until_somebody_leaves(run_dir: str) -> None:
                 assert shell.ended() == 0 and shell.is_restored(), shell.output
 
 
-def test_a_terminal_that_can_nothing_gets_text(run_dir: str) -> None:
-    """TERM=dumb: one look, no escapes, and out; only ASCII."""
+def test_dumb_terminal_gets_plain_text(run_dir: str) -> None:
+    """With TERM=dumb it prints one view without escapes, in ASCII if required, and exits."""
     with training(run_dir):
         with terminal(run_dir, TERM="dumb", columns=40) as shell:
             assert shell.ended() == 0 and "step 12" in shell.output and "\x1b" not in shell.output
             assert all(cell_len(line) <= 40 for line in shell.output.splitlines())
         settings = environment(PYTHONUTF8="0", PYTHONIOENCODING="ascii")
-        words = [sys.executable, "-m", "ckpt", "top", run_dir, "--once"]
-        ascii_only = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=settings, check=True)
-        assert ascii_only.stdout.isascii() and re.search(r" training +[#.]{4} ", ascii_only.stdout)
+        command = [sys.executable, "-m", "ckpt", "top", run_dir, "--once"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=settings, check=True)
+        assert done.stdout.isascii() and re.search(r" training +[#.]{4} ", done.stdout)

@@ -1,5 +1,4 @@
-"""The recipe for MosaicML's Composer, as it stands on its page: killed and started again, it ends as if it never had
-been."""
+"""Tests of the guide's recipe for MosaicML's Composer: killed and restarted, training ends exactly as without kills."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def train(kill_at):
     model = Net()
     loader = ckpt.Loader(torch.randn(64, 8), batch_size=8, seed=0)
     everystep = Everystep(loader, run, every=100)
-    says = Says(everystep, kill_at)
+    printer = Says(everystep, kill_at)
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.AdamW(model.parameters(), 1e-2),
@@ -71,7 +70,7 @@ def train(kill_at):
         seed=7,
         spin_dataloaders=False,
         progress_bar=False,
-        callbacks=[says] if kill_at < 0 else [everystep, says],
+        callbacks=[printer] if kill_at < 0 else [everystep, printer],
     )
     trainer.fit()
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
@@ -88,16 +87,16 @@ for kill_at in kills:
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """An interpreter that has Composer beside our packages."""
+    """Return an interpreter with Composer and our packages."""
     return python_with("composer")
 
 
-def test_killed_and_resumed(python: Path, tmp_path: Path) -> None:
-    """Two ranks, within an epoch and after the last batch of one: counts, losses, learning rates and in the end the
-    weights are those of a run without the callback, dropout and all, and the clock goes on."""
+def test_killed_composer_training_continues_exactly(python: Path, tmp_path: Path) -> None:
+    """Two ranks are killed within an epoch and after its last batch: counts, losses, learning rates and final weights
+    equal those without the callback, dropout included, and the clock continues."""
 
     def start(*kills: int) -> list[list[list[Any]]]:
-        """What each rank said: seconds first. It trains until each of these: without the callback if that is -1."""
+        """Train until each of these batches (-1: without the callback), and return each rank's lines, seconds first."""
         words = f"import composer_on_cpu\n{CALLBACK}{TRAINING}", tmp_path / "run", *kills
         done = launch(2, *words, port=free_port(), python=python, LOCAL_WORLD_SIZE="2", NODE_RANK="0")
         assert all(killed(one) if kills[-1] else one.returncode == 0 for one in done), done[0].stderr[-4000:]

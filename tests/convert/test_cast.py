@@ -1,4 +1,4 @@
-"""Numbers of one dtype as another: torch is the oracle."""
+"""Casts between dtypes give the same results as torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def converted(tensor: torch.Tensor, dtype: str, to: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "to"), itertools.permutations(DTYPES, 2))
 def test_numbers_are_rounded_as_torch_rounds_them(dtype: str, to: str) -> None:
-    """Random bits (so: any number, infinities, NaN, denormal ones), halves between two neighbours, and the largest."""
+    """Covers random bits (with infinities, NaN and denormals), halves between neighbors, and the largest numbers."""
     draw = torch.Generator().manual_seed(1)
     bits = torch.randint(0, 256, (400_000 * DTYPES[dtype].itemsize,), dtype=torch.uint8, generator=draw)
     odd = [0.0, -0.0, 1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-9, 65504.0, 65519.9, 65520.0, 3.3961775e38, 1e-41, 2**-25]
@@ -35,14 +35,14 @@ def test_numbers_are_rounded_as_torch_rounds_them(dtype: str, to: str) -> None:
 
 
 def test_negative_control_cutting_off_is_not_rounding() -> None:
-    """The same comparison sees the difference between rounding and dropping the lower bits."""
+    """The same comparison detects truncation instead of rounding."""
     numbers = torch.linspace(0.1, 3.0, 1000)
     dropped = (numbers.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     assert not torch.equal(dropped, numbers.bfloat16())
 
 
-def test_names_of_dtypes() -> None:
-    """People write dtypes in several ways; what is none is refused with those that are."""
+def test_common_names_of_dtypes_are_accepted() -> None:
+    """Common names of dtypes are accepted. An unknown name raises an error with the valid ones."""
     assert [cast.dtype_called(t) for t in ("bf16", "torch.float16", "FP32", "double")] == ["BF16", "F16", "F32", "F64"]
     for text in ("int8", "fp8", "", "nonsense"):
         with pytest.raises(UsageError, match="bf16, fp16, fp32 or fp64"):

@@ -1,4 +1,4 @@
-"""Checkpoints in other forms: what `ckpt export` makes, whatever happens on the way."""
+"""`ckpt export`: the files in other formats, interruptions, targets, sources and memory use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 class Model(nn.Module):
-    """Two layers that are tied, buffers of whole numbers, an embedding of several megabytes, and dtypes."""
+    """Two tied layers, integer buffers, an embedding of several megabytes, and several dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to be damaged."""
+    """Return a copy of that run that may be damaged."""
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
@@ -93,8 +93,8 @@ def left_in(folder: Path) -> list[str]:
 # -- safetensors --
 
 
-def test_one_file_that_safetensors_reads(made: Path, tmp_path: Path, call: Any) -> None:
-    """Every weight bit for bit, by the names that the model has; of tied ones one copy, and a word about the other."""
+def test_export_to_one_safetensors_file(made: Path, tmp_path: Path, call: Any) -> None:
+    """Every weight is bit-exact under its name. Tied weights are written once, with the alias in the metadata."""
     found = call("export", made, "--to", tmp_path / "w.safetensors", "--json")
     assert found.code == 0 and found.json["done"]["nbytes"] == (tmp_path / "w.safetensors").stat().st_size
     there, whole = safetensors.torch.load_file(tmp_path / "w.safetensors"), ckpt.load(made, only="model.*")
@@ -108,8 +108,8 @@ def test_one_file_that_safetensors_reads(made: Path, tmp_path: Path, call: Any) 
     assert left_in(tmp_path) == ["w.safetensors"]
 
 
-def test_several_files_with_an_index(made: Path, tmp_path: Path, call: Any) -> None:
-    """No file is larger than asked for unless a tensor is, and the index says where each is."""
+def test_export_to_several_files_with_index(made: Path, tmp_path: Path, call: Any) -> None:
+    """No file exceeds the requested size unless a single tensor does. The index lists the file of each tensor."""
     assert call("export", made, "--to", tmp_path / "hf", "--shard-size", "1MB").code == 0
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     whole, there = ckpt.load(made, only="model.*"), dict[str, torch.Tensor]()
@@ -124,8 +124,8 @@ def test_several_files_with_an_index(made: Path, tmp_path: Path, call: Any) -> N
     )
 
 
-def test_casting_and_choosing(made: Path, tmp_path: Path, call: Any) -> None:
-    """Weights become bf16 as torch rounds them, integers stay; only what matches is written, with names in full."""
+def test_export_casts_and_selects_tensors(made: Path, tmp_path: Path, call: Any) -> None:
+    """Weights are rounded to bf16 like in torch, and integers stay. Only selected tensors are written, by full name."""
     assert call("export", made, "--to", tmp_path / "a", "--dtype", "bf16").code == 0
     whole = ckpt.load(made)
     for name, tensor in safetensors.torch.load_file(tmp_path / "a" / "model.safetensors").items():
@@ -138,12 +138,12 @@ def test_casting_and_choosing(made: Path, tmp_path: Path, call: Any) -> None:
     assert all(torch.equal(tensor, whole[name]) for name, tensor in there.items())
 
 
-# -- runs for other numbers of ranks --
+# -- runs with another number of ranks --
 
 
 @pytest.mark.parametrize("world", [1, 3, 64])
-def test_a_run_for_other_ranks(made: Path, tmp_path: Path, call: Any, world: int) -> None:
-    """It holds the same to the bit, plain values too, each rank's file a part of it, and a training goes on from it."""
+def test_export_to_run_with_other_world_size(made: Path, tmp_path: Path, call: Any, world: int) -> None:
+    """The run is bit-exact, including plain values. Each rank's file has a part, and a training resumes from it."""
     assert call("export", made, "--to", tmp_path / "new", "--world-size", world).code == 0
     assert call("diff", made, tmp_path / "new").out == "equal\n"
     assert call("verify", tmp_path / "new").code == 0
@@ -163,10 +163,10 @@ def test_a_run_for_other_ranks(made: Path, tmp_path: Path, call: Any, world: int
     )
 
 
-def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: Any) -> None:
-    """Only the model, in bf16: what a fine-tuning starts from."""
-    words = ["--format", "run", "--only", "model.*", "--dtype", "bf16"]
-    assert call("export", made, "--to", tmp_path / "new", *words).code == 0
+def test_selected_and_cast_tensors_become_a_run(made: Path, tmp_path: Path, call: Any) -> None:
+    """The model alone, in bf16, is a run to fine-tune from."""
+    args = ["--format", "run", "--only", "model.*", "--dtype", "bf16"]
+    assert call("export", made, "--to", tmp_path / "new", *args).code == 0
     model = Model().bfloat16()
     with ckpt.Checkpointer({"model": model}, str(tmp_path / "new")) as cp:
         assert cp.restore() == 2
@@ -187,13 +187,13 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-WORDS = {
+ARGUMENTS = {
     "safetensors": ("--format", "safetensors"),
     "run": ("--world-size", "3"),
     "torch": ("--format", "torch"),
     "dcp": ("--format", "dcp"),
 }
-WINDOWS = tuple(f"export.window:kill:{n}" for n in (1, 2, 4))  # by the first, or second of a run, nothing is noted
+WINDOWS = tuple(f"export.window:kill:{n}" for n in (1, 2, 4))  # the first records nothing, nor the second of a run
 FAILS = {
     "safetensors": (*WINDOWS, "export.whole:kill"),
     "run": (WINDOWS[2], "export.whole:kill", "log.linked:kill", "part.stored:kill"),
@@ -203,38 +203,38 @@ FAILS = {
 
 
 @pytest.mark.parametrize("form", ["run", "safetensors"])
-def test_killed_at_any_moment(
+def test_killed_export_is_resumed(
     made: Path, tmp_path: Path, call: Any, form: str, monkeypatch: pytest.MonkeyPatch, fails: tuple[str, ...] = ()
 ) -> None:
-    """Nothing has its name before all is there; the next call goes on, and what comes out is what comes out at once."""
-    words, early = WORDS[form], WINDOWS[: 2 if form == "run" else 1]
-    assert call("export", made, "--to", tmp_path / "whole", *words).code == 0
+    """The target appears only when complete. The next call resumes, and the result equals an uninterrupted export."""
+    args, early = ARGUMENTS[form], WINDOWS[: 2 if form == "run" else 1]
+    assert call("export", made, "--to", tmp_path / "whole", *args).code == 0
     monkeypatch.setattr(export, "SYNC", 1)
     monkeypatch.setattr(command, "WINDOW", MIB)
     for number, fail in enumerate(fails or FAILS[form]):
         target = tmp_path / str(number)
-        result = run_script(RESTORE, "restore", made, "--to", target, *words, fail=fail)
+        result = run_script(RESTORE, "restore", made, "--to", target, *args, fail=fail)
         assert killed(result) and not target.exists(), result.stderr
-        done = call("export", made, "--to", target, *words, "--json").json["done"]
+        done = call("export", made, "--to", target, *args, "--json").json["done"]
         assert done["resumed"] > 0 or fail in early
         assert same_files(target, tmp_path / "whole") and not partial.partial_of(target).exists()
     target = tmp_path / "late"
-    assert killed(run_script(RESTORE, "restore", made, "--to", target, *words, fail="export.appeared:kill"))
-    assert same_files(target, tmp_path / "whole") and call("export", made, "--to", target, *words).code == 2
+    assert killed(run_script(RESTORE, "restore", made, "--to", target, *args, fail="export.appeared:kill"))
+    assert same_files(target, tmp_path / "whole") and call("export", made, "--to", target, *args).code == 2
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("form", WORDS)
-def test_killed_at_any_moment_long(
+@pytest.mark.parametrize("form", ARGUMENTS)
+def test_killed_export_is_resumed_long(
     made: Path, tmp_path: Path, call: Any, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same, at each of these moments."""
+    """The same test at all of these points."""
     fails = (*WINDOWS, *FAILS[form][FAILS[form].index("export.whole:kill") :])
-    test_killed_at_any_moment(made, tmp_path, call, form, monkeypatch, fails)
+    test_killed_export_is_resumed(made, tmp_path, call, form, monkeypatch, fails)
 
 
 def same_files(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same; of runs, what was written when and under which id may differ."""
+    """Return True if two folders are equal. For runs, dates and ids may differ."""
     if a.is_file():
         return a.read_bytes() == b.read_bytes()
     some = ("*.safetensors", "*.distcp")
@@ -245,16 +245,16 @@ def same_files(a: Path, b: Path) -> bool:
 
 
 def interrupted(made: Path, target: Path) -> Path:
-    """What a restore that was killed half-way has left: the file with the most bytes."""
+    """Return the largest file that a killed export leaves."""
     fail = "export.window:kill:5"
     assert killed(run_script(RESTORE, "restore", made, "--to", target, "--format", "safetensors", fail=fail))
     return max((p for p in partial.partial_of(target).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-def test_what_was_written_before_is_not_trusted(
+def test_resumed_export_verifies_written_data(
     made: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A byte that was flipped in between is written anew, and so is what the journal does not know."""
+    """A byte that was flipped in between is written again, as is everything missing in the journal."""
     call("export", made, "--to", tmp_path / "whole")
     file = interrupted(made, tmp_path / "a")
     flip(file, 2 * MIB)
@@ -262,12 +262,12 @@ def test_what_was_written_before_is_not_trusted(
     journal.write_bytes(journal.read_bytes() + b'["mod')
     monkeypatch.setattr(command, "WINDOW", MIB)
     found = call("export", made, "--to", tmp_path / "a", "--json")
-    assert found.json["done"]["resumed"] == 3 * MIB  # four were noted
+    assert found.json["done"]["resumed"] == 3 * MIB  # four were recorded
     assert same_files(tmp_path / "a", tmp_path / "whole")
 
 
-def test_negative_control_trust_would_keep_the_flipped_byte(made: Path, tmp_path: Path, call: Any) -> None:
-    """If what is noted were taken for granted, the comparison above would see it."""
+def test_negative_control_without_verification(made: Path, tmp_path: Path, call: Any) -> None:
+    """Without verification the comparison above detects the flipped byte."""
     call("export", made, "--to", tmp_path / "whole")
     flip(interrupted(made, tmp_path / "a"), 2 * MIB)
     trusting = RESTORE.replace("sys.exit", "export.chunk_digest = lambda data: Same()\nsys.exit").replace(
@@ -278,12 +278,12 @@ def test_negative_control_trust_would_keep_the_flipped_byte(made: Path, tmp_path
     assert "not JSON serializable" in result.stderr or not same_files(tmp_path / "a", tmp_path / "whole")
 
 
-def test_an_unfinished_export_of_something_else_is_left_alone(made: Path, tmp_path: Path, call: Any) -> None:
-    """Other options, another step, a folder that is not ours, another process at work: refused, and nothing is lost."""
+def test_other_unfinished_export_is_not_touched(made: Path, tmp_path: Path, call: Any) -> None:
+    """Other options, another step, a foreign folder or a second process are rejected, and nothing is lost."""
     file = interrupted(made, tmp_path / "a")
     before = file.read_bytes()
-    for words in (["--dtype", "bf16"], ["--step", "1"], ["--shard-size", "1MB"]):
-        found = call("export", made, "--to", tmp_path / "a", *words)
+    for args in (["--dtype", "bf16"], ["--step", "1"], ["--shard-size", "1MB"]):
+        found = call("export", made, "--to", tmp_path / "a", *args)
         assert found.code == 2 and "unfinished export from another source" in found.err
     with open(partial.partial_of(tmp_path / "a") / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -298,8 +298,8 @@ def test_an_unfinished_export_of_something_else_is_left_alone(made: Path, tmp_pa
 # -- targets --
 
 
-def test_nothing_is_ever_replaced(made: Path, tmp_path: Path, call: Any) -> None:
-    """A file, a folder with something in it, a link to nowhere: refused. An empty folder is as good as none."""
+def test_export_replaces_nothing(made: Path, tmp_path: Path, call: Any) -> None:
+    """A file, a non-empty folder and a dangling link are rejected. An empty folder is accepted."""
     (tmp_path / "file.safetensors").write_text("x")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x").write_text("x")
@@ -316,10 +316,10 @@ def test_nothing_is_ever_replaced(made: Path, tmp_path: Path, call: Any) -> None
     assert call("export", made, "--to", tmp_path / "some" / "where" / "new").code == 0
 
 
-def test_a_target_that_appears_meanwhile_is_not_replaced(
+def test_target_created_during_export_is_not_replaced(
     made: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What somebody else has put there stays, and what was made is not lost."""
+    """The other file stays, and the exported data is not lost."""
     real = partial._sync_tree
 
     def meanwhile(path: Path) -> None:
@@ -345,8 +345,8 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_disk_that_is_too_small(made: Path, tmp_path: Path, call: Any) -> None:
-    """Said before a byte is written, with what is needed and what is free; nothing is left, and it works with room."""
+def test_too_small_disk_is_rejected_first(made: Path, tmp_path: Path, call: Any) -> None:
+    """The error comes before any write, with the required and the free space. Nothing is left, and a retry works."""
     with small_disk(tmp_path / "disk", 4) as disk:
         found = call("export", made, "--to", disk / "out")
         assert found.code == 2 and "needs 5 MiB" in found.err and "are free" in found.err
@@ -357,12 +357,12 @@ def test_a_disk_that_is_too_small(made: Path, tmp_path: Path, call: Any) -> None
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 @pytest.mark.parametrize("name", ["out.pt", "out"])
-def test_a_disk_that_is_too_small_for_what_torch_writes(made: Path, tmp_path: Path, call: Any, name: str) -> None:
-    """Which takes the room of the state twice: said before, too; and if the room goes meanwhile, it is an error of
-    ours and the next call goes on."""
-    words = ["restore", made, "--to", tmp_path / "disk" / name, "--format", "torch" if name == "out.pt" else "dcp"]
+def test_too_small_disk_is_rejected_for_torch_formats(made: Path, tmp_path: Path, call: Any, name: str) -> None:
+    """torch formats need twice the space: this is checked first. If space runs out later, the error is ours and the
+    next call resumes."""
+    args = ["restore", made, "--to", tmp_path / "disk" / name, "--format", "torch" if name == "out.pt" else "dcp"]
     with small_disk(tmp_path / "disk", 12) as disk:
-        found = call(*words)
+        found = call(*args)
         assert found.code == 2 and "are free" in found.err and left_in(disk) == []
         subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
         real = partial.Workshop.note
@@ -376,17 +376,17 @@ def test_a_disk_that_is_too_small_for_what_torch_writes(made: Path, tmp_path: Pa
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(partial.Workshop, "note", filled)
-            found = call(*words)
+            found = call(*args)
         assert found.code == 2 and not (disk / name).exists() and "Traceback" not in found.err
         assert "continue from there" in found.err
         (disk / "filler").unlink()
-        again = call(*words, "--json")
+        again = call(*args, "--json")
         assert again.json["done"]["resumed"] > 5 * MIB and call("import", disk / name, tmp_path / "run").code == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_disk_that_fills_up_at_the_end(made: Path, tmp_path: Path, call: Any) -> None:
-    """All that was written stays, and counts when there is room again."""
+def test_export_resumes_after_disk_was_full(made: Path, tmp_path: Path, call: Any) -> None:
+    """All written data stays and is used when there is space again."""
     with small_disk(tmp_path / "disk", 40) as disk:
         real, fill = to_run._finish, disk / "filler"
 
@@ -409,20 +409,20 @@ def test_a_disk_that_fills_up_at_the_end(made: Path, tmp_path: Path, call: Any) 
 # -- sources --
 
 
-def test_damage_is_mended_from_another_place(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
-    """With --from, what is damaged comes from a copy, and this is said."""
+def test_damage_is_repaired_from_another_run(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
+    """With --from, damaged data is read from a copy, and the output lists the repairs."""
     for file in data_files(run):
         flip(file, -5 * MIB)
-    words = ["--only", "*"]
-    found = call("export", run, "--to", tmp_path / "a", "--from", made, "--json", *words)
+    args = ["--only", "*"]
+    found = call("export", run, "--to", tmp_path / "a", "--from", made, "--json", *args)
     assert found.code == 0 and "came from" in found.json["repaired"][0]
-    call("export", made, "--to", tmp_path / "b", *words)
+    call("export", made, "--to", tmp_path / "b", *args)
     assert same_files(tmp_path / "a", tmp_path / "b")
 
 
-def test_damage_that_cannot_be_mended_names_the_tensor(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
-    """Nothing appears; once the run is whole again, the same call goes on."""
-    for file in data_files(run):  # of both steps: one would mend the other
+def test_unrepairable_damage_names_the_tensor(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
+    """Nothing is created. Once the run is intact, the same call resumes."""
+    for file in data_files(run):  # both steps, because one would repair the other
         raw = bytearray(file.read_bytes())
         first = 8 + int.from_bytes(raw[:8], "little")
         raw[first : first + 64] = bytes(64)
@@ -434,8 +434,8 @@ def test_damage_that_cannot_be_mended_names_the_tensor(run: Path, made: Path, tm
     assert call("export", run, "--to", tmp_path / "a", "--only", "*").code == 0
 
 
-def test_increments_and_compressed_packs(tmp_path: Path, call: Any, increments: Path) -> None:
-    """A checkpoint that is built on others, stored as planes and deltas, comes out as if it were plain."""
+def test_increments_and_compressed_files_are_exported(tmp_path: Path, call: Any, increments: Path) -> None:
+    """An increment stored as byte planes and deltas is exported like a plain checkpoint."""
     assert call("export", increments, "--to", tmp_path / "w.safetensors", "--only", "*").code == 0
     there, whole = safetensors.torch.load_file(tmp_path / "w.safetensors"), ckpt.load(increments)
     assert there.keys() == set(whole) and all(torch.equal(there[n], whole[n]) for n in there)
@@ -444,8 +444,8 @@ def test_increments_and_compressed_packs(tmp_path: Path, call: Any, increments: 
 # -- memory --
 
 
-def test_memory_stays_within_bounds(tmp_path: Path) -> None:
-    """200 MiB of tensors, one of them 160 MiB in one piece, pass through a process that never has more than 150."""
+def test_export_memory_is_bounded(tmp_path: Path) -> None:
+    """A process that never uses more than 150 MiB exports 200 MiB of tensors, one of them 160 MiB."""
     big = {
         "model": nn.ParameterDict(
             {"big": nn.Parameter(torch.randn(40, MIB)), "more": nn.Parameter(torch.randn(10, MIB))}
@@ -453,16 +453,16 @@ def test_memory_stays_within_bounds(tmp_path: Path) -> None:
     }
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
         cp.save(1).wait_durable()
-    for words in (["--dtype", "bf16"], ["--world-size", "5"]):
-        target = tmp_path / words[1]
+    for args in (["--dtype", "bf16"], ["--world-size", "5"]):
+        target = tmp_path / args[1]
         result = run_script(
-            PEAK, "restore", tmp_path / "run", "--to", target, "--max-memory", "150MiB", *words, fresh=True
+            PEAK, "restore", tmp_path / "run", "--to", target, "--max-memory", "150MiB", *args, fresh=True
         )
         assert result.returncode == 0 and int(result.stderr) < 150 * 1024, result.stderr
 
 
-def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> None:
-    """The same measurement sees windows that are larger."""
+def test_negative_control_without_memory_bound(tmp_path: Path) -> None:
+    """The same measurement detects larger windows."""
     big = {"model": nn.ParameterDict({"big": nn.Parameter(torch.randn(40, MIB))})}
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
         cp.save(1).wait_durable()
@@ -471,17 +471,17 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 
 
-def test_too_little_memory_is_said(made: Path, tmp_path: Path, call: Any) -> None:
-    """With how much it takes at least."""
+def test_too_little_memory_is_reported(made: Path, tmp_path: Path, call: Any) -> None:
+    """The error has the required minimum."""
     found = call("restore", made, "--to", tmp_path / "a", "--max-memory", "20MB")
     assert found.code == 2 and "at least" in found.err and left_in(tmp_path) == []
 
 
-# -- words --
+# -- output and options --
 
 
-def test_a_dry_run_makes_nothing(made: Path, tmp_path: Path, call: Any) -> None:
-    """It says what would be made, and in JSON the same keys as a real one."""
+def test_dry_run_creates_nothing(made: Path, tmp_path: Path, call: Any) -> None:
+    """A dry run prints the plan, and its JSON has the same keys as a real export."""
     found = call("export", made, "--to", tmp_path / "a", "--dtype", "bf16", "--dry-run")
     assert found.code == 0 and "embed.weight" in found.out and "F32 -> BF16" in found.out
     assert "Nothing was written" in found.out and left_in(tmp_path) == []
@@ -490,9 +490,9 @@ def test_a_dry_run_makes_nothing(made: Path, tmp_path: Path, call: Any) -> None:
     assert dry.keys() == real.keys() and dry["files"] == real["files"] and dry["done"] is None
 
 
-def test_wrong_words_are_refused(made: Path, tmp_path: Path, call: Any) -> None:
-    """With what to do instead, and nothing is made."""
-    for words, said in (
+def test_wrong_options_are_rejected(made: Path, tmp_path: Path, call: Any) -> None:
+    """The error has the remedy, and nothing is created."""
+    for args, expected in (
         (["--to", tmp_path / "a", "--dtype", "int3"], "bf16, fp16"),
         (["--to", tmp_path / "a", "--only", "nosuch*"], "no name matches"),
         (["--to", tmp_path / "a", "--only", "optim.*", "--dtype", "bf16"], "weights of modules"),
@@ -505,13 +505,13 @@ def test_wrong_words_are_refused(made: Path, tmp_path: Path, call: Any) -> None:
         (["--to", tmp_path / "a", "--world-size", "0"], "--world-size"),
         ([], "--to"),
     ):
-        found = call("export", made, *words)
-        assert found.code == 2 and said in found.err and "Traceback" not in found.err, (words, found.err)
+        found = call("export", made, *args)
+        assert found.code == 2 and expected in found.err and "Traceback" not in found.err, (args, found.err)
     assert left_in(tmp_path) == []
 
 
-def test_a_form_that_cannot_be_written_is_refused(made: Path, tmp_path: Path, call: Any) -> None:
-    """With those that can; a name that only looks like one is a folder, and --format has the last word."""
+def test_unsupported_format_is_rejected(made: Path, tmp_path: Path, call: Any) -> None:
+    """The error lists the supported formats. A name with another suffix is a folder, and --format overrides."""
     refused = call("export", made, "--to", tmp_path / "x.gguf")
     assert refused.code == 2 and "safetensors (.safetensors)" in refused.err and ".pt" in refused.err
     with pytest.raises(ckpt.errors.UsageError, match="gguf"):
@@ -521,8 +521,8 @@ def test_a_form_that_cannot_be_written_is_refused(made: Path, tmp_path: Path, ca
     assert call("export", made, "--to", tmp_path / "x.zip", "--format", "torch").code == 0
 
 
-def test_dtypes_that_safetensors_cannot_hold(tmp_path: Path, call: Any) -> None:
-    """complex128 is refused by the name of its tensor for safetensors, and goes into a run."""
+def test_dtype_unsupported_by_safetensors_is_rejected(tmp_path: Path, call: Any) -> None:
+    """complex128 is rejected with the tensor's name for safetensors, but can be exported to a run."""
     model = nn.ParameterDict({"z": nn.Parameter(torch.randn(3, dtype=torch.complex128))})
     with ckpt.Checkpointer({"model": model}, str(tmp_path / "run")) as cp:
         cp.save(1).wait_durable()
@@ -536,7 +536,7 @@ def test_dtypes_that_safetensors_cannot_hold(tmp_path: Path, call: Any) -> None:
 
 
 def output_of(origin: MemoryOrigin, draw: random.Random) -> tuple[Output, dict[str, bytes]]:
-    """Files of literals and tensors in any mixture, and what has to come out."""
+    """Return files with random literals and tensors, and their expected bytes."""
     files, expected = [], {}
     for number in range(draw.randrange(1, 4)):
         parts, raw = list[Literal | TensorRun](), b""
@@ -560,8 +560,8 @@ def output_of(origin: MemoryOrigin, draw: random.Random) -> tuple[Output, dict[s
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
-    """Whatever the files consist of and however small the windows: the bytes are right, and the checksums too."""
+def test_any_plan_works_with_any_window(tmp_path: Path, seed: int) -> None:
+    """For any files and window sizes, the bytes and checksums are correct."""
     from ckpt.core.format.digest import chunk_digest
 
     draw = random.Random(seed)
@@ -584,8 +584,8 @@ def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
         assert found[file.name] == {start: chunk_digest(raw[start:stop]) for start, stop in file.sums}
 
 
-def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
-    """A disk that fails in the middle is one line that says what stays and what to do."""
+def test_disk_error_is_one_line(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """A disk error during the export gives one line with what is kept and how to continue."""
     real = export._write_all
     count = iter(range(100))
 
@@ -600,10 +600,10 @@ def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert call("restore", made, "--to", tmp_path / "a", "--only", "*").code == 0
 
 
-def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path, call: Any) -> None:
-    """The same step with other options is another attempt: copied to one place, neither passes for the other."""
+def test_different_exports_have_different_checkpoint_ids(made: Path, tmp_path: Path, call: Any) -> None:
+    """The same step with other options gets another checkpoint id, so copies in one folder are not confused."""
     checkpoints = set()
-    for number, words in enumerate(([], ["--dtype", "bf16"], ["--only", "model"], ["--world-size", "2"])):
-        assert call("export", made, "--to", tmp_path / str(number), "--format", "run", *words).code == 0
+    for number, args in enumerate(([], ["--dtype", "bf16"], ["--only", "model"], ["--world-size", "2"])):
+        assert call("export", made, "--to", tmp_path / str(number), "--format", "run", *args).code == 0
         checkpoints.add(call("show", tmp_path / str(number), "--json").json["id"])
     assert len(checkpoints) == 4

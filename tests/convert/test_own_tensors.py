@@ -1,4 +1,4 @@
-"""Tensors that only some ranks have, each its own: what they are called, and who gets which."""
+"""Tensors that ranks have separately: their labels, and the ranks that get them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from run_files import checkpoint_id, data_key
 
 
 def two_ranks(*own: str) -> SavedState:
-    """Two ranks, each with tensors of its own of these names."""
+    """Return the state of two ranks that each have own tensors with these names."""
     layouts, tables = [], []
     for rank in range(2):
         specs = tuple(TensorSpec(name, "F32", (2,), instance=rank) for name in own)
@@ -26,15 +26,15 @@ def two_ranks(*own: str) -> SavedState:
     return SavedState(layouts, [[None], [None]], tables)
 
 
-def test_names_with_hashes_are_told_apart() -> None:
-    """Labels of ranks' own tensors never collide with what others are called."""
+def test_names_with_hashes_are_distinguished() -> None:
+    """Labels of own tensors never collide with other names."""
     for own in (("queue#",), ("x", "x#1"), ("x", "x#0", "x#1", "x#1#")):
         labels = two_ranks(*own).labels
         assert len(labels) == 2 * len(own) == len(set(labels.values()))
 
 
-def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
-    """What only some ranks have, each its own: left out for others of as many ranks, else taken from the lowest."""
+def test_own_tensors_go_to_their_ranks(tmp_path: Path) -> None:
+    """With the same number of ranks, each gets its own tensors. Otherwise those of the lowest rank are used."""
     saved = two_ranks("mine")
 
     class Manifested:

@@ -1,4 +1,4 @@
-"""Pieces of tensors put together again: any boxes, any order, any part of the whole."""
+"""Pieces of tensors are assembled from any boxes, in any order, into any part of the whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ITEM = 2
 
 
 def cut(shape: tuple[int, ...], draw: random.Random) -> list[Box]:
-    """Boxes that cover an array exactly once, cut anyhow."""
+    """Return random boxes that cover an array exactly once."""
     boxes = [((0,) * len(shape), shape)]
     for _ in range(draw.randrange(6)):
         at, size = boxes.pop(draw.randrange(len(boxes)))
@@ -51,7 +51,7 @@ def part(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
 
 
 def put_together(shape: tuple[int, ...], seed: int, *, leave_out: bool = False) -> tuple[Any, Any]:
-    """What is wanted of an array that lies in pieces, and what comes out."""
+    """Return the expected parts of an array in pieces, and the assembled ones."""
     draw = random.Random(seed)
     whole = np.arange(1, 1 + math.prod(shape), dtype="<u2").reshape(shape)
     pieces = cut(shape, draw)
@@ -86,14 +86,14 @@ shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 @settings(deadline=None, max_examples=200)
 @given(shapes, st.integers(0, 10**9))
-def test_pieces_come_together(shape: tuple[int, ...], seed: int) -> None:
-    """Whatever the pieces are and whatever is wanted of the whole: it comes out, from only what is needed."""
+def test_pieces_are_assembled(shape: tuple[int, ...], seed: int) -> None:
+    """For any pieces and any wanted parts, the result is correct and only needed pieces are read."""
     wanted, found = put_together(shape, seed)
     assert all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-def test_negative_control_a_piece_that_never_comes_is_seen() -> None:
-    """The comparison above is false if one piece is left out."""
+def test_negative_control_missing_piece_is_detected() -> None:
+    """The comparison above fails if one piece is missing."""
     wanted, found = put_together((5, 7), 3, leave_out=True)
     assert not all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
 
@@ -114,8 +114,8 @@ VIEW = RankView(
 )
 
 
-def test_selecting_by_name() -> None:
-    """Modules may lose tensors, other entries are there whole or not at all, plain ones by their own name."""
+def test_entries_are_selected_by_name() -> None:
+    """Modules may lose tensors. Other entries are kept whole or dropped; plain ones are selected by their own name."""
     assert [e.path for e in select(VIEW, ["*"]).entries] == [("model",), ("optim",), ("step",)]
     found = select(VIEW, ["model.tied"])
     assert (dict(found.tensors), dict(found.aliases)) == ({"model.tied": "model.a"}, {})
@@ -128,8 +128,8 @@ def test_selecting_by_name() -> None:
     check_patterns([VIEW], ["model.tied", "step.*", "optim*"])
 
 
-def test_a_description_comes_back() -> None:
-    """Entries, aliases and places are the same after a way through text; damaged text is refused."""
+def test_description_survives_a_round_trip() -> None:
+    """Entries, aliases and places survive a round trip through text. Damaged text is rejected."""
     places = {"model.a": ("model", "a"), "optim.state.model.a.exp_avg": ("optim", "state", 0, "exp_avg")}
     text = describe(VIEW, places)
     assert described(text) == Described(1, VIEW.entries, VIEW.aliases, places, 7)

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, read as they are: every tensor bit for bit, and what is damaged is refused."""
+"""Checkpoints of other libraries are read bit for bit, and damaged ones are rejected."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(Hea
 PARSERS = {"torch": parse_torch, "safetensors": parse_safetensors, "dcp": parse_dcp}
 
 
-# -- reading what was parsed --
+# -- reading parsed files --
 
 
 def read(foreign: Foreign) -> dict[str, bytes]:
-    """Every tensor's bytes, through the origin that commands use."""
+    """Return the bytes of every tensor, read through the origin that commands use."""
     origin = FilesOrigin(foreign)
     try:
         found = {name: np.zeros(spec.nbytes, np.uint8) for name, spec in origin.tensors.items()}
@@ -72,7 +72,7 @@ def read(foreign: Foreign) -> dict[str, bytes]:
 
 
 def tensors_of(foreign: Foreign) -> dict[str, Tensor]:
-    """As torch tensors, those too that are another name of one."""
+    """Return all tensors as torch tensors, including aliases."""
     origin = FilesOrigin(foreign)
     asyncio.run(origin.aclose())
     found = {}
@@ -89,12 +89,12 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Of one dtype and shape, and equal in every bit."""
+    """Return True if the dtype, the shape and every bit are equal."""
     return (found.dtype, found.shape) == (expected.dtype, expected.shape) and bits(found) == bits(expected)
 
 
 def plain(foreign: Foreign) -> dict[str, Any]:
-    """The plain values by path, with tensors and arrays in their places."""
+    """Return the plain values by path, with their tensors and arrays."""
     found = tensors_of(foreign)
 
     def back(reference: Any) -> object:
@@ -109,7 +109,7 @@ def kinds(foreign: Foreign) -> dict[str, str]:
 
 
 def saved(foreign: Foreign) -> tuple[SavedState, list[bytes]]:
-    """As if a rank had saved it; and the bytes of each chunk."""
+    """Return the state as if one rank had saved it, and the bytes of each chunk."""
     origin = FilesOrigin(foreign)
     asyncio.run(origin.aclose())
     specs, data = list(origin.tensors.values()), read(foreign)
@@ -131,7 +131,7 @@ def saved(foreign: Foreign) -> tuple[SavedState, list[bytes]]:
 
 
 def restore(foreign: Foreign, state: dict[str, Any]) -> None:
-    """Into a live state, strictly, as a Checkpointer does."""
+    """Restore into a live state, strictly, as a Checkpointer does."""
     found, chunks = saved(foreign)
     placement = Capture(state).place(found)
     placement.check()
@@ -147,7 +147,7 @@ def restore(foreign: Foreign, state: dict[str, Any]) -> None:
 
 
 class Tied(nn.Module):
-    """Two linear layers that share a weight, a norm with buffers, and parameters that never get a gradient."""
+    """Two linear layers with a shared weight, a norm with buffers, and parameters without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Tied(nn.Module):
 
 
 def trained(kind: Callable[..., torch.optim.Optimizer], steps: int = 3, **options: Any) -> dict[str, Any]:
-    """A model, its optimizer and its schedule after a few steps."""
+    """Return a model, its optimizer and its schedule after a few steps."""
     torch.manual_seed(1)
     model = Tied()
     decay = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
@@ -176,7 +176,7 @@ def trained(kind: Callable[..., torch.optim.Optimizer], steps: int = 3, **option
 
 
 def untied(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
-    """A model of which nothing is shared, after a step, and its optimizer."""
+    """Return a model without shared tensors, after one step, and its optimizer."""
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     weights = [p for p in model.parameters() if p.dim() > 1]
     optimizer = kind([{"params": weights}, {"params": [p for p in model.parameters() if p.dim() == 1]}], lr=0.1)
@@ -186,7 +186,7 @@ def untied(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def groups_of(state: dict[str, Any]) -> list[list[str]]:
-    """The names of the parameters of each group."""
+    """Return the parameter names of each group."""
     names = {id(p): f"model.{n}" for n, p in state["model"].named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in state["optim"].param_groups]
 
@@ -201,21 +201,21 @@ def train(state: dict[str, Any], steps: int) -> None:
 
 
 def every_bit(state: dict[str, Any]) -> dict[str, Tensor]:
-    """All tensors of a live state."""
+    """Return all tensors of a live state."""
     reading = Capture(state).read()
     return {spec.name: tensor.clone() for spec, tensor in zip(reading.layout.tensors, reading.tensors, strict=True)}
 
 
-def check_restored(foreign: Foreign, mine: dict[str, Any], fresh: dict[str, Any]) -> None:
-    """`fresh` becomes `mine` in every bit, and stays so when both train on."""
-    assert any(not same(b, every_bit(mine)[a]) for a, b in every_bit(fresh).items()), "negative control"
+def check_restored(foreign: Foreign, source: dict[str, Any], fresh: dict[str, Any]) -> None:
+    """Check that `fresh` becomes equal to `source` in every bit, and stays equal when both train on."""
+    assert any(not same(b, every_bit(source)[a]) for a, b in every_bit(fresh).items()), "negative control"
     restore(foreign, fresh)
     for _ in range(2):
-        expected, found = every_bit(mine), every_bit(fresh)
+        expected, found = every_bit(source), every_bit(fresh)
         assert found.keys() == expected.keys()
         assert all(same(found[name], expected[name]) for name in expected)
-        assert fresh["sched"].state_dict() == mine["sched"].state_dict()
-        train(mine, 2)
+        assert fresh["sched"].state_dict() == source["sched"].state_dict()
+        train(source, 2)
         train(fresh, 2)
 
 
@@ -224,13 +224,13 @@ def dtypes() -> list[torch.dtype]:
 
 
 def of_dtype(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Random bits; of a bool 0 and 1 only."""
+    """Return random bits. For bool, return only 0 and 1."""
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
     return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
 
 
 def zoo() -> dict[str, Tensor]:
-    """Every dtype, no dimension, no element, transposed, sliced, a parameter."""
+    """Return tensors of every dtype: scalar, empty, transposed, sliced, and a parameter."""
     base = torch.randn(6, 8)
     found = {f"{dtype}.x".replace("torch.", ""): of_dtype(dtype, 3, 4) for dtype in dtypes()}
     found |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3), "hollow": torch.zeros(3, 0, 2)}
@@ -242,8 +242,8 @@ def zoo() -> dict[str, Tensor]:
 # -- torch.save --
 
 
-def test_every_tensor_of_a_torch_file(tmp_path: Path) -> None:
-    """Each dtype and form comes back in every bit; views of one storage are what they were."""
+def test_torch_file_tensors_are_restored_bit_exact(tmp_path: Path) -> None:
+    """Each dtype and form is restored in every bit. Views of one storage keep their values."""
     path, state = tmp_path / "x.pt", zoo()
     torch.save(state, path)
     assert parse_torch.sniff(path) and not parse_safetensors.sniff(path) and not parse_dcp.sniff(path)
@@ -253,11 +253,11 @@ def test_every_tensor_of_a_torch_file(tmp_path: Path) -> None:
     assert found.keys() == {f"model.{name}" for name in state}
     for name, tensor in state.items():
         assert same(found[f"model.{name}"], tensor), name
-    assert foreign.aliases == {"model.again": "model.base"}  # the same view; others are tensors of their own
+    assert foreign.aliases == {"model.again": "model.base"}  # the same view; others are separate tensors
 
 
-def test_negative_control_another_bit_is_seen(tmp_path: Path) -> None:
-    """One flipped bit of a tensor's bytes in the file is a different tensor here."""
+def test_negative_control_flipped_bit_is_detected(tmp_path: Path) -> None:
+    """A flipped bit in the file gives a different tensor."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(4)}, path)
     piece = parse_torch.parse(path).pieces[0]
@@ -267,8 +267,8 @@ def test_negative_control_another_bit_is_seen(tmp_path: Path) -> None:
     assert not same(tensors_of(parse_torch.parse(path))["model.w"], torch.ones(4))
 
 
-def test_plain_values_of_a_torch_file(tmp_path: Path) -> None:
-    """Plain values, numpy's too, come back as what they were."""
+def test_torch_file_plain_values_are_restored(tmp_path: Path) -> None:
+    """Plain values, including numpy's, keep their types and values."""
     path = tmp_path / "x.pt"
     arrays = {
         "c": np.arange(12.0).reshape(3, 4), "f": np.asfortranarray(np.arange(6).reshape(2, 3)), "b": np.array([True]),
@@ -292,7 +292,7 @@ def test_plain_values_of_a_torch_file(tmp_path: Path) -> None:
     assert found["np"] == values["np"]
     for key, array in arrays.items():
         got = found["arrays"][key]
-        array = array.astype(array.dtype.newbyteorder("="))  # as numpy's own pickles come back
+        array = array.astype(array.dtype.newbyteorder("="))  # as numpy's own pickles do
         assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes()), key
     assert same(plain(foreign)["rng"], torch.get_rng_state())
 
@@ -306,29 +306,29 @@ KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
 
 @pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_training_state_restores(tmp_path: Path, kind: str, named: bool) -> None:
-    """A torch.save of state_dicts restores into live objects, which then train on alike in every bit.
+def test_training_state_restores_into_live_objects(tmp_path: Path, kind: str, named: bool) -> None:
+    """A torch.save of state_dicts restores into live objects, and training continues bit-exact.
 
-    The optimizer has two groups whose parameters are numbered: their names follow from their shapes, or are there.
+    The optimizer has two groups with numbered parameters. Their names are inferred from shapes, or stored.
     """
     make, options = KINDS[kind]
     path = tmp_path / "x.ckpt"
-    mine, fresh = trained(make, **options), trained(make, 1, **options)
-    state = {name: one.state_dict() for name, one in mine.items()}
+    source, fresh = trained(make, **options), trained(make, 1, **options)
+    state = {name: one.state_dict() for name, one in source.items()}
     if named:
-        called = {id(p): name for name, p in mine["model"].named_parameters()}
-        for group, live in zip(state["optim"]["param_groups"], mine["optim"].param_groups, strict=True):
+        called = {id(p): name for name, p in source["model"].named_parameters()}
+        for group, live in zip(state["optim"]["param_groups"], source["optim"].param_groups, strict=True):
             group["param_names"] = [called[id(p)] for p in live["params"]]
     torch.save(state, path)
     foreign = parse_torch.parse(path)
     assert kinds(foreign) == {"model": "module", "optim": "optimizer", "sched": "stateful"}
     assert foreign.aliases == {"model.out.weight": "model.embed.weight"}
     assert any("order and shapes determined their names" in note for note in foreign.notes) is not named
-    check_restored(foreign, mine, fresh)
+    check_restored(foreign, source, fresh)
 
 
-def test_names_that_are_not_clear_are_not_guessed(tmp_path: Path) -> None:
-    """Where order and shapes allow two answers, parameters are called by their places, and a note says so."""
+def test_ambiguous_parameter_names_are_not_guessed(tmp_path: Path) -> None:
+    """If order and shapes are ambiguous, parameters are named by position, and a note is added."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     optimizer = torch.optim.AdamW([model[0].weight, model[2].weight])
     model(torch.ones(1, 3)).sum().backward()
@@ -344,8 +344,8 @@ def test_names_that_are_not_clear_are_not_guessed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
-def test_an_average_beside_the_model(tmp_path: Path, named: bool) -> None:
-    """Both fit the optimizer: its parameters are the model's, and a note says that this was chosen."""
+def test_average_next_to_the_model_is_not_chosen(tmp_path: Path, named: bool) -> None:
+    """Both modules fit the optimizer: the model's names are used, and a note explains the choice."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     optimizer = torch.optim.Adam(model.named_parameters() if named else model.parameters())
     path = tmp_path / "x.pt"
@@ -359,8 +359,8 @@ def test_an_average_beside_the_model(tmp_path: Path, named: bool) -> None:
     assert parse_torch.parse(path).entries[2].facts["params"] == [expected]
 
 
-def test_containers_of_states(tmp_path: Path) -> None:
-    """Lists and dicts with states inside are walked into, as Lightning's files have them; others are values."""
+def test_containers_of_states_are_searched(tmp_path: Path) -> None:
+    """Lists and dicts that contain states are searched, as in Lightning's files. Others are values."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -380,8 +380,8 @@ def test_containers_of_states(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_a_file_says_of_itself_counts(tmp_path: Path) -> None:
-    """With a description beside the tensors nothing is guessed; one that does not fit is refused."""
+def test_description_in_a_file_is_used(tmp_path: Path) -> None:
+    """With a description in the file nothing is inferred. A description that does not fit is rejected."""
     entry = OriginEntry(("a", 0), "stateful", {"x": 1}, ("q", "r"), {"$": "tensor", "name": "q"})
     text = describe(RankView((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep", "list", 1)})
     path = tmp_path / "x.pt"
@@ -403,7 +403,7 @@ def test_what_a_file_says_of_itself_counts(tmp_path: Path) -> None:
 
 
 class Mine:
-    """A class of the user's own."""
+    """A user-defined class."""
 
 
 def refused_values() -> dict[str, tuple[Any, str]]:
@@ -427,17 +427,17 @@ def refused_values() -> dict[str, tuple[Any, str]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", refused_values())
-def test_what_cannot_be_kept_is_refused_by_its_path(tmp_path: Path, what: str) -> None:
-    """Rather than to be lost or changed."""
-    value, message = refused_values()[what]
+@pytest.mark.parametrize("case", refused_values())
+def test_unsupported_value_is_rejected_with_its_path(tmp_path: Path, case: str) -> None:
+    """An unsupported value raises an error with its path. It is never lost or changed."""
+    value, message = refused_values()[case]
     torch.save({"a": {"b": value}}, tmp_path / "x.pt")
     with pytest.raises((UsageError, FormatError), match=message):
         admit(parse_torch.parse(tmp_path / "x.pt"))
 
 
-def test_objects_are_left_out_by_name_or_not_asked_for(tmp_path: Path) -> None:
-    """With `skip`, or where `only` means something else: all the rest comes, and nothing of an object is made."""
+def test_objects_are_skipped_or_not_selected(tmp_path: Path) -> None:
+    """With `skip`, or if `only` selects other entries, the rest is loaded and no object is created."""
     model = nn.Linear(2, 2)
     state = {
         "model": model.state_dict(),
@@ -460,7 +460,7 @@ def test_objects_are_left_out_by_name_or_not_asked_for(tmp_path: Path) -> None:
 
 
 class Armed:
-    """Makes a file if it is ever unpickled for real."""
+    """Creates a file if it is really unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -469,8 +469,8 @@ class Armed:
         return subprocess.getoutput, (f"touch {self.path}",)
 
 
-def test_nothing_of_an_object_is_run(tmp_path: Path) -> None:
-    """A stand-in takes the place of what makes it. One that is all there is, is refused."""
+def test_code_of_an_object_is_not_run(tmp_path: Path) -> None:
+    """A stand-in replaces the object's constructor. A file with only such an object is rejected."""
     torch.save({"w": torch.ones(2), "armed": Armed(tmp_path / "was-run")}, tmp_path / "x.pt")
     assert list(parse_torch.parse(tmp_path / "x.pt").objects) == [("armed",)]
     torch.save(Armed(tmp_path / "was-run"), tmp_path / "x.pt")
@@ -478,11 +478,11 @@ def test_nothing_of_an_object_is_run(tmp_path: Path) -> None:
         parse_torch.parse(tmp_path / "x.pt")
     assert not (tmp_path / "was-run").exists()
     torch.load(tmp_path / "x.pt", weights_only=False)
-    assert (tmp_path / "was-run").exists()  # it was armed
+    assert (tmp_path / "was-run").exists()  # the object does run code
 
 
-def test_other_containers_are_refused_with_advice(tmp_path: Path) -> None:
-    """Files from before torch 1.6, TorchScript, big-endian, compressed or encrypted ones, and anything else."""
+def test_other_file_formats_are_rejected_with_advice(tmp_path: Path) -> None:
+    """Covers files from before torch 1.6, TorchScript, big-endian, compressed and other files."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(UsageError, match=r"before 1\.6.*torch\.save"):
@@ -519,8 +519,8 @@ def rewrite(path: Path, change: Callable[[str, bytes], bytes], how: int = zipfil
             archive.writestr(name, change(name, data))
 
 
-def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
-    """Two storages over the same bytes, by a forged directory: one would be read as the other."""
+def test_overlapping_records_are_rejected(tmp_path: Path) -> None:
+    """A forged directory maps two storages to the same bytes, so one would be read as the other."""
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(64), "b": torch.zeros(64)}, path)
     assert parse_torch.parse(path).pieces, "negative control"
@@ -535,8 +535,8 @@ def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
         parse_torch.parse(path)
 
 
-def test_names_without_what_wrappers_add(tmp_path: Path) -> None:
-    """The state_dict of a compiled module, saved with its optimizer's names, is that of the module."""
+def test_wrapper_prefixes_are_removed_from_names(tmp_path: Path) -> None:
+    """The state_dict of a compiled module, saved with its optimizer's names, loads into the module."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     compiled: Any = torch.compile(model)
     optimizer = torch.optim.SGD(compiled.named_parameters(), lr=0.1, momentum=0.9)
@@ -553,8 +553,8 @@ def test_names_without_what_wrappers_add(tmp_path: Path) -> None:
     assert found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in found)
 
 
-def test_names_like_those_of_wrappers_are_kept_next_to_other_tensors(tmp_path: Path) -> None:
-    """A file has no classes: only if everything in a module has the part, it is a wrapper's."""
+def test_wrapper_like_names_are_kept_in_mixed_modules(tmp_path: Path) -> None:
+    """A file stores no classes: a prefix counts as a wrapper's only if all tensors of a module have it."""
     saved = {"_orig_mod.weight": torch.ones(2), "gain": torch.ones(1), "a._orig_mod.0": torch.ones(3)}
     torch.save(saved, tmp_path / "x.pt")
     entry = parse_torch.parse(tmp_path / "x.pt").entries[0]
@@ -562,14 +562,14 @@ def test_names_like_those_of_wrappers_are_kept_next_to_other_tensors(tmp_path: P
 
 
 @pytest.mark.parametrize("state", [{"step": 7, "w": 1.5}, {"global_step": 7, "step": 1}, {"step": "x", "w": {}}])
-def test_the_step_of_the_training(tmp_path: Path, state: dict[str, Any]) -> None:
-    """Where a file says it the way trainers do."""
+def test_training_step_is_found(tmp_path: Path, state: dict[str, Any]) -> None:
+    """The step is found in the entries that trainers usually write."""
     torch.save(state, tmp_path / "x.pt")
     assert parse_torch.parse(tmp_path / "x.pt").step == (7 if 7 in state.values() else None)
 
 
-def test_offsets_beyond_four_gigabytes(tmp_path: Path) -> None:
-    """A file of five, of which the storages are holes: what is put at a tensor's place, torch finds in it."""
+def test_offsets_beyond_four_gigabytes_are_correct(tmp_path: Path) -> None:
+    """In a sparse 5 GB file, torch reads the bytes written at the parsed offsets."""
     path = tmp_path / "x.pt"
     with torch.serialization.skip_data():
         torch.save({"large": torch.empty(5 << 30, dtype=torch.uint8), "w": torch.zeros(4)}, path)
@@ -587,8 +587,8 @@ def test_offsets_beyond_four_gigabytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [b"1234", b"", b"0" * 64])
-def test_a_storage_of_another_size(tmp_path: Path, change: bytes) -> None:
-    """Fewer bytes than the pickle says, or more, is damage, though the tensor might fit."""
+def test_storage_of_wrong_size_is_damage(tmp_path: Path, change: bytes) -> None:
+    """A storage with fewer or more bytes than the pickle declares is damage, even if the tensor fits."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(4)[:1]}, path)
     rewrite(path, lambda name, data: change if name.endswith("/data/0") else data)
@@ -598,8 +598,8 @@ def test_a_storage_of_another_size(tmp_path: Path, change: bytes) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", PARSERS)
-def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
-    """Folders, pipes and nothing at all are refused, and no parser waits for the other end of a pipe."""
+def test_non_files_are_rejected(tmp_path: Path, kind: str) -> None:
+    """Folders, pipes and missing files are rejected, and no parser blocks on a pipe."""
     parser = PARSERS[kind]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "run").mkdir()
@@ -625,22 +625,22 @@ def state_dicts(state: dict[str, Any], flat: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["lists", "flat"])
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
-def test_a_distributed_checkpoint_restores(tmp_path: Path, kind: str, flat: bool) -> None:
-    """Saved by torch's own dcp.save, in both forms that it has for optimizers; trains on alike in every bit."""
+def test_distributed_checkpoint_restores_into_live_objects(tmp_path: Path, kind: str, flat: bool) -> None:
+    """torch's own dcp.save writes both optimizer formats. Training continues with equal bits."""
     make, options = KINDS[kind]
-    mine, fresh = trained(make, **options), trained(make, 1, **options)
-    dcp.save(state_dicts(mine, flat), checkpoint_id=tmp_path / "step-3")
+    source, fresh = trained(make, **options), trained(make, 1, **options)
+    dcp.save(state_dicts(source, flat), checkpoint_id=tmp_path / "step-3")
     assert parse_dcp.sniff(tmp_path / "step-3") and not parse_safetensors.sniff(tmp_path / "step-3")
     foreign = parse_dcp.parse(tmp_path / "step-3")
     assert kinds(foreign) == {"model": "module", "optim": "optimizer", "sched": "stateful", "term": "plain"}
-    assert not foreign.aliases  # torch wrote the tied tensor twice: that both are alike is seen when they are digested
+    assert not foreign.aliases  # torch wrote the tied tensor twice: only digests show that both are equal
     fresh["term"] = 0
-    check_restored(foreign, {**mine, "term": 3}, fresh)
+    check_restored(foreign, {**source, "term": 3}, fresh)
     assert fresh["term"] == 3
 
 
-def test_every_tensor_of_a_distributed_checkpoint(tmp_path: Path) -> None:
-    """Each dtype and form that torch can write this way, and plain values of every kind."""
+def test_distributed_checkpoint_tensors_are_restored(tmp_path: Path) -> None:
+    """Every dtype and form that torch can write this way is read, and all types of plain values."""
     tensors_in = zoo()
     state = {"z": tensors_in, "l": [1, {"a": (1, 2)}], "n": {"x": torch.ones(2), "s": "t", "arr": np.arange(3)}, "e": 7}
     dcp.save(state, checkpoint_id=tmp_path)
@@ -653,8 +653,8 @@ def test_every_tensor_of_a_distributed_checkpoint(tmp_path: Path) -> None:
     assert (values["n"]["arr"] == np.arange(3)).all()
 
 
-def test_the_state_dict_of_an_optimizer_alone(tmp_path: Path) -> None:
-    """torch turns the numbers of parameters into text on the way; and where there is no state, nothing is written."""
+def test_optimizer_state_dict_is_recognized(tmp_path: Path) -> None:
+    """torch turns parameter numbers into text. Without optimizer state nothing is written."""
     state = untied(torch.optim.AdamW)
     dcp.save({"optim": state["optim"].state_dict(), "model": state["model"].state_dict()}, checkpoint_id=tmp_path / "a")
     foreign = parse_dcp.parse(tmp_path / "a")
@@ -668,7 +668,7 @@ def test_the_state_dict_of_an_optimizer_alone(tmp_path: Path) -> None:
 
 
 def _old(metadata: Any) -> None:
-    """As older versions of torch wrote it."""
+    """Make metadata as older versions of torch wrote it."""
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
     metadata.planner_data, metadata.storage_meta = None, None
@@ -677,8 +677,8 @@ def _old(metadata: Any) -> None:
             one.properties = TensorProperties(dtype=one.properties.dtype)
 
 
-def test_metadata_without_a_planner(tmp_path: Path) -> None:
-    """Where nothing says how names are nested, optimizers are known by theirs; also with classes of older versions."""
+def test_metadata_without_planner_is_recognized(tmp_path: Path) -> None:
+    """Without nesting information, optimizers are recognized by their names, also with old metadata classes."""
     state = trained(torch.optim.AdamW)
     found = state_dicts(state, True)
     flat = {**found["model"], **{f"optim.{name}": value for name, value in found["optim"].items()}}
@@ -722,8 +722,8 @@ os._exit(0)  # gloo's threads may abort an interpreter that ends
 
 
 @pytest.mark.skipif(not hasattr(dcp, "HuggingFaceStorageWriter"), reason="torch before 2.8 has no such pieces")
-def test_what_four_ranks_saved_is_put_together(tmp_path: Path) -> None:
-    """FSDP2 on four ranks, uneven pieces among them: the same as torch gathers. Also as pieces in safetensors."""
+def test_pieces_of_four_ranks_are_merged(tmp_path: Path) -> None:
+    """Four ranks with FSDP2 save uneven pieces: the result equals torch's gathered state, also for safetensors."""
     target = tmp_path / "step-2"
     done = launch(4, RANKS, target, "hf", port=free_port())
     assert all(process.returncode == 0 for process in done), done[0].stderr[-3000:]
@@ -744,7 +744,7 @@ def test_what_four_ranks_saved_is_put_together(tmp_path: Path) -> None:
 
 
 def forged(folder: Path, change: Callable[[Any], None]) -> None:
-    """A `.metadata` of which something was changed."""
+    """Change the `.metadata` file of a checkpoint."""
     with (folder / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
     change(metadata)
@@ -789,14 +789,14 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
-def test_forged_metadata_of_a_distributed_checkpoint(tmp_path: Path, what: str) -> None:
-    """Files outside the folder, places that are none, and shapes that do not fit are refused, each with its reason."""
+@pytest.mark.parametrize("case", FORGED)
+def test_forged_dcp_metadata_is_rejected(tmp_path: Path, case: str) -> None:
+    """Files outside the folder, invalid locations and wrong shapes are rejected with the reason."""
     (tmp_path / "x.distcp").write_bytes(b"x")
     folder = tmp_path / "run"
     dcp.save({"w": torch.ones(4, 4), "e": 1}, checkpoint_id=folder)
     FilesOrigin(parse_dcp.parse(folder))
-    change, message = FORGED[what]
+    change, message = FORGED[case]
     forged(folder, change)
     with pytest.raises((CorruptError, UsageError), match=message):
         asyncio.run(FilesOrigin(parse_dcp.parse(folder)).aclose())
@@ -805,8 +805,8 @@ def test_forged_metadata_of_a_distributed_checkpoint(tmp_path: Path, what: str) 
 # -- safetensors --
 
 
-def test_every_tensor_of_a_safetensors_file(tmp_path: Path) -> None:
-    """Each dtype that the library writes, in one file, in a folder, and behind an index."""
+def test_safetensors_file_tensors_are_restored(tmp_path: Path) -> None:
+    """Every dtype of the library is read from one file, from a folder, and through an index."""
     state = {name: tensor.detach().contiguous().clone() for name, tensor in zoo().items()}
     state = {n: t for n, t in state.items() if t.dtype not in (torch.complex128, torch.complex32)}
     path = tmp_path / "model.safetensors"
@@ -829,8 +829,8 @@ def test_every_tensor_of_a_safetensors_file(tmp_path: Path) -> None:
         assert same(whole[f"model.{name}"], tensor) and same(indexed[f"net.1.{name}"], tensor)
 
 
-def test_a_tied_model_of_safetensors_restores(tmp_path: Path) -> None:
-    """Names that the library left out, and noted, are further names of what it kept."""
+def test_tied_safetensors_model_restores(tmp_path: Path) -> None:
+    """Names that the library omitted and noted become aliases of the stored tensors."""
     model, fresh = trained(torch.optim.SGD)["model"], Tied()
     safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"), metadata={"format": "pt", "x": "y"})
     foreign = parse_safetensors.parse(tmp_path)
@@ -871,21 +871,21 @@ BAD_HEADERS: dict[str, tuple[bytes, type[CheckpointError], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_HEADERS)
-def test_bad_headers_of_safetensors(tmp_path: Path, what: str) -> None:
-    """Each is refused with its reason, and so by the library itself, but for what only we look at."""
-    data, error, message = BAD_HEADERS[what]
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_bad_safetensors_headers_are_rejected(tmp_path: Path, case: str) -> None:
+    """Each is rejected with its reason, also by the library itself, except for what only we check."""
+    data, error, message = BAD_HEADERS[case]
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
     with pytest.raises(error, match=message):
         parse_safetensors.parse(path)
-    if what != "sharding":
+    if case != "sharding":
         with pytest.raises(Exception):
             safetensors.torch.load_file(path)
 
 
-def test_an_index_points_into_its_folder_only(tmp_path: Path) -> None:
-    """And to tensors that are there; two indexes are one too many, unless one has the usual name."""
+def test_index_must_stay_in_its_folder(tmp_path: Path) -> None:
+    """The index must list existing tensors. With two indexes, one must have the usual name."""
     folder = tmp_path / "model"
     folder.mkdir()
     safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
@@ -912,7 +912,7 @@ def test_an_index_points_into_its_folder_only(tmp_path: Path) -> None:
         parse_safetensors.parse(folder)
 
 
-def test_a_name_in_two_files_needs_an_index(tmp_path: Path) -> None:
+def test_name_in_two_files_requires_an_index(tmp_path: Path) -> None:
     for i in (0, 1):
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / f"{i}.safetensors")
     with pytest.raises(CorruptError, match="several files"):
@@ -923,7 +923,7 @@ def test_a_name_in_two_files_needs_an_index(tmp_path: Path) -> None:
 
 
 def made(kind: str, folder: Path) -> tuple[Path, list[Path]]:
-    """A small checkpoint of a kind, and its files."""
+    """Return the path of a small checkpoint of a format, and its files."""
     state = {"model": {"w": torch.randn(3, 4), "b": torch.randn(3)}, "term": 3, "np": np.arange(40.0)}
     if kind == "torch":
         torch.save(state, folder / "x.pt")
@@ -936,7 +936,7 @@ def made(kind: str, folder: Path) -> tuple[Path, list[Path]]:
 
 
 def checkpoint(kind: str, path: Path) -> str:
-    """What became of it: "read", or the name of our own error. Anything else surfaces."""
+    """Return "read" or the name of our own error. Other errors propagate."""
     try:
         read(PARSERS[kind].parse(path))  # type: ignore[attr-defined]
     except CheckpointError as error:
@@ -946,8 +946,8 @@ def checkpoint(kind: str, path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-def test_cut_off_anywhere(tmp_path: Path, kind: str) -> None:
-    """Each file cut off at every fiftieth of it: an error of ours, and never a tensor that is not all there."""
+def test_truncated_files_raise_our_errors(tmp_path: Path, kind: str) -> None:
+    """Each file is truncated at 50 positions: the read raises our error and never returns an incomplete tensor."""
     path, files = made(kind, tmp_path)
     assert checkpoint(kind, path) == "read", "negative control"
     for file in files:
@@ -959,8 +959,8 @@ def test_cut_off_anywhere(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-def test_flipped_bytes_anywhere(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
-    """Whatever bytes are changed: it is read, as what it then says, or one of our own errors says why not."""
+def test_flipped_bytes_raise_our_errors_or_read(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
+    """After any change the file is read with its new content, or raises one of our own errors."""
     folder = tmp_path_factory.mktemp("flipped")
     path, files = made(kind, folder)
     whole = {file: file.read_bytes() for file in files}
@@ -976,14 +976,14 @@ def test_flipped_bytes_anywhere(tmp_path_factory: pytest.TempPathFactory, kind: 
         outcomes[checkpoint(kind, path)] += 1
         file.write_bytes(whole[file])
 
-    if kind == "dcp":  # a tensor that is an object now
+    if kind == "dcp":  # the tensor is now an object
         flip = example(next(file for file in files if file.suffix == ".distcp"), [(0.501953125, 0)])(flip)
     flip()
-    assert len(outcomes) > 1  # both happens
+    assert len(outcomes) > 1  # both outcomes occur
 
 
-def test_every_byte_of_a_small_pickle(tmp_path: Path) -> None:
-    """Each byte of data.pkl, changed in several ways, inside an archive that is whole."""
+def test_changed_pickle_bytes_raise_our_errors(tmp_path: Path) -> None:
+    """Each byte of data.pkl is changed in several ways inside an intact archive."""
     path = tmp_path / "x.pt"
     torch.save({"model": {"w": torch.randn(3, 4)}, "n": np.float32(2)}, path)
     with zipfile.ZipFile(path) as archive:
@@ -1003,7 +1003,7 @@ def test_every_byte_of_a_small_pickle(tmp_path: Path) -> None:
 
 
 class Shell:
-    """A pickle of this runs a command when it is loaded."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -1012,8 +1012,8 @@ class Shell:
         return os.system, (f"touch {self.target}",)
 
 
-def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
-    """A shell command in a torch file, in `.metadata`, in an object of a distributed checkpoint: refused, not run."""
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+    """A shell command in a torch file, in `.metadata` or in an object of a checkpoint is rejected and not run."""
     target = tmp_path / "ran"
     torch.save({"a": [Shell(target)]}, tmp_path / "x.pt")
     dcp.save({"w": torch.ones(2), "e": 1}, checkpoint_id=tmp_path / "meta")
@@ -1027,18 +1027,18 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
         parse_dcp.parse(tmp_path / "object")
     assert not target.exists()
     with (tmp_path / "meta" / ".metadata").open("rb") as file:
-        pickle.load(file)  # negative control: what other loaders do
+        pickle.load(file)  # negative control: other loaders run it
     assert target.exists()
     target.unlink()
     torch.load(tmp_path / "x.pt", weights_only=False)
     assert target.exists()
 
 
-# -- what it costs --
+# -- resource usage --
 
 
-def test_a_byte_cannot_take_all_memory(tmp_path: Path) -> None:
-    """An opcode that numbers a value can name any number of 32 bits. That costs no more than the value."""
+def test_large_memo_number_uses_little_memory(tmp_path: Path) -> None:
+    """An opcode can give a value any 32-bit number. It uses no more memory than the value."""
     path, _ = made("dcp", tmp_path)
     whole = (path / ".metadata").read_bytes()
     assert whole.endswith(b".")

@@ -1,4 +1,4 @@
-"""How much two checkpoints differ: torch is the oracle, also across dtypes and forms."""
+"""The differences of two checkpoints equal torch's figures, also across dtypes and formats."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def compared(a: torch.Tensor, b: torch.Tensor, dtype: str, other: str, window: i
 @pytest.mark.parametrize(
     ("dtype", "other"), [*((d, d) for d in DTYPES), ("F32", "BF16"), ("F64", "F16"), ("BF16", "F16")]
 )
-def test_the_figures_are_torch_s(dtype: str, other: str, window: int) -> None:
-    """Counts, largest differences and the cosine, for all dtypes, and for pairs of them, whatever the windows."""
+def test_figures_equal_those_of_torch(dtype: str, other: str, window: int) -> None:
+    """Counts, largest differences and the cosine are correct for all dtypes, for pairs of them, and for any window."""
     draw = torch.Generator().manual_seed(3)
     first = torch.randn(40, 33, generator=draw) * 3
     second = torch.where(torch.rand(40, 33, generator=draw) < 0.3, torch.randn(40, 33, generator=draw), first)
@@ -54,8 +54,8 @@ def test_the_figures_are_torch_s(dtype: str, other: str, window: int) -> None:
     assert compared(a, a.clone(), dtype, dtype, window) is None
 
 
-def test_negative_control_one_bit_is_seen() -> None:
-    """The lowest bit of one element of many is a difference."""
+def test_negative_control_one_bit_is_detected() -> None:
+    """A difference in the lowest bit of one element is detected."""
     a = torch.randn(5000)
     b = a.clone()
     b.view(torch.int32)[4711] ^= 1
@@ -63,9 +63,9 @@ def test_negative_control_one_bit_is_seen() -> None:
     assert found is not None and found.differing == 1 and found.cosine == pytest.approx(1)
 
 
-def test_what_is_not_a_number() -> None:
-    """NaN on one side is a difference and makes the largest one NaN; of dtypes that numpy does not know only the bits
-    count; zero against something has relative difference 1."""
+def test_nan_and_zero_are_compared() -> None:
+    """NaN on one side is a difference and makes the largest difference NaN. For dtypes unknown to numpy only bits
+    count. Zero against another number has relative difference 1."""
     one, two = torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")])
     found = compared(one, two, "F32", "F32", 64)
     assert found is not None and found.differing == 1 and np.isnan(found.max_abs_difference or 0)
@@ -76,8 +76,8 @@ def test_what_is_not_a_number() -> None:
     assert found is not None and (found.max_rel_difference, found.cosine) == (1.0, 0.0)
 
 
-def test_two_dtypes_and_two_forms(tmp_path: Path, call: Any) -> None:
-    """A run beside its weights in bf16, as files of safetensors: what rounding has done to each tensor."""
+def test_run_is_compared_with_bf16_files(tmp_path: Path, call: Any) -> None:
+    """A run is compared with its weights in bf16 in safetensors: the output shows the rounding of each tensor."""
     torch.manual_seed(0)
     model = nn.Linear(50, 20)
     save(tmp_path / "run", {"model": model}, range(1, 2), every=1)
@@ -94,14 +94,14 @@ def test_two_dtypes_and_two_forms(tmp_path: Path, call: Any) -> None:
     assert "cosine" in text and text.startswith("different: ")
 
 
-def test_every_combination_of_sides(tmp_path: Path, call: Any) -> None:
-    """Runs and files on either side; what is neither is one line, one of advice, and code 2."""
+def test_runs_and_files_can_be_compared(tmp_path: Path, call: Any) -> None:
+    """Each side may be a run or a file. Anything else gives an error line, an advice line and code 2."""
     save(tmp_path / "run", {"model": nn.Linear(3, 2)}, range(1, 2), every=1)
     call("export", tmp_path / "run", "--to", tmp_path / "w.safetensors")
     (tmp_path / "junk").write_text("x")
     sides = [tmp_path / "run", f"{tmp_path / 'run'}@1", tmp_path / "w.safetensors"]
     for a, b in itertools.product(sides, sides):
         assert call("diff", a, b, "--only", "model.*").code == 0, (a, b)
-    for words in ((sides[0], tmp_path / "junk"), (tmp_path / "none", sides[0]), (sides[0], f"{tmp_path / 'run'}@7")):
-        found = call("diff", *words)
+    for args in ((sides[0], tmp_path / "junk"), (tmp_path / "none", sides[0]), (sides[0], f"{tmp_path / 'run'}@7")):
+        found = call("diff", *args)
         assert found.code == 2 and len(found.err.splitlines()) == 2

@@ -1,4 +1,4 @@
-"""Files for torch: what is planned, filled with bytes, is what torch itself would have written, and torch loads it."""
+"""Exports for torch equal files that torch itself would write, and torch loads them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from ckpt.tools.convert.output import Literal, Output, TensorRun
 from ckpt.tools.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
 
 
-class Here:
-    """Tensors in memory as an origin, of which only what a plan and its execution need is there."""
+class MemoryOrigin:
+    """An origin with tensors in memory, limited to what a plan and its execution need."""
 
     title = url = identity = "here"
 
@@ -55,8 +55,8 @@ class Here:
         return as_bytes(part).numpy().tobytes()
 
 
-def of_state(state: dict[str, Any]) -> tuple[Here, RankView, dict[str, str]]:
-    """A live state as an origin and a view of it, through the very text that is stored; and its dtypes."""
+def of_state(state: dict[str, Any]) -> tuple[MemoryOrigin, RankView, dict[str, str]]:
+    """Return a live state as an origin and a view, through the stored text, and its dtypes."""
     reading = Capture(state).read()
     layout = reading.layout
     tensors = {t.name: tensor.detach().clone() for t, tensor in zip(layout.tensors, reading.tensors, strict=True)}
@@ -66,12 +66,12 @@ def of_state(state: dict[str, Any]) -> tuple[Here, RankView, dict[str, str]]:
         for c, v in zip(layout.components, values, strict=True)
     )
     labels = {n: f"{n}#0" for n in canonical_names(entries, layout.aliases)}
-    origin = Here({labels[n]: t for n, t in tensors.items()}, {labels[n]: t for n, t in layout.by_name.items()})
+    origin = MemoryOrigin({labels[n]: t for n, t in tensors.items()}, {labels[n]: t for n, t in layout.by_name.items()})
     return origin, RankView(entries, labels, layout.aliases), {labels[t.name]: t.dtype for t in layout.tensors}
 
 
-def execute(output: Output, origin: Here, target: Path) -> Path:
-    """What the export engine does."""
+def execute(output: Output, origin: MemoryOrigin, target: Path) -> Path:
+    """Write the files of a plan like the export engine."""
     assert output.staged
     if not output.single:
         target.mkdir()
@@ -86,15 +86,15 @@ def execute(output: Output, origin: Here, target: Path) -> Path:
 
 
 def torch_file(state: dict[str, Any], target: Path) -> dict[Any, Any]:
-    """A state exported and loaded by torch, in all ways that must agree."""
+    """Export a state, load it with torch in all ways that must agree, and return it."""
     origin, view, dtypes = of_state(state)
     path = execute(to_torch.plan(origin, view, dtypes), origin, target)
     found: dict[Any, Any] = torch.load(path, weights_only=True)
     assert_equal(torch.load(path, weights_only=True, mmap=True), found)
     with zipfile.ZipFile(path) as file:
         assert file.testzip() is None
-    said = described(found.pop(DESCRIPTION))
-    entries, aliases, places = said.entries, said.aliases, said.places
+    description = described(found.pop(DESCRIPTION))
+    entries, aliases, places = description.entries, description.aliases, description.places
     assert entries == view.entries and aliases == view.aliases and places.keys() == set(view.tensors)
     for name, place in places.items():
         value: Any = found
@@ -114,7 +114,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_equal(found: Any, expected: Any, at: str = "") -> None:
-    """The same types, values and bits all the way down."""
+    """Check that all types, values and bits are equal, recursively."""
     assert type(found) is type(expected), (at, type(found), type(expected))
     if isinstance(expected, Tensor):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape), at
@@ -134,7 +134,7 @@ def assert_equal(found: Any, expected: Any, at: str = "") -> None:
 
 
 class Net(nn.Module):
-    """Tied weights, buffers, and a parameter that no gradient reaches."""
+    """Tied weights, buffers, and a parameter without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,9 +182,9 @@ OPTIMIZERS = ("adamw", "named", "tensor lr", "momentum", "sgd")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_what_is_loaded_is_what_torch_would_have_saved(kind: str, tmp_path: Path) -> None:
-    """Module, optimizer and scheduler as their own `state_dict` says, but for the names of parameters, which are added;
-    tied weights share memory. A fresh model and optimizer take it, and five more steps are bit-equal."""
+def test_exported_file_equals_torch_save(kind: str, tmp_path: Path) -> None:
+    """Module, optimizer and scheduler equal their own `state_dict`, plus the names of parameters. Tied weights share
+    memory. A fresh model and optimizer load it, and five more steps are bit-equal."""
     net, optim = trained(kind)
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 100) if kind != "tensor lr" else None
     state = {"model": net, "optim": optim, "step": 3} | ({"sched": sched} if sched else {})
@@ -209,8 +209,8 @@ def test_what_is_loaded_is_what_torch_would_have_saved(kind: str, tmp_path: Path
     assert_equal(list(fresh.state.values()), list(optim.state.values()))
 
 
-def test_random_generators_go_on(tmp_path: Path) -> None:
-    """What `ckpt.RNG` had comes back through a file, and makes the same numbers."""
+def test_random_generators_continue(tmp_path: Path) -> None:
+    """The state of `ckpt.RNG` survives the file and gives the same numbers."""
     rng = ckpt.RNG()
     found = torch_file({"rng": rng}, tmp_path / "state.pt")
     expected = random.random(), np.random.rand(), torch.rand(3)
@@ -235,15 +235,15 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def test_plain_values(tmp_path: Path) -> None:
-    """Every type and every bit of plain values, and tensors inside them."""
+def test_plain_values_are_preserved(tmp_path: Path) -> None:
+    """All types and bits of plain values are preserved, also of tensors inside them."""
     found = torch_file({"cfg": PLAIN, "term": 7, "list": [1, torch.ones(2)]}, tmp_path / "state.pt")
     assert_equal(found, {"cfg": PLAIN, "term": 7, "list": [1, torch.ones(2)]})
 
 
-def test_what_torch_refuses_is_changed_and_said(tmp_path: Path) -> None:
-    """Numpy's scalars become numbers and its arrays tensors; what torch has no type for, or refuses to load, is turned
-    into something near; of all that there are notes."""
+def test_unsupported_values_are_changed_with_notes(tmp_path: Path) -> None:
+    """Numpy scalars become numbers and numpy arrays tensors. Other values that torch cannot load are replaced by
+    similar ones. Notes list all changes."""
     arrays = {
         "f": np.arange(6, dtype=np.float32).reshape(2, 3),
         "c": np.array([1 + 2j]),
@@ -270,7 +270,7 @@ def test_what_torch_refuses_is_changed_and_said(tmp_path: Path) -> None:
     notes = " ".join(plan.notes)
     for word in ("numpy arrays became tensors (6)", ">i4", "scalars", "times", "empty bytes", "hexadecimal"):
         assert word in notes
-    assert described(found[DESCRIPTION]).entries == view.entries  # in which nothing is changed
+    assert described(found[DESCRIPTION]).entries == view.entries  # the description is unchanged
     assert to_torch.plan(*of_state({"n": 1})).notes == ()
 
 
@@ -282,8 +282,8 @@ def every_dtype() -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_every_dtype(tmp_path: Path) -> None:
-    """In both formats."""
+def test_every_dtype_is_exported(tmp_path: Path) -> None:
+    """Every dtype works in both formats."""
     tensors = every_dtype()
     assert tensors.keys() == BITS.keys()
     assert_equal(torch_file({"t": tensors}, tmp_path / "state.pt"), {"t": tensors})
@@ -293,15 +293,15 @@ def test_every_dtype(tmp_path: Path) -> None:
 
 
 def loaded_whole(folder: Path) -> dict[str, Any]:
-    """A DCP folder by torch's own converter."""
+    """Return the state of a DCP folder, converted by torch."""
     target = folder.with_suffix(".converted")
     dcp_to_torch_save(folder, target)
     found: dict[str, Any] = torch.load(target, weights_only=False)
     return found
 
 
-def test_tensors_are_written_in_other_dtypes(tmp_path: Path) -> None:
-    """The dtype that was asked for is the dtype that torch finds, in both formats."""
+def test_tensors_are_cast_to_other_dtypes(tmp_path: Path) -> None:
+    """torch finds the requested dtype in both formats."""
     net = nn.Linear(5, 3)
     origin, view, _ = of_state({"model": net})
     dtypes = dict.fromkeys(origin.tensors, "BF16")
@@ -312,7 +312,7 @@ def test_tensors_are_written_in_other_dtypes(tmp_path: Path) -> None:
 
 
 class Custom(nn.Linear):
-    """Says more than its parameters."""
+    """A module with extra state."""
 
     def get_extra_state(self) -> Any:
         return {"calls": 3, "mean": torch.ones(2)}
@@ -321,8 +321,8 @@ class Custom(nn.Linear):
         self.extra = state
 
 
-def test_a_module_with_a_state_of_its_own(tmp_path: Path) -> None:
-    """Extra state comes with it, and `load_state_dict` takes it."""
+def test_extra_state_of_a_module_is_exported(tmp_path: Path) -> None:
+    """Extra state is exported, and `load_state_dict` accepts it."""
     net = Custom(3, 2)
     found = torch_file({"model": net}, tmp_path / "state.pt")
     assert_equal(found["model"], OrderedDict(net.state_dict()))
@@ -331,9 +331,9 @@ def test_a_module_with_a_state_of_its_own(tmp_path: Path) -> None:
     assert_equal(other.extra, net.get_extra_state())
 
 
-def test_states_inside_dicts_and_lists(tmp_path: Path) -> None:
-    """Entries lie where their paths say. An optimizer over two modules that use the same names calls its parameters as
-    the state does."""
+def test_states_in_dicts_and_lists_are_exported(tmp_path: Path) -> None:
+    """Entries are stored at their paths. For an optimizer of two modules with the same names, parameter names include
+    the path."""
     nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optim = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
     one = torch.optim.SGD(nets[0].parameters(), lr=0.1)
@@ -346,8 +346,8 @@ def test_states_inside_dicts_and_lists(tmp_path: Path) -> None:
     assert_equal(found["sub"][5]["ema"], OrderedDict(state["sub"][5]["ema"].state_dict()))
 
 
-def test_tensors_of_one_size_do_not_change_places(tmp_path: Path) -> None:
-    """Bytes go where torch looks for them, however values are nested: all of these tensors could be mistaken."""
+def test_tensors_of_one_size_are_not_swapped(tmp_path: Path) -> None:
+    """Bytes are stored where torch looks for them, with any nesting. All of these tensors could be confused."""
     rng = random.Random(1)
     made = 0
 
@@ -369,8 +369,8 @@ def test_tensors_of_one_size_do_not_change_places(tmp_path: Path) -> None:
     assert numbers[0] == numbers[1]
 
 
-def test_a_flipped_byte_is_seen(tmp_path: Path) -> None:
-    """Negative control: the checksums are of the bytes that are there."""
+def test_negative_control_flipped_byte_is_detected(tmp_path: Path) -> None:
+    """Negative control: the checksums cover the stored bytes."""
     state = {"w": torch.arange(1000)}
     torch_file(state, tmp_path / "state.pt")
     data = bytearray((tmp_path / "state.pt").read_bytes())
@@ -383,8 +383,8 @@ def test_a_flipped_byte_is_seen(tmp_path: Path) -> None:
         assert_equal(torch.load(io.BytesIO(data), weights_only=True)["w"], state["w"])
 
 
-def test_what_cannot_be_planned() -> None:
-    """A name that is taken, values that need what was left out, an optimizer's state of nobody: each is said."""
+def test_impossible_exports_raise_clear_errors() -> None:
+    """A reserved name, values that need an excluded tensor, and state without parameters raise clear errors."""
     with pytest.raises(UsageError, match="reserved"):
         to_torch.plan(*of_state({DESCRIPTION: 1}))
     origin, view, dtypes = of_state({"cfg": {"w": torch.ones(1)}})
@@ -407,7 +407,7 @@ def test_what_cannot_be_planned() -> None:
 
 
 def saved_by_torch(net: nn.Module, optim: torch.optim.Optimizer, folder: Path, *, flat: bool) -> Any:
-    """What torch's own DCP says of the same state."""
+    """Return the metadata that torch's own DCP writes for the same state."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state = {
         "model": get_model_state_dict(net),
@@ -420,9 +420,9 @@ def saved_by_torch(net: nn.Module, optim: torch.optim.Optimizer, folder: Path, *
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ("adamw", "momentum", "sgd", "named"))
-def test_metadata_is_what_torch_writes(kind: str, tmp_path: Path) -> None:
-    """Every name, form and place in the state that torch's own `dcp.save` has, in its list form; and, beside them, all
-    names of the flattened form. More than that are only the description and the names of parameters."""
+def test_metadata_equals_that_of_torch(kind: str, tmp_path: Path) -> None:
+    """Every name, form and position of torch's own `dcp.save` exists, in list form and in flattened form. The only
+    additions are the description and the names of parameters."""
     net, optim = trained(kind)
     state = {"model": net, "optim": optim}
     state["cfg"] = {"a": [1, (2, 3), {"b": None}], "t": (torch.ones(2), 1), "l": [1, 2], 5: {"x": 1}}  # type: ignore[assignment]
@@ -444,7 +444,7 @@ def test_metadata_is_what_torch_writes(kind: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flat", (False, True))
 @pytest.mark.parametrize("kind", ("adamw", "momentum", "tensor lr", "named"))
-def test_dcp_load(kind: str, flat: bool, tmp_path: Path) -> None:
+def test_dcp_load_is_bit_exact(kind: str, flat: bool, tmp_path: Path) -> None:
     """`dcp.load` into the state dicts of a fresh model and optimizer is bit-exact in both forms, and
     training goes on bit-equal."""
     net, optim = trained(kind)
@@ -463,7 +463,7 @@ def test_dcp_load(kind: str, flat: bool, tmp_path: Path) -> None:
     assert_equal(state["optim"], get_optimizer_state_dict(net, optim, options=options))
     assert state["n"] == 5
     other.load_state_dict(state["model"])
-    options.strict = False  # or torch wants state of parameters that were never stepped
+    options.strict = False  # otherwise torch requires state of parameters that were never stepped
     set_optimizer_state_dict(other, fresh, state["optim"], options=options)
     train(net, optim, 3, first=3)
     train(other, fresh, 3, first=3)
@@ -471,9 +471,9 @@ def test_dcp_load(kind: str, flat: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_dcp_to_torch_save(tmp_path: Path) -> None:
-    """torch's own converter makes of the folder one file with everything in its place; byte objects can be loaded with
-    `weights_only`; the description gives the entries again, and places that lead to the tensors."""
+def test_dcp_folder_converts_to_torch_save(tmp_path: Path) -> None:
+    """torch's own converter turns the folder into a correct file. Byte objects load with `weights_only`. The
+    description has the entries and the paths of all tensors."""
     net, optim = trained("adamw")
     state = {
         "model": net,
@@ -493,8 +493,8 @@ def test_dcp_to_torch_save(tmp_path: Path) -> None:
     assert_equal(found["optim"]["param_groups"], [
         g | {"param_names": g["params"]} for g in get_optimizer_state_dict(net, optim)["param_groups"]
     ])  # fmt: skip
-    said = described(found[DESCRIPTION])
-    entries, aliases, places = said.entries, said.aliases, said.places
+    description = described(found[DESCRIPTION])
+    entries, aliases, places = description.entries, description.aliases, description.places
     assert entries == view.entries and aliases == view.aliases and places.keys() == set(view.tensors)
     for name, place in places.items():
         value: Any = found
@@ -535,8 +535,8 @@ def test_exports_with_rare_plain_values_are_imported_unless_changed(form: Any, t
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tied_weights_lie_there_once(tmp_path: Path) -> None:
-    """Both names are in the folder, and are the same bytes."""
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    """Both names are in the folder and refer to the same bytes."""
     net, _ = trained("sgd")
     where = dcp.FileSystemReader(dcp_folder({"model": net}, tmp_path / "dcp")).read_metadata().storage_data
     found = {index.fqn: (info.relative_path, info.offset) for index, info in where.items()}
@@ -544,9 +544,9 @@ def test_tied_weights_lie_there_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_names_that_two_forms_would_share(tmp_path: Path) -> None:
-    """A parameter called 0 would have the names of group 0: then its optimizer's settings are there as lists only, and
-    that is said."""
+def test_conflicting_names_are_stored_as_lists(tmp_path: Path) -> None:
+    """A parameter named 0 would conflict with group 0. The optimizer settings are then stored only as lists, with a
+    note."""
     net = nn.ParameterList([torch.ones(2)])
     optim = torch.optim.SGD(net.parameters(), lr=0.5)
     origin, view, dtypes = of_state({"model": net, "optim": optim})
@@ -557,8 +557,8 @@ def test_names_that_two_forms_would_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_wrong_byte_comes_out_of_dcp(tmp_path: Path) -> None:
-    """Negative control of the comparisons above: they would see it."""
+def test_negative_control_wrong_byte_in_dcp_is_detected(tmp_path: Path) -> None:
+    """Negative control: the comparisons above detect the change."""
     net, optim = trained("adamw")
     folder = dcp_folder({"model": net, "optim": optim}, tmp_path / "dcp")
     data = bytearray((folder / "__0_0.distcp").read_bytes())
@@ -597,8 +597,8 @@ os._exit(0)  # gloo's threads may abort an interpreter that ends
 
 @pytest.mark.parametrize("damaged", (False, True))
 def test_two_ranks_load_their_shards(tmp_path: Path, damaged: bool) -> None:
-    """Weights and optimizer state of a whole model arrive bit-exact on two ranks in both forms. Negative control:
-    damaged, they do not."""
+    """Weights and optimizer state of a whole model are bit-exact on two ranks in both forms. Negative control: damaged
+    ones are not."""
     net = parallel.whole()
     optim = torch.optim.AdamW(net.parameters(), lr=3e-3)
     torch.optim.lr_scheduler.CosineAnnealingLR(optim, 1000)

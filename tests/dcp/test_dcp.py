@@ -1,4 +1,4 @@
-"""torch's dcp.save, async_save and load on our places: the same bits in every division, one history, no code run.
+"""torch's dcp.save, async_save and load with `ckpt.dcp`: bit-exact resharding, one history, no code execution.
 
 Rank processes run `main()` of this file with a list of actions, see `ranks`.
 """
@@ -55,7 +55,7 @@ from run_files import data_files, indexes, keys_in, manifests
 from s3_server import MotoServer, storage_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-MODES = {"fsdp": "thread", "hsdp": "sync", "tp": "sync", "fsdp_tp": "sync"}  # and how they are saved
+MODES = {"fsdp": "thread", "hsdp": "sync", "tp": "sync", "fsdp_tp": "sync"}  # how each parallel mode is saved
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +69,13 @@ MEMORIES: Any = (incarnation._incarnations, incarnation._owners, incarnation._kn
 
 
 def another_job() -> None:
-    """From here on this process is another one, as far as `ckpt.dcp` knows."""
+    """Make `ckpt.dcp` treat this process as another job from now on."""
     for memory in MEMORIES:
         memory.clear()
 
 
 def save_by_another_job(step: int, places: Any) -> None:
-    """Of this process, in the meantime."""
+    """Save as another job, then restore the state of this one."""
     before = [dict(memory) for memory in MEMORIES]
     another_job()
     save({"n": step}, step, places)
@@ -95,19 +95,19 @@ def load(state: dict[str, Any], places: Any, step: int | None = None, **kwargs: 
 
 
 def refused(call: Callable[[], object]) -> BaseException:
-    """What rank 0 says went wrong."""
+    """Return the error of rank 0."""
     with pytest.raises(CheckpointException) as caught:
         call()
     return caught.value.failures[0][0]
 
 
 def records(url: str) -> RunLog:
-    async def look() -> RunLog:
+    async def load_log() -> RunLog:
         log = await read.open_run(url)
         await log.store.aclose()
         return log
 
-    return read.run(look())
+    return read.run(load_log())
 
 
 def history(url: str) -> list[int]:
@@ -119,7 +119,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Of one dtype and shape, and every bit of it."""
+    """Return True if the dtype, the shape and every bit are equal."""
     if isinstance(a, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
     return type(a) is type(b) and bool(a == b)
@@ -143,7 +143,7 @@ def every_kind() -> dict[str, Any]:
         "strided": base[1:5:2, ::3],
         "conjugate": torch.randn(5, dtype=torch.complex64).conj(),
         "expanded": torch.randn(3, 1).expand(3, 4),
-        "large": torch.randn(3_000_001),  # several chunks and several writes, and no whole number of either
+        "large": torch.randn(3_000_001),  # several chunks and writes, a multiple of neither size
         "nested": {"list": [1, 2.5, "x", None, torch.arange(3)], "deep": {"tuple": (1, (2,)), "flag": True}},
         "parameter": torch.nn.Parameter(torch.randn(3)),
     }
@@ -168,7 +168,7 @@ def flat(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_every_dtype_and_form_comes_back_bit_for_bit(run_dir: str) -> None:
-    """Whatever DCP can save: by dcp.load, by ckpt.load, and by the commands."""
+    """Everything that DCP can save is restored by dcp.load, by ckpt.load and by the commands."""
     state = every_kind()
     save(state, 5, run_dir)
     found = dict(flat(load(emptied(state), run_dir)))
@@ -176,22 +176,22 @@ def test_every_dtype_and_form_comes_back_bit_for_bit(run_dir: str) -> None:
     whole = ckpt.load(run_dir)
     assert [n for n, v in flat(state) if isinstance(v, Tensor) and not same(v.detach(), whole[n])] == []
     there = f"{run_dir}-2"
-    for words in (["ls"], ["verify"], ["show"], ["copy", there, "--yes"], ["diff", there], ["prune", "--keep-last=2"]):
-        done = CliRunner().invoke(cli, [words[0], run_dir, *words[1:]])
+    for args in (["ls"], ["verify"], ["show"], ["copy", there, "--yes"], ["diff", there], ["prune", "--keep-last=2"]):
+        done = CliRunner().invoke(cli, [args[0], run_dir, *args[1:]])
         assert done.exit_code == 0, done.output
     assert same(ckpt.load(there)["scalar"], torch.tensor(2.5))
 
 
 def test_negative_control_one_bit_is_seen() -> None:
-    """The comparison above tells what differs in one bit, in dtype or in shape only."""
+    """The comparison above detects a difference in one bit, in dtype or only in shape."""
     a = torch.zeros(3)
     b = a.clone()
     b.view(torch.uint8)[5] ^= 1
     assert same(a, a.clone()) and not same(a, b) and not same(a, a.int()) and not same(a, a[None])
 
 
-def test_planner_can_make_the_whole_state_of_nothing(run_dir: str) -> None:
-    """Metadata is complete: torch's converter, which begins with an empty state, gets names and nesting right."""
+def test_converter_restores_names_and_nesting_from_metadata(run_dir: str) -> None:
+    """The metadata is complete: torch's converter starts with an empty state and restores all names and nesting."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -207,8 +207,8 @@ class BytesPath(os.PathLike[bytes]):
         return b"step-5"
 
 
-def test_the_step_is_what_the_id_ends_with(run_dir: str) -> None:
-    """A name, a path, a number, or step=; anything else is refused before anything is written."""
+def test_step_is_parsed_from_the_end_of_the_id(run_dir: str) -> None:
+    """A checkpoint id is a name, a path, a number or step=. Any other id is rejected before anything is written."""
     good = (
         Path("out/checkpoints/step-500"),
         "s3://b/x/step-500/",
@@ -242,8 +242,8 @@ def test_the_step_is_what_the_id_ends_with(run_dir: str) -> None:
     assert history(run_dir) == [8] and ckpt.dcp.latest(run_dir) == 8
 
 
-def test_what_cannot_be_saved_is_named(run_dir: str) -> None:
-    """Tensors without values, names that no file can have, and dtypes that nothing can be loaded into."""
+def test_save_rejects_unsupported_tensors_and_names(run_dir: str) -> None:
+    """Tensors without values, invalid file names and dtypes that cannot be loaded are rejected."""
     error = refused(lambda: save({"w": torch.empty(2, device="meta")}, 4, run_dir))
     assert isinstance(error, ckpt.errors.StateError) and "meta device" in str(error)
     for name in ("__metadata__", "a\ud800"):
@@ -254,8 +254,8 @@ def test_what_cannot_be_saved_is_named(run_dir: str) -> None:
     assert isinstance(refused(lambda: load({"w": odd}, run_dir)), ckpt.errors.MismatchError)
 
 
-def test_what_cannot_be_loaded_is_said(run_dir: str, tmp_path: Path) -> None:
-    """No such step, no run, somebody else's folder, a name or shape that is not there."""
+def test_missing_or_mismatched_data_raises_clear_errors(run_dir: str, tmp_path: Path) -> None:
+    """The step or the run is missing, the folder belongs to others, or a name or shape does not match."""
     save({"w": torch.ones(2)}, 3, run_dir)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
@@ -278,8 +278,8 @@ def test_what_cannot_be_loaded_is_said(run_dir: str, tmp_path: Path) -> None:
     assert history(run_dir) == [4, 3]
 
 
-def test_what_a_checkpointer_saved_is_read_by_our_names(run_dir: str) -> None:
-    """Weights go from a run of a Checkpointer into a state of DCP."""
+def test_dcp_loads_weights_saved_by_a_checkpointer(run_dir: str) -> None:
+    """DCP loads weights that a Checkpointer saved."""
     net = torch.nn.Linear(3, 2)
     with ckpt.Checkpointer({"model": net}, run_dir) as cp:
         cp.restore(default=0)
@@ -290,9 +290,9 @@ def test_what_a_checkpointer_saved_is_read_by_our_names(run_dir: str) -> None:
 # -- one history --
 
 
-def test_a_plain_resume_keeps_the_history_and_a_rollback_does_not(run_dir: str) -> None:
-    """As with a Checkpointer: what was saved beyond the step that was loaded is undone by the next save; but not with
-    resume=False, which is only a look."""
+def test_resume_keeps_history_and_rollback_drops_newer_steps(run_dir: str) -> None:
+    """As with a Checkpointer, the next save after a load removes the newer steps from the history. A load with
+    resume=False does not affect the history."""
     state = {"w": torch.zeros(3), "n": 0}
     tier = ckpt.Tier(run_dir, every=1, keep=20)
     for step in (1, 2, 3):
@@ -303,15 +303,15 @@ def test_a_plain_resume_keeps_the_history_and_a_rollback_does_not(run_dir: str) 
     save(state, 4, tier)
     assert history(run_dir) == [4, 3, 2, 1]
     load(state, tier, 2)
-    assert history(run_dir) == [4, 3, 2, 1]  # looking changes nothing
+    assert history(run_dir) == [4, 3, 2, 1]  # loading alone changes nothing
     save(state | {"n": 33}, 3, tier)
     assert history(run_dir) == [3, 2, 1] and load(state, tier)["n"] == 33
-    assert load(state, tier, 4)["n"] == 3  # by its number it is still there
+    assert load(state, tier, 4)["n"] == 3  # it can still be loaded by its number
 
 
-def test_steps_only_go_up(run_dir: str) -> None:
-    """The same step again, and an older one, are clear errors, and harm nothing. A plain folder keeps all, as torch's
-    own writer; a Tier keeps as many as it says, see below."""
+def test_save_rejects_steps_that_do_not_increase(run_dir: str) -> None:
+    """Saving the same step again or an older one raises a clear error and changes nothing. A plain folder keeps all
+    checkpoints, like torch's own writer. A Tier applies its retention, see below."""
     state, writer = {"w": torch.zeros(3)}, ckpt.dcp.StorageWriter(run_dir)
     for step in (1, 2, 3, 5):
         save(state, step, writer)
@@ -321,8 +321,8 @@ def test_steps_only_go_up(run_dir: str) -> None:
     assert history(run_dir) == [6, 5, 3, 2, 1]
 
 
-def test_a_newer_job_fences_an_older_one(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that makes a new writer for each save. Negative control: without the check it would save."""
+def test_newer_job_fences_an_older_job(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This also holds if each save creates a new writer. Negative control: without the check, the save succeeds."""
     state = {"w": torch.zeros(3)}
     save(state, 1, run_dir)
     older = dict(incarnation._incarnations), dict(incarnation._owners)
@@ -340,8 +340,8 @@ def test_a_newer_job_fences_an_older_one(run_dir: str, monkeypatch: pytest.Monke
     assert 3 in {checkpoint.step for checkpoint in records(run_dir).state.commits}
 
 
-def test_a_pickled_writer_is_of_the_same_job_until_a_load(run_dir: str) -> None:
-    """As with mp.spawn: what the new process loads is what it goes on from. Without a load it is the parent's job."""
+def test_pickled_writer_keeps_its_job_until_a_load(run_dir: str) -> None:
+    """As with mp.spawn, a new process continues from the step it loads. Without a load it shares the parent's job."""
     state, tier = {"w": torch.zeros(3)}, ckpt.Tier(run_dir, every=1, keep=20)
     writer = ckpt.dcp.StorageWriter(tier)
     for step in (1, 2, 3):
@@ -356,8 +356,8 @@ def test_a_pickled_writer_is_of_the_same_job_until_a_load(run_dir: str) -> None:
     assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
 
 
-def test_a_run_that_was_deleted_is_made_again(tmp_path: Path) -> None:
-    """By the same process, with one place and with two of which one is gone."""
+def test_save_recreates_a_deleted_run(tmp_path: Path) -> None:
+    """The same process recreates a deleted run, with one tier or with two."""
     near, far, state = tmp_path / "near", tmp_path / "far", {"w": torch.zeros(3)}
     save(state, 1, near)
     shutil.rmtree(near)
@@ -373,7 +373,7 @@ def test_a_run_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("then", ["put back", "loaded", "deleted"])
 def test_save_raises_if_another_run_lies_at_its_path(then: str, run_dir: str) -> None:
-    """Nothing is written there. Saves go on when the run is back, the other one was loaded, or nothing is there."""
+    """Nothing is written there. Saves work again when the run is back, the other run is loaded or the path is empty."""
     folder, aside = Path(run_dir), Path(f"{run_dir}-aside")
     save({"n": 1}, 1, run_dir)
     folder.rename(aside)
@@ -393,10 +393,10 @@ def test_save_raises_if_another_run_lies_at_its_path(then: str, run_dir: str) ->
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_nothing_is_left_of_a_save_whose_run_is_gone(
+def test_save_leaves_no_files_if_its_run_is_deleted(
     replaced: bool, run_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The place is emptied while a rank writes, and another job may begin a run there. Both jobs go on."""
+    """The tier is emptied while a rank writes, and another job may start a run there. Both jobs can save afterwards."""
     real, before = rank_write.write, list[str]()
 
     async def names() -> list[str]:
@@ -424,11 +424,11 @@ def test_nothing_is_left_of_a_save_whose_run_is_gone(
     assert history(run_dir) == ([101, 100] if replaced else [101])
 
 
-# -- saves beside the training --
+# -- background saves --
 
 
 class Slow(DefaultSavePlanner):
-    """Its save goes on until it is told to end."""
+    """A planner whose save blocks until `go` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,8 +446,8 @@ def begin_save(step: int, writer: Any) -> tuple[Any, Slow]:
     return saving, slow
 
 
-def test_of_two_saves_at_once_the_newer_one_is_refused(run_dir: str) -> None:
-    """With one writer or two; the older is whole, and so is the next one. Other places are no matter."""
+def test_save_is_rejected_while_another_is_pending(run_dir: str) -> None:
+    """With one writer or two, the older save completes and the next one succeeds. Other folders are unaffected."""
     writer = ckpt.dcp.StorageWriter(run_dir)
     saving, slow = begin_save(1, writer)
     for step, other in ((2, writer), (3, ckpt.dcp.StorageWriter(run_dir))):
@@ -462,8 +462,8 @@ def test_of_two_saves_at_once_the_newer_one_is_refused(run_dir: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["create_local_plan", "resolve_data"])
-def test_load_waits_for_an_async_save_to_its_place(moment: str, run_dir: str) -> None:
-    """Also before that save has made its plan. It ends as soon as somebody waits for it. Other places are no matter."""
+def test_load_waits_for_pending_async_save_to_its_tier(moment: str, run_dir: str) -> None:
+    """The load also waits if that save has no plan yet. Here the save continues once the load waits."""
     go, reached = threading.Event(), threading.Event()
 
     class Planner(DefaultSavePlanner):
@@ -494,18 +494,18 @@ def test_load_waits_for_an_async_save_to_its_place(moment: str, run_dir: str) ->
         saving.result()
 
 
-def test_a_save_that_failed_elsewhere_is_not_under_way(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch does not tell the writer of it; another thread can save all the same, and what is open is given up."""
+def test_save_works_after_failure_on_another_rank(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not notify the writer. Another thread can still save, and the open checkpoint is aborted."""
     writer = ckpt.dcp.StorageWriter(run_dir)
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_data", lambda *args: 1 / 0)  # as seen by rank 0 if another rank fails
+        patch.setattr(writer, "write_data", lambda *args: 1 / 0)  # as rank 0 sees it if another rank fails
         refused(lambda: save({"n": 1}, 1, writer))
     dcp.async_save({"n": 2}, checkpoint_id=2, storage_writer=writer).result()
     assert history(run_dir) == [2] and [a.step for a in records(run_dir).state.aborted] == [1]
 
 
-def test_a_load_does_not_change_the_branch_of_a_save_under_way(run_dir: str) -> None:
-    """It goes on where it was when it began, though its plan is made later."""
+def test_load_does_not_change_branch_of_pending_save(run_dir: str) -> None:
+    """The save keeps the branch that was current when it began, even if its plan is made later."""
     state, writer = {"w": torch.zeros(3)}, ckpt.dcp.StorageWriter(run_dir)
     for step in (1, 2):
         save(state, step, writer)
@@ -535,37 +535,37 @@ dcp.async_save({"w": torch.ones(3_000_000)}, checkpoint_id=1, storage_writer=wri
 """
 
 
-def test_the_last_save_of_a_script_is_not_lost(run_dir: str) -> None:
-    """Nobody calls .result(): as with torch's own writer it is whole. After that it is too late, and that is said."""
-    words = [sys.executable, "-c", LAST_SAVE, run_dir]
+def test_last_async_save_of_a_script_completes(run_dir: str) -> None:
+    """The save completes without .result(), as with torch's own writer. A later save fails with a clear error."""
+    command = [sys.executable, "-c", LAST_SAVE, run_dir]
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    done = run_python(words, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_python(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and history(run_dir) == [1], done.stderr[-3000:]
     assert "not in an atexit handler" in done.stdout and "failed" not in done.stderr
 
 
-@pytest.mark.parametrize("what", ["an async save", "the one before"])
-def test_error_of_the_last_async_save_is_logged_at_the_end_of_the_script(what: str, run_dir: str) -> None:
-    """Nobody calls .result(), which would raise it."""
+@pytest.mark.parametrize("last", ["an async save", "the one before"])
+def test_error_of_the_last_async_save_is_logged_at_the_end_of_the_script(last: str, run_dir: str) -> None:
+    """The script never calls .result(), which would raise the error."""
     Path(run_dir).mkdir()
     Path(run_dir, "notes.txt").write_text("not a run")
     script = LAST_SAVE.replace("atexit.register(late)", "")
-    if what == "the one before":
+    if last == "the one before":
         script = f"{script}.exception()\nwriter = ckpt.dcp.StorageWriter(sys.argv[1] + '-2')\nlate()\n".replace(
             ")\n.", ")."
         )
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    words = [sys.executable, "-c", script, run_dir]
-    done = run_python(words, env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", script, run_dir]
+    done = run_python(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert ("the last save of this script failed: 1: " in done.stderr) is (what == "an async save"), done.stderr
+    assert ("the last save of this script failed: 1: " in done.stderr) is (last == "an async save"), done.stderr
 
 
 # -- several tiers --
 
 
-def test_each_place_has_its_cadence_and_keeps_what_it_should(tmp_path: Path) -> None:
-    """Nearest first; what is due nowhere goes to the nearest; attempts are called alike everywhere."""
+def test_each_tier_applies_its_interval_and_retention(tmp_path: Path) -> None:
+    """The nearest tier comes first and gets the steps that no tier schedules. Checkpoint ids match in all tiers."""
     near, far = tmp_path / "near", tmp_path / "far"
     tiers = [ckpt.Tier(str(near), every=2, keep=2), ckpt.Tier(str(far), every=4, keep=ckpt.Keep(last=2, every=8))]
     writer, state = ckpt.dcp.StorageWriter(tiers), {"w": torch.randn(1000), "n": 0}
@@ -579,8 +579,8 @@ def test_each_place_has_its_cadence_and_keeps_what_it_should(tmp_path: Path) -> 
     assert load(state, str(far))["n"] == 20
 
 
-def test_a_bucket_takes_its_steps_and_its_outage_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reached by the storage_options of its Tier, from another process too; while it is away the folder goes on."""
+def test_bucket_outage_is_reported_while_folder_still_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage_options of the Tier apply, also in another process. During an outage the folder still gets saves."""
     with MotoServer() as server:
         server.make_bucket("bucket")
         near, far = str(tmp_path / "near"), "s3://bucket/run"
@@ -592,7 +592,7 @@ def test_a_bucket_takes_its_steps_and_its_outage_is_said(tmp_path: Path, monkeyp
         flip(data_files(near)[-1], 5_000_000)
         found = load(emptied(state), tiers, resume=False)
         assert found["n"] == 8 and same(found["w"], state["w"])
-        writer = pickle.loads(pickle.dumps(writer))  # as for the process of dcp.async_save
+        writer = pickle.loads(pickle.dumps(writer))  # as the process of dcp.async_save receives it
     monkeypatch.setattr(coordinator, "PATIENCE_S", 0.2)
     error = refused(lambda: save(state | {"n": 10}, 10, writer))
     assert isinstance(error, ckpt.errors.SaveError) and f"not written to {far}" in str(error)
@@ -600,8 +600,8 @@ def test_a_bucket_takes_its_steps_and_its_outage_is_said(tmp_path: Path, monkeyp
     assert history(near) == [11, 10, 8] and load(state, tiers[:1])["n"] == 11
 
 
-def test_the_reader_grace_is_kept(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is retired stays as long as readers may need it, and goes at a later save."""
+def test_retired_files_stay_for_the_reader_grace(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retired files stay as long as readers may need them. A later save deletes them."""
     tier, state = ckpt.Tier(run_dir, every=1, keep=1, reader_grace_s=1000), {"w": torch.randn(10)}
     for step in range(1, 5):
         save(state, step, tier)
@@ -612,8 +612,8 @@ def test_the_reader_grace_is_kept(run_dir: str, monkeypatch: pytest.MonkeyPatch)
     assert len(data_files(run_dir)) == 3
 
 
-def test_what_a_full_place_refuses_is_in_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says which has it and which has not; the next save is whole; nothing stays open."""
+def test_full_tier_fails_save_but_other_tier_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the tier that has the step and the tier that has not. The next save completes in both."""
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     writer, state = ckpt.dcp.StorageWriter([near, far]), {"w": torch.randn(1000), "n": 1}
     save(state, 1, writer)
@@ -639,7 +639,7 @@ def test_what_a_full_place_refuses_is_in_the_other(tmp_path: Path, monkeypatch: 
 
 
 def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under another name, of another epoch; what was saved before stays in the history."""
+    """The retry has another id, with a new term. Earlier checkpoints stay in the history."""
     state, writer = {"w": torch.randn(10), "n": 1}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
     for point in ("data_file.opened", "data_file.written", "part.stored", "index.stored"):
@@ -654,7 +654,7 @@ def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.Monk
 
 
 def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer, and the process of dcp.async_save, which has opened another epoch to save a failed step again."""
+    """The processes are the trainer and dcp.async_save's, which has opened a new term to retry a failed step."""
     state, writer = {"w": torch.randn(10)}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
     trainer, pickled = dict(incarnation._owners), pickle.dumps(writer)
@@ -668,8 +668,8 @@ def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypa
     assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
 
 
-def test_what_was_whole_when_the_job_died_is_no_obstacle(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parts of step 2 were there, and no record yet: the next job goes on from step 1, and nothing stays open."""
+def test_complete_uncommitted_step_does_not_block_next_job(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 2 had all its manifests but no record. The next job continues from step 1 and leaves nothing open."""
     state, tier = {"w": torch.randn(10), "n": 0}, ckpt.Tier(run_dir, 1, keep=20)
     save(state | {"n": 1}, 1, tier)
     monkeypatch.setattr(coordinator, "end", lambda saving, receipts: asyncio.sleep(0))
@@ -684,7 +684,7 @@ def test_what_was_whole_when_the_job_died_is_no_obstacle(run_dir: str, monkeypat
 
 
 def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> None:
-    """Two places must get the same bytes. Negative control: one that does not change is saved."""
+    """Two tiers must get the same bytes. Negative control: a state that does not change is saved."""
 
     class Restless(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
@@ -698,11 +698,11 @@ def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> 
     assert history(str(places[1])) == [2]
 
 
-def test_what_changes_in_one_place_is_the_state_of_some_moment(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest is that of the bytes that are stored, so they can be read. The change comes after the copy."""
+def test_tensor_changed_during_save_stays_readable(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest covers the stored bytes, so they can be read. The change comes after the copy."""
     w, real = torch.zeros(3_000_000), rank_write.Stream._read
 
-    def take(self: Any, length: int) -> memoryview:
+    def changing(self: Any, length: int) -> memoryview:
         w.add_(1)
         try:
             return real(self, length)
@@ -712,11 +712,11 @@ def test_what_changes_in_one_place_is_the_state_of_some_moment(run_dir: str, mon
     class Raced(rank_write.Stream):
         def _next(self) -> memoryview:
             found = super()._next()
-            w.add_(1)  # between the look at the source and the copy
+            w.add_(1)  # between the check of the source and the copy
             return found
 
     monkeypatch.setattr(rank_write, "Stream", Raced)
-    monkeypatch.setattr(Raced, "_read", take)
+    monkeypatch.setattr(Raced, "_read", changing)
     save({"w": w}, 1, run_dir)
     assert load({"w": torch.zeros(3_000_000)}, run_dir)["w"].min() > 0
 
@@ -733,15 +733,13 @@ def aborted_twice(monkeypatch: pytest.MonkeyPatch, run: str, writer: Any) -> Non
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["after a checkpoint", "before any"])
-def test_what_failed_saves_have_left_goes_before_the_next(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch, first: bool
-) -> None:
-    """Also in a new job, and though the next one fails as well: a place that is nearly full gets better."""
+def test_next_save_deletes_files_of_failed_saves(run_dir: str, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """A new job deletes them too, even if its own save also fails, so a nearly full disk recovers."""
     state, writer = {"w": torch.randn(100_000)}, ckpt.dcp.StorageWriter(run_dir)
     if first:
         save(state, 1, writer)
     aborted_twice(monkeypatch, run_dir, writer)
-    assert len(data_files(run_dir)) == first + 1  # that of step 2 went before step 3
+    assert len(data_files(run_dir)) == first + 1  # step 3 deleted that of step 2
     another_job()
     with monkeypatch.context() as patch:
         patch.setattr(rank_write, "write", full)
@@ -751,16 +749,16 @@ def test_what_failed_saves_have_left_goes_before_the_next(
     assert history(run_dir) == ([5, 1] if first else [5]) and same(load(emptied(state), run_dir)["w"], state["w"])
 
 
-def test_plans_that_a_planner_keeps_do_not_keep_checkpoints(run_dir: str) -> None:
-    """With enable_plan_caching each rank brings an old share of ours: the attempt is the new one all the same, `keep`
-    is applied, also after a rollback, and another job is not taken for ours."""
+def test_cached_plans_do_not_disable_retention(run_dir: str) -> None:
+    """With enable_plan_caching each rank sends an old plan. The checkpoint id is still new, `keep` still applies,
+    also after a rollback, and another job is not mistaken for ours."""
     if "enable_plan_caching" not in DefaultSavePlanner.__init__.__annotations__:
         pytest.skip("this version of torch keeps no plans")
     state, tier = {"w": torch.zeros(3), "n": 0}, ckpt.Tier(run_dir, every=1, keep=2)
     writer = ckpt.dcp.StorageWriter(tier)
 
     class Kept(DefaultSavePlanner):
-        """With plans of its own."""
+        """A planner class with its own cached plans."""
 
     def kept(step: int) -> None:
         save(state | {"n": step}, step, writer, planner=Kept(enable_plan_caching=True))
@@ -774,12 +772,12 @@ def test_plans_that_a_planner_keeps_do_not_keep_checkpoints(run_dir: str) -> Non
 
     class Fenced(Kept):
         def finish_plan(self, new_plan: Any) -> Any:
-            mine = dict(incarnation._incarnations), dict(incarnation._owners)
+            before = dict(incarnation._incarnations), dict(incarnation._owners)
             another_job()
             save({"n": 1}, 7, f"{run_dir}-other")
             save(state, 7, tier)
-            incarnation._incarnations.update(mine[0])
-            incarnation._owners.update(mine[1])
+            incarnation._incarnations.update(before[0])
+            incarnation._owners.update(before[1])
             return super().finish_plan(new_plan)
 
     fenced = Fenced(enable_plan_caching=True)
@@ -788,8 +786,8 @@ def test_plans_that_a_planner_keeps_do_not_keep_checkpoints(run_dir: str) -> Non
     assert history(run_dir) == [7, 6] and not records(run_dir).state.aborted
 
 
-def test_ranks_that_found_different_newest_ones_are_told(run_dir: str) -> None:
-    """A save may end while they look: mixing two steps would be worse than an error."""
+def test_load_raises_if_ranks_select_different_steps(run_dir: str) -> None:
+    """A save may end while the ranks load. An error is better than a mix of two steps."""
     plans = [LoadPlan([], storage_data=f"1.00000000-{step}") for step in (5, 5, 6)]
     reader = ckpt.dcp.StorageReader(run_dir)
     assert reader.prepare_global_plan(plans[:2]) == plans[:2]
@@ -797,8 +795,8 @@ def test_ranks_that_found_different_newest_ones_are_told(run_dir: str) -> None:
         reader.prepare_global_plan(plans)
 
 
-def test_a_place_that_ranks_do_not_share_is_named(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank wrote to a disk of its own cannot be committed."""
+def test_save_rejects_a_folder_that_ranks_do_not_share(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a rank writes to its own disk cannot be committed."""
     real = rank_write.write
 
     async def elsewhere(store: Any, *args: Any, **kwargs: Any) -> Any:
@@ -812,21 +810,21 @@ def test_a_place_that_ranks_do_not_share_is_named(run_dir: str, monkeypatch: pyt
 
 
 def test_an_empty_state_is_a_checkpoint(run_dir: str) -> None:
-    """Nothing at all, and an object alone."""
+    """An empty state and a single object can be saved."""
     save({}, 1, run_dir)
     save({"n": 5}, 2, run_dir)
     assert load({}, run_dir, 1) == {} and load({"n": 0}, run_dir) == {"n": 5}
 
 
-# -- damage and malice --
+# -- damaged and hostile data --
 
 
 def file_of(run: str | Path) -> Path:
     return data_files(run)[0]
 
 
-def test_damage_is_repaired_from_the_second_place_or_named(tmp_path: Path) -> None:
-    """A flipped bit never reaches a tensor: the piece comes from elsewhere, or the error names it."""
+def test_damage_is_repaired_from_second_tier_or_reported(tmp_path: Path) -> None:
+    """A flipped bit never reaches a tensor: the chunk is read from the other tier, or an error names the tensor."""
     near, far = tmp_path / "near", tmp_path / "far"
     state = {"v": torch.zeros(10, dtype=torch.float64), "w": torch.randn(100_000)}
     save(state, 1, [near, far])
@@ -843,7 +841,7 @@ def test_damage_is_repaired_from_the_second_place_or_named(tmp_path: Path) -> No
 def test_negative_control_without_digests_damage_would_get_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above flips is really read."""
+    """The byte that the test above flips is really read."""
     state = {"w": torch.randn(100_000)}
     save(state, 1, tmp_path / "run")
     flip(file_of(tmp_path / "run"), file_of(tmp_path / "run").stat().st_size - 5000)
@@ -859,8 +857,8 @@ def test_negative_control_without_digests_damage_would_get_through(
     assert not same(load({"w": torch.zeros(100_000)}, tmp_path / "run")["w"], state["w"])
 
 
-def test_a_checkpoint_whose_small_files_are_damaged_is_not_the_end(run_dir: str) -> None:
-    """Without an id the newest that can be read; with one, an error that says what is wrong."""
+def test_load_falls_back_if_a_manifest_is_damaged(run_dir: str) -> None:
+    """Without an id the newest readable checkpoint is loaded. With an id, the error describes the damage."""
     state = {"w": torch.zeros(3), "n": 0}
     for step in (1, 2):
         save(state | {"n": step}, step, run_dir)
@@ -870,10 +868,8 @@ def test_a_checkpoint_whose_small_files_are_damaged_is_not_the_end(run_dir: str)
     assert load(state, run_dir)["n"] == 1
 
 
-def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A reader beside a writer that keeps few."""
+def test_load_retries_if_its_step_is_retired(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer with a small `keep` may retire the step that a reader has selected."""
     save({"n": 1}, 1, run_dir)
     real, calls = read.load_manifest, list[int]()
 
@@ -887,8 +883,8 @@ def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
     assert load({"n": 0}, run_dir)["n"] == 1 and calls == [1, 1]
 
 
-def test_latest_raises_while_a_place_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As dcp.load does: the newest step may be there."""
+def test_latest_raises_while_a_tier_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dcp.load raises too, because the newest step may be in that tier."""
     near, far, real = str(tmp_path / "near"), str(tmp_path / "far"), dcp_source._is_run
 
     async def away(url: str) -> bool:
@@ -905,8 +901,8 @@ def test_latest_raises_while_a_place_is_away(tmp_path: Path, monkeypatch: pytest
     assert ckpt.dcp.latest([near]) == 3
 
 
-def test_an_index_of_another_name_is_not_believed(run_dir: str) -> None:
-    """The index of another step, or one of which a name was changed: what the parts say counts."""
+def test_load_ignores_a_wrong_index(run_dir: str) -> None:
+    """Manifests override an index of another step and an index with a changed name."""
     state = {"some_weights": torch.zeros(3), "n": 0}
     for step in (1, 2):
         save(state | {"n": step}, step, run_dir)
@@ -919,7 +915,7 @@ def test_an_index_of_another_name_is_not_believed(run_dir: str) -> None:
 
 
 class Bomb:
-    """Leaves a mark when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
@@ -928,8 +924,8 @@ class Bomb:
         return Path.touch, (Path(self.mark),)
 
 
-def test_an_object_with_code_in_it_is_refused_before_anything_changes(run_dir: str, tmp_path: Path) -> None:
-    """Unless the reader is told to trust it, which is the control: the code is really run then."""
+def test_object_with_code_is_rejected_before_any_change(run_dir: str, tmp_path: Path) -> None:
+    """Negative control: a reader with trusted=True runs the code."""
     mark = tmp_path / "mark"
     save({"w": torch.ones(3), "object": Bomb(str(mark))}, 1, run_dir)
     state = {"w": torch.zeros(3), "object": None}
@@ -942,8 +938,8 @@ def test_an_object_with_code_in_it_is_refused_before_anything_changes(run_dir: s
     assert mark.exists() and same(state["w"], torch.ones(3))
 
 
-def test_objects_that_are_no_archives_are_refused() -> None:
-    """Random bytes, nothing at all, an old-style pickle."""
+def test_objects_that_are_not_archives_are_rejected() -> None:
+    """The cases are random bytes, an empty object and an old-style pickle."""
     for raw in (b"", b"PK\x03\x04", os.urandom(300), pickle.dumps(print), pickle.dumps(Bomb("/nowhere"))):
         with pytest.raises(ckpt.errors.UsageError, match="rejected"):
             objects.check_object("x", memoryview(raw))
@@ -958,7 +954,7 @@ HARMLESS: list[Any] = [
 
 
 def test_harmless_objects_are_loaded_without_trust(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is warned of when they are saved, and they are what they were."""
+    """Saving them logs no warning, and loading restores their types and values."""
     state = {"w": torch.ones(3), **{f"o{i}": value for i, value in enumerate(HARMLESS)}}
     save(state, 1, run_dir)
     assert "trusted" not in caplog.text
@@ -973,14 +969,14 @@ def test_harmless_objects_are_loaded_without_trust(run_dir: str, caplog: pytest.
             assert back == value
         else:
             assert repr(back) == repr(value)
-    with torch.serialization.safe_globals([deque, uuid.UUID]):  # what the user has named stays
+    with torch.serialization.safe_globals([deque, uuid.UUID]):  # the user's own entries stay
         objects.check_object("x", pickled(deque([1])))
         assert {deque, uuid.UUID} <= set(torch.serialization.get_safe_globals())
     assert not set(objects.STAND_INS) & set(torch.serialization.get_safe_globals())
 
 
 class Odd:
-    """Pickles something that Python would never pickle for that class."""
+    """An object with a pickle that Python would never write for its class."""
 
     def __init__(self, *how: Any) -> None:
         self.how = how
@@ -1017,14 +1013,14 @@ def pickled(value: Any) -> memoryview:
     return file.getbuffer()
 
 
-def test_objects_without_code_are_taken_and_others_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Bytes, dates and paths are read; of what is refused the class is said, also while it is saved, but once."""
+def test_objects_without_code_load_and_others_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes, dates and paths are loaded. A rejection names the class, and saving such an object warns once."""
     for value in (b"", b"x", datetime.datetime(2026, 1, 2), datetime.timedelta(3), datetime.UTC, Path("a/b")):
         objects.check_object("x", pickled({"value": value}))
     with torch.serialization.safe_globals([datetime.date, Plain]):
         objects.check_object("x", pickled(Plain()))
         named = torch.serialization.get_safe_globals()
-        assert datetime.date in named and datetime.datetime not in named  # what the user has named stays
+        assert datetime.date in named and datetime.datetime not in named  # the user's own entries stay
     with pytest.raises(ckpt.errors.UsageError, match=r"\(Unsupported global: GLOBAL test_dcp.Plain\)"):
         objects.check_object("x", pickled(Plain()))
     for _ in range(2):
@@ -1034,11 +1030,11 @@ def test_objects_without_code_are_taken_and_others_named(caplog: pytest.LogCaptu
 
 
 class Plain:
-    """A class of the user's."""
+    """A user-defined class that torch does not allow by default."""
 
 
-def test_hostile_facts_are_corrupt(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a part says of objects and nesting, the answer is CorruptError."""
+def test_invalid_facts_raise_corrupt_error(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any invalid `facts` about objects and nesting raise CorruptError."""
     save({"w": torch.ones(3)}, 1, run_dir)
     saved = read.run(dcp_source.find([f"file://{run_dir}"], None)).saved
     component = saved.views[0].components[0]
@@ -1064,7 +1060,7 @@ def test_hostile_facts_are_corrupt(run_dir: str, monkeypatch: pytest.MonkeyPatch
 
 
 def ranks(world: int, *actions: list[Any], check: bool = True, timeout_s: float = 120.0) -> list[dict[str, Any]]:
-    """Run actions as the ranks of a job; what the ranks report, in their order."""
+    """Run actions as the ranks of a job. Return the reports of the ranks in rank order."""
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_dcp; test_dcp.main()"
     done = launch(world, code, json.dumps(actions), port=free_port(), timeout_s=timeout_s)
     found = []
@@ -1086,7 +1082,7 @@ def app(state: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def job_save(mode: str, root: str, how: str) -> dict[str, Any]:
-    """Trains, and saves steps 1 and 2; what they are by torch's own gathering is written beside."""
+    """Train and save steps 1 and 2. Also write the expected state, gathered by torch itself."""
     state = build(mode)
     places = [f"{root}/{mode}", ckpt.Tier(f"{root}/{mode}-far", every=2)]
     writer = ckpt.dcp.StorageWriter(places)
@@ -1111,7 +1107,7 @@ def job_save(mode: str, root: str, how: str) -> dict[str, Any]:
             async_checkpointer_type=kind,
             process_group=apart if how == "thread" else None,
         )
-        train_step(mode, state, 77)  # none of this may get into what is on its way
+        train_step(mode, state, 77)  # these changes must not reach the pending save
     if saving is not None:
         saving.result()
     return {}
@@ -1134,20 +1130,20 @@ def job_load(mode: str, root: str, step: int) -> dict[str, Any]:
 
 
 def job_fail(root: str, point: str) -> dict[str, Any]:
-    """Rank 1 fails, or dies, in its second save; what everybody hears of it, and whether the next one works."""
-    writer, said = ckpt.dcp.StorageWriter(f"{root}/run"), []
+    """Fail or kill rank 1 in its second save. Report each rank's error and whether the next save works."""
+    writer, outcomes = ckpt.dcp.StorageWriter(f"{root}/run"), []
     for step in (1, 2, 3):
         if dist.get_rank() == 1 and step == 2:
             failpoints._armed = failpoints._parse(point)
         try:
             dcp.save(toy(step), checkpoint_id=step, storage_writer=writer)
-            said.append("saved")
+            outcomes.append("saved")
         except BaseException as error:
-            said.append(f"{type(error).__name__}: {error}"[:20] + f"{error}"[-800:])
+            outcomes.append(f"{type(error).__name__}: {error}"[:20] + f"{error}"[-800:])
             if not isinstance(error, CheckpointException):
-                break  # torch says that a rank is gone
+                break  # torch reports a lost rank
         failpoints._armed = None
-    return {"said": said}
+    return {"outcomes": outcomes}
 
 
 def toy(step: int) -> dict[str, Any]:
@@ -1170,8 +1166,8 @@ def job_resume(root: str) -> dict[str, Any]:
     return {"n": n, "first": first, "own": state[f"only_{dist.get_rank()}"].tolist()}
 
 
-def job_apart(root: str) -> dict[str, Any]:
-    """Ranks that want different things, and a place that they do not share."""
+def job_differ(root: str) -> dict[str, Any]:
+    """Save different steps from the ranks, then to folders that the ranks do not share."""
     rank, found = dist.get_rank(), []
     for writer, step in (
         (ckpt.dcp.StorageWriter(f"{root}/apart"), 5 + rank),
@@ -1182,11 +1178,11 @@ def job_apart(root: str) -> dict[str, Any]:
             found.append("saved")
         except CheckpointException as error:
             found.append(str(error)[-400:])
-    return {"said": found}
+    return {"outcomes": found}
 
 
 def job_cached(root: str) -> dict[str, Any]:
-    """Plans that are kept, by several ranks."""
+    """Save three steps with cached plans on all ranks."""
     writer = ckpt.dcp.StorageWriter(f"{root}/cached")
     for step in (1, 2, 3):
         dcp.save(
@@ -1196,7 +1192,7 @@ def job_cached(root: str) -> dict[str, Any]:
 
 
 JOBS = {
-    job.__name__.removeprefix("job_"): job for job in (job_save, job_load, job_fail, job_resume, job_apart, job_cached)
+    job.__name__.removeprefix("job_"): job for job in (job_save, job_load, job_fail, job_resume, job_differ, job_cached)
 }
 
 
@@ -1208,7 +1204,7 @@ def main() -> None:
         result = JOBS[name](*arguments)
         print(json.dumps({"job": [name, *arguments], "rank": dist.get_rank(), **result}), flush=True)
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort an interpreter that ends
+    os._exit(0)  # gloo's threads may abort an interpreter that exits
 
 
 Reports = tuple[Path, dict[int, list[dict[str, Any]]]]
@@ -1217,51 +1213,51 @@ POINTS = {"data_file.opened": "eio", "data_file.written": "enospc", "part.stored
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """What jobs of so many ranks said, and where they saved: few jobs, since to start one takes long."""
+    """Return the folder and the reports of jobs, by world size. Jobs are few because each start takes long."""
     root = tmp_path_factory.mktemp("jobs")
     ranks(4, *(["save", mode, f"{root}", how] for mode, how in MODES.items()))
     killed = ranks(2, ["fail", f"{root}/killed", "data_file.written:kill"], check=False, timeout_s=60)
     loads = [["load", mode, f"{root}", step] for mode, step in (("fsdp", 1), *((mode, 2) for mode in MODES))]
-    fails = [["fail", f"{root}/{point}", f"{point}:{what}"] for point, what in POINTS.items()]
+    fails = [["fail", f"{root}/{point}", f"{point}:{fault}"] for point, fault in POINTS.items()]
     resumes = [["resume", f"{root}/{name}"] for name in ("killed", *POINTS)]
-    others = [["apart", f"{root}"], ["cached", f"{root}"], ["save", "fsdp", f"{root}/process", "process"]]
+    others = [["differ", f"{root}"], ["cached", f"{root}"], ["save", "fsdp", f"{root}/process", "process"]]
     (root / "process").mkdir()
     by_process = [["load", "fsdp", f"{root}/process", step] for step in (1, 2)]
     two = ranks(2, *loads, *fails, *resumes, *others)
     return root, {0: killed, 2: two, 1: ranks(1, loads[0], *by_process), 3: ranks(3, *loads[:2])}
 
 
-def test_every_division_comes_back_in_every_other(reports: Reports) -> None:
-    """FSDP2, HSDP, TP and both, saved by four ranks, in a thread too: the same bits on three, two and one."""
-    root, said = reports
+def test_every_sharding_loads_in_every_other(reports: Reports) -> None:
+    """Four ranks save FSDP2, HSDP, TP and FSDP with TP, also in a thread. One to three ranks load the same bits."""
+    root, results = reports
     for mode in MODES:
         assert history(f"{root}/{mode}") == [2, 1] and history(f"{root}/{mode}-far") == [2]
         expected, whole = torch.load(root / f"{mode}-2.pt", weights_only=True), ckpt.load(root / mode)
         assert {"model.layers.0.up.weight", "bag.0.a"} <= set(whole)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in whole.sub("model").items())
     for world, count in ((1, 3), (2, 10), (3, 6)):
-        found = [one for one in said[world] if one["job"][0] == "load"]
+        found = [one for one in results[world] if one["job"][0] == "load"]
         assert len(found) == count
         for one in found:
             _, mode, folder, step = one["job"]
             sync = MODES[mode] == "sync" and not folder.endswith("process")
-            term = step if sync else 2 * step - 1  # there is a step of training after each
+            term = step if sync else 2 * step - 1  # a training step follows each save
             assert (one["wrong"], one["plain"]) == ([], [step, [1, "x"], term]), one
             assert one["tensors"] > 30
 
 
 def test_async_save_by_a_process(reports: Reports) -> None:
-    """The process is the same job as the trainer: one epoch, two steps. (That its bits are right is seen above.)"""
+    """The process belongs to the trainer's job: one term, two steps. The test above checks its bits."""
     root, _ = reports
     assert history(f"{root}/process/fsdp") == [2, 1]
     assert len(records(f"{root}/process/fsdp").state.acquires) == 1
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_what_fails_on_one_rank_fails_on_all(reports: Reports, point: str) -> None:
-    """Everybody hears why, the attempt is aborted by its name, and the next save works."""
-    root, said = reports
-    both = [one["said"] for one in said[2] if one["job"][:2] == ["fail", f"{root}/{point}"]]
+def test_failure_on_one_rank_fails_all_ranks(reports: Reports, point: str) -> None:
+    """All ranks receive the reason, the checkpoint is aborted, and the next save succeeds."""
+    root, results = reports
+    both = [one["outcomes"] for one in results[2] if one["job"][:2] == ["fail", f"{root}/{point}"]]
     assert len(both) == 2
     for texts in both:
         assert [text[:5] for text in texts] == ["saved", "Check", "saved"]
@@ -1271,21 +1267,21 @@ def test_what_fails_on_one_rank_fails_on_all(reports: Reports, point: str) -> No
     assert history(f"{root}/{point}/run") == [8, 3, 1]
 
 
-def test_a_job_goes_on_after_a_rank_was_killed_in_a_save(reports: Reports) -> None:
-    """What is half written is given up by the next job, which has the step before, and saves more."""
-    root, said = reports
-    assert [one["said"][0] for one in said[0]] == ["saved"] and "saved" not in said[0][0]["said"][1:]
-    found = [one for one in said[2] if one["job"] == ["resume", f"{root}/killed"]]
+def test_job_resumes_after_rank_is_killed_during_save(reports: Reports) -> None:
+    """The next job aborts the incomplete checkpoint, restores the previous step and saves more."""
+    root, results = reports
+    assert [one["outcomes"][0] for one in results[0]] == ["saved"] and "saved" not in results[0][0]["outcomes"][1:]
+    found = [one for one in results[2] if one["job"] == ["resume", f"{root}/killed"]]
     expected = [(1, 1.0, [0.0] * 3), (1, 1.0, [1.0] * 3)]
     assert sorted((one["n"], one["first"], one["own"]) for one in found) == expected
     state = records(f"{root}/killed/run").state
     assert history(f"{root}/killed/run") == [6, 1] and [a.step for a in state.aborted] == [2]
 
 
-def test_ranks_that_disagree_are_told(reports: Reports) -> None:
-    """About the step, or about the place; and plans that are kept do for several ranks."""
-    root, said = reports
-    found = [one["said"] for one in said[2] if one["job"][0] == "apart"]
+def test_save_raises_if_ranks_disagree(reports: Reports) -> None:
+    """The ranks disagree about the step or about the folder. Cached plans work with several ranks."""
+    root, results = reports
+    found = [one["outcomes"] for one in results[2] if one["job"][0] == "differ"]
     assert len(found) == 2
     for texts in found:
         assert "saves step 6, but the coordinator" in texts[0] and "the coordinator to" in texts[1]
@@ -1293,8 +1289,8 @@ def test_ranks_that_disagree_are_told(reports: Reports) -> None:
     assert ckpt.load(root / "cached", step=2)["divided"][0, 0] == 2.0
 
 
-def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """Two ranks, as torchrun starts them, then one."""
+def test_example_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks start as with torchrun, then one."""
     code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     for world, begins in ((2, "starts at step 0"), (1, "starts at step 60")):
         done = launch(world, code, REPO / "examples" / "dcp.py", tmp_path / "run", port=free_port())

@@ -1,4 +1,4 @@
-"""`ckpt.deepspeed` under the real DeepSpeed, on CPU ranks: killed and gone on, other stages, other numbers of ranks."""
+"""Tests of `ckpt.deepspeed` with the real DeepSpeed, on CPU ranks: kills, other ZeRO stages, other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = (
     "3-fp16",
     "3-fp32-offload",
 )
-OTHERS = {  # what each is taken over by
+OTHERS = {  # the stage that each is restored into
     "0-fp32": "3-fp32-offload",
     "0-bf16": "2-bf16-offload",
     "1-bf16": "3-bf16",
@@ -53,7 +53,7 @@ OTHERS = {  # what each is taken over by
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[Path]:
-    """An interpreter that has DeepSpeed beside our packages: transformers and Lightning are not the same with it."""
+    """Return an interpreter with DeepSpeed and our packages: transformers and Lightning behave differently with it."""
     yield from warmed("deepspeed", "torch._inductor.compile_fx", "deepspeed.pipe", "transformers.trainer", **ON_CPU)
 
 
@@ -64,7 +64,7 @@ def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def untouched(python: Path, folder: Path) -> list[dict[str, Any]]:
-    """What two ranks said in runs without everystep; after them all cases were killed in the middle of step 5."""
+    """Return the output of two ranks without everystep. Then all cases were killed in the middle of step 5."""
     codes, said = launch(python, 2, MAIN, "kill", folder, *CASES)
     assert codes == [-signal.SIGKILL] * 2
     assert [one["case"] for one in said if "killed" in one] == list(CASES)
@@ -81,9 +81,9 @@ def of(said: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_killed_it_goes_on_as_if_nothing_had_been(case: str, untouched: Any, resumed: Any) -> None:
-    """From the last step before SIGKILL, out of memory: fp32 weights, moments, what the model computes with them,
-    counts, learning rate and loss scale are equal then, and losses and all of these at every step after it."""
+def test_killed_training_continues_exactly(case: str, untouched: Any, resumed: Any) -> None:
+    """Training continues from memory at the last step before SIGKILL. Weights, moments, outputs, counts, learning rate
+    and loss scale are equal at that step, and these and the losses at every later step."""
     first, *later = of(resumed, case)
     alone = of(untouched, case)
     assert first["restored"] == KILLED and first["tier"] == "memory"
@@ -93,8 +93,8 @@ def test_killed_it_goes_on_as_if_nothing_had_been(case: str, untouched: Any, res
     assert len({one["high"] for one in alone}) > 3
 
 
-def test_loss_scales_moved_in_these_runs(untouched: Any) -> None:
-    """What was compared would tell nothing of them if no step had been skipped, and no scale had grown."""
+def test_loss_scales_change_in_these_runs(untouched: Any) -> None:
+    """The comparison covers them only if a step was skipped, and a scale grew."""
     for case in [case for case in CASES if "-fp16" in case]:
         assert len({json.loads(one["counts"])[3] for one in of(untouched, case)}) > 1
     assert any(json.loads(one["counts"])[1] for one in untouched)
@@ -102,20 +102,20 @@ def test_loss_scales_moved_in_these_runs(untouched: Any) -> None:
 
 @pytest.fixture(scope="module")
 def by_three(python: Path, folder: Path, resumed: Any) -> list[dict[str, Any]]:
-    """Three ranks, in other ways."""
+    """Continue with three ranks, in other ZeRO stages."""
     return launch(python, 3, MAIN, "take_over", folder, *(f"{case}={other}" for case, other in OTHERS.items()))[1]
 
 
 @pytest.fixture(scope="module")
 def by_one(python: Path, folder: Path, by_three: Any) -> list[dict[str, Any]]:
-    """One rank after them, in the ways of the beginning."""
+    """Continue with one rank after them, in the original stages."""
     return launch(python, 1, MAIN, "take_over", folder, *(f"{case}={case}" for case in OTHERS))[1]
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_other_ranks_and_stages_take_over(case: str, resumed: Any, by_three: Any, by_one: Any) -> None:
-    """Weights, moments and counts are those with which the last ones ended, as DeepSpeed itself gathers them, and so
-    is what the model computes with them where the precision is the same; and it trains on."""
+def test_restore_on_other_ranks_and_stages(case: str, resumed: Any, by_three: Any, by_one: Any) -> None:
+    """Weights, moments and counts equal the final ones of the previous ranks, as DeepSpeed gathers them.
+    With equal precision, so does the model's output. Training continues."""
     ended = of(resumed, case)[-1]
     for step, said in ((STEPS, by_three), (STEPS + 1, by_one)):
         restored, later = of(said, case)
@@ -129,15 +129,13 @@ def test_other_ranks_and_stages_take_over(case: str, resumed: Any, by_three: Any
         ended = later
 
 
-READ_BY_THEIRS = ["1-bf16", "2-fp16-twice", "3-fp32-offload"]  # their script reads none of ZeRO-0
+READ_BY_THEIRS = ["1-bf16", "2-fp16-twice", "3-fp32-offload"]  # their script cannot read ZeRO-0
 
 
 @pytest.mark.parametrize("case", READ_BY_THEIRS)
-def test_what_is_restored_to_a_file_is_what_zero_to_fp32_makes(
-    case: str, python: Path, folder: Path, resumed: Any, tmp_path: Path
-) -> None:
-    """Of DeepSpeed's own checkpoint of the same step: the same names, shapes and numbers. A file of safetensors has
-    tied weights once; frozen ones are in it, which DeepSpeed leaves out of checkpoints of ZeRO-1."""
+def test_restored_file_equals_zero_to_fp32(case: str, python: Path, folder: Path, resumed: Any, tmp_path: Path) -> None:
+    """It equals the result for DeepSpeed's own checkpoint of the step: the same names, shapes and numbers.
+    A safetensors file has tied weights once. It also has frozen ones, which DeepSpeed omits from ZeRO-1 checkpoints."""
     code = (
         "import sys, torch; from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get;"
         "torch.save({k: v.clone() for k, v in get(sys.argv[1]).items()}, sys.argv[2])"
@@ -160,9 +158,9 @@ def test_what_is_restored_to_a_file_is_what_zero_to_fp32_makes(
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_hugging_faces_trainer_in_its_deepspeed_mode(stage: int, python: Path, tmp_path: Path) -> None:
-    """By the callback alone: killed as step 6 of 8 begins, it goes on from memory at step 5
-    with the losses, gradient norms and learning rates of a run that nobody killed, dropout and all."""
+def test_hugging_face_trainer_with_deepspeed_continues(stage: int, python: Path, tmp_path: Path) -> None:
+    """With only the callback: killed at the start of step 6 of 8, it continues from memory at step 5, with losses,
+    gradient norms and learning rates of an undisturbed run, including dropout."""
     main = "import deepspeed_hf_toy; deepspeed_hf_toy.main()"
     untouched = launch(python, 2, main, tmp_path / "untouched", stage, -1)[1]
     codes, killed = launch(python, 2, main, tmp_path / "run", stage, 5)
@@ -175,12 +173,12 @@ def test_hugging_faces_trainer_in_its_deepspeed_mode(stage: int, python: Path, t
 
     assert len(steps(untouched)) == 8
     assert steps(killed) == steps(untouched)[:5]
-    # The log of step 5 was written after the step was saved, or before: what follows is the same.
+    # The log of step 5 may be from before or after its save; all later lines are equal.
     assert steps(resumed)[-3:] == steps(untouched)[5:]
 
 
-def test_what_it_does_not_know_is_refused(python: Path) -> None:
-    """Another version at import, with the range that is known; and where there is none, what to install."""
+def test_unsupported_deepspeed_version_fails_at_import(python: Path) -> None:
+    """An unsupported version fails with the supported range; a missing DeepSpeed, with the package to install."""
     code = """
 import deepspeed, sys
 deepspeed.__version__ = sys.argv[1]
@@ -203,8 +201,7 @@ except ImportError as error:
 
 @pytest.fixture(scope="module")
 def piped(python: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What ranks said of a pipeline of two stages: killed, gone on, taken over by ranks that have all layers, and by
-    twice as many."""
+    """Run a two-stage pipeline: killed, continued, restored by ranks with all layers and by more ranks."""
     said = {}
     for world, action in ((2, "kill"), (2, "go_on"), (2, "all_layers"), (4, "again"), (2, "refuse")):
         cases = ["0-bias"] if action == "refuse" else PIPED
@@ -214,9 +211,9 @@ def piped(python: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("case", PIPED)
-def test_stages_of_a_pipeline(case: str, piped: dict[str, list[dict[str, Any]]]) -> None:
-    """Killed, they go on to the losses and weights of a run that was not; whoever takes over begins with the weights
-    with which the others ended. The first stage and the last share a weight."""
+def test_pipeline_stages_continue_after_kill(case: str, piped: dict[str, list[dict[str, Any]]]) -> None:
+    """After a kill, losses and weights equal those of an undisturbed run. Other ranks start with the final weights.
+    The first and the last stage share a weight."""
     said = {action: [one for one in lines if one["case"] == case] for action, lines in piped.items()}
     untouched, killed = said["kill"][:6], said["kill"][6:]
     assert [one["step"] for one in untouched] == list(range(1, 7)) and killed == untouched[:4]
@@ -231,7 +228,7 @@ def test_stages_of_a_pipeline(case: str, piped: dict[str, list[dict[str, Any]]])
         ended = stepped
 
 
-def test_a_name_that_stages_share_and_a_parameter_that_they_do_not(piped: dict[str, list[dict[str, Any]]]) -> None:
-    """DeepSpeed ties the weight of such a layer, not its bias: which one is meant elsewhere nobody could say."""
+def test_ambiguous_parameter_of_tied_layer_is_rejected(piped: dict[str, list[dict[str, Any]]]) -> None:
+    """DeepSpeed ties the weight of such a layer, but not its bias, so the name is ambiguous and saving fails."""
     (said,) = piped["refuse"]
     assert "tied_modules.end.bias" in said["error"]

@@ -1,4 +1,4 @@
-"""Tests on the simulated device: each group in a pytest of its own, forked from a process whose torch has it."""
+"""Tests on the simulated device: each group runs in a pytest forked from a process whose torch has the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import simulated
 from simulated import build
 
 HERE = Path(__file__).parent
-SIDE = "512"  # of the squares in tests/promises/test_gpu.py: a megabyte, for kernels that one core does
+SIDE = "512"  # side of the squares in tests/promises/test_gpu.py: a megabyte, for kernels on one core
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the tests of one process."""
+    """The result of the tests of one process."""
 
     code: int
     red: list[str]
@@ -39,7 +39,7 @@ RunTests = Callable[..., Outcome]
 def device_process() -> Iterator[processes.Zygote]:
     if why := build.why_not():
         pytest.skip(why)
-    build.library()  # which may take half a minute, the first time
+    build.library()  # the first build may take half a minute
     zygote = processes.Zygote("pytest", "botocore.loaders", **{simulated.VARIABLE: ""})
     yield zygote
     zygote.close()
@@ -47,17 +47,17 @@ def device_process() -> Iterator[processes.Zygote]:
 
 @pytest.fixture
 def run_tests(device_process: processes.Zygote, monkeypatch: pytest.MonkeyPatch) -> RunTests:
-    """Have pytest run tests that are marked gpu. `words`: files and options; `knobs`: see `simulated.VARIABLE`."""
+    """Return a function that runs gpu tests. `arguments`: files and options; `knobs`: see `simulated.VARIABLE`."""
 
-    def run_tests(*words: str, knobs: str = "") -> Outcome:
+    def run_tests(*arguments: str, knobs: str = "") -> Outcome:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         environment |= {
             simulated.VARIABLE: knobs, "GPU_TEST_SIDE": SIDE, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
             "PYTHONPATH": f"{HERE}:{processes.PYTHONPATH}",
         }  # fmt: skip
-        told = ("-m", "pytest", "-p", "simulated.plugin", "-p", "no:cacheprovider", "-m", "gpu", "-q", "--no-header")
+        options = ("-m", "pytest", "-p", "simulated.plugin", "-p", "no:cacheprovider", "-m", "gpu", "-q", "--no-header")
         done = processes.run_python(
-            [sys.executable, *told, "--timeout", "60", *words],
+            [sys.executable, *options, "--timeout", "60", *arguments],
             env=environment, cwd=str(processes.REPO), capture_output=True, text=True, timeout=200,
         )  # fmt: skip
         text = done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The simulated device is compiled once, whoever asks, and said to be missing where it cannot be."""
+"""The simulated device is compiled once for concurrent callers, and reported as missing if it cannot be compiled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from simulated import build
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where it would lie, and does not."""
+    """Return the path of the device, which is not compiled yet."""
     found = tmp_path / "cache" / "0123.so"
     monkeypatch.setattr(build, "_place", lambda: found)
     return found
 
 
-def test_two_that_ask_at_once_get_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second waits for the first, and finds it whole."""
+def test_concurrent_callers_share_one_build(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second caller waits for the first one's complete file."""
     compiled: list[Path] = []
 
     def compile(place: Path) -> None:
@@ -39,16 +39,16 @@ def test_two_that_ask_at_once_get_one(place: Path, monkeypatch: pytest.MonkeyPat
     assert place.parent.stat().st_mode & 0o077 == 0
 
 
-def test_a_compiler_that_fails_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says is in the error."""
+def test_failing_compiler_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error includes the compiler's output."""
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(RuntimeError, match="cannot be compiled"):
         build.library()
     assert [path.name for path in place.parent.iterdir()] == ["lock"]
 
 
-def test_without_a_compiler_the_tests_are_skipped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And they say what to do; unless it has been compiled before."""
+def test_tests_are_skipped_without_a_compiler(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason names the remedy. A device that is already compiled needs no compiler."""
     monkeypatch.setenv("PATH", "")
     assert "g++" in build.why_not()
     place.parent.mkdir()

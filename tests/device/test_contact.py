@@ -1,4 +1,4 @@
-"""What a script on a real card meets first: graphs, page-locks, others' streams, faults, little memory."""
+"""First problems on a real GPU: graphs, page-locks, foreign streams, faults, little memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from toy_states import State, differences, fill, freeze
 
 __all__ = ["open_run"]  # a fixture
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not simulated.wanted(), reason="of the simulated device only")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not simulated.wanted(), reason="simulated device only")]
 
 SIDE = 256
-SLOW = 0.05  # GB a second: a snapshot of SIDE takes some 16 ms
+SLOW = 0.05  # GB per second: a snapshot of SIDE takes about 16 ms
 
 
 def adamw(**settings: Any) -> Run:
@@ -47,7 +47,7 @@ def adamw(**settings: Any) -> Run:
 
 
 def returns(work: Callable[[], object], timeout_s: float) -> bool:
-    """Whether this comes back in time, in another thread; whatever it raises."""
+    """Return True if `work` returns or raises within the time, in another thread."""
     ended = threading.Event()
 
     def run() -> None:
@@ -63,8 +63,8 @@ def returns(work: Callable[[], object], timeout_s: float) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local"])
-def test_a_capture_right_behind_a_step(mode: Any, open_run: Any) -> None:
-    """torch's own default is "global": what our threads do meanwhile neither spoils the capture nor loses the step."""
+def test_capture_right_after_a_step_works(mode: Any, open_run: Any) -> None:
+    """torch's default mode is "global": our threads neither invalidate the capture nor lose the step."""
     run, current = adamw(fused=True), torch.cuda.current_stream()
     cp = open_run(run.state)
     ready(cp, run)
@@ -84,8 +84,8 @@ def test_a_capture_right_behind_a_step(mode: Any, open_run: Any) -> None:
     assert spoilt == []
 
 
-def test_an_optimizer_that_was_captured_before(open_run: Any) -> None:
-    """The Checkpointer comes after the capture, as in most scripts: replays run no hook, and no snapshot is torn."""
+def test_optimizer_captured_before_is_saved(open_run: Any) -> None:
+    """The Checkpointer is created after the capture. Replays run no hook, and no snapshot is torn."""
     model = nn.Linear(SIDE, SIDE, device="cuda")
     rate = torch.tensor(0.1, device="cuda")
     optim = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True, fused=True)
@@ -109,7 +109,7 @@ def test_an_optimizer_that_was_captured_before(open_run: Any) -> None:
 
 
 def replayed(open_run: Any) -> tuple[Any, State, State, torch.cuda.CUDAGraph]:
-    """A Checkpointer of an optimizer whose step is a graph that was captured first, and another such state."""
+    """Return a Checkpointer of an optimizer with a captured step, its state, a twin and the graph."""
     states = []
     for _ in range(2):
         model = nn.Linear(SIDE, SIDE, device="cuda")
@@ -123,8 +123,8 @@ def replayed(open_run: Any) -> tuple[Any, State, State, torch.cuda.CUDAGraph]:
     return open_run(states[0]), *states, graph
 
 
-def test_a_fence_before_each_replay(open_run: Any) -> None:
-    """Weights are copied beside training again, as if the optimizer's hook had run, and no snapshot is torn."""
+def test_fence_before_each_replay_protects_the_copy(open_run: Any) -> None:
+    """Weights are copied in the background again, as with the optimizer's hook, and no snapshot is torn."""
     cp, state, twin, graph = replayed(open_run)
     with simulated.turned(d2h_gbs=SLOW):
         for step in range(1, 7):
@@ -145,8 +145,8 @@ def weights_guarded(cp: ckpt.Checkpointer) -> list[bool]:
     return [guarded for spec, guarded in named if spec.name in ("model.weight", "model.bias")]
 
 
-def test_a_fence_that_waits_for_nothing_is_noticed(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without its wait the replay changes what is being copied, and the snapshot is dropped."""
+def test_negative_control_fence_without_its_wait(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without the wait, the replay changes data during the copy, and the snapshot is dropped."""
     cp, _, _, graph = replayed(open_run)
     monkeypatch.setattr(cp._run.hook, "_before", lambda: None)
     with simulated.turned(d2h_gbs=SLOW):
@@ -160,18 +160,18 @@ def test_a_fence_that_waits_for_nothing_is_noticed(open_run: Any, monkeypatch: p
     monkeypatch.undo()
 
 
-def test_a_fence_within_a_capture_is_refused(open_run: Any) -> None:
-    """A replay would not wait for what was said then."""
+def test_fence_within_a_capture_is_rejected(open_run: Any) -> None:
+    """A replay would not wait for a fence from the capture."""
     cp, *_ = replayed(open_run)
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ckpt.errors.UsageError, match="before the replay"):
         cp.before_untracked_update()
 
 
-# -- a host that need not wait --
+# -- a host that never waits --
 
 
-def test_a_scaler_does_not_make_step_wait(open_run: Any) -> None:
-    """GradScaler.state_dict() waits for the device; step() does not."""
+def test_scaler_does_not_block_step(open_run: Any) -> None:
+    """GradScaler.state_dict() waits for the device, but step() does not."""
     run = adamw(fused=True)
     run.state["scaler"], run.twin["scaler"] = (torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in range(2))
     run.state["scaler"].scale(torch.ones((), device="cuda"))
@@ -180,7 +180,7 @@ def test_a_scaler_does_not_make_step_wait(open_run: Any) -> None:
     torch.cuda._sleep(2_000_000_000)
     behind = torch.cuda.current_stream().record_event()
     cp.step(2)
-    assert not behind.query(), "step() has waited for the device"
+    assert not behind.query(), "step() waited for the device"
 
 
 # -- page-locks --
@@ -188,7 +188,7 @@ def test_a_scaler_does_not_make_step_wait(open_run: Any) -> None:
 
 @pytest.fixture
 def locking(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Page-locking does not come to its end until this is set: 100 GB of many ranks behind one lock take a minute."""
+    """Block page-locking until the event is set. With many ranks, locking 100 GB takes a minute."""
     runtime, allowed = torch.cuda.cudart(), threading.Event()
     register = runtime.cudaHostRegister
 
@@ -201,14 +201,14 @@ def locking(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     allowed.set()
 
 
-def test_page_locking_does_not_hold_the_first_step_up(open_run: Any, locking: threading.Event) -> None:
-    """Copies are slower until it is done; nobody waits for it."""
+def test_page_locking_does_not_block_the_first_step(open_run: Any, locking: threading.Event) -> None:
+    """Copies are slower until it is done, but nothing waits for it."""
     run = adamw(fused=True)
     run.move(run.state, 1)
     cp = open_run(run.state)
-    came = returns(lambda: cp.step(1), 5.0)
+    in_time = returns(lambda: cp.step(1), 5.0)
     locking.set()
-    assert came, "step() has waited until memory was page-locked"
+    assert in_time, "step() waited for page-locking"
 
 
 KILLED = """
@@ -228,8 +228,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_page_locking_does_not_hold_a_restart_up(locking: threading.Event) -> None:
-    """The memory that is taken over is read first, and page-locked when there is time."""
+def test_page_locking_does_not_block_a_restart(locking: threading.Event) -> None:
+    """The adopted memory is read first and page-locked later."""
     assert run_script(KILLED).returncode == -signal.SIGKILL
     run, found = adamw(fused=True), list[Any]()
     torch.cuda.synchronize()
@@ -238,22 +238,22 @@ def test_page_locking_does_not_hold_a_restart_up(locking: threading.Event) -> No
         found.append(ckpt.Checkpointer(run.state, options=ckpt.Options(name="locked")))
         found.append(found[0].restore(default=0))
 
-    came = returns(start, 5.0)
+    in_time = returns(start, 5.0)
     locking.set()
     with contextlib.ExitStack() as stack:
-        if not came:
-            time.sleep(2.0)  # until it has come after all, and can be closed
+        if not in_time:
+            time.sleep(2.0)  # until it has returned and can be closed
         if found:
             stack.callback(close, found[0])
-        assert came, "the start has waited until memory was page-locked"
+        assert in_time, "the start waited for page-locking"
         assert found[1] == 3
 
 
-def test_a_system_that_page_locks_little_in_one_call(
+def test_page_locking_works_with_a_small_limit(
     open_run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux 6.11 to 6.13 refuse more than 2 GiB, which is more than is asked for; here it is 256 KiB, of slots that are
-    larger. No copy, out or back, reaches over the end of a piece."""
+    """Linux 6.11 to 6.13 reject more than 2 GiB per call. Here the limit is 256 KiB with larger slots. No copy, in
+    either direction, crosses the end of a piece."""
     for module in (snapshot_device, staging_fill, sources):
         monkeypatch.setattr(module, "LOCK", 256 << 10)
     run = adamw(fused=True)
@@ -271,11 +271,11 @@ def test_a_system_that_page_locks_little_in_one_call(
         assert differences(read_back(cp, 3, run.twin), boundary) == []
 
 
-# -- others who use the device --
+# -- other users of the device --
 
 
-def test_copies_go_on_though_every_stream_of_the_pool_hangs(open_run: Any) -> None:
-    """A collective whose peer has died hangs on a stream of torch's pool, which gives every stream out many times."""
+def test_copies_continue_if_pool_streams_hang(open_run: Any) -> None:
+    """A collective with a dead peer hangs on a stream of torch's pool, which reuses its streams."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     ready(cp, run)
@@ -286,8 +286,8 @@ def test_copies_go_on_though_every_stream_of_the_pool_hangs(open_run: Any) -> No
         cp.step(2).wait_staged(3.0)
 
 
-def test_a_fault_keeps_what_memory_holds(open_run: Any) -> None:
-    """After an illegal access every call fails. What was staged before is there still, and closing comes back."""
+def test_device_fault_keeps_staged_snapshot(open_run: Any) -> None:
+    """After an illegal access every call fails. The staged snapshot stays, and close() returns."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     ready(cp, run)
@@ -304,8 +304,8 @@ def test_a_fault_keeps_what_memory_holds(open_run: Any) -> None:
 # -- memory of the device --
 
 
-def test_comparing_replicas_takes_little_memory() -> None:
-    """However large a tensor is: a card is nearly full when it trains."""
+def test_comparing_replicas_uses_little_memory() -> None:
+    """It uses at most half of the tensor's memory, because a GPU is nearly full during training."""
     tensor = torch.ones(32 << 20, device="cuda")
     shape = tuple(tensor.shape)
     piece = LocalPiece(Holding("w", "F32", shape, (0,), shape, (0, 1), accelerator=True), tensor)
@@ -334,19 +334,19 @@ with ckpt.Checkpointer({"model": model, "optim": optim}, options=ckpt.Options(na
     optim.step()
     cp.restore()
     assert all(map(torch.equal, before, (p.cpu() for p in model.parameters())))
-print("woken up:", [d for d in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(d)])
+print("active contexts:", [d for d in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(d)])
 """
 
 
-def test_a_rank_that_never_sets_its_device_wakes_no_other() -> None:
-    """Everything of it lies on cuda:1. A context on cuda:0 would cost half a gigabyte there, of every rank."""
+def test_rank_uses_only_the_device_of_its_tensors() -> None:
+    """Its data is on cuda:1. A context on cuda:0 would cost half a gigabyte there for every rank."""
     result = run_script(ON_SECOND)
     assert result.returncode == 0, result.stderr
-    assert "woken up: [1]" in result.stdout
+    assert "active contexts: [1]" in result.stdout
 
 
-def test_two_devices_of_which_one_is_behind(open_run: Any) -> None:
-    """Each has its own streams: what one is late with holds up nothing on the other, and the snapshot is whole."""
+def test_delayed_device_does_not_block_the_other(open_run: Any) -> None:
+    """Each device has its own streams: a delay on one does not block the other, and the snapshot is complete."""
 
     def build() -> State:
         model = nn.ModuleList([nn.Linear(SIDE, SIDE, device=f"cuda:{i}") for i in range(2)])
@@ -374,7 +374,7 @@ def test_two_devices_of_which_one_is_behind(open_run: Any) -> None:
 
 
 def kinds() -> Run:
-    """Views, other orders in memory and narrow types, none of which an optimizer steps; all are overwritten at once."""
+    """Return views, other memory formats and narrow types that no optimizer updates. All are overwritten."""
 
     def build() -> State:
         base = torch.zeros(SIDE, SIDE, device="cuda")
@@ -401,17 +401,17 @@ def kinds() -> Run:
 
 
 @pytest.mark.parametrize("piece", [staging_fill.LOCK, 1 << 16])
-def test_views_and_narrow_types(open_run: Any, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    """What is not one piece of memory goes through temporaries, which nobody else gets before they are copied; so does
-    what lies over the end of what is page-locked in one call."""
+def test_views_and_narrow_types_are_copied(open_run: Any, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """Non-contiguous tensors are copied through temporaries that are not reused before the copy ends. The same holds
+    for data that crosses the end of a page-locked piece."""
     monkeypatch.setattr(staging_fill, "LOCK", piece)
     run = kinds()
     with simulated.turned(d2h_gbs=SLOW):
         assert check_boundaries(open_run(run.state), run, 8) == []
 
 
-def test_strided_tensors_take_one_piece_of_device_memory(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that lie transposed, or channels last, are put in order a piece at a time, however large they are."""
+def test_strided_tensors_use_one_piece_of_memory(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed and channels-last weights are reordered piece by piece, whatever their size."""
     piece = 1 << 18
     monkeypatch.setattr(staging_fill, "LOCK", piece)
     large = torch.zeros(1024, 1024, device="cuda")
@@ -432,8 +432,8 @@ def test_strided_tensors_take_one_piece_of_device_memory(open_run: Any, monkeypa
     assert torch.cuda.max_memory_allocated() - before <= 2 * piece
 
 
-def test_moments_on_the_host_of_weights_on_the_device(open_run: Any) -> None:
-    """An optimizer that is offloaded: host and device are copied side by side, and both are of one moment."""
+def test_offloaded_moments_match_device_weights(open_run: Any) -> None:
+    """With an offloaded optimizer, host and device data are copied concurrently, and both are from one step."""
 
     def build() -> State:
         model = nn.Linear(SIDE, SIDE, device="cuda")

@@ -1,6 +1,6 @@
-"""What a snapshot waits for while a device copies it, and who waits for it: what test_gpu.py leaves to chance.
+"""The waits of a snapshot during its copy by the device, deterministic where test_gpu.py depends on chance.
 
-Each of these is red if the wait that it is about is taken out; tests/device/test_waits.py does that.
+Each test fails if its wait is removed; tests/device/test_waits.py checks that.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def job_of(cp: ckpt.Checkpointer) -> NewSnapshot:
 
 
 def another(cp: ckpt.Checkpointer, step: int) -> NewSnapshot:
-    """A snapshot that nobody has asked for, of a further step; not begun."""
+    """Return a snapshot of another step that is neither requested nor started."""
     reading, checkpoint = cp._run.capture.read(), replace(job_of(cp).checkpoint, step=step)
     return NewSnapshot(checkpoint=checkpoint, reading=reading, values=b"[]", busy="skip")
 
 
 @contextlib.contextmanager
-def ended_anyway(job: NewSnapshot) -> Iterator[None]:
-    """Whatever is wrong: who closes would wait for a snapshot that was lost."""
+def always_ended(job: NewSnapshot) -> Iterator[None]:
+    """End the snapshot always, because close() would wait for a lost one."""
     try:
         yield
     finally:
@@ -56,7 +56,7 @@ def ended_anyway(job: NewSnapshot) -> Iterator[None]:
 
 
 def slow_thread(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """The staging thread comes late to this part of a copy."""
+    """Delay the staging thread in this part of a copy."""
     fill = getattr(SlotFiller, method)
 
     def late(self: SlotFiller, *slot_and_job: Any) -> None:
@@ -67,7 +67,7 @@ def slow_thread(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, target: Any, method: str, error: Callable[[], Exception]) -> None:
-    """Fail there from now on."""
+    """Make a method raise from now on."""
 
     def fail(*_: Any) -> None:
         raise error()
@@ -76,14 +76,14 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: Any, method: str, error: Ca
 
 
 @contextlib.contextmanager
-def noted_labels(monkeypatch: pytest.MonkeyPatch, state: int, look: Callable[[], bool]) -> Iterator[list[bool]]:
-    """What `look` says whenever a slot gets this label."""
+def noted_labels(monkeypatch: pytest.MonkeyPatch, state: int, check: Callable[[], bool]) -> Iterator[list[bool]]:
+    """Record the result of `check` whenever a slot gets this label."""
     found: list[bool] = []
     set_label = Arena.set_label
 
     def noted(self: Arena, slot: int, label: Any) -> None:
         if label.state == state:
-            found.append(look())
+            found.append(check())
         set_label(self, slot, label)
 
     with monkeypatch.context() as patch:
@@ -92,7 +92,7 @@ def noted_labels(monkeypatch: pytest.MonkeyPatch, state: int, look: Callable[[],
 
 
 def test_an_update_waits_until_its_copy_is_queued(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only then there is an event on the device that it can be put behind."""
+    """Before that, no event on the device exists that the update could wait for."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -104,7 +104,7 @@ def test_an_update_waits_until_its_copy_is_queued(open_run: Any, monkeypatch: py
 
 
 def test_step_waits_until_the_copy_of_buffers_is_queued(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller may overwrite them as soon as it returns, where they are too much to be cloned."""
+    """Buffers too large to be cloned may be overwritten as soon as step() returns."""
     monkeypatch.setattr(snapshot, "MOST", 0)
     run = buffers()
     cp = open_run(run.state)
@@ -118,14 +118,14 @@ def test_step_waits_until_the_copy_of_buffers_is_queued(open_run: Any, monkeypat
 
 
 def test_tensors_are_kept_until_their_copy_has_ended(open_run: Any, spins: Spins) -> None:
-    """Weights and moments are replaced when all is queued and nothing is copied: nobody gets their memory yet."""
+    """Weights and moments are replaced while the copy is queued: their memory is not reused yet."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)
     spins.overlapped = True
     save = cp.step(2)
     assert job_of(cp).enqueued.wait(60.0)
-    assert eventually(lambda: bool(cp._run.stager._flying))  # the staging thread is done with it, too
+    assert eventually(lambda: bool(cp._run.stager._flying))  # the staging thread has finished with it too
     for p in run.state["model"].parameters():
         p.data = torch.full_like(p, 7.0)
     run.state["optim"].state.clear()
@@ -136,9 +136,9 @@ def test_tensors_are_kept_until_their_copy_has_ended(open_run: Any, spins: Spins
     del filled
 
 
-def test_a_copy_is_safe_though_the_next_one_fails(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps without an update between, and the second is not taken: the update comes after the first one's copy,
-    on whichever stream, and the host waits for nothing."""
+def test_copy_is_safe_if_the_next_one_fails(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps run without an update in between, and the second snapshot fails. The update runs after the first copy
+    on any stream, and the host does not wait."""
     run = adamw(fused=True)
     cp = open_run(run.state, on_error="warn")
     boundary = ready(cp, run)
@@ -150,15 +150,15 @@ def test_a_copy_is_safe_though_the_next_one_fails(open_run: Any, spins: Spins, m
     cp._run.stager.before_update()
     assert spins.under_way
     elsewhere = torch.cuda.Stream()
-    with torch.cuda.stream(elsewhere):  # another optimizer's
+    with torch.cuda.stream(elsewhere):  # of another optimizer
         run.move(run.state, 3)
     assert spins.under_way
     save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
 
 
-def test_as_many_steps_ahead_as_there_are_slots_and_more(open_run: Any) -> None:
-    """The device is behind by all of them: the staging thread waits for it when it needs a slot, not for itself."""
+def test_more_steps_ahead_than_slots_succeed(open_run: Any) -> None:
+    """The device is behind by all steps. The staging thread waits for it only if it needs a slot."""
     run = adamw(fused=True)
     cp = open_run(run.state, busy_timeout_s=5.0, close_timeout_s=5.0)
     ready(cp, run)
@@ -175,8 +175,8 @@ def test_as_many_steps_ahead_as_there_are_slots_and_more(open_run: Any) -> None:
     assert all(map(torch.equal, run.twin["model"].parameters(), boundaries[-1]))
 
 
-def test_a_snapshot_is_sealed_when_it_is_whole(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the staging thread is given something else to do, such as to use other memory: that comes behind."""
+def test_snapshot_is_sealed_when_it_is_complete(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This also holds if the staging thread gets other work: it runs after the copy."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -185,15 +185,13 @@ def test_a_snapshot_is_sealed_when_it_is_whole(open_run: Any, spins: Spins, monk
     assert job_of(cp).enqueued.wait(60.0)
     assert spins.under_way
     cp._run.stager.do(lambda: None)
-    assert not spins.under_way, "it was said to be sealed before it was copied"
+    assert not spins.under_way, "it was sealed before it was copied"
     save.wait_staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
 
 
-def test_what_is_on_its_way_when_it_is_closed_arrives(
-    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The staging thread ends behind the device. Page-locks are given up when nothing is copied there any more."""
+def test_close_waits_for_copies_in_progress(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The staging thread ends after the device. Page-locks are released when no copy is running."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     ready(cp, run)
@@ -208,16 +206,14 @@ def test_what_is_on_its_way_when_it_is_closed_arrives(
     cp.step(2)
     job = job_of(cp)
     assert job.enqueued.wait(60.0)
-    with ended_anyway(job):
+    with always_ended(job):
         cp._run.stager.stop()
         assert job.place is not None and job.error is None
         assert unlocked == [True]
 
 
-def test_a_slot_is_free_after_a_failure_when_nothing_is_copied_into_it(
-    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who gets it next may write there from the host."""
+def test_slot_is_free_after_a_failed_copy_ends(open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next user of the slot may write to it from the host."""
     run = adamw(fused=True)
     cp = open_run(run.state, on_error="warn")
     ready(cp, run)
@@ -231,7 +227,7 @@ def test_a_slot_is_free_after_a_failure_when_nothing_is_copied_into_it(
 
 
 def test_an_update_waits_while_the_gate_is_held(open_run: Any) -> None:
-    """As for the save of another thread."""
+    """This happens if another thread saves."""
     run = buffers()
     cp = open_run(run.state)
     ready(cp, run)
@@ -252,9 +248,8 @@ def test_an_update_waits_while_the_gate_is_held(open_run: Any) -> None:
     assert same == [True]
 
 
-def test_what_is_compared_with_the_copy_is_kept_until_then(open_run: Any, spins: Spins) -> None:
-    """The elements that tell whether somebody else has written: other tensors do not get their memory, so no snapshot
-    is dropped for nothing."""
+def test_compared_samples_are_kept_until_fetched(open_run: Any, spins: Spins) -> None:
+    """The elements that detect foreign writes are kept, so their memory is not reused and no snapshot is dropped."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     boundary = ready(cp, run)

@@ -1,4 +1,4 @@
-"""The simulated device itself: it is late where a real one is, and it refuses what a real one refuses."""
+"""The simulated device: it is as asynchronous as a real one, and rejects what a real one rejects."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 import simulated
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not simulated.wanted(), reason="of the simulated device only")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not simulated.wanted(), reason="simulated device only")]
 
 LONG = 600_000_000  # cycles: 0.3 s
 SIZE = 1 << 20
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
-    """What becomes of it in another thread: what it returns or raises."""
+    """Run work in another thread. Return its result or its error."""
     found: list[Any] = []
 
     def run() -> None:
@@ -36,7 +36,7 @@ def elsewhere(work: Callable[[], Any]) -> Any:
 
 
 def fetched(source: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Page-locked memory into which it is being copied on that stream, which waits for nothing."""
+    """Return page-locked memory that receives an asynchronous copy on that stream."""
     here = torch.zeros(source.shape, dtype=source.dtype, pin_memory=True)
     with torch.cuda.stream(stream):
         here.copy_(source, non_blocking=True)
@@ -53,25 +53,25 @@ def source() -> torch.Tensor:
 # -- order --
 
 
-def test_a_copy_that_nobody_waits_for_is_torn(source: torch.Tensor) -> None:
-    """An update comes into the middle of it; behind an event it does not."""
+def test_copy_without_a_wait_is_torn(source: torch.Tensor) -> None:
+    """An update overwrites part of it during the copy. Behind an event it does not."""
     side = torch.cuda.Stream()
-    for waits in (False, True):
+    for ordered in (False, True):
         source.fill_(1)
         torch.cuda.synchronize()
         with simulated.turned(d2h_gbs=0.02):
             here = fetched(source, side)
             while here[0] != 1:
                 time.sleep(0.001)
-            if waits:
+            if ordered:
                 torch.cuda.current_stream().wait_stream(side)
             source.fill_(7)
             torch.cuda.synchronize()
-        assert sorted(set(here.tolist())) == ([1] if waits else [1, 7])
+        assert sorted(set(here.tolist())) == ([1] if ordered else [1, 7])
 
 
-def test_the_host_is_ahead_until_it_asks() -> None:
-    """Kernels run in turn, later; `item` and pageable copies wait."""
+def test_host_runs_ahead_until_it_synchronizes() -> None:
+    """Kernels run later, in order. `item` and pageable copies wait for them."""
     x = torch.zeros(4, device="cuda")
     torch.cuda._sleep(LONG)
     x += 1
@@ -80,8 +80,8 @@ def test_the_host_is_ahead_until_it_asks() -> None:
     assert x.cpu().tolist() == [1.0] * 4 and event.query()
 
 
-def test_kernels_that_are_not_in_order_use_what_is_not_there() -> None:
-    """Another stream sees a tensor before it was written, and that is poison."""
+def test_unordered_kernels_read_poison() -> None:
+    """Another stream reads a tensor before it is written, and gets poison."""
     torch.cuda._sleep(LONG)
     x = torch.ones(4, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -89,8 +89,8 @@ def test_kernels_that_are_not_in_order_use_what_is_not_there() -> None:
     assert x.sum().item() == 4
 
 
-def test_streams_come_from_a_pool_of_32() -> None:
-    """The 33rd is the first again; other priorities have others, and a stream can be made outside of the pool."""
+def test_streams_come_from_a_pool_of_32_streams() -> None:
+    """The 33rd stream is the first again. Other priorities have separate streams. Some streams are not in the pool."""
     some = [torch.cuda.Stream() for _ in range(33)]
     assert some[32] == some[0] and len(set(some)) == 32
     assert torch.cuda.Stream(priority=-1) not in some and torch.cuda.Stream(priority=-1).priority == -1
@@ -99,8 +99,8 @@ def test_streams_come_from_a_pool_of_32() -> None:
     assert torch.cuda.ExternalStream(pointer.value) not in some
 
 
-def test_a_hung_stream_holds_up_what_is_behind_it() -> None:
-    """And nothing else."""
+def test_hung_stream_blocks_only_its_own_work() -> None:
+    """Other streams continue."""
     x, side = torch.zeros(1, device="cuda"), torch.cuda.Stream()
     torch.cuda.synchronize()
     with simulated.hung(side):
@@ -115,22 +115,22 @@ def test_a_hung_stream_holds_up_what_is_behind_it() -> None:
 # -- memory --
 
 
-def test_freed_memory_goes_to_the_next_tensor_of_its_stream(source: torch.Tensor) -> None:
-    """Whoever still copies from it on another stream gets what is not his, unless record_stream has told of him."""
-    for told in (False, True):
+def test_freed_memory_is_reused_on_its_stream(source: torch.Tensor) -> None:
+    """A copy on another stream reads the new data, unless record_stream was called for that stream."""
+    for recorded in (False, True):
         side, x = torch.cuda.Stream(), torch.full((SIZE,), 1, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         address = x.data_ptr()
         with torch.cuda.stream(side):
             torch.cuda._sleep(LONG)
         here = fetched(x, side)
-        if told:
+        if recorded:
             x.record_stream(side)
         del x
         y = torch.full((SIZE,), 9, dtype=torch.uint8, device="cuda")
-        assert (y.data_ptr() == address) != told
+        assert (y.data_ptr() == address) != recorded
         torch.cuda.synchronize()
-        assert set(here.tolist()) == ({1} if told else {9})
+        assert set(here.tolist()) == ({1} if recorded else {9})
 
 
 def test_memory_is_counted() -> None:
@@ -143,7 +143,7 @@ def test_memory_is_counted() -> None:
 
 
 def test_page_locking_has_limits_and_takes_time() -> None:
-    """Whole ranges only, once, up to a size; meanwhile every other call waits. An error comes up at the next kernel."""
+    """It accepts whole ranges once, up to a limit, and blocks other calls. The next kernel raises its error."""
     runtime, room = torch.cuda.cudart(), torch.zeros(1 << 20, dtype=torch.uint8)
     here, address = room.numpy(), room.data_ptr()
     with simulated.turned(lock_gbs=0.01):
@@ -167,7 +167,7 @@ def test_page_locking_has_limits_and_takes_time() -> None:
         torch.ones(1, device="cuda")
 
 
-def test_a_copy_into_other_memory_is_waited_for() -> None:
+def test_copy_to_pageable_memory_is_synchronous() -> None:
     x = torch.ones(8, device="cuda")
     torch.cuda._sleep(LONG)
     here = torch.zeros(8)
@@ -180,13 +180,13 @@ def test_a_copy_into_other_memory_is_waited_for() -> None:
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize("relaxed", [False, True])
-def test_which_captures_another_thread_spoils(mode: Any, relaxed: bool) -> None:
-    """A global one, by asking for an event, unless the thread has said that what it does is no matter."""
+def test_other_thread_invalidates_global_captures(mode: Any, relaxed: bool) -> None:
+    """A global capture is invalidated if another thread queries an event, unless that thread uses relaxed mode."""
     event, current = torch.cuda.current_stream().record_event(), torch.cuda.current_stream()
     graph, x = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
 
-    def ask() -> bool:
+    def query() -> bool:
         mode = ctypes.c_int(2 if relaxed else 0)
         ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         return event.query()
@@ -195,7 +195,7 @@ def test_which_captures_another_thread_spoils(mode: Any, relaxed: bool) -> None:
     try:
         with torch.cuda.graph(graph, capture_error_mode=mode):
             x += 1
-            found = elsewhere(ask)
+            found = elsewhere(query)
     except RuntimeError as error:
         assert spoilt and "previous error during capture" in str(error) and "not permitted" in str(found)
     else:
@@ -203,10 +203,10 @@ def test_which_captures_another_thread_spoils(mode: Any, relaxed: bool) -> None:
         graph.replay()
         graph.replay()
         assert x.item() == 2
-    torch.cuda.set_stream(current)  # torch leaves the stream of a capture that failed current
+    torch.cuda.set_stream(current)  # torch leaves the stream of a failed capture current
 
 
-def test_a_capture_may_not_wait() -> None:
+def test_capture_must_not_wait() -> None:
     current = torch.cuda.current_stream()
     outside = current.record_event()
     for call in (torch.cuda.synchronize, lambda: torch.ones(1, device="cuda").item(), outside.wait):
@@ -220,7 +220,7 @@ def test_a_capture_may_not_wait() -> None:
 
 
 def test_after_a_fault_every_call_fails(source: torch.Tensor) -> None:
-    """Also of those who wait already; nothing that is queued is done."""
+    """Calls that already wait fail too, and queued work is not done."""
     torch.cuda._sleep(LONG)
     with simulated.faulty(torch.cuda.current_stream()):
         source.fill_(5)
@@ -231,8 +231,8 @@ def test_after_a_fault_every_call_fails(source: torch.Tensor) -> None:
     assert source[0].item() == 1
 
 
-def test_two_devices() -> None:
-    """A tensor is on the one that it was made on; copies between them are in order on both sides."""
+def test_tensors_stay_on_their_device() -> None:
+    """A tensor is on the device of its creation. Copies between devices are ordered on both sides."""
     x = torch.ones(4, device="cuda:1")
     with torch.cuda.device(1):
         torch.cuda._sleep(LONG)
@@ -242,8 +242,8 @@ def test_two_devices() -> None:
     assert torch._C._cuda_hasPrimaryContext(1)
 
 
-def test_kernels_take_their_time_and_copies_may_slow_them_down(source: torch.Tensor) -> None:
-    """Knobs of time, for measurements."""
+def test_copies_may_slow_down_kernels(source: torch.Tensor) -> None:
+    """The knobs for time are used by measurements."""
     x = torch.zeros(1, device="cuda")
 
     def took() -> float:
@@ -262,8 +262,8 @@ def test_kernels_take_their_time_and_copies_may_slow_them_down(source: torch.Ten
     assert set(here.tolist()) == {1}
 
 
-def test_random_numbers_come_back() -> None:
-    """In the order in which kernels are queued; a state is 16 bytes, as CUDA's."""
+def test_random_state_is_restored() -> None:
+    """Random numbers follow the order in which kernels are queued. A state has 16 bytes, as in CUDA."""
     torch.manual_seed(5)
     state = torch.cuda.get_rng_state()
     first = torch.randn(4, device="cuda"), torch.randn(4, device="cuda")

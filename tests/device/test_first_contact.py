@@ -1,4 +1,4 @@
-"""The program for the first minutes on a card is rehearsed: it must not be what fails there."""
+"""The program for the first minutes on a GPU is tested here, so that it does not fail there."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from simulated import build
 
 QUESTIONS = ["facts", "capture", "captured_before", "scaler", "locking", "killed", "fault", "copies", "orders", "many",
              "mixed", "compiled", "sharded"]  # fmt: skip
-OTHERS = ["facts", "killed", "many"]  # the rest is asked by test_contact.py too
+OTHERS = ["facts", "killed", "many"]  # test_contact.py tests the others too
 
 
 @pytest.mark.parametrize("questions", [OTHERS, pytest.param(QUESTIONS, marks=pytest.mark.long)], ids=["few", "all"])
-def test_rehearsed(tmp_path: Path, questions: list[str]) -> None:
-    """Each question is answered on the simulated device, all with what is promised; what has an answer is not asked
-    again."""
+def test_first_contact_succeeds_on_the_simulated_device(tmp_path: Path, questions: list[str]) -> None:
+    """Every check succeeds on the simulated device. A check with a result is not repeated."""
     if why := build.why_not():
         pytest.skip(why)
     build.library()
     found = tmp_path / "found.jsonl"
     environment = {**os.environ, simulated.VARIABLE: "", "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(REPO / "benchmarks/first_contact.py"), "--small", "--json", str(found), "--only"]
+    command = [sys.executable, str(REPO / "benchmarks/first_contact.py"), "--small", "--json", str(found), "--only"]
     found.write_text(json.dumps({"question": "facts", "told": "before"}) + "\n")
-    # Not forked from a process that has looked for a device.
+    # Not forked, because a forked process would already have checked for a device.
     done = subprocess.run(
-        [*words, *questions], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [*command, *questions], env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     answers = [json.loads(line) for line in found.read_text().splitlines()]
     assert done.returncode == 0, done.stdout + done.stderr

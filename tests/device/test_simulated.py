@@ -1,4 +1,4 @@
-"""All tests that are marked gpu, on the simulated device: none of them needs a real one."""
+"""All tests marked gpu pass on the simulated device, so none of them needs a real one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from processes import REPO
 
-# Each file, and what the device is like.
+# Each file, and the knobs of the device.
 FILES = {
     "tests/promises/test_gpu.py": "devices=2,clock_ghz=2",
     "tests/promises/test_promise_provenance.py": "clock_ghz=4",
@@ -21,14 +21,14 @@ FILES = {
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: Path(file).stem)
-def test_on_the_simulated_device(file: str, run_tests: Any) -> None:
-    """What a real device has to do, this one does, and the library on it."""
+def test_gpu_tests_pass_on_the_simulated_device(file: str, run_tests: Any) -> None:
+    """The device and the library on it behave as required of a real one."""
     outcome = run_tests(file, knobs=FILES[file])
     assert outcome.green, outcome.text
 
 
-def test_no_file_is_left_out() -> None:
-    """Whatever file has a test with this mark is among them."""
+def test_every_file_with_gpu_tests_is_listed() -> None:
+    """The list has every file with a test marked gpu."""
     marked = [p for p in (REPO / "tests").rglob("test_*.py") if "pytest.mark.gpu" in p.read_text()]
     found = {path.relative_to(REPO).as_posix() for path in marked} - {Path(__file__).relative_to(REPO).as_posix()}
     assert found == set(FILES)

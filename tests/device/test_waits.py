@@ -1,4 +1,4 @@
-"""Negative controls: every wait of the copying, taken out one at a time, turns a test red on the simulated device."""
+"""Negative controls: if any single wait of a copy is removed, a test fails on the simulated device."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ RED = {
     "update_until_the_copy_is_queued": (COPYING, "test_an_update_waits_until_its_copy_is_queued"),
     "step_until_the_copy_of_buffers_is_queued": (COPYING, "test_step_waits_until_the_copy_of_buffers_is_queued"),
     "update_until_the_gate_is_open": (COPYING, "test_an_update_waits_while_the_gate_is_held"),
-    "seal_until_the_copy_has_ended": (COPYING, "test_a_snapshot_is_sealed_when_it_is_whole"),
-    "failure_until_the_copy_has_ended": (COPYING, "test_a_slot_is_free_after_a_failure"),
-    "other_work_until_copies_have_ended": (COPYING, "test_a_snapshot_is_sealed_when_it_is_whole"),
-    "end_until_copies_have_ended": (COPYING, "test_what_is_on_its_way_when_it_is_closed_arrives"),
-    "slot_until_copies_have_ended": (COPYING, "test_as_many_steps_ahead_as_there_are_slots_and_more"),
+    "seal_until_the_copy_has_ended": (COPYING, "test_snapshot_is_sealed_when_it_is_complete"),
+    "failure_until_the_copy_has_ended": (COPYING, "test_slot_is_free_after_a_failed_copy_ends"),
+    "other_work_until_copies_have_ended": (COPYING, "test_snapshot_is_sealed_when_it_is_complete"),
+    "end_until_copies_have_ended": (COPYING, "test_close_waits_for_copies_in_progress"),
+    "slot_until_copies_have_ended": (COPYING, "test_more_steps_ahead_than_slots_succeed"),
     "tensors_kept_until_the_copy_has_ended": (COPYING, "test_tensors_are_kept_until_their_copy_has_ended"),
-    "samples_kept_until_they_are_fetched": (COPYING, "test_what_is_compared_with_the_copy_is_kept_until_then"),
+    "samples_kept_until_they_are_fetched": (COPYING, "test_compared_samples_are_kept_until_fetched"),
 }
-# How that test is red, if not by what it asserts itself.
+# The expected error if the test fails by another error than its own assertion.
 NOTICED = r"ckpt\.errors\.SaveError: .* changed outside"
 WHY = {
     "copy_behind_the_kernels_of_the_step": NOTICED,
@@ -41,14 +41,14 @@ WHY = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_without_this_wait_a_test_is_red(name: str, run_tests: Any) -> None:
-    """That test, and it is green with the wait (tests/device/test_simulated.py)."""
+def test_a_test_fails_without_this_wait(name: str, run_tests: Any) -> None:
+    """The test fails without the wait. It passes with it (tests/device/test_simulated.py)."""
     file, test = RED[name]
     outcome = run_tests(file, "-k", test, "-p", "without", "--without", name, knobs="clock_ghz=4")
-    # A thread that still waits for a device may take the interpreter down when the tests have ended.
+    # A thread that still waits for a device may abort the interpreter after the tests.
     assert outcome.code in (1, -6) and len(outcome.red) == 1 and outcome.red[0].startswith(test), outcome.text
     assert re.search(f"^E +({WHY.get(name, 'assert')}|assert|AssertionError)", outcome.text, re.M), outcome.text
 
 
-def test_each_has_its_test() -> None:
+def test_every_wait_has_a_test() -> None:
     assert RED.keys() == WAITS.keys()

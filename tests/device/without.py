@@ -1,6 +1,6 @@
-"""`pytest -p without --without NAME`: the library with one of its waits taken out. Each has to turn some test red.
+"""`pytest -p without --without NAME`: run tests with one wait of the library removed. A test must then fail.
 
-Each function here takes one out, by putting something in the place of what waits; no source is changed.
+Each function here removes one wait by replacing the waiting code at run time. No source is changed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pytest
 WAITS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 
 
-def wait(take_out: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    WAITS[take_out.__name__] = take_out
-    return take_out
+def wait(remove: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    WAITS[remove.__name__] = remove
+    return remove
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,11 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     WAITS[config.getoption("without")](patch)
 
 
-# -- what devices wait for --
+# -- waits of devices --
 
 
 def _not_queued(patch: pytest.MonkeyPatch, which: Callable[[Any, Any], bool]) -> None:
-    """Of the filler's two fences, not the one of which `which(job, events)` says so."""
+    """Remove the fence of the filler for which `which(job, events)` returns True."""
     from ckpt.core.snapshot import device
     from ckpt.core.snapshot.fill import SlotFiller
 
@@ -78,11 +78,11 @@ def other_streams_behind_the_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(UpdateGate, "_line_up_again", lambda self: None)
 
 
-# `UpdateGate.follow` puts updates behind an older copy, too, which changes nothing: either the newer one is behind that
-# on its stream, or it has failed, and who waits for it waits until its device copies nothing.
+# `UpdateGate.follow` also queues updates behind an older copy. That has no effect: either the newer copy is behind it
+# on its stream, or it has failed, and its waiters wait until the device copies nothing.
 
 
-# -- what the host waits for --
+# -- waits of the host --
 
 
 def _set_from_the_beginning(patch: pytest.MonkeyPatch, event: str) -> None:
@@ -121,7 +121,7 @@ def update_until_the_gate_is_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def _not_waited_for(patch: pytest.MonkeyPatch, which: Callable[[Any, Any], bool], method: str) -> None:
-    """`wait_for` of the stager, where it is called in this method for events of which `which(job, events)` says so."""
+    """Skip `wait_for` in this method of the stager if `which(job, events)` returns True."""
     from ckpt.core.snapshot import stage
 
     jobs: list[Any] = []
@@ -149,7 +149,7 @@ def failure_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
 
 
 def _not_landed(patch: pytest.MonkeyPatch, caller: str) -> None:
-    """What is on its way is not waited for in this method of the stager."""
+    """Skip the wait for copies in progress in this method of the stager."""
     from ckpt.core.snapshot.stage import Stager
 
     land = Stager._land
@@ -176,11 +176,11 @@ def slot_until_copies_have_ended(patch: pytest.MonkeyPatch) -> None:
     _not_landed(patch, "_stage")
 
 
-# -- what is kept meanwhile --
+# -- references that are kept --
 
 
 def _borrowed(tensor: Any) -> Any:
-    """The same memory, which is not kept by that."""
+    """Return a tensor with the same memory that does not keep it alive."""
     import torch
 
     if not tensor.is_cuda or not tensor.numel():
@@ -193,7 +193,7 @@ def _borrowed(tensor: Any) -> Any:
 
 @wait
 def tensors_kept_until_the_copy_has_ended(patch: pytest.MonkeyPatch) -> None:
-    """By the snapshot, and by what reads the state, which has the same ones until it reads again."""
+    """The snapshot and the cached structure of the state keep the tensors."""
     from ckpt.core.state import nodes
     from ckpt.core.state.capture import Structure
 

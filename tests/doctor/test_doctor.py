@@ -1,4 +1,4 @@
-"""`ckpt doctor`: it sees what would hurt a long job, leaves nothing behind, and says what to do."""
+"""`ckpt doctor` detects risks for a long job, leaves nothing behind, and gives advice."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ def named(findings: Sequence[Finding], what: str) -> Finding:
     return found[0]
 
 
-def problems(place: TierFindings) -> set[str]:
-    return {f.what for f in place.findings if f.verdict == PROBLEM}
+def problems(tier: TierFindings) -> set[str]:
+    return {f.what for f in tier.findings if f.verdict == PROBLEM}
 
 
 def spawn(*arguments: object, **more: str) -> subprocess.Popen[str]:
     path = f"{REPO}:{REPO / 'backends'}"
-    words = [sys.executable, "-m", "ckpt", "doctor", *map(str, arguments)]
+    args = [sys.executable, "-m", "ckpt", "doctor", *map(str, arguments)]
     return subprocess.Popen(
-        words, env={**os.environ, "PYTHONPATH": path, **more}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        args, env={**os.environ, "PYTHONPATH": path, **more}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
 # -- stores that break a promise --
 
 
-class Noted(MemoryStore):
-    """Keeps its promises, and notes what was ever written."""
+class RecordingStore(MemoryStore):
+    """Keeps its promises and records every key that was written."""
 
     def __init__(self, objects: dict[str, bytes] | None = None) -> None:
         super().__init__("memory://place", objects=objects)
@@ -87,13 +87,13 @@ class Noted(MemoryStore):
         await super().put(key, data, create=create)
 
 
-class IgnoresConditions(Noted):
+class IgnoresConditions(RecordingStore):
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
         await super().put(key, data)
 
 
-class LooksThenWrites(Noted):
-    """In turn all is well; at once, many win."""
+class ChecksThenWrites(RecordingStore):
+    """Rejects a sequential duplicate, but lets several concurrent writers create the same key."""
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
         if create and key in self.objects:
@@ -102,8 +102,8 @@ class LooksThenWrites(Noted):
         await super().put(key, data)
 
 
-class SaysAllLost(Noted):
-    """Creates, and tells everybody that somebody else was quicker."""
+class ReportsAllLost(RecordingStore):
+    """Creates the object, but reports to every concurrent writer that another was faster."""
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
         await super().put(key, data, create=create)
@@ -111,17 +111,17 @@ class SaysAllLost(Noted):
             raise ExistsError(key)
 
 
-class OverwritesAll(Noted):
-    """Of many at once one is told that it made the object, and the last one's bytes are there."""
+class OverwritesAll(RecordingStore):
+    """Reports one winner of a race, but the last writer's bytes are stored."""
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        taken = create and key in self.objects
+        exists = create and key in self.objects
         await super().put(key, data, create=create and "race" not in key)
-        if taken:
+        if exists:
             raise ExistsError(key)
 
 
-class ListsLate(Noted):
+class ListsLate(RecordingStore):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         late = {key for key in self.written[-1:] if "seen" in key}
         async for info in super().list(prefix):
@@ -129,8 +129,8 @@ class ListsLate(Noted):
                 yield info
 
 
-class ReadsOld(Noted):
-    """A cache that is not told of a replacement."""
+class ReadsOld(RecordingStore):
+    """A cache that ignores replacements of an object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class ReadsOld(Noted):
         return await super().get(key, **range_)
 
 
-class FlipsABit(Noted):
+class FlipsABit(RecordingStore):
     async def get(self, key: str, **range_: Any) -> memoryview:
         data = bytearray(await super().get(key, **range_))
         if "bytes" in key:
@@ -154,12 +154,12 @@ class FlipsABit(Noted):
         return memoryview(data)
 
 
-class NoDelete(Noted):
+class NoDelete(RecordingStore):
     async def delete(self, key: str) -> None:
         raise AccessError("AccessDenied")
 
 
-class NoPut(Noted):
+class NoPut(RecordingStore):
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
         raise AccessError("AccessDenied")
 
@@ -167,7 +167,7 @@ class NoPut(Noted):
         raise AccessError("AccessDenied")
 
 
-class Hangs(Noted):
+class Hangs(RecordingStore):
     async def get(self, key: str, **range_: Any) -> memoryview:
         await asyncio.Event().wait()
         raise AssertionError
@@ -179,14 +179,14 @@ class SlowUpload(MemoryUpload):
         await asyncio.Event().wait()
 
 
-class SlowUploads(Noted):
+class SlowUploads(RecordingStore):
     async def upload(self, key: str, *, size: int) -> MemoryUpload:
         return SlowUpload(self, key, size)
 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Callable[[Store], str]:
-    """Has a URL mean this store."""
+    """Make a URL open this store."""
 
     def give(store: Store) -> str:
         monkeypatch.setattr(doctor, "open_store", lambda url, **_: store)
@@ -195,21 +195,21 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[[Store], str]:
     return give
 
 
-def test_a_store_that_keeps_its_promises(given: Any) -> None:
-    """Everything is measured, nothing is a problem, and nothing is left: the control of the tests below."""
-    store = Noted()
-    place = examine(given(store))
-    assert place.reached and place.usable and not problems(place)
+def test_store_that_keeps_promises_has_no_problem(given: Any) -> None:
+    """Control of the tests below: all is measured without problems, and nothing is left."""
+    store = RecordingStore()
+    tier = examine(given(store))
+    assert tier.reached and tier.usable and not problems(tier)
     assert not store.objects and store.written
-    assert place.rates.write > 0 < place.rates.read and place.rates.put_s > 0
+    assert tier.rates.write > 0 < tier.rates.read and tier.rates.put_s > 0
 
 
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
         (IgnoresConditions, "create-if-absent"),
-        (LooksThenWrites, "create-if-absent"),
-        (SaysAllLost, "create-if-absent"),
+        (ChecksThenWrites, "create-if-absent"),
+        (ReportsAllLost, "create-if-absent"),
         (OverwritesAll, "create-if-absent"),
         (ListsLate, "list after write"),
         (ReadsOld, "read after write"),
@@ -217,52 +217,52 @@ def test_a_store_that_keeps_its_promises(given: Any) -> None:
         (NoPut, "permissions"),
     ],
 )
-def test_a_store_that_breaks_a_promise(given: Any, kind: type[Noted], what: str) -> None:
-    """Each lie is a problem under its own name, with advice, and no other check is blamed; nothing is left there."""
+def test_store_that_breaks_a_promise_is_a_problem(given: Any, kind: type[RecordingStore], what: str) -> None:
+    """Each broken promise is reported under its own name, with advice. No other check fails, and nothing is left."""
     store = kind()
-    place = examine(given(store))
-    assert problems(place) == {what}
-    assert kind is not LooksThenWrites or "simultaneous creations" in named(place.findings, what).value
-    assert all(f.advice for f in place.findings if f.verdict == PROBLEM)
-    assert not place.usable and not store.objects
+    tier = examine(given(store))
+    assert problems(tier) == {what}
+    assert kind is not ChecksThenWrites or "simultaneous creations" in named(tier.findings, what).value
+    assert all(f.advice for f in tier.findings if f.verdict == PROBLEM)
+    assert not tier.usable and not store.objects
 
 
-def test_what_cannot_be_removed_is_said(given: Any) -> None:
-    """Without the right to delete, the person is told which prefix is left."""
+def test_advice_names_scratch_that_cannot_be_removed(given: Any) -> None:
+    """Without permission to delete, the advice names the prefix that is left."""
     store = NoDelete()
-    place = examine(given(store))
-    assert problems(place) == {"permissions", "scratch"}
+    tier = examine(given(store))
+    assert problems(tier) == {"permissions", "scratch"}
     left = {key.partition("/")[0] for key in store.objects}
-    assert len(left) == 1 and left.pop() in named(place.findings, "scratch").advice
+    assert len(left) == 1 and left.pop() in named(tier.findings, "scratch").advice
 
 
-def test_a_place_that_does_not_answer(given: Any) -> None:
-    """A deadline ends the wait, and the place counts as one that cannot be read."""
-    place = examine(given(Hangs()), replace(SMALL, check_s=0.2))
-    assert not place.reached and problems(place) == {"reach"}
+def test_store_that_hangs_is_unreachable(given: Any) -> None:
+    """A deadline ends the wait, and the store counts as unreachable."""
+    tier = examine(given(Hangs()), replace(SMALL, check_s=0.2))
+    assert not tier.reached and problems(tier) == {"reach"}
 
 
-@pytest.mark.parametrize(("name", "said"), [("thesis.tex", "thesis.tex"), ("FORMAT.json", "")])
-def test_other_peoples_files_are_not_touched(given: Any, name: str, said: str) -> None:
-    """A place with foreign files, or a run of a version that we do not know, is a problem, and not one object is
-    written there, not even for a moment."""
-    store = Noted({name: b"{}"})
-    place = examine(given(store))
-    assert problems(place) == {"run"} and said in named(place.findings, "run").value
+@pytest.mark.parametrize(("name", "shown"), [("thesis.tex", "thesis.tex"), ("FORMAT.json", "")])
+def test_foreign_files_are_not_touched(given: Any, name: str, shown: str) -> None:
+    """Foreign files and runs of an unknown version are a problem. The doctor writes nothing there, not even
+    temporarily."""
+    store = RecordingStore({name: b"{}"})
+    tier = examine(given(store))
+    assert problems(tier) == {"run"} and shown in named(tier.findings, "run").value
     assert store.written == [] and store.objects == {name: b"{}"}
 
 
-def test_what_a_killed_doctor_has_left(given: Any) -> None:
-    """Old scratch objects go, those of a doctor at work stay, and neither makes the place a foreign one."""
-    store = Noted({"doctor-1000000000-0123abcd/x": b"x", f"doctor-{int(time.time())}-0123abcd/x": b"x"})
-    place = examine(given(store))
-    assert not problems(place)
+def test_scratch_of_a_killed_doctor_is_deleted(given: Any) -> None:
+    """Old scratch objects are deleted. Those of a running doctor stay. Neither counts as a foreign file."""
+    store = RecordingStore({"doctor-1000000000-0123abcd/x": b"x", f"doctor-{int(time.time())}-0123abcd/x": b"x"})
+    tier = examine(given(store))
+    assert not problems(tier)
     assert [key for key in store.objects if "-1000000000-" in key] == [] and len(store.objects) == 1
 
 
 @pytest.mark.parametrize("moment", ["upload", "create-if-absent"])
-def test_cancelled_in_the_middle(given: Any, moment: str) -> None:
-    """Whenever it is interrupted, what was written goes."""
+def test_cancelled_examination_leaves_no_objects(given: Any, moment: str) -> None:
+    """An interruption at any time leaves no objects."""
     store = SlowUploads()
 
     async def main() -> None:
@@ -279,20 +279,20 @@ def test_cancelled_in_the_middle(given: Any, moment: str) -> None:
     assert store.objects == {}
 
 
-def test_negative_control_without_the_clean_up(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above would see what is left."""
+def test_negative_control_without_cleanup_leaves_objects(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above would detect leftovers."""
 
     async def nothing(store: Store, prefix: str) -> None:
         pass
 
-    store = Noted()
+    store = RecordingStore()
     monkeypatch.setattr(doctor, "remove", nothing)
     examine(given(store))
     assert store.objects
 
 
-def test_nothing_but_its_own_prefix_is_removed() -> None:
-    """The clean-up refuses any prefix that is not one of its own."""
+def test_only_scratch_prefixes_are_removed() -> None:
+    """The cleanup rejects any prefix that is not a scratch prefix."""
     for prefix in ("", f"{DATA_FOLDER}/", "doctor-1"):
         with pytest.raises(AssertionError):
             asyncio.run(doctor.remove(MemoryStore(), prefix))
@@ -301,15 +301,15 @@ def test_nothing_but_its_own_prefix_is_removed() -> None:
 # -- folders --
 
 
-def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    """It is not made; what it would lie on is examined, and nothing is left."""
-    place = examine(str(tmp_path / "a" / "run"))
-    assert place.usable and list(tmp_path.iterdir()) == []
-    assert {"file system", "free space", "fsync", "clock"} <= {f.what for f in place.findings}
+def test_missing_folder_is_examined_but_not_created(tmp_path: Path) -> None:
+    """The folder is not created: its parent is examined, and nothing is left."""
+    tier = examine(str(tmp_path / "a" / "run"))
+    assert tier.usable and list(tmp_path.iterdir()) == []
+    assert {"file system", "free space", "fsync", "clock"} <= {f.what for f in tier.findings}
 
 
-def test_a_folder_with_a_run(tmp_path: Path) -> None:
-    """The newest step and the owner's epoch are said; the run is as it was, to the byte; damage is a problem."""
+def test_folder_with_a_run_stays_unchanged(tmp_path: Path) -> None:
+    """The findings include the newest step and the owner's term. The run is unchanged. Damage is a problem."""
     folder = tmp_path / "run"
 
     async def make() -> None:
@@ -320,28 +320,28 @@ def test_a_folder_with_a_run(tmp_path: Path) -> None:
 
     asyncio.run(make())
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    found = named((place := examine(str(folder))).findings, "run")
-    assert place.usable and found.data == {"newest": 7, "term": 1, "damaged": []}
+    found = named((tier := examine(str(folder))).findings, "run")
+    assert tier.usable and found.data == {"newest": 7, "term": 1, "damaged": []}
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (folder / "log" / "000000000001.json").write_bytes(b"rubbish")
     assert problems(examine(str(folder))) == {"run"}
 
 
-def test_a_small_file_system(tmp_path: Path) -> None:
-    """Of what is free no more than a tenth is written, and that tmpfs is memory is said."""
+def test_small_file_system_is_hardly_written(tmp_path: Path) -> None:
+    """At most a tenth of the free space is written, and tmpfs gets advice because it is memory."""
     with volume(tmp_path, "tmpfs", 24) as small:
         written: list[int] = []
-        place = asyncio.run(doctor.examine(str(small.path / "run"), Bounds(), on_bytes=written.append))
-        assert not problems(place) and sum(written) <= 2 * 2.4 * MIB
-        assert named(place.findings, "file system").verdict == ADVICE
+        tier = asyncio.run(doctor.examine(str(small.path / "run"), Bounds(), on_bytes=written.append))
+        assert not problems(tier) and sum(written) <= 2 * 2.4 * MIB
+        assert named(tier.findings, "file system").verdict == ADVICE
         assert list(small.path.iterdir()) == []
         job = JobSize(state=1 * GB)
-        assert named(advice.too_full(job, place), "room").verdict == PROBLEM
-        assert advice.too_full(JobSize(state=1 * MIB), place) == []
+        assert named(advice.too_full(job, tier), "room").verdict == PROBLEM
+        assert advice.too_full(JobSize(state=1 * MIB), tier) == []
 
 
-def test_a_full_file_system(tmp_path: Path) -> None:
-    """It is full, and says so: not that anybody lacks a permission, and no command about a folder of doctor's own."""
+def test_full_file_system_reports_only_free_space(tmp_path: Path) -> None:
+    """The only problem is free space: no missing permission, and no advice about the doctor's own folder."""
     with volume(tmp_path, "tmpfs", 8) as full:
         with contextlib.suppress(OSError):
             (full.path / "else").write_bytes(bytes(16 * MIB))
@@ -351,8 +351,8 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     assert all("Free some" in one.advice and ".ckpt-doctor" not in one.advice + one.value for one in problems)
 
 
-def test_a_read_only_file_system(tmp_path: Path) -> None:
-    """It is a problem, not a crash."""
+def test_read_only_file_system_is_a_problem(tmp_path: Path) -> None:
+    """A read-only file system is a problem, not a crash."""
     with volume(tmp_path, "tmpfs", 8) as small:
         subprocess.run(["mount", "-o", "remount,ro", str(small.path)], check=True)
         assert {"file system", "write"} <= problems(examine(str(small.path / "run")))
@@ -385,17 +385,17 @@ MOUNTS = r"""
         ("/user/run", "fuse.s3fs", ADVICE, True),
     ],
 )
-def test_file_systems(path: str, kind: str, verdict: str, shared: bool) -> None:
-    """The mount that a path lies on is the innermost and latest; advice fits its kind and options."""
+def test_file_system_is_that_of_the_mount(path: str, kind: str, verdict: str, shared: bool) -> None:
+    """The innermost and latest mount of a path counts. The advice fits its type and options."""
     found = doctor_folder.file_system(path, MOUNTS)
     assert (found.kind, found.finding.verdict, found.shared) == (kind, verdict, shared)
     assert "soft" not in found.finding.advice or path == "/data/run"
     assert bool(found.finding.advice) == (verdict != OK)
 
 
-def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right clock is fine, a little off is advice, a minute a problem, in either direction; a step of the local one
-    meanwhile is seen."""
+def test_clock_difference_sets_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small difference is fine, 20 s is advice, and 100 s is a problem, in both directions. A step of the local
+    clock is detected."""
     verdicts = [clock_difference(s, 1.0).verdict for s in (0.0, -0.9, 2.5, 20, -20, 100, -100)]
     assert verdicts == [OK, OK, OK, ADVICE, ADVICE, PROBLEM, PROBLEM]
     watch, real = machine.ClockWatch(), time.time
@@ -428,17 +428,17 @@ def contents(server: MotoServer) -> tuple[list[str], list[str]]:
     return objects, [u["Key"] for u in s3.list_multipart_uploads(Bucket="bucket").get("Uploads", ())]
 
 
-def test_s3(server: MotoServer) -> None:
-    """A sound bucket has no problem and keeps nothing; uploads lying about and a missing rule are said."""
+def test_intact_bucket_has_no_problem(server: MotoServer) -> None:
+    """An intact bucket has no problem and keeps nothing. Unfinished uploads and a missing rule are reported."""
     remember_options("s3://bucket/run", storage_options(server.url))
     s3 = client(server)
     s3.create_multipart_upload(Bucket="bucket", Key=f"run/{DATA_FOLDER}/left")
     before = contents(server)
-    place = examine("s3://bucket/run", Bounds(size=24 * MIB))
-    assert place.usable and place.options and contents(server) == before
-    assert named(place.findings, "unfinished uploads").data == 1
-    assert named(place.findings, "clock").verdict == OK
-    assert named(place.findings, "lifecycle").verdict == ADVICE
+    tier = examine("s3://bucket/run", Bounds(size=24 * MIB))
+    assert tier.usable and tier.options and contents(server) == before
+    assert named(tier.findings, "unfinished uploads").data == 1
+    assert named(tier.findings, "clock").verdict == OK
+    assert named(tier.findings, "lifecycle").verdict == ADVICE
     rule = {"ID": "old", "Status": "Enabled", "Filter": {"Prefix": "run/"}}
     aborts = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}
     versions = {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
@@ -455,11 +455,11 @@ def test_s3(server: MotoServer) -> None:
         s3.put_bucket_versioning(Bucket="bucket", VersioningConfiguration={"Status": "Suspended"})
 
 
-def test_a_bucket_that_is_missing(server: MotoServer) -> None:
-    """It cannot be read, and what to do is said."""
+def test_missing_bucket_is_unreachable(server: MotoServer) -> None:
+    """The bucket is unreachable, and the finding has the store's error."""
     remember_options("s3://missing/run", storage_options(server.url))
-    place = examine("s3://missing/run")
-    assert not place.reached and "NoSuchBucket" in named(place.findings, "reach").value
+    tier = examine("s3://missing/run")
+    assert not tier.reached and "NoSuchBucket" in named(tier.findings, "reach").value
 
 
 ABORTS = {"Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
@@ -482,9 +482,9 @@ EXPIRES = {"Status": "Enabled", "Expiration": {"Days": 9}}
         ([{**ABORTS, "Transitions": [{"Days": 1, "StorageClass": "GLACIER"}]}], [OK, ADVICE, OK]),
     ],
 )
-def test_lifecycle_rules(rules: list[dict[str, Any]], verdicts: list[str]) -> None:
-    """A rule counts if it is enabled and holds for the whole run; one that deletes any of it is a problem. Versioning
-    without a rule for old versions is advice."""
+def test_lifecycle_rules_set_the_verdict(rules: list[dict[str, Any]], verdicts: list[str]) -> None:
+    """A rule counts if it is enabled and covers the whole run. A rule that deletes part of the run is a problem.
+    Versioning without a rule for old versions is advice."""
     assert [f.verdict for f in doctor_s3.lifecycle(rules, "run1/", False)] == verdicts
     found = named(doctor_s3.lifecycle(rules, "run1/", True), "versioning")
     assert found.verdict == ADVICE and "NoncurrentVersionExpiration" in found.advice
@@ -502,8 +502,8 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 # -- the machine --
 
 
-def test_this_machine(tmp_path: Path) -> None:
-    """Every check of the machine has something to say, whatever machine this is; a kernel that tells nothing is no
+def test_machine_checks_return_findings_everywhere(tmp_path: Path) -> None:
+    """Every check of the machine returns a finding on any machine. A kernel without information causes no
     error."""
     found = machine.machine(JobSize())
     assert {"CPUs", "memory", "open files (ulimit -n)"} <= {f.what for f in found}
@@ -512,8 +512,8 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_cgroups(tmp_path: Path, version: int) -> None:
-    """Limits of either version are found, on the process's group or one around it."""
+def test_cgroup_limits_are_found(tmp_path: Path, version: int) -> None:
+    """Limits of both versions are found, in the group of the process or in a parent."""
     proc, sys_ = tmp_path / "proc", tmp_path / "sys"
     if version == 2:
         tree(proc, {"self/cgroup": "0::/pod/app\n"})
@@ -526,15 +526,15 @@ def test_cgroups(tmp_path: Path, version: int) -> None:
     assert [f.verdict for f in machine.oom_group(proc, sys_)] == [ADVICE] * (version == 2)
 
 
-def test_a_machine_with_shortcomings(tmp_path: Path) -> None:
-    """Too little memory for the state is told, with advice."""
+def test_too_little_memory_is_a_problem(tmp_path: Path) -> None:
+    """Too little memory for the state is reported with advice."""
     proc = tree(tmp_path / "proc", {"meminfo": "MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n"})
     verdicts = [machine.memory(JobSize(state=n * GB, world=4, local=2), proc, tmp_path).verdict for n in (1, 6, 20)]
     assert verdicts == [OK, ADVICE if 4 * 3 > 0.8 * 12.288 else OK, PROBLEM]
 
 
-def test_ranks_of_this_machine() -> None:
-    """As was said, by the launcher, at most all; where nobody knows, not all of a large job, and that is told."""
+def test_local_ranks_follow_option_or_launcher() -> None:
+    """The option or the launcher decides, up to the world size. Otherwise a large job gets an assumed number."""
     assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"})[0] == 2
     assert cli_doctor.local_ranks(2, {"SLURM_NTASKS_PER_NODE": "8"})[0] == 2
     assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"}, 4) == (4, "")
@@ -546,30 +546,30 @@ def test_ranks_of_this_machine() -> None:
 # -- GPUs --
 
 
-def test_gpu_copies(tmp_path: Path) -> None:
-    """Where there is none, that is said, and is no problem; slow or impossible copies are advice."""
-    assert machine.gpus(lambda words, _: "[24e9]", tmp_path) == ([Finding("GPU", "no GPU here")], [])
+def test_slow_gpu_copies_are_advice(tmp_path: Path) -> None:
+    """A machine without a GPU is not a problem. Slow or failed copies are advice."""
+    assert machine.gpus(lambda command, _: "[24e9]", tmp_path) == ([Finding("GPU", "no GPU here")], [])
     (tmp_path / "nvidia0").touch()
     for copy, verdict in (("[24e9, 12e9]", OK), (None, ADVICE), ("rubbish", ADVICE), ("[]", ADVICE), ("[3e9]", ADVICE)):
-        assert worst(machine.gpus(lambda words, _, copy=copy: copy, tmp_path)[0]) == verdict
+        assert worst(machine.gpus(lambda command, _, copy=copy: copy, tmp_path)[0]) == verdict
     assert machine.run_command(["no-such-program"], 1.0) is None
     assert machine.run_command([sys.executable, "-c", "import time; time.sleep(9)"], 0.2) is None
 
 
-# -- what follows --
+# -- conclusions --
 
 SPEED = Speed(copy=10 * GB, by_device=False, cpus=8, available=100 * GB)
 DISK = TierFindings("file:///nvme/run1", rates=StoreRates(write=1 * GB, read=2 * GB, cpu_s=0.1 / GB), free=1000 * GB)
 BUCKET = TierFindings("s3://bucket/run1", rates=StoreRates(write=GB // 10, read=GB // 5, cpu_s=0.3 / GB), options=True)
 
 
-def test_cadences() -> None:
-    """How long things take follows from the share of this machine and the measured rates; the tiers line is valid
-    code, in order, with round cadences that keep the cost below one in a hundred."""
+def test_intervals_follow_from_measured_rates() -> None:
+    """Durations follow from this machine's share and the measured rates. The tiers line is valid code, in order, with
+    round intervals that keep the cost below 1 %."""
     job = JobSize(state=20 * GB, step_s=1.0, world=4, local=2)
     memory, disk, bucket = advice.conclude(job, [BUCKET, DISK], SPEED)
     assert (memory.where, disk.where, bucket.where) == ("memory", DISK.url, BUCKET.url)
-    assert memory.save_s == 1.0 and memory.every == 20  # 1 s of copying among 8 CPUs: 12.5 s and more
+    assert memory.save_s == 1.0 and memory.every == 20  # 1 s of copying on 8 CPUs: at least 12.5 s
     assert disk.save_s == 10.0 and disk.restore_s == 5.0
     assert disk.interval_s == pytest.approx(max(20.0, 2.0 / 0.08)) and disk.every == 50
     assert bucket.save_s == 100.0 and bucket.every == 200
@@ -582,8 +582,8 @@ def test_cadences() -> None:
     assert gpu.every == 1
 
 
-def test_places_with_problems_are_not_recommended() -> None:
-    """A bad place has its times told, and does not come into the tiers line; without any, there is none."""
+def test_tiers_with_problems_are_not_recommended() -> None:
+    """A tier with a problem gets its durations, but is not in the tiers line. Without other tiers the line is empty."""
     job = JobSize(state=GB, step_s=1.0)
     bad = replace(DISK, findings=[Finding("create-if-absent", "ignored", PROBLEM, "...")])
     cadences = advice.conclude(job, [bad, BUCKET], SPEED)
@@ -612,8 +612,8 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-def test_command(call: Any, tmp_path: Path) -> None:
-    """A sound folder: code 0, for people with a line to paste, for programs one document."""
+def test_command_prints_line_to_paste(call: Any, tmp_path: Path) -> None:
+    """An intact folder exits with 0, prints a line to paste, and gives one document as JSON."""
     code, out, _ = call(tmp_path / "run", "--size", 4, "--state-gb", 0.001, "--step-s", 1)
     assert code == 0 and "tiers=[ckpt.Tier(" in out and "memory=ckpt.Memory(every=" in out and "create-if-absent" in out
     code, out, _ = call(tmp_path / "run", "--size", 4, "--json")
@@ -622,9 +622,9 @@ def test_command(call: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_line_to_paste_or_why_there_is_none(call: Any, tmp_path: Path) -> None:
-    """A place with a problem: the line as it is without that, marked so, and none for programs. Nothing to measure, or
-    no step: what to give. The ranks here are those of a node."""
+def test_command_explains_a_missing_line_to_paste(call: Any, tmp_path: Path) -> None:
+    """If a tier has a problem, the text output has a marked line and the JSON output none. Without a tier or a step
+    time, the output names the missing option. The ranks here are those of a node."""
     run, job = tmp_path / "run", ("--size", 4, "--state-gb", 1e6)
     code, wide, _ = call(run, *job, "--step-s", 1, "--world", 64, "--per-node", 16)
     out = " ".join(wide.split())
@@ -634,8 +634,8 @@ def test_the_line_to_paste_or_why_there_is_none(call: Any, tmp_path: Path) -> No
     assert "Give --step-s" in call(run, *job)[1] and "Give the folder or bucket" in call(*job)[1]
 
 
-def test_command_codes(call: Any, tmp_path: Path, server: MotoServer) -> None:
-    """1 for problems, 2 for what cannot be read, also beside something sound, and for wrong usage."""
+def test_command_exit_codes(call: Any, tmp_path: Path, server: MotoServer) -> None:
+    """The exit code is 1 for problems. It is 2 for unreachable tiers, also next to intact ones, and for wrong usage."""
     (tmp_path / "notes.txt").write_text("mine")
     assert call(tmp_path)[0] == 1 and [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     options = ("--option", f"endpoint_url={server.url}", "--option", "key=testing", "--option", "secret=testing")
@@ -644,33 +644,33 @@ def test_command_codes(call: Any, tmp_path: Path, server: MotoServer) -> None:
     assert call("nosuch://place")[0] == 2
 
 
-def test_no_secrets(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what options call a key, nor what a URL carries, comes out: on stdout, on stderr, in either form."""
+def test_command_prints_no_secrets(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key of the options and no password of a URL is printed, on stdout or stderr, as text or JSON."""
     monkeypatch.setattr(doctor, "RETRY_S", 0.5)
     secret, password = "wJalrXUtnFEMI", "hunter2hunter2"
     options = ["endpoint_url=http://me:hunter2hunter2@127.0.0.1:9", "key=AKIAEXAMPLE", f"secret={secret}"]
-    words = [word for option in options for word in ("--option", option)]
+    arguments = [argument for option in options for argument in ("--option", option)]
     for more in ([], ["--json"]):
-        code, out, err = call("s3://bucket/run", f"http://me:{password}@127.0.0.1:9/x", *words, *more)
+        code, out, err = call("s3://bucket/run", f"http://me:{password}@127.0.0.1:9/x", *arguments, *more)
         assert code == 2
         for hidden in (secret, password, "AKIAEXAMPLE"):
             assert hidden not in out + err
 
 
-def test_a_store_that_tells_secrets(given: Any) -> None:
-    """Whatever a driver says, what the options call a key or a token does not come out, at any depth."""
+def test_secrets_in_driver_errors_are_hidden(given: Any) -> None:
+    """Keys and tokens of the options are removed from a driver's messages, at any depth."""
 
-    class Tells(Noted):
+    class LeaksSecrets(RecordingStore):
         async def get(self, key: str, **range_: Any) -> memoryview:
             raise AccessError("no entry for s3cr3t-one at http://me:s3cr3t-two@host/x?X-Sig=s3cr3t-three")
 
     remember_options("memory://place", {"client_kwargs": {"session_token": "s3cr3t-one"}})
-    place = examine(given(Tells()))
-    assert problems(place) == {"reach"} and "s3cr3t" not in str(place)
-    assert named(place.findings, "reach").value.startswith("no entry for *** at http://host/x")
+    tier = examine(given(LeaksSecrets()))
+    assert problems(tier) == {"reach"} and "s3cr3t" not in str(tier)
+    assert named(tier.findings, "reach").value.startswith("no entry for *** at http://host/x")
 
 
-def test_interrupted_in_a_folder(tmp_path: Path) -> None:
+def test_interrupted_command_leaves_no_folder(tmp_path: Path) -> None:
     """SIGTERM leaves no scratch folder."""
     process = spawn(tmp_path / "run", "--size", 100_000)
     assert eventually(lambda: any(tmp_path.rglob("bytes1")))
@@ -679,7 +679,7 @@ def test_interrupted_in_a_folder(tmp_path: Path) -> None:
     assert process.returncode == 130 and list(tmp_path.iterdir()) == []
 
 
-def test_interrupted_in_a_bucket(server: MotoServer) -> None:
+def test_interrupted_command_leaves_no_objects_in_bucket(server: MotoServer) -> None:
     """Ctrl-C leaves neither objects nor unfinished uploads."""
     before = contents(server)
     process = spawn("s3://bucket/interrupted", "--size", 100_000, **environment(server.url))

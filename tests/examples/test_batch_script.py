@@ -1,4 +1,4 @@
-"""The batch script of docs/guide/faults.md does what the advice of a run's last fault says, and nothing else."""
+"""The batch script of docs/guide/faults.md follows the advice of a run's last fault, and does nothing else."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.skipif(shutil.which("jq") is None, reason="the script w
 
 
 def fault(kind: str, after_s: float, **fields: object) -> Fault:
-    """So many seconds after now."""
+    """Return a fault at this number of seconds after now."""
     at = (datetime.now(UTC) + timedelta(seconds=after_s)).isoformat(timespec="microseconds")
     return Fault(kind, kind, time=at, **fields)  # type: ignore[arg-type]
 
 
 def called(folder: Path, *faults: Fault) -> list[str]:
-    """What Slurm is asked for, once a job of this run has failed."""
+    """Return the commands that Slurm gets after a job of this run has failed."""
     run, tools = folder / "runs" / "exp1", folder / "tools"
     with ckpt.Checkpointer(toy.build(), run, triggers=None) as cp:
         cp.step(1)
@@ -53,8 +53,8 @@ def called(folder: Path, *faults: Fault) -> list[str]:
     return asked.read_text().splitlines() if asked.exists() else []
 
 
-def test_the_advice_is_followed(tmp_path: Path) -> None:
-    """The node that one of the accounts wants to be replaced is drained, though the last save was one asked for."""
+def test_batch_script_follows_advice_of_last_fault(tmp_path: Path) -> None:
+    """The script drains the node that one account wants replaced, although the last save was requested."""
     asked = called(
         tmp_path,
         fault("hang", -3600.0, advice="fix"),
@@ -65,6 +65,6 @@ def test_the_advice_is_followed(tmp_path: Path) -> None:
     assert asked == ["update NodeName=b State=DRAIN Reason=training hung here", "requeue 31"]
 
 
-def test_what_was_before_is_no_advice(tmp_path: Path) -> None:
-    """A job that fails before it trains is not sent round for the fault of an earlier one, nor for a save."""
+def test_batch_script_ignores_faults_of_earlier_jobs(tmp_path: Path) -> None:
+    """A job that fails before training is not requeued for an earlier fault or a save request."""
     assert called(tmp_path, fault("death", -3600.0, advice="retry"), fault("request", 5.0, advice="retry")) == []

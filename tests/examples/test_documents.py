@@ -1,4 +1,4 @@
-"""The documents' Python runs as it stands, and the tutorial does what it says. See tests/test_docs.py."""
+"""Tests that the documents' Python runs unchanged, and that the tutorial works. See tests/test_docs.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = [one for page in PAGES for one in blocks(page) if one.language == "python"
 
 
 class Training:
-    """What a reader of the documents has already: each block gets the names of one that is new."""
+    """Provides the names that readers of the documents have already; each block gets new ones."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -67,7 +67,7 @@ class Training:
 
 
 def a_run(url: str) -> None:
-    """One step of a training that ended."""
+    """Create a run with one step of a training."""
     training = Training()
     with ckpt.Checkpointer({**training.state, "losses": []}, url) as cp:
         cp.restore(default=0)
@@ -76,7 +76,7 @@ def a_run(url: str) -> None:
 
 
 def before(block: Block) -> None:
-    """What the sentences around a block say that there is."""
+    """Create what the text around a block assumes."""
     for url in set(re.findall(r'ckpt\.load\("([^"@]+)', block.text)):
         a_run(url)
     for name, run in re.findall(r"# \$ ckpt import (\S+) (\S+) --step 3000", block.text):
@@ -104,7 +104,7 @@ def server() -> Iterator[MotoServer]:
 
 @pytest.fixture
 def at_home(server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder for what is relative, an empty s3://bucket, and torch.distributed as it was."""
+    """Use a temporary working directory, an empty s3://bucket, and no process group afterwards."""
     monkeypatch.chdir(tmp_path)
     server.reset()
     server.make_bucket("bucket")
@@ -117,8 +117,8 @@ def at_home(server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("block", RUN, ids=lambda block: f"{named(block.page)}:{block.line}")
 @pytest.mark.usefixtures("at_home")
-def test_a_block_runs_as_it_stands(block: Block, tmp_path: Path) -> None:
-    """With a model, an optimizer and a bucket beside it, and /nvme and /scratch below a folder of the test."""
+def test_block_of_documents_runs(block: Block, tmp_path: Path) -> None:
+    """It has a model, an optimizer and a bucket, with /nvme and /scratch in the test's folder."""
     before(block)
     code = compile(re.sub(r'"/(nvme|scratch)/', rf'"{tmp_path}/\1/', block.text), named(block.page), "exec")
     given = Training().names()
@@ -138,8 +138,8 @@ def test_a_block_runs_as_it_stands(block: Block, tmp_path: Path) -> None:
             given["cp"].close()
 
 
-def test_every_page_has_a_block_that_runs_or_names() -> None:
-    """Nothing is left out by how blocks are found: these pages have Python that runs."""
+def test_pages_with_python_are_found() -> None:
+    """No block is missed: these pages have Python that runs."""
     assert {named(block.page) for block in RUN} >= {"README.md", "docs/guide/state.md", "docs/guide/faults.md"}
 
 
@@ -153,7 +153,7 @@ def train(folder: Path, **settings: Any) -> subprocess.Popen[str]:
 
 
 def test_readme_script_continues_after_a_kill(tmp_path: Path) -> None:
-    """The quick start, pasted into a file: killed with SIGKILL, it starts again at a step that it has reached."""
+    """The quick start as a file: killed with SIGKILL, it restarts at a step that it had reached."""
     script = next(block for block in blocks(REPO / "README.md") if block.title == "train.py")
     (tmp_path / "train.py").write_text(script.text)
     first = train(tmp_path)
@@ -170,9 +170,8 @@ def test_readme_script_continues_after_a_kill(tmp_path: Path) -> None:
     assert int(started.removeprefix("start at step ")) >= 100
 
 
-def test_the_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its script is killed and goes on where it was, to the losses and weights of one that was never killed; all its
-    commands for the run end with 0."""
+def test_tutorial_script_and_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script is killed and continues with the losses and weights of a normal run. All its commands exit with 0."""
     script = next(block for block in blocks(TUTORIAL) if block.title == "train.py")
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
@@ -193,7 +192,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     runs = [ckpt.load(str(tmp_path / name / "runs" / "tutorial")) for name in ("killed", "whole")]
     assert [run.step for run in runs] == [3000, 3000]
     for name, tensor in runs[0].all().items():
-        if name.startswith(("model", "optim")):  # nobody seeds numpy's random numbers
+        if name.startswith(("model", "optim")):  # numpy's random numbers are not seeded
             assert torch.equal(tensor, runs[1][name]), name
     monkeypatch.chdir(tmp_path / "killed")
     asked = [words for block in blocks(TUTORIAL) if block.language == "console" for words in commands(block)]
@@ -204,6 +203,6 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def commands(block: Block) -> list[list[str]]:
-    """Of the command line, in a block of the tutorial."""
+    """Return the `ckpt` commands in a block of the tutorial."""
     every = [words for line in shell_lines(block) for words in commands_of(line)]
     return [words[1:] for words in every if words[0] == "ckpt"]

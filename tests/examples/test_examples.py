@@ -1,4 +1,4 @@
-"""The examples do what they say: they survive being killed, notice a wrong bit, and leave nothing behind."""
+"""The examples survive kills, detect a wrong bit, and leave no processes or files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import train_gpt  # noqa: E402
 
 
 def start(script: str, *arguments: object, tmp: Path) -> subprocess.Popen[str]:
-    """An example as a process of its own, with its lines of output to be read."""
+    """Start an example as a separate process with readable output."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{REPO}:{REPO / 'backends'}",
@@ -38,7 +38,7 @@ def start(script: str, *arguments: object, tmp: Path) -> subprocess.Popen[str]:
 
 
 def read_until(process: subprocess.Popen[str], beginning: str) -> str:
-    """The first line with this beginning."""
+    """Return the first line with this beginning."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -49,15 +49,15 @@ def read_until(process: subprocess.Popen[str], beginning: str) -> str:
 
 
 def judge(folder: Path, alone: dict[str, Any], saved: dict[str, Any]) -> tuple[int, str]:
-    """What the demo's verdict on two outcomes is: exit code and text."""
+    """Return exit code and text of the demo's verdict on two outcomes."""
     for name, outcome in (("alone", alone), ("saved", saved)):
         (folder / f"{name}.json").write_text(json.dumps(outcome))
     text = io.StringIO()
     return demo.verdict(Console(file=text, width=120), folder, []), text.getvalue()
 
 
-def test_plain_goes_on_where_it_was_killed(run_dir: str, tmp_path: Path, own_sockets: Path) -> None:
-    """After SIGKILL the plain example loses at most the step in flight, finishes, and its writer leaves."""
+def test_plain_example_continues_after_kill(run_dir: str, tmp_path: Path, own_sockets: Path) -> None:
+    """After SIGKILL the plain example loses at most the step in flight and finishes. Its writer exits."""
     first = start("plain.py", run_dir, tmp=tmp_path)
     assert read_until(first, "starts at") == "starts at step 0"
     read_until(first, "step 300:")
@@ -72,8 +72,8 @@ def test_plain_goes_on_where_it_was_killed(run_dir: str, tmp_path: Path, own_soc
     assert eventually(lambda: not writers(own_sockets))
 
 
-def test_demo_ends_with_equal_bits_and_no_process(tmp_path: Path, own_sockets: Path) -> None:
-    """Killed in memory's reach and out of it, training ends in the bits of the run that was left alone."""
+def test_demo_ends_with_equal_bits_without_processes(tmp_path: Path, own_sockets: Path) -> None:
+    """Killed with and without loss of memory, training ends with the bits of the uninterrupted run."""
     process = start("demo.py", "--steps", 12, "--keep", tmp=tmp_path)
     text = process.communicate(timeout=200.0)[0]
     assert process.returncode == 0, text
@@ -88,11 +88,11 @@ def test_demo_ends_with_equal_bits_and_no_process(tmp_path: Path, own_sockets: P
 
 
 @pytest.mark.long
-def test_interrupted_demo_leaves_nothing(tmp_path: Path, own_sockets: Path) -> None:
-    """Ctrl-C while a writer outlives its trainer ends the writer too, and removes the folder."""
+def test_interrupted_demo_leaves_no_processes_or_files(tmp_path: Path, own_sockets: Path) -> None:
+    """Ctrl-C while a writer outlives its trainer also ends the writer and removes the folder."""
     process = start("demo.py", "--steps", 12, tmp=tmp_path)
     read_until(process, "Killed trainer")
-    assert writers(own_sockets)  # else there would be nothing to tidy up
+    assert writers(own_sockets)  # otherwise the test would prove nothing
     assert list(tmp_path.glob("everystep-demo-*"))
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=60.0)[0]
@@ -101,8 +101,8 @@ def test_interrupted_demo_leaves_nothing(tmp_path: Path, own_sockets: Path) -> N
     assert not list(tmp_path.glob("everystep-demo-*"))
 
 
-def test_one_wrong_bit_fails_the_demo(tmp_path: Path) -> None:
-    """The verdict is red for one flipped bit, one other loss or one missing tensor, and names it; else it is green."""
+def test_demo_fails_on_one_wrong_bit(tmp_path: Path) -> None:
+    """The verdict fails for a flipped bit, a different loss or a missing tensor, and names it."""
     state = train_gpt.build(steps=2)
     train_gpt.train_step(state, train_gpt.corpus())
     alone = {"losses": list(state["losses"]), "digests": train_gpt.digests(state)}
@@ -121,10 +121,10 @@ def test_one_wrong_bit_fails_the_demo(tmp_path: Path) -> None:
     assert judge(tmp_path, {**alone, "digests": fewer}, alone)[0] == 1
 
 
-def test_s3_goes_on_elsewhere_from_the_bucket(
+def test_s3_example_continues_elsewhere_from_bucket(
     tmp_path: Path, own_sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer, its writer and its folder are gone: another machine's start goes on from the bucket, bit for bit."""
+    """After the loss of trainer, writer and folder, another machine continues from the bucket, bit for bit."""
     with MotoServer() as server:
         server.make_bucket("bucket")
         for name, value in environment(server.url).items():
@@ -134,7 +134,7 @@ def test_s3_goes_on_elsewhere_from_the_bucket(
         first = start("s3.py", "s3://bucket/run", "--folder", tmp_path / "a", "--steps", 300, tmp=tmp_path)
         assert read_until(first, "starts at") == "starts at step 0"
         read_until(first, "step 200:")
-        first.send_signal(signal.SIGSTOP)  # or it would notice that its writer is gone
+        first.send_signal(signal.SIGSTOP)  # otherwise it would detect the loss of its writer
         for process in writers(own_sockets):
             process.kill()
         first.kill()

@@ -1,4 +1,4 @@
-"""The example that injects faults into a real run: it recovers, says so, and takes no false recovery for one."""
+"""Tests of the fault example: it recovers, reports that, and does not accept a false recovery."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCRIPT = str(REPO / "examples/faults.py")
 
 
 def start(*arguments: object, tmp: Path) -> subprocess.Popen[str]:
-    """The example as a process of its own, at no terminal."""
+    """Start the example in its own process, without a terminal."""
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}", "TMPDIR": str(tmp)}
     command = [sys.executable, SCRIPT, *map(str, arguments)]
     pipe = subprocess.PIPE
@@ -40,12 +40,12 @@ def run(*arguments: object, tmp: Path, timeout_s: float = 60.0) -> tuple[int, st
 
 
 def left(tmp: Path) -> list[Any]:
-    """Processes and folders of an example that has ended."""
+    """Return the processes and folders that an ended example left behind."""
     return [*writers(tmp), *tmp.glob("everystep-faults-*")]
 
 
 def check(one: dict[str, Any]) -> None:
-    """What the document says of an entry that has recovered."""
+    """Check the JSON of a fault that has recovered."""
     entry = BY_NAME[one["name"]]
     assert one["verdict"] == "recovered" and one["problems"] == []
     assert 0 <= one["lost"] <= entry.may_lose
@@ -63,8 +63,8 @@ def check(one: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_a_killed_rank(tmp_path: Path) -> None:
-    """SIGKILL costs a step at most, which is told in JSON, and nothing is left."""
+def test_killed_rank_recovers_and_leaves_nothing(tmp_path: Path) -> None:
+    """SIGKILL loses at most one step, the JSON document shows that, and nothing is left behind."""
     code, stdout, stderr = run(*QUICK, "--json", tmp=tmp_path, timeout_s=260.0)
     assert code == 0, stderr
     found = json.loads(stdout)
@@ -80,8 +80,8 @@ def test_a_killed_rank(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if entry.name not in QUICK])
-def test_every_other_fault(name: str, tmp_path: Path) -> None:
-    """Each recovers as promised, or is said to be impossible here, which is not a success."""
+def test_every_other_fault_recovers(name: str, tmp_path: Path) -> None:
+    """Each fault recovers as promised, or is reported as impossible here, which is not a success."""
     code, stdout, stderr = run(name, "--json", tmp=tmp_path, timeout_s=260.0)
     found = json.loads(stdout)
     [one] = found["entries"]
@@ -94,8 +94,8 @@ def test_every_other_fault(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
-    """Ctrl-C while the ranks train ends all processes, removes the folder, and the exit code says so."""
+def test_interrupted_faults_example_leaves_no_processes(tmp_path: Path) -> None:
+    """Ctrl-C while the ranks train ends all processes, removes the folder, and sets the exit code."""
     process = start("kill", tmp=tmp_path)
     assert eventually(lambda: bool(list(tmp_path.glob("everystep-faults-*/kill/run"))), 120.0)
     process.send_signal(signal.SIGINT)
@@ -104,7 +104,7 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
     assert not left(tmp_path)
 
 
-# -- what the verdict is made of --
+# -- the parts of the verdict --
 
 
 def account(kind: str, summary: str, **fields: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def account(kind: str, summary: str, **fields: Any) -> dict[str, Any]:
 
 
 def recovered(name: str) -> Story:
-    """As it should be."""
+    """Return the story of a perfect recovery."""
     entry = BY_NAME[name]
     story = Story(name, at=70, perceived_s=0.004, back_s=2.0, exit_codes=[0])
     if entry.kinds:
@@ -133,14 +133,14 @@ def outcomes() -> list[Outcome]:
     return [Outcome([2.0, 1.5, 1.25], {"model.weight": f"a{rank}", "optim.0.exp_avg": "b"}) for rank in range(2)]
 
 
-def test_the_verdict_is_green_where_all_is_well() -> None:
-    """For every entry; else the checks below would prove nothing."""
+def test_verdict_accepts_perfect_recovery() -> None:
+    """Every entry passes; otherwise the checks below would prove nothing."""
     for name in BY_NAME:
         assert faults.judge(recovered(name), outcomes(), outcomes()) == [], name
 
 
-def test_the_verdict_is_red_for_another_bit() -> None:
-    """One digest, one loss, one tensor or one rank more or less: named, on the rank where it is."""
+def test_verdict_rejects_different_results() -> None:
+    """A different or missing digest, loss, tensor or rank is reported with its rank."""
 
     def judged(change: Callable[[list[Outcome]], object]) -> list[str]:
         found = outcomes()
@@ -160,30 +160,30 @@ def test_the_verdict_is_red_for_another_bit() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("kill", {"restored": 69, "acknowledged": 0}, "2 steps were lost, where 1 may be"),
+        ("kill", {"restored": 69, "acknowledged": 0}, "2 steps were lost, more than the 1 allowed"),
         ("kill", {"restored": 70, "acknowledged": 71}, "step 71 was acknowledged, and step 70 restored"),
         ("kill", {"restarts": 2}, "restarted 2 times"),
         ("kill", {"restarts": 0}, "restarted 0 times"),
-        ("kill", {"accounts": []}, "no account of death says 'SIGKILL'"),
-        ("kill", {"perceived_s": None}, "nobody perceived it"),
+        ("kill", {"accounts": []}, "no report of death contains 'SIGKILL'"),
+        ("kill", {"perceived_s": None}, "the fault was not detected"),
         ("kill", {"at": None}, "the fault was never injected"),
-        ("kill", {"back_s": None}, "training never went on"),
-        ("kill", {"broken": "it was not over"}, "it was not over"),
+        ("kill", {"back_s": None}, "training never continued"),
+        ("kill", {"broken": "it did not finish"}, "it did not finish"),
         ("kill", {"exit_codes": [1]}, "torchrun ended with exit code 1"),
-        ("sigterm", {"restored": 70}, "1 step was lost, where 0 may be"),
+        ("sigterm", {"restored": 70}, "1 step was lost, more than the 0 allowed"),
         ("sigterm", {"exit_codes": [0, 0]}, "torchrun ended with exit code 0 then 0"),
-        ("sigterm", {"accounts": [account("signal", "SIGTERM came", exit_code=1)]}, "exit code 143"),
-        ("hang", {"accounts": [account("hang", "rank 1", suspects=[0])]}, "names rank 1"),
+        ("sigterm", {"accounts": [account("signal", "SIGTERM came", exit_code=1)]}, "exit with code 143"),
+        ("hang", {"accounts": [account("hang", "rank 1", suspects=[0])]}, "names only rank 1"),
         ("usr1", {"durable": []}, "70 steps were lost"),
         ("usr1", {"durable": [69]}, "1 step was lost"),
         ("usr1", {"restarts": 1, "finished": 70, "restored": 70}, "restarted 1 time"),
-        ("writer", {"perceived_s": None}, "no new writer came"),
+        ("writer", {"perceived_s": None}, "no new writer was started"),
         ("writer", {"restarts": 1, "finished": 70, "restored": 70}, "restarted 1 time"),
         ("both", {"restored": 20}, "51 steps were lost"),
         ("both", {"tier": "memory"}, "came from memory"),
     ],
 )
-def test_the_verdict_is_red_for_a_broken_promise(name: str, changes: dict[str, Any], says: str) -> None:
-    """Lost steps, restarts, accounts and exit codes that are not as promised, each by itself."""
+def test_verdict_rejects_broken_promises(name: str, changes: dict[str, Any], says: str) -> None:
+    """Each wrong number of lost steps or restarts, report and exit code is detected by itself."""
     problems = faults.judge(dataclasses.replace(recovered(name), **changes), outcomes(), outcomes())
     assert any(says in problem for problem in problems), problems

@@ -1,4 +1,4 @@
-"""The example of a home-made ZeRO: killed, it goes on bit for bit; other numbers of ranks begin with the same bits."""
+"""The example of a home-made ZeRO continues after a kill bit for bit, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 8
 
 
 def start(world: int, run: Path, steps: int) -> list[subprocess.Popen[str]]:
-    """The ranks of the example, as torchrun would start them."""
+    """Start the ranks of the example, as torchrun would."""
     base = {
         **os.environ,
         "PYTHONPATH": PYTHONPATH,
@@ -31,7 +31,7 @@ def start(world: int, run: Path, steps: int) -> list[subprocess.Popen[str]]:
 
 
 def train(world: int, run: Path, steps: int, kill_after: int = 0) -> list[list[str]]:
-    """What the first rank printed, by words; with `kill_after`, until all were killed when it had told of that step."""
+    """Return the words that the first rank printed. `kill_after`: kill all ranks after this step is reported."""
     ranks = start(world, run, steps)
     found: list[list[str]] = []
     try:
@@ -52,9 +52,10 @@ def train(world: int, run: Path, steps: int, kill_after: int = 0) -> list[list[s
     return found
 
 
-def test_killed_it_goes_on_bit_for_bit_and_other_numbers_of_ranks_take_it_over(tmp_path: Path) -> None:
-    """SIGKILL of both ranks at step 6 of 8, where the disk has step 5: losses and digests go on as if nothing had been.
-    Then three ranks, and then one, begin with the digest of all weights and moments with which the last ones ended."""
+def test_home_made_zero_continues_exactly_on_other_rank_numbers(tmp_path: Path) -> None:
+    """Both ranks are killed at step 6 of 8, with step 5 on disk. Losses and digests match an uninterrupted run.
+
+    Then three ranks, and then one, begin with the final digest of all weights and moments."""
     untouched = train(2, tmp_path / "untouched", STEPS)
     killed = train(2, tmp_path / "run", STEPS, kill_after=6)
     resumed = train(2, tmp_path / "run", STEPS)

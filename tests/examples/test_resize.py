@@ -1,4 +1,4 @@
-"""The example that goes on with another number of ranks: it ends in equal bits, and notices every way not to."""
+"""The example with changing numbers of ranks ends in equal bits, and detects every difference."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ if "train" in sys.orig_argv and "RANK" in os.environ:
 
 
 def start(*arguments: object, tmp: Path, path: str = "") -> subprocess.Popen[str]:
-    """The example as a process of its own; `path` comes first where Python looks for modules."""
+    """Start the example as a separate process. `path` comes first in Python's module search."""
     environment = {**os.environ, "PYTHONPATH": f"{path}:{REPO}:{REPO / 'backends'}", "TMPDIR": str(tmp)}
     command = [sys.executable, str(REPO / "examples" / "resize.py"), *map(str, arguments)]
     return start_python(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def left(tmp: Path) -> list[Any]:
-    """Processes and folders of an example that has ended."""
+    """Return processes and folders of an example that has ended."""
     return [*writers(tmp), *tmp.glob("everystep-resize-*")]
 
 
@@ -59,7 +59,7 @@ def judge(folder: Path) -> tuple[int, str]:
 
 
 def judge_changed(folder: Path, name: str, change: Callable[[Any], None]) -> tuple[int, str]:
-    """The verdict with one file changed, which is put back afterwards."""
+    """Return the verdict with one changed file, which is restored afterwards."""
     path = folder / name
     before = path.read_text()
     content = json.loads(before)
@@ -71,8 +71,8 @@ def judge_changed(folder: Path, name: str, change: Callable[[Any], None]) -> tup
         path.write_text(before)
 
 
-def test_other_numbers_of_ranks_end_in_equal_bits(tmp_path: Path, own_sockets: Path) -> None:
-    """More ranks and fewer, from memory and from disk: all is equal, nothing is left, and no change goes unnoticed."""
+def test_other_rank_numbers_end_in_equal_bits(tmp_path: Path, own_sockets: Path) -> None:
+    """More or fewer ranks, from memory and disk: all values are equal, nothing is left, and changes are detected."""
     tmp, folder = tmp_path / "tmp", tmp_path / "kept"
     tmp.mkdir()
     process = start("--ranks", "2,3,1", "--steps-per-round", 6, "--keep", folder, tmp=tmp)
@@ -85,11 +85,11 @@ def test_other_numbers_of_ranks_end_in_equal_bits(tmp_path: Path, own_sockets: P
     assert ["disk" in row for row in rows] == [False, False, True]
     assert not left(tmp)
     assert not writers(own_sockets)
-    check_that_changes_are_noticed(folder)
+    check_that_changes_are_detected(folder)
 
 
-def check_that_changes_are_noticed(folder: Path) -> None:
-    """One other digest, loss, tensor, step or place turns the verdict red, and is named."""
+def check_that_changes_are_detected(folder: Path) -> None:
+    """Check that the verdict names one changed digest, loss, tensor, step or source."""
     assert judge(folder)[0] == 0
     rounds = [Round(**one) for one in json.loads((folder / "rounds.json").read_text())]
     name, last = "optim.blocks.1.up.weight.exp_avg", rounds[-1]
@@ -103,7 +103,7 @@ def check_that_changes_are_noticed(folder: Path) -> None:
         assert (code, text.count("wrong:")) == (1, 1)
         assert f"tensor {name}" in text
         assert "differ" in text
-    noted = f"round-1/step-{rounds[1].start}.json"  # compared with what was restored, and with the reference
+    noted = f"round-1/step-{rounds[1].start}.json"  # compared with the restored state and with the reference
     assert judge_changed(folder, noted, flip)[1].count("wrong:") == 2
 
     def other_loss(content: Any) -> None:
@@ -121,8 +121,8 @@ def check_that_changes_are_noticed(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_one_wrong_bit_after_restore_fails_it(tmp_path: Path) -> None:
-    """A restore that gets a single bit of one weight wrong ends in exit code 1, and the weight is named."""
+def test_resize_fails_on_one_wrong_bit(tmp_path: Path) -> None:
+    """A restore with one wrong bit of a weight ends in exit code 1 and names the weight."""
     tmp, path = tmp_path / "tmp", tmp_path / "path"
     tmp.mkdir()
     path.mkdir()
@@ -136,14 +136,14 @@ def test_one_wrong_bit_after_restore_fails_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
-    """Ctrl-C while writers outlive their trainers ends them too, and removes the folder."""
+def test_interrupted_resize_leaves_no_processes_or_files(tmp_path: Path) -> None:
+    """Ctrl-C while writers outlive their trainers also ends them and removes the folder."""
     process = start("--ranks", "2,1", "--steps-per-round", 4, tmp=tmp_path)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("Round 2"):
             break
-    assert writers(tmp_path)  # else there would be nothing to tidy up
+    assert writers(tmp_path)  # otherwise the test would prove nothing
     assert list(tmp_path.glob("everystep-resize-*"))
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=60.0)[0]

@@ -1,4 +1,4 @@
-"""The account of a fault: it returns from JSON, sorts by time, says what is durable, and a launcher can read it."""
+"""Fault reports: JSON round trip, sorting by time, grouping into incidents, and the file for torchrun."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ START = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def fault(kind: str = "exception", after_s: float = 0.0, **fields: Any) -> Fault:
-    """One at a known time."""
+    """Return a fault at a known time."""
     fields.setdefault("summary", f"{kind} after {after_s:g} s")
     at = (START + timedelta(seconds=after_s)).isoformat(timespec="microseconds")
     return Fault(kind, time=at, checkpoint=fields.pop("checkpoint", "3.abcdefgh"), **fields)
 
 
 def full() -> Fault:
-    """Every field has a value of its own."""
+    """Return a fault in which every field has its own value."""
     return Fault(
         "hang", "rank 1 waits", by="writer", how="step counter", rank=1, world=4, host="node", pid=7,
         time="2030-01-02T03:04:05.000006+00:00", checkpoint="3.abcdefgh", steps={"0": 5, "1": 4}, suspects=[2],
@@ -38,16 +38,16 @@ def full() -> Fault:
     )  # fmt: skip
 
 
-def test_an_account_returns_from_json() -> None:
-    """Every field, through the very bytes that are stored."""
+def test_report_survives_a_json_round_trip() -> None:
+    """Every field survives the stored bytes."""
     for one in [full(), fault(), Fault("death", "")]:
         assert Fault.from_json(json.loads(one.to_bytes())) == one
     data = json.loads(full().to_bytes())
     assert data["version"] == 1 and data["means"] == ADVICE["replace"]
 
 
-def test_negative_control_a_field_that_is_lost_is_noticed() -> None:
-    """Without any one of the fields it is not the same account any more."""
+def test_negative_control_lost_field_is_detected() -> None:
+    """Without any one of the fields the report is different."""
     for name in full().to_json():
         data = json.loads(full().to_bytes())
         del data[name]
@@ -69,8 +69,8 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_is_no_account_is_corrupt(case: str) -> None:
-    """CorruptError, and nothing else, whatever the JSON."""
+def test_invalid_report_raises_corrupt_error(case: str) -> None:
+    """Any other JSON raises only CorruptError."""
     data = HOSTILE[case]
     if isinstance(data, dict) and data and "kind" not in data and "summary" not in data:
         data = {**full().to_json(), **data}
@@ -82,13 +82,13 @@ WRONG_WITHIN: dict[str, Any] = {
     "a step that is text": {"saved": [{"step": "5", "tier": "/run", "how": "ring", "seconds": "0"}]},
     "stacks": {"stacks": 5},
     "advice": {"advice": ["retry"]},
-    "a year that no clock has": {"time": "0001-01-01T00:00:00"},
+    "an impossible year": {"time": "0001-01-01T00:00:00"},
 }
 
 
 @pytest.mark.parametrize("case", WRONG_WITHIN)
-def test_a_field_of_another_type_is_corrupt(case: str) -> None:
-    """Either it is refused when it is read, or everything that `ckpt faults` does with it works."""
+def test_field_of_another_type_is_rejected_or_handled(case: str) -> None:
+    """The field is rejected when it is read, or all functions that `ckpt faults` calls accept it."""
     try:
         read = Fault.from_json({**full().to_json(), **WRONG_WITHIN[case]})
     except CorruptError:
@@ -98,8 +98,8 @@ def test_a_field_of_another_type_is_corrupt(case: str) -> None:
     assert incidents([read, full()])
 
 
-def test_names_sort_by_time() -> None:
-    """The order of the names in a store is the order of the faults, microseconds and years included."""
+def test_keys_sort_by_time() -> None:
+    """The order of the keys is the order of the faults, from microseconds to years."""
     spans = [0, 1e-6, 1e-3, 0.5, 1, 59, 3600, 86400, 400 * 86400]
     for spaces in (spans, spans[::-1]):
         keys = {fault(after_s=s).key: s for s in spaces}
@@ -108,15 +108,15 @@ def test_names_sort_by_time() -> None:
     assert len({fault(rank=rank).key for rank in range(3)}) == 3  # ranks do not overwrite each other
 
 
-def test_a_name_is_only_a_name() -> None:
-    """Whatever stands for the time, the name stays in its folder."""
+def test_key_stays_in_its_folder() -> None:
+    """The key stays in its folder, whatever the time contains."""
     key = Fault.from_json({**full().to_json(), "time": "2030-01-02 03:04:05+01:00"}).key
     assert key == "faults/20300102030405010.1.json" or key.startswith("faults/2030")
     assert "/" not in key.removeprefix("faults/") and ".." not in key
 
 
-def test_accounts_of_one_cause_are_one_incident() -> None:
-    """Ranks that end within a while of each other, in the same incarnation; who saw it first comes first."""
+def test_reports_with_one_cause_form_an_incident() -> None:
+    """Ranks of one job attempt that end close together form an incident, ordered by detection."""
     first = fault("death", 0.0, rank=2)
     later = [
         fault("exception", 1.0, rank=0, advice="fix"),
@@ -129,9 +129,9 @@ def test_accounts_of_one_cause_are_one_incident() -> None:
     assert incidents([*limit, again]) == [limit, [again]]
 
 
-def test_an_end_comes_before_what_it_did_to_its_peers() -> None:
-    """A rank whose connection breaks says so before the writer of the killed one has noticed; an error of its own comes
-    first as it was seen first."""
+def test_death_is_listed_before_errors_of_peers() -> None:
+    """A rank with a broken connection reports before the writer of the killed rank, but is listed after it. A rank's
+    own earlier error is listed first."""
     torn, death = fault("exception", 0.0, rank=1, advice="retry"), fault("death", 0.2, rank=0)
     assert incidents([torn, death]) == [[death, torn]] and incidents([torn]) == [[torn]]
     own = fault("exception", 0.0, rank=1, advice="fix")
@@ -148,14 +148,14 @@ def test_an_end_comes_before_what_it_did_to_its_peers() -> None:
         (ValueError("broken pipe"), False),
     ],
 )
-def test_an_error_that_a_peer_has_caused(error: Exception, expected: bool) -> None:
-    """It says nothing of this rank's code, so that starting again may help."""
+def test_error_caused_by_a_peer_is_recognized(error: Exception, expected: bool) -> None:
+    """The error is not caused by this rank's code, so a restart may help."""
     assert is_of_a_peer(error) == expected
 
 
-def test_leaving_needs_no_thread() -> None:
-    """From Python 3.12 on none can be started while the interpreter ends: the exit code and what was printed stand.
-    (`test_every_kind_of_death_keeps_memory` comes upon that by itself there.)"""
+def test_exit_needs_no_thread() -> None:
+    """From Python 3.12 on, no thread can start while the interpreter exits. The exit code and the output are kept.
+    (`test_every_kind_of_death_keeps_memory` also covers this.)"""
     script = """
 import threading
 from ckpt.guard.incidents import leave
@@ -169,8 +169,8 @@ leave(143)
     assert (done.returncode, done.stdout) == (143, "the last words\n"), done.stderr
 
 
-def test_what_does_not_belong_together_stays_apart() -> None:
-    """Another incarnation, a long time between, or a fault after which the job went on."""
+def test_unrelated_reports_are_separate_incidents() -> None:
+    """The attempts differ, the time between is long, or the job continued after the fault."""
     pairs = [
         (fault(), fault(after_s=1, checkpoint="4.bcdefghi")),
         (fault(), fault(after_s=TOGETHER_S + 1)),
@@ -185,14 +185,14 @@ def test_what_does_not_belong_together_stays_apart() -> None:
     assert incidents([]) == []
 
 
-def test_what_ends_a_job() -> None:
-    """An exit code, or a kind that nobody survives."""
+def test_ending_faults_are_recognized() -> None:
+    """A fault ends the job if it has an exit code or a fatal kind."""
     assert [kind for kind in ("signal", "preemption", "deadline", "memory", "request") if fault(kind).ending] == []
     assert all(fault(kind).ending for kind in ("death", "hang", "exception", "oom"))
     assert fault("deadline", exit_code=RESUBMIT_CODE).ending
 
 
-def test_torchrun_reads_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_reads_the_error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own reader of a worker's error file finds the reason, the stack and the time."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -208,7 +208,7 @@ def test_torchrun_reads_what_it_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("stack", [(), ("f (a.py:1)",)], ids=["no stack", "stack"])
 def test_torchrun_prints_the_reason(stack: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrun prints at the end of a failed job names the fault."""
+    """torchrun's final message for a failed job contains the fault."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     path = tmp_path / "error.json"
@@ -218,16 +218,16 @@ def test_torchrun_prints_the_reason(stack: tuple[str, ...], tmp_path: Path, monk
     assert "rank 0 raised ValueError" in str(ChildFailedError("train.py", {0: found}))
 
 
-def test_negative_control_without_the_file_torchrun_knows_nothing(tmp_path: Path) -> None:
-    """torch's reader invents a text of its own where there is no file."""
+def test_negative_control_without_the_error_file(tmp_path: Path) -> None:
+    """Without a file, torch's reader makes up its own text."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     found = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(tmp_path / "none"))
     assert "traceback" in found.message
 
 
-def test_no_launcher_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torchrun nothing is written, and a place that cannot be written harms nothing."""
+def test_no_file_is_written_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun nothing is written, and an unwritable path is ignored."""
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.chdir(tmp_path)
     tell_launcher(fault())

@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of a rank that waits, where its stack says nothing."""
+"""torch's flight recorder shows what a rank waits for if its stack does not."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def dump(*entries: dict[str, Any]) -> bytes:
     return json.dumps({"version": "2.10", "entries": [{**ENTRY, **entry} for entry in entries]}).encode()
 
 
-def test_what_has_not_ended_the_oldest_first() -> None:
-    """As NCCL's and gloo's say it: what is retired or completed has ended; messages to one rank count by themselves."""
+def test_pending_collectives_are_listed_oldest_first() -> None:
+    """In NCCL and gloo dumps, retired and completed entries have ended. Messages have separate numbers."""
     text = dump(
         {"record_id": 9, "state": "scheduled", "is_p2p": True, "p2p_seq_id": 3, "profiling_name": "nccl:send 0->1"},
         {"record_id": 6, "retired": True},
@@ -37,11 +37,11 @@ def test_what_has_not_ended_the_oldest_first() -> None:
     ]
 
 
-def test_a_recorder_that_says_something_else() -> None:
-    """A report does without: nothing but the three errors that are said comes of any dump."""
-    dice, sound = random.Random(1), dump({}, {"record_id": 8})
+def test_broken_dumps_raise_only_expected_errors() -> None:
+    """A dump in another format raises only the three expected errors, and the report is written without it."""
+    dice, intact = random.Random(1), dump({}, {"record_id": 8})
     for _ in range(500):
-        broken = bytearray(sound)
+        broken = bytearray(intact)
         for _ in range(dice.randrange(1, 4)):
             broken[dice.randrange(len(broken))] = dice.randrange(256)
         try:
@@ -56,8 +56,8 @@ def evidence(rank: int, **facts: Any) -> Evidence:
     return Evidence(**{**usual, "rank": rank, "cpu_s": 1.0, "written": 0, "received": 0, **facts})
 
 
-def test_evidence_with_collectives_goes_over_the_wire() -> None:
-    """Unchanged; and what is not printable, too much or of another kind is refused."""
+def test_evidence_with_collectives_survives_a_round_trip() -> None:
+    """It survives a round trip. Unprintable, oversized and invalid values are rejected."""
     one = evidence(0, collective="all_reduce", pending=(Collective("all_reduce", 57, "default_pg", "started"),))
     assert Evidence.from_json(json.loads(json.dumps(one.to_json()))) == one
     assert "pending" not in evidence(0).to_json()
@@ -76,7 +76,7 @@ state = toy.build()
 def load_batch():
     while not faults:
         time.sleep(0.02)
-def need_the_result(handle):  # as .item() does where NCCL has it: no frame of torch.distributed is on the stack
+def need_the_result(handle):  # like .item() with NCCL: no frame of torch.distributed is on the stack
     while not faults:
         time.sleep(0.02)
 triggers = [ckpt.triggers.on_hang(min_s=1.0, factor=3.0)]
@@ -98,11 +98,11 @@ print(json.dumps({"mode": "hang", "suspects": fault.suspects, "summary": fault.s
 """
 
 
-def test_ranks_whose_stacks_say_nothing(tmp_path: Path) -> None:
-    """Two ranks; one waits for a result in code of its own, the other has not come: each of them says so."""
-    said = reports(launch(2, HANGS, tmp_path / "run", port=free_port()))["hang"]
-    assert len(said) == 2
-    for one in said:
+def test_flight_recorder_finds_the_missing_rank(tmp_path: Path) -> None:
+    """Rank 0 waits for a result in its own code, and rank 1 never joins. Both reports name rank 1."""
+    reported = reports(launch(2, HANGS, tmp_path / "run", port=free_port()))["hang"]
+    assert len(reported) == 2
+    for one in reported:
         assert one["suspects"] == [1], one
         assert "Rank 0 waits in all_reduce (number " in one["summary"] and "default_pg" in one["summary"], one
         assert "load_batch" in one["summary"], one

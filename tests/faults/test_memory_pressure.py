@@ -1,6 +1,6 @@
-"""Memory pressure: the tightest limit is found wherever it is, and a shortage is told once, with no false alarms.
+"""Memory pressure: the tightest limit is found at any level, and a shortage is reported once without false alarms.
 
-Most tests play the kernel with folders of their own; the last ones use a real cgroup where one can be made.
+Most tests simulate the kernel with their own folders. The last ones use a real cgroup if one can be created.
 """
 
 from __future__ import annotations
@@ -73,35 +73,35 @@ MACHINE = MemoryRoom(32 * GIB, 64 * GIB, "machine")
 # -- room --
 
 
-def test_v2_limit(kernel: Kernel) -> None:
-    """What a v2 cgroup leaves is its limit, less what is used, plus file cache that nobody needs."""
+def test_v2_limit_minus_usage_is_available(kernel: Kernel) -> None:
+    """The free memory of a v2 cgroup is its limit minus its usage, plus reclaimable file cache."""
     kernel.belongs("0::/job\n")
     kernel.v2("/job", 4 * GIB, 3 * GIB, inactive_file=GIB // 2, active_file=GIB)
     assert kernel.room() == MemoryRoom(GIB + GIB // 2, 4 * GIB, str(kernel.sys / "job"))
-    kernel.v2("/job", 4 * GIB, 3 * GIB)  # negative control: without that cache there is less
+    kernel.v2("/job", 4 * GIB, 3 * GIB)  # negative control: less is free without that cache
     assert kernel.room().available == GIB
 
 
-def test_v1_limit(kernel: Kernel) -> None:
-    """The same in v1, where the cache of cgroups below has a name of its own."""
+def test_v1_limit_minus_usage_is_available(kernel: Kernel) -> None:
+    """The same in v1, where the cache that includes child cgroups has its own name."""
     kernel.belongs("7:cpu,cpuacct:/other\n4:memory:/job\n1:name=systemd:/x\n")
     kernel.v1("/job", 4 * GIB, 3 * GIB, inactive_file=1, total_inactive_file=GIB)
-    kernel.v1("/other", GIB, GIB)  # of another controller: not ours
+    kernel.v1("/other", GIB, GIB)  # belongs to another controller
     assert kernel.room() == MemoryRoom(2 * GIB, 4 * GIB, str(kernel.sys / "memory/job"))
 
 
 @pytest.mark.parametrize("tight", ["", "/job", "/job/step", "/job/step/task"])
 def test_every_ancestor_counts(kernel: Kernel, tight: str) -> None:
-    """The tightest limit may sit on the process's own cgroup, on the mount's root, or on anything between."""
+    """The tightest limit may be at the process's own cgroup, at the root of the mount, or in between."""
     kernel.belongs("0::/job/step/task\n")
     for path in ("", "/job", "/job/step", "/job/step/task"):
         kernel.v2(path, *((2 * GIB, GIB) if path == tight else (16 * GIB, GIB)))
-    kernel.v2("/job/step/other", MIB, MIB)  # a neighbour's limit is not ours
+    kernel.v2("/job/step/other", MIB, MIB)  # a sibling's limit does not apply
     assert kernel.room() == MemoryRoom(GIB, 2 * GIB, str(kernel.sys / tight[1:]))
 
 
-def test_hybrid(kernel: Kernel) -> None:
-    """With v1 and v2 mounted together the limit is found in either."""
+def test_limit_is_found_in_hybrid_mounts(kernel: Kernel) -> None:
+    """If v1 and v2 are mounted together, the limit is found in either."""
     kernel.belongs("4:memory:/a\n0::/b\n")
     kernel.v1("/a", 8 * GIB, GIB)
     kernel.v2("/unified/b", "max")
@@ -111,8 +111,8 @@ def test_hybrid(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_unlimited(kernel: Kernel, version: str) -> None:
-    """ "max", a huge number, or more than the machine has, are no limit: then the machine counts."""
+def test_missing_limit_means_machine_memory(kernel: Kernel, version: str) -> None:
+    """ "max", a huge number or more than the machine's memory is not a limit: the machine's memory counts."""
     kernel.belongs("4:memory:/job\n" if version == "v1" else "0::/job\n")
     if version == "v1":
         kernel.v1("/job", UNLIMITED_V1, 40 * GIB)
@@ -127,7 +127,7 @@ def test_unlimited(kernel: Kernel, version: str) -> None:
 
 
 def test_memory_high_is_a_limit(kernel: Kernel) -> None:
-    """Above memory.high processes are stopped for so long that nothing should be planned there."""
+    """memory.high counts as a limit, because the kernel throttles processes above it."""
     kernel.belongs("0::/job\n")
     kernel.v2("/job", 8 * GIB, GIB)
     kernel.put("sys/job/memory.high", f"{2 * GIB}\n")
@@ -135,24 +135,24 @@ def test_memory_high_is_a_limit(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docker/0a1b2c", "/../../neighbour", "/", "/gone (deleted)", "/" + "x" * 300])
-def test_container(kernel: Kernel, path: str) -> None:
-    """A path that is not under the mount means that the mount's root is our own cgroup."""
+def test_mount_root_is_own_cgroup_in_containers(kernel: Kernel, path: str) -> None:
+    """If the path is not under the mount, the root of the mount is the own cgroup."""
     kernel.belongs(f"0::{path}\n")
     kernel.v2("", 4 * GIB, 3 * GIB)
     kernel.v2("/neighbour", MIB, MIB)
     assert kernel.room() == MemoryRoom(GIB, 4 * GIB, str(kernel.sys))
 
 
-def test_container_with_cgroups_of_its_own(kernel: Kernel) -> None:
-    """Where the path counts from the machine's root, the end of it that exists is ours."""
+def test_end_of_path_is_own_cgroup_in_containers(kernel: Kernel) -> None:
+    """If the path starts at the machine's root, the existing end of it is the own cgroup."""
     kernel.belongs("4:memory:/docker/0a1b2c/task\n")
     kernel.v1("", 4 * GIB, GIB)
     kernel.v1("/task", 2 * GIB, GIB)
     assert kernel.room() == MemoryRoom(GIB, 2 * GIB, str(kernel.sys / "memory/task"))
 
 
-def test_a_cgroup_called_memory_is_not_v1(kernel: Kernel) -> None:
-    """In pure v2 a folder `memory` is somebody's cgroup, unless nothing is known about where we are."""
+def test_cgroup_named_memory_is_not_v1(kernel: Kernel) -> None:
+    """In pure v2 a folder `memory` is an ordinary cgroup, unless the own cgroup is unknown."""
     kernel.belongs("0::/job\n")
     kernel.v2("/job", 8 * GIB, 0)
     kernel.v2("/memory", MIB, 0)
@@ -176,8 +176,8 @@ ODD: list[bytes] = [
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_malformed_files(kernel: Kernel, version: str, odd: bytes) -> None:
-    """Whatever a file says, alone or with all others, nothing is raised, and figures stay within the machine's."""
+def test_malformed_files_raise_nothing(kernel: Kernel, version: str, odd: bytes) -> None:
+    """Malformed files, alone or together, raise nothing, and figures stay within the machine's."""
     kernel.belongs("4:memory:/job\n" if version == "v1" else "0::/job\n")
     (kernel.v1 if version == "v1" else kernel.v2)("/job", 4 * GIB, GIB, inactive_file=9)
     for name in ("memory.events", "memory.oom_control", "memory.failcnt", "memory.pressure", "memory.high"):
@@ -196,17 +196,17 @@ def test_malformed_files(kernel: Kernel, version: str, odd: bytes) -> None:
             each.write_bytes(content)
 
 
-def test_missing_files(tmp_path: Path) -> None:
-    """Without any /proc and /sys the system call tells what the machine has, and nothing is raised."""
+def test_missing_files_raise_nothing(tmp_path: Path) -> None:
+    """Without /proc and /sys the system call returns the machine's memory, and nothing is raised."""
     found = room(tmp_path / "none", tmp_path / "no")
     assert found.where == "machine" and 0 < found.available <= found.total
     assert oom_kills(tmp_path / "none", tmp_path / "no") == OomKills(None, None)
     assert not spare_from_oom(proc=tmp_path / "none")
-    assert room(pid=2**30).total > 0  # nobody has that number
+    assert room(pid=2**30).total > 0  # no process has that id
 
 
-def test_used_is_unknown_or_above_the_limit(kernel: Kernel) -> None:
-    """A limit without its usage says nothing; more used than allowed leaves nothing, not less than that."""
+def test_unknown_or_excessive_usage_is_handled(kernel: Kernel) -> None:
+    """A limit without usage is ignored. With more used than allowed, nothing is available."""
     kernel.belongs("0::/job\n")
     kernel.v2("/job", GIB, 2 * GIB)
     assert kernel.room() == MemoryRoom(0, GIB, str(kernel.sys / "job"))
@@ -217,8 +217,8 @@ def test_used_is_unknown_or_above_the_limit(kernel: Kernel) -> None:
 # -- the OOM killer --
 
 
-def test_kills_in_v2(kernel: Kernel) -> None:
-    """A kill in our cgroup is told from one of a neighbour, which the machine's counter has too."""
+def test_own_kills_are_counted_in_v2(kernel: Kernel) -> None:
+    """A kill in the own cgroup is distinguished from a sibling's, which the machine's counter includes too."""
     kernel.belongs("0::/job\n")
     kernel.put("sys/job/memory.events", "low 0\nhigh 0\nmax 9\noom 4\noom_kill 2\noom_group_kill 0\n")
     before = kernel.kills()
@@ -230,8 +230,8 @@ def test_kills_in_v2(kernel: Kernel) -> None:
     assert before.since(before) == ""
 
 
-def test_kills_in_v1(kernel: Kernel) -> None:
-    """The counter of v1 stands in another file."""
+def test_own_kills_are_counted_in_v1(kernel: Kernel) -> None:
+    """In v1 the counter is in another file."""
     kernel.belongs("4:memory:/job\n0::/\n")
     kernel.put("sys/memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
     before = kernel.kills()
@@ -239,8 +239,8 @@ def test_kills_in_v1(kernel: Kernel) -> None:
     assert kernel.kills().since(before) == "cgroup"
 
 
-def test_kills_of_the_machine(kernel: Kernel) -> None:
-    """Where no cgroup counts, the machine's counter does; a counter that was not there before proves nothing."""
+def test_machine_kills_count_without_a_cgroup(kernel: Kernel) -> None:
+    """Without a cgroup counter the machine's counts. A counter that was missing before proves nothing."""
     before = kernel.kills()
     assert before == OomKills(None, 3)
     kernel.put("proc/vmstat", "oom_kill 4\n")
@@ -249,20 +249,20 @@ def test_kills_of_the_machine(kernel: Kernel) -> None:
     assert OomKills(None, None).since(before) == ""
 
 
-def test_kills_of_one_who_is_dead(kernel: Kernel) -> None:
-    """The cgroup of the dead is known from before; counters of different cgroups are not compared."""
+def test_kills_of_a_dead_process_are_found(kernel: Kernel) -> None:
+    """The cgroup of a dead process is known from before. Counters of different cgroups are not compared."""
     kernel.put("proc/77/cgroup", "0::/task\n")
     kernel.put("sys/task/memory.events", "oom_kill 0\n")
     kernel.put("sys/memory.events", "oom_kill 8\n")
     before = oom_kills(kernel.proc, kernel.sys, 77)
     (kernel.proc / "77/cgroup").unlink()
-    assert oom_kills(kernel.proc, kernel.sys, 77).since(before) == ""  # of the mount's root, where 8 had died
+    assert oom_kills(kernel.proc, kernel.sys, 77).since(before) == ""  # the root of the mount, with 8 kills
     kernel.put("sys/task/memory.events", "oom_kill 1\n")
     assert oom_kills(kernel.proc, kernel.sys, where=before.where).since(before) == "cgroup"
 
 
-def test_spare(kernel: Kernel) -> None:
-    """The score is lowered, and never raised."""
+def test_oom_score_is_only_lowered(kernel: Kernel) -> None:
+    """The score is lowered and never raised."""
     score = kernel.proc / "self/oom_score_adj"
     assert spare_from_oom(proc=kernel.proc)
     assert score.read_text() == "-500\n"
@@ -271,11 +271,11 @@ def test_spare(kernel: Kernel) -> None:
     assert score.read_text() == "-900\n"
 
 
-# -- the watch, driven by hand --
+# -- the watch, without its thread --
 
 
 class Driven:
-    """A watch with a clock and a room that the test sets."""
+    """A watch with a clock and an amount of free memory that the test sets."""
 
     def __init__(self, kernel: Kernel, share: float = 0.05, **more: Any) -> None:
         self.now, self.available, self.calls = 0.0, 50, []  # of 100
@@ -291,7 +291,7 @@ class Driven:
         )
 
     def run(self, available: int, seconds: int = 1, stalled: bool = False) -> int:
-        """Look each second; how many calls there were in all."""
+        """Check once a second. Return the total number of calls."""
         self.available = available
         for _ in range(seconds):
             self.now += 1
@@ -299,34 +299,34 @@ class Driven:
         return len(self.calls)
 
 
-def test_once_per_episode(kernel: Kernel) -> None:
-    """A long shortage, and one that comes and goes, is told once; the next one after 30 s of enough is told again."""
+def test_shortage_is_reported_once_per_episode(kernel: Kernel) -> None:
+    """A long or intermittent shortage is reported once. After 30 s of recovery the next one is reported."""
     d = Driven(kernel)
     assert d.run(50, 100) == 0
     assert d.run(4, 100) == 1
     for _ in range(20):
-        assert d.run(50, 20) == 1  # enough, for too short a time
+        assert d.run(50, 20) == 1  # enough, but not long enough
         assert d.run(4, 1) == 1
     assert d.run(50, 31) == 1
     assert d.run(4, 5) == 2
     assert "4" in d.calls[0] or "here" in d.calls[0]
 
 
-def test_hysteresis(kernel: Kernel) -> None:
-    """Between the share and twice the share memory is neither short nor fine."""
+def test_episode_ends_after_recovery_time(kernel: Kernel) -> None:
+    """Between the share and twice the share, memory is neither short nor plenty."""
     d = Driven(kernel)
     assert d.run(5, 100) == 0
     assert d.run(4) == 1
     for _ in range(5):
         d.run(50, 25)
-        d.run(9, 25)  # not enough: the time of rest starts again
+        d.run(9, 25)  # not enough: the recovery time starts again
     assert d.watch.pressed and d.run(4) == 1
     d.run(10, 31)
     assert not d.watch.pressed and d.run(4) == 2
 
 
-def test_without_hysteresis_there_would_be_many_calls(kernel: Kernel) -> None:
-    """Negative control of the two above: with no time of rest each dip is an episode."""
+def test_negative_control_without_recovery_time(kernel: Kernel) -> None:
+    """Negative control of the two tests above: without a recovery time each dip is an episode."""
     d = Driven(kernel, fine_s=0)
     for _ in range(5):
         d.run(50, 2)
@@ -340,13 +340,13 @@ def test_without_hysteresis_there_would_be_many_calls(kernel: Kernel) -> None:
         ("0::/job/task\n", "job/memory.events", "high 0\nmax {}\noom 0\n", 1),
         ("0::/job/task\n", "job/task/memory.events.local", "high {}\nmax 0\noom 0\n", 1),
         ("4:memory:/job/task\n", "memory/job/memory.failcnt", "{}\n", 1),
-        ("0::/job/task\n", "other/memory.events", "high 0\nmax {}\noom 0\n", 0),  # a neighbour's
+        ("0::/job/task\n", "other/memory.events", "high 0\nmax {}\noom 0\n", 0),  # a sibling's file
         ("0::/job/task\n", "job/memory.events", "low {}\n", 0),
     ],
 )
-def test_held_at_a_limit(kernel: Kernel, line: str, file: str, text: str, calls: int) -> None:
-    """A limit that is hit while little is left is pressure; one that a file cache hits is not, and neither is a
-    counter that stands still, however high."""
+def test_hitting_a_limit_is_pressure(kernel: Kernel, line: str, file: str, text: str, calls: int) -> None:
+    """Hitting a limit while little memory is free is pressure. Hitting it because of file cache is not, nor is a high
+    but constant counter."""
     (kernel.sys / "job/task").mkdir(parents=True)
     (kernel.sys / "memory/job/task").mkdir(parents=True)
     kernel.belongs(line)
@@ -359,8 +359,8 @@ def test_held_at_a_limit(kernel: Kernel, line: str, file: str, text: str, calls:
     assert d.run(9, 5) == calls
 
 
-def test_out_of_memory_in_a_cgroup(kernel: Kernel) -> None:
-    """A cgroup that ran out of memory is under pressure, also when the killer has made room since."""
+def test_out_of_memory_cgroup_is_pressure(kernel: Kernel) -> None:
+    """A cgroup that ran out of memory is under pressure, even if the OOM killer has freed memory since."""
     kernel.belongs("0::/job\n")
     kernel.put("sys/job/memory.events", "max 5\noom 1\n")
     d = Driven(kernel)
@@ -369,8 +369,8 @@ def test_out_of_memory_in_a_cgroup(kernel: Kernel) -> None:
     assert d.run(90, 3) == 1
 
 
-def test_a_neighbours_end_is_not_ours(kernel: Kernel) -> None:
-    """Events of an ancestor include those of cgroups beside ours: where the kernel tells its own apart, they count."""
+def test_events_of_siblings_do_not_count(kernel: Kernel) -> None:
+    """An ancestor's events include those of sibling cgroups. If the kernel has local counters, only they count."""
     kernel.belongs("0::/all/job\n")
     (kernel.sys / "all/job").mkdir(parents=True)
     kernel.put("sys/all/memory.events.local", "max 0\noom 0\n")
@@ -383,21 +383,21 @@ def test_a_neighbours_end_is_not_ours(kernel: Kernel) -> None:
     assert d.run(8, 2) == 1
 
 
-@pytest.mark.parametrize(("avg10", "felt"), [("5.00", True), ("99.00", True), ("4.99", False), ("x", False)])
-def test_average_of_stalls(kernel: Kernel, avg10: str, felt: bool) -> None:
-    """It is compared with the share."""
+@pytest.mark.parametrize(("avg10", "reported"), [("5.00", True), ("99.00", True), ("4.99", False), ("x", False)])
+def test_average_of_stalls_is_compared_with_share(kernel: Kernel, avg10: str, reported: bool) -> None:
+    """The average is compared with the share."""
     kernel.put("proc/pressure/memory", f"some avg10={avg10} avg60=0.00 avg300=0.00 total=0\nfull avg10=100.00\n")
-    called, looks = Called(), []
+    called, checks = Called(), []
 
-    def look() -> MemoryRoom:
-        looks.append(1)
+    def read_room() -> MemoryRoom:
+        checks.append(1)
         return MemoryRoom(20, 100, "here")
 
-    watch = PressureWatch(0.05, called, poll_s=0.001, room=look, proc=kernel.proc, sys=kernel.sys)
+    watch = PressureWatch(0.05, called, poll_s=0.001, room=read_room, proc=kernel.proc, sys=kernel.sys)
     watch.start()
-    assert eventually(lambda: len(looks) > 3)
+    assert eventually(lambda: len(checks) > 3)
     watch.stop()
-    assert bool(called.calls) == felt
+    assert bool(called.calls) == reported
 
 
 # -- the thread --
@@ -421,14 +421,14 @@ def no_thread_stays() -> Iterator[None]:
     assert eventually(lambda: not threads())
 
 
-def test_thread(kernel: Kernel) -> None:
-    """The call comes from the watch's own thread, by files alone, and once."""
+def test_call_comes_from_own_thread_once(kernel: Kernel) -> None:
+    """The watch's own thread makes the call, from the files alone, and only once."""
     kernel.belongs("0::/job\n")
     kernel.v2("/job", GIB, GIB // 2)
     called = Called()
     watch = PressureWatch(0.05, called, poll_s=0.001, proc=kernel.proc, sys=kernel.sys)
     watch.start()
-    watch.start()  # a second start is none
+    watch.start()  # a second start has no effect
     assert len(threads()) == 1
     assert not called.calls
     kernel.v2("/job", GIB, GIB)
@@ -439,23 +439,23 @@ def test_thread(kernel: Kernel) -> None:
     assert len(called.calls) == 1
 
 
-def test_a_failing_call_does_not_end_the_watch(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
-    """An error in the call, or in looking, is logged, and the watch goes on; the episode has been told."""
-    looks = 0
+def test_watch_survives_a_failing_call(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+    """An error in the call or in a check is logged, and the watch continues. The episode counts as reported."""
+    checks = 0
 
-    def look() -> MemoryRoom:
-        nonlocal looks
-        looks += 1
-        if looks == 1:
+    def read_room() -> MemoryRoom:
+        nonlocal checks
+        checks += 1
+        if checks == 1:
             raise OSError("odd")
         return MemoryRoom(1, 100, "x")
 
     def call(found: MemoryRoom, why: str) -> None:
         raise ValueError("broken")
 
-    watch = PressureWatch(0.05, call, poll_s=0.001, room=look, proc=kernel.proc, sys=kernel.sys)
+    watch = PressureWatch(0.05, call, poll_s=0.001, room=read_room, proc=kernel.proc, sys=kernel.sys)
     watch.start()
-    assert eventually(lambda: looks > 5)
+    assert eventually(lambda: checks > 5)
     watch.stop()
     assert caplog.text.count("ValueError: broken") == 1
     assert "odd" in caplog.text
@@ -469,20 +469,20 @@ import os, sys, threading
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 from ckpt.core.ipc.arena import room
 from ckpt.guard.memory_pressure import PressureWatch
-say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece: two threads speak
+report = lambda *values: os.write(1, (" ".join(map(str, values)) + "\\n").encode())  # in one call: two threads print
 now = room()
-say(now.total, now.available, now.where)
-PressureWatch(0.3, lambda found, why: say("pressed", found.available, found.total), poll_s=0.01).start()
+report(now.total, now.available, now.where)
+PressureWatch(0.3, lambda found, why: report("pressed", found.available, found.total), poll_s=0.01).start()
 taken = []
 for line in sys.stdin:
     taken.append(bytearray(b"x") * (int(line) << 20))
-    say("taken", room().available)
+    report("taken", room().available)
 """
 
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A cgroup below our own with a limit of 96 MiB."""
+    """Create a child cgroup with a limit of 96 MiB."""
     chains = arena.cgroup_chains(arena.PROC, arena.SYS, "self")
     reasons = []
     for own in [chain[0] for chain in chains]:
@@ -496,7 +496,7 @@ def cgroup() -> Iterator[Path]:
             limits = [made / name for name in ("memory.max", "memory.limit_in_bytes") if (made / name).exists()]
             if limits:
                 limits[0].write_text(str(LIMIT))
-                with suppress(OSError):  # nothing goes to swap
+                with suppress(OSError):  # no swap
                     (made / "memory.swap.max").write_text("0")
                 with suppress(OSError):
                     (made / "memory.swappiness").write_text("0")
@@ -526,15 +526,15 @@ def child(cgroup: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def ask(child: subprocess.Popen[str], mib: int) -> None:
+def allocate(child: subprocess.Popen[str], mib: int) -> None:
     assert child.stdin
     child.stdin.write(f"{mib}\n")
     child.stdin.flush()
 
 
-def test_a_real_cgroup(cgroup: Path, child: subprocess.Popen[str]) -> None:
-    """A process in a cgroup sees its limit and what it takes, is told when it becomes short, and its end by the OOM
-    killer is known as such."""
+def test_real_cgroup_reports_pressure_and_kill(cgroup: Path, child: subprocess.Popen[str]) -> None:
+    """A process in a cgroup sees its limit and its usage, is notified when memory becomes short, and its end by the OOM
+    killer is recognized."""
     assert child.stdout
     total, available, where = child.stdout.readline().split()
     assert (int(total), where) == (LIMIT, str(cgroup))
@@ -542,20 +542,20 @@ def test_a_real_cgroup(cgroup: Path, child: subprocess.Popen[str]) -> None:
     assert room(pid=child.pid).where == str(cgroup)
     before = oom_kills(pid=child.pid)
     assert (before.cgroup, before.where) == (0, str(cgroup))
-    ask(child, 16)
+    allocate(child, 16)
     word, left = child.stdout.readline().split()
-    assert word == "taken"  # and no word of pressure: the negative control
+    assert word == "taken"  # negative control: no pressure yet
     assert int(left) < int(available) - 12 * MIB
-    ask(child, int(left) // MIB - LIMIT // MIB // 4)
-    said = {child.stdout.readline().split()[0] for _ in range(2)}
-    assert said == {"taken", "pressed"}
-    ask(child, 400)
+    allocate(child, int(left) // MIB - LIMIT // MIB // 4)
+    messages = {child.stdout.readline().split()[0] for _ in range(2)}
+    assert messages == {"taken", "pressed"}
+    allocate(child, 400)
     assert child.wait(60) == -signal.SIGKILL
     assert oom_kills(where=before.where).since(before) == "cgroup"
 
 
-def test_a_kill_that_is_not_the_oom_killers(cgroup: Path, child: subprocess.Popen[str]) -> None:
-    """Negative control: who is killed by somebody else has not run out of memory."""
+def test_other_kill_is_not_an_oom_kill(cgroup: Path, child: subprocess.Popen[str]) -> None:
+    """Negative control: a process killed otherwise has not run out of memory."""
     assert child.stdout
     child.stdout.readline()
     before = oom_kills(pid=child.pid)

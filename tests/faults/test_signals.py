@@ -1,4 +1,4 @@
-"""Signals are noticed whatever the main thread does, and nobody's handlers or descriptors are lost."""
+"""Signals are detected whatever the main thread does, and handlers and descriptors of others are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAFETY_S = 10.0
 
 @pytest.fixture
 def arm() -> Iterator[Callable[..., Wakeup]]:
-    """Makes and arms; whatever a test leaves behind is undone."""
+    """Return a function that creates and arms a Wakeup. Undo everything after the test."""
     before = {number: signal.getsignal(number) for number in USED}
     descriptor = signal.set_wakeup_fd(-1)
     made: list[Wakeup] = []
@@ -40,7 +40,7 @@ def arm() -> Iterator[Callable[..., Wakeup]]:
 
 
 def current_fd() -> int:
-    """The wakeup descriptor of this process, which stays as it is."""
+    """Return the wakeup descriptor of this process and leave it unchanged."""
     found = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(found, warn_on_full_buffer=False)
     return found
@@ -50,8 +50,8 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_a_later_handler_may_call_the_one_before_it(arm: Any) -> None:
-    """Which is ours, while armed and after it was put back; the one below ours is called each time."""
+def test_later_handler_may_call_ours(arm: Any) -> None:
+    """The handler before is ours, whether armed or put back. The handler below ours is called each time."""
     calls: list[str] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: calls.append("first"))
     wakeup = arm()
@@ -71,8 +71,8 @@ def test_a_later_handler_may_call_the_one_before_it(arm: Any) -> None:
     assert calls == ["last", "first"] * 2
 
 
-def test_a_descriptor_that_was_there_before_still_gets_its_bytes(arm: Any) -> None:
-    """Every byte, also of signals that are none of ours; ours alone are reported."""
+def test_previous_descriptor_still_gets_its_bytes(arm: Any) -> None:
+    """It gets every byte, also of other signals. Only our signals are reported."""
     here, there = socket.socketpair()
     here.setblocking(False)
     there.setblocking(False)
@@ -92,8 +92,8 @@ def test_a_descriptor_that_was_there_before_still_gets_its_bytes(arm: Any) -> No
     there.close()
 
 
-def test_a_full_or_closed_descriptor_of_others_harms_nothing(arm: Any) -> None:
-    """What cannot be passed on is its owner's business."""
+def test_full_or_closed_foreign_descriptor_is_ignored(arm: Any) -> None:
+    """Bytes that cannot be forwarded are dropped."""
     here, there = socket.socketpair()
     there.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -110,8 +110,8 @@ def test_a_full_or_closed_descriptor_of_others_harms_nothing(arm: Any) -> None:
     there.close()
 
 
-def test_put_back_after_the_descriptor_before_ours_was_closed(arm: Any) -> None:
-    """As when a Checkpointer was made inside a loop of asyncio that has ended: there is nothing to put back."""
+def test_put_back_works_with_closed_descriptor(arm: Any) -> None:
+    """This happens if a Checkpointer was created inside an asyncio loop that has ended."""
     here, there = socket.socketpair()
     there.setblocking(False)
     signal.set_wakeup_fd(there.fileno())
@@ -122,8 +122,8 @@ def test_put_back_after_the_descriptor_before_ours_was_closed(arm: Any) -> None:
     assert current_fd() == -1
 
 
-def test_a_loop_of_asyncio_between(arm: Any) -> None:
-    """It takes the descriptor and leaves none behind. The next signal is heard all the same, and so are all later."""
+def test_signals_arrive_after_an_asyncio_loop(arm: Any) -> None:
+    """The loop takes the descriptor and leaves none. The next signal and all later ones are still received."""
     calls: list[int] = []
     wakeup = arm(signal.SIGUSR1)
 
@@ -146,33 +146,33 @@ def test_a_loop_of_asyncio_between(arm: Any) -> None:
     assert current_fd() == -1
 
 
-def test_put_back_restores_exactly_what_was_there(arm: Any) -> None:
-    """Default, ignored, a handler; and the descriptor."""
+def test_put_back_restores_previous_handlers(arm: Any) -> None:
+    """Default, ignored and custom handlers and the descriptor are restored."""
     here, there = socket.socketpair()
     there.setblocking(False)
 
-    def mine(number: int, frame: Any) -> None:
+    def own(number: int, frame: Any) -> None:
         pass
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, mine)
+    signal.signal(signal.SIGUSR1, own)
     signal.set_wakeup_fd(there.fileno())
     wakeup = arm(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     assert current_fd() not in (-1, there.fileno())
     assert all(callable(signal.getsignal(number)) for number in wakeup.numbers)  # negative control
     wakeup.put_back()
-    assert [signal.getsignal(number) for number in wakeup.numbers] == [signal.SIG_DFL, signal.SIG_IGN, mine]
+    assert [signal.getsignal(number) for number in wakeup.numbers] == [signal.SIG_DFL, signal.SIG_IGN, own]
     assert current_fd() == there.fileno()
-    wakeup.put_back()  # again: harmless
+    wakeup.put_back()  # a second call has no effect
     assert current_fd() == there.fileno()
     signal.set_wakeup_fd(-1)
     here.close()
     there.close()
 
 
-def test_what_others_put_there_meanwhile_stays(arm: Any) -> None:
-    """A later handler and a later descriptor are not ours to remove."""
+def test_put_back_keeps_later_handlers(arm: Any) -> None:
+    """put_back() does not remove a later handler or descriptor."""
     here, there = socket.socketpair()
     there.setblocking(False)
 
@@ -191,8 +191,8 @@ def test_what_others_put_there_meanwhile_stays(arm: Any) -> None:
     there.close()
 
 
-def test_a_signal_that_was_ignored_is_heard_and_ends_nothing(arm: Any) -> None:
-    """As under nohup: a save is made, and the process goes on."""
+def test_ignored_signal_is_received_without_ending(arm: Any) -> None:
+    """Under nohup, for example, a save is made and the process continues."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     wakeup = arm(signal.SIGHUP)
     assert not wakeup.would_end(signal.SIGHUP)
@@ -203,8 +203,8 @@ def test_a_signal_that_was_ignored_is_heard_and_ends_nothing(arm: Any) -> None:
     assert wakeup.read() == []
 
 
-def test_repeated_signals_are_all_heard_and_too_many_harm_nothing(arm: Any) -> None:
-    """In order; a socket that is full drops the rest, and neither raises nor blocks."""
+def test_repeated_signals_are_received_in_order(arm: Any) -> None:
+    """Signals arrive in order. A full socket drops the rest, and neither raises nor blocks."""
     wakeup = arm(signal.SIGUSR1, signal.SIGTERM)
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
         send(number)
@@ -213,9 +213,9 @@ def test_repeated_signals_are_all_heard_and_too_many_harm_nothing(arm: Any) -> N
     for _ in range(20_000):
         send(signal.SIGUSR1)
     found = 0
-    while heard := wakeup.read():
-        assert set(heard) == {signal.SIGUSR1}
-        found += len(heard)
+    while received := wakeup.read():
+        assert set(received) == {signal.SIGUSR1}
+        found += len(received)
     assert 0 < found <= 20_000
     send(signal.SIGTERM)
     assert wakeup.read() == [signal.SIGTERM]
@@ -223,10 +223,10 @@ def test_repeated_signals_are_all_heard_and_too_many_harm_nothing(arm: Any) -> N
 
 @pytest.mark.parametrize("closed", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
 @pytest.mark.parametrize("taken", [False, True], ids=["", "taken between"])
-def test_several_in_one_process(arm: Any, closed: tuple[int, ...], taken: bool) -> None:
-    """Each that is armed hears a signal once, and so does who was there before; no byte goes round. Whichever of them
-    were closed before, and if another library had the descriptor in between: each of the rest says that it ends the
-    process, and the descriptor and the handler are as they were in the end."""
+def test_several_instances_share_one_process(arm: Any, closed: tuple[int, ...], taken: bool) -> None:
+    """Each armed instance and the previous owner receive a signal once, and no byte loops. This holds with any of them
+    closed, or if another library used the descriptor. Each remaining one reports that the signal ends the process, and
+    the descriptor and handler are restored."""
     here, there = socket.socketpair()
     here.setblocking(False)
     there.setblocking(False)
@@ -254,19 +254,19 @@ def test_several_in_one_process(arm: Any, closed: tuple[int, ...], taken: bool) 
     there.close()
 
 
-# -- what ends or changes a whole process --
+# -- effects on a whole process --
 
 HEAD = """
 import functools, os, signal, socket, sys, threading, time
 from ckpt.guard.signals import Wakeup
-print = functools.partial(print, flush=True)  # what a signal ends does not flush
+print = functools.partial(print, flush=True)  # a fatal signal does not flush
 def send(number):
     os.kill(os.getpid(), number)
 """
 
 
-def test_once_put_back_a_signal_ends_the_process_as_ever() -> None:
-    """Also where a later handler still calls ours, and from another thread, where handlers cannot be put back."""
+def test_signal_ends_the_process_after_put_back() -> None:
+    """This also holds if a later handler still calls ours, and after put_back() in another thread."""
     plain = (
         HEAD + "w = Wakeup([signal.SIGTERM]); w.arm(); send(15); print(w.read()); w.put_back(); send(15); print('no')"
     )
@@ -283,8 +283,8 @@ def test_once_put_back_a_signal_ends_the_process_as_ever() -> None:
         assert (result.returncode, result.stdout) == (-signal.SIGTERM, "[15]\n"), result.stderr
 
 
-def test_a_forked_child_has_its_handlers_as_before() -> None:
-    """In the child nothing of ours is left, and a signal to it does what it would have done; the parent hears none."""
+def test_forked_child_has_its_previous_handlers() -> None:
+    """The child has nothing of ours, and signals have their usual effect there. The parent does not receive them."""
     code = (
         HEAD
         + """
@@ -315,8 +315,8 @@ print(w.read(), calls)
     assert result.stdout.splitlines() == ["15 [] True", "[15, 10] [10]"], result.stderr
 
 
-def test_negative_control_without_forgetting_the_parent_hears_the_childs_signals() -> None:
-    """The descriptor is shared by a fork, so that forgetting is needed."""
+def test_negative_control_parent_receives_signals_without_forget() -> None:
+    """A fork shares the descriptor, so forget() is needed."""
     code = (
         HEAD
         + """
@@ -332,8 +332,8 @@ print(os.waitpid(child, 0)[1] >> 8, w.read())
     assert run_script(code).stdout == "4 [15]\n"
 
 
-def test_closed_from_another_thread_no_byte_goes_astray() -> None:
-    """A signal that comes after that must not write into whatever file was opened next."""
+def test_close_in_another_thread_misdirects_no_byte() -> None:
+    """A later signal must not write to the next opened file."""
     code = (
         HEAD
         + """
@@ -356,8 +356,8 @@ print([os.fstat(f.fileno()).st_size for f in files])
     assert result.stdout == f"{[0] * 8}\n", result.stderr
 
 
-def test_a_handler_in_c_is_left_alone() -> None:
-    """As of faulthandler.register(SIGUSR1), by which people have stacks dumped: before, while and after ours."""
+def test_c_handler_is_left_alone() -> None:
+    """A handler of faulthandler.register(SIGUSR1) for stack dumps works before, while and after ours is armed."""
     code = (
         HEAD
         + """

@@ -1,4 +1,4 @@
-"""Boxes and runs against brute force: an array that holds the number of each of its own elements."""
+"""Boxes and runs are compared with brute force on an array of its own element numbers."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def numbered(shape: Dims) -> Numbers:
 
 
 def part(array: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]:
-    """What a box is of an array: a view with as many dimensions."""
+    """Return the part of an array in a box, as a view with as many dimensions."""
     return array[(*(slice(start, start + size) for start, size in zip(*box, strict=True)), ...)]
 
 
 def all_boxes(shape: Dims) -> list[Box]:
-    """Every box of an array that is not empty."""
+    """Return every non-empty box of an array."""
     spans = [[(i, n) for i in range(size) for n in range(1, size - i + 1)] for size in shape]
     return [(tuple(i for i, _ in each), tuple(n for _, n in each)) for each in itertools.product(*spans)]
 
@@ -69,8 +69,8 @@ def check_run(shape: Dims, start: int, stop: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 3), (2, 2, 2, 3)], ids=str)
-def test_every_run_of_small_arrays_is_boxes_in_order(shape: Dims) -> None:
-    """All runs there are: their elements one after the other, none twice, in at most 2 d - 1 boxes."""
+def test_every_run_is_a_list_of_boxes(shape: Dims) -> None:
+    """The boxes have the elements of a run in order, without repetition, in at most 2 d - 1 boxes."""
     count = math.prod(shape)
     for start in range(count + 1):
         for stop in range(start, count + 1):
@@ -78,27 +78,27 @@ def test_every_run_of_small_arrays_is_boxes_in_order(shape: Dims) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4)], ids=str)
-def test_an_array_without_elements_has_no_boxes(shape: Dims) -> None:
-    """Nor has a run without elements, anywhere."""
+def test_empty_array_has_no_boxes(shape: Dims) -> None:
+    """A run without elements has no boxes either."""
     assert boxes_of_run(shape, 0, 0) == []
     assert boxes_of_run((3, 4), 5, 5) == [] == boxes_of_run((3, 4), 7, 5)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 3), (2, 3, 3)], ids=str)
-def test_the_run_of_a_box_reaches_from_its_first_element_to_its_last(shape: Dims) -> None:
-    """Not one element more; and where the run is as long as the box, it is the box."""
+def test_run_of_a_box_is_minimal(shape: Dims) -> None:
+    """The run spans the box's first to last element. If it is as long as the box, it equals the box."""
     elements = numbered(shape)
     for box in all_boxes(shape):
-        mine = part(elements, box).ravel()
+        expected = part(elements, box).ravel()
         start, stop = run_of(box, shape)
-        assert (start, stop) == (mine.min(), mine.max() + 1)
-        if stop - start == len(mine):
-            assert mine.tolist() == list(range(start, stop))
+        assert (start, stop) == (expected.min(), expected.max() + 1)
+        if stop - start == len(expected):
+            assert expected.tolist() == list(range(start, stop))
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (3, 3), (2, 2, 2)], ids=str)
-def test_boxes_meet_where_their_elements_do(shape: Dims) -> None:
-    """Every pair of boxes: what they have in common is a box with just the common elements, or None."""
+def test_intersection_has_the_common_elements(shape: Dims) -> None:
+    """The intersection of any two boxes is a box with exactly the common elements, or None."""
     elements = numbered(shape)
     boxes = all_boxes(shape)
     for a, b in itertools.product(boxes, boxes):
@@ -112,15 +112,15 @@ def test_boxes_meet_where_their_elements_do(shape: Dims) -> None:
         assert (part(part(elements, a), within(common, a)) == part(elements, common)).all()
 
 
-def test_an_empty_box_meets_nothing() -> None:
-    """Inside another, at its edge, and with itself."""
+def test_empty_box_intersects_nothing() -> None:
+    """Covers an empty box inside another, at its edge, and with itself."""
     for box in [((1,), (0,)), ((0,), (0,)), ((4,), (0,))]:
         assert intersect(box, ((0,), (4,))) is None and intersect(box, box) is None
 
 
 @st.composite
 def rising_runs(draw: st.DrawFn, size: int) -> Runs:
-    """Some indices below `size`, ascending, as runs: neighbours not always joined, some of them empty."""
+    """Draw ascending indices below `size` as runs. Neighbors may be separate, and runs may be empty."""
     cuts = sorted(draw(st.lists(st.integers(0, size), max_size=6)))
     spans = [(low, high - low) for low, high in itertools.pairwise([0, *cuts, size])]
     return [span for span in spans if draw(st.booleans())]
@@ -132,15 +132,15 @@ def listed(runs: Runs) -> list[int]:
 
 def check_runs(shape: Dims, runs: list[Runs]) -> None:
     elements = numbered(shape)
-    mine = elements[np.ix_(*map(listed, runs))] if shape else elements
-    again = np.full(mine.shape, -1)
+    expected = elements[np.ix_(*map(listed, runs))] if shape else elements
+    again = np.full(expected.shape, -1)
     boxes = boxes_of_runs(runs)
     for box, at in boxes:
         assert all(box[1])
         part(again, (at, box[1]))[...] = part(elements, box)
-    assert (again == mine).all()
-    assert sum(math.prod(box[1]) for box, _ in boxes) == mine.size
-    if boxes:  # as few as there are: neighbours are joined
+    assert (again == expected).all()
+    assert sum(math.prod(box[1]) for box, _ in boxes) == expected.size
+    if boxes:  # as few as possible: neighbors are joined
         stretches = [1 + sum(b != a + 1 for a, b in itertools.pairwise(listed(each))) for each in runs]
         assert len(boxes) == math.prod(stretches)
 
@@ -148,7 +148,7 @@ def check_runs(shape: Dims, runs: list[Runs]) -> None:
 @QUICK
 @given(shapes, st.data())
 def test_chosen_indices_of_every_dimension_are_boxes(shape: Dims, data: st.DataObject) -> None:
-    """Put together at the places given, the boxes are what indexing with these indices gives."""
+    """Assembled at the given places, the boxes equal the result of indexing."""
     check_runs(shape, [data.draw(rising_runs(size)) for size in shape])
 
 
@@ -156,14 +156,14 @@ def test_chosen_indices_of_every_dimension_are_boxes(shape: Dims, data: st.DataO
 @LONG
 @given(shapes, st.data())
 def test_chosen_indices_of_every_dimension_are_boxes_long(shape: Dims, data: st.DataObject) -> None:
-    """The same, many times."""
+    """The same test with more examples."""
     check_runs(shape, [data.draw(rising_runs(size)) for size in shape])
 
 
 @QUICK
 @given(rising_runs(20), st.integers(0, 25), st.integers(0, 25))
-def test_taking_from_runs_is_slicing_the_list_of_indices(runs: Runs, start: int, stop: int) -> None:
-    """Any start and stop, beyond the end too."""
+def test_take_from_runs_equals_slicing(runs: Runs, start: int, stop: int) -> None:
+    """Any start and stop work, also beyond the end."""
     found = take(runs, start, stop)
     assert listed(found) == listed(runs)[start:stop]
     assert all(count > 0 for _, count in found)
@@ -178,7 +178,7 @@ def counted(shape: Dims, boxes: list[Box]) -> tuple[int, int]:
 
 @st.composite
 def pieces_of(draw: st.DrawFn, box: Box) -> list[Box]:
-    """A box cut into boxes, again and again."""
+    """Draw a recursive division of a box into boxes."""
     longest = [d for d, size in enumerate(box[1]) if size > 1]
     if not longest or draw(st.integers(0, 3)) == 0:
         return [box]
@@ -193,7 +193,7 @@ def pieces_of(draw: st.DrawFn, box: Box) -> list[Box]:
 
 @st.composite
 def coverings(draw: st.DrawFn) -> tuple[Dims, list[Box]]:
-    """An array and boxes of it: some that fit together, with one taken away, doubled, or others added."""
+    """Draw an array and boxes: a partition, with boxes removed, doubled or added."""
     shape = draw(full_shapes)
     boxes = draw(pieces_of(((0,) * len(shape), shape)))
     for _ in range(draw(st.integers(0, 2))):
@@ -211,32 +211,32 @@ def coverings(draw: st.DrawFn) -> tuple[Dims, list[Box]]:
 
 @QUICK
 @given(coverings())
-def test_how_often_boxes_cover_an_array_is_counted_exactly(case: tuple[Dims, list[Box]]) -> None:
-    """The least and the most, whatever the boxes: whole partitions, holes, overlaps, none at all."""
+def test_coverage_is_counted_exactly(case: tuple[Dims, list[Box]]) -> None:
+    """Minimum and maximum are exact for partitions, holes, overlaps and no boxes."""
     assert times_covered(*case) == counted(*case)
 
 
 @pytest.mark.long
 @LONG
 @given(coverings())
-def test_how_often_boxes_cover_an_array_is_counted_exactly_long(case: tuple[Dims, list[Box]]) -> None:
-    """The same, many times."""
+def test_coverage_is_counted_exactly_long(case: tuple[Dims, list[Box]]) -> None:
+    """The same test with more examples."""
     assert times_covered(*case) == counted(*case)
 
 
-def test_arrays_without_elements_are_covered() -> None:
-    """By nothing, or by boxes that are empty themselves: there is nothing to miss."""
+def test_empty_arrays_are_covered() -> None:
+    """No boxes or empty boxes cover an empty array."""
     for boxes in ([], [((0, 0), (0, 3))], [((0, 0), (0, 3)), ((0, 1), (0, 2))]):
         assert times_covered((0, 3), boxes) == (1, 1)
 
 
-def test_a_single_number_is_covered_as_often_as_it_is_there() -> None:
-    """An array of no dimensions has one box."""
+def test_scalar_coverage_equals_number_of_boxes() -> None:
+    """An array without dimensions has one box."""
     assert [times_covered((), [((), ())] * n) for n in range(3)] == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_negative_control_one_box_off_by_one_is_no_partition() -> None:
-    """Of a grid of boxes one is moved, made smaller or larger: never (1, 1)."""
+def test_negative_control_box_off_by_one() -> None:
+    """If one box of a grid is moved, smaller or larger, the result is never (1, 1)."""
     grid = [((i, j), (2, 3)) for i in range(0, 8, 2) for j in range(0, 9, 3)]
     assert times_covered((8, 9), grid) == (1, 1)
     for k, ((i, j), (m, n)) in enumerate(grid):
@@ -247,7 +247,7 @@ def test_negative_control_one_box_off_by_one_is_no_partition() -> None:
 
 
 def test_many_shards_are_counted_in_time() -> None:
-    """A thousand ranks' rows and columns: a count that compared all pairs, or all elements, would not end."""
+    """A comparison of all pairs or elements would not finish for a thousand ranks' rows and columns."""
     size = 1 << 20
     rows = [((i * size // 1024, 0), (size // 1024, size)) for i in range(1024)]
     assert times_covered((size, size), rows) == (1, 1)
@@ -257,8 +257,8 @@ def test_many_shards_are_counted_in_time() -> None:
     assert times_covered((size, size), [*grid, ((5, 5), (1, 1))]) == (1, 2)
 
 
-def test_slices_that_end_in_the_middle_of_rows_are_counted_in_time() -> None:
-    """A thousand replicas share an array whose rows are long: no cut falls where another does."""
+def test_slices_within_rows_are_counted_in_time() -> None:
+    """A thousand replicas share an array with long rows, so all cuts differ."""
     shape, ranks = (3000, 3, 12_345), 1024
     cuts = [math.prod(shape) * rank // ranks for rank in range(ranks + 1)]
     boxes = [box for low, high in itertools.pairwise(cuts) for box in boxes_of_run(shape, low, high)]
@@ -267,8 +267,8 @@ def test_slices_that_end_in_the_middle_of_rows_are_counted_in_time() -> None:
         assert times_covered(shape, [*boxes[:k], *boxes[k + 1 :]]) == (0, 1)
 
 
-def test_boxes_that_overlap_beyond_counting_are_given_up_soon() -> None:
-    """A few dozen boxes in eight dimensions, as only a hostile file has them: an error, and no endless work."""
+def test_tangled_boxes_raise_an_error() -> None:
+    """A few dozen boxes in eight dimensions, as in a hostile file, raise an error without endless work."""
     rng = np.random.default_rng(0)
     starts = rng.integers(0, 500, (40, 8))
     sizes = rng.integers(1, 500, (40, 8))

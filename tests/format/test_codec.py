@@ -1,4 +1,4 @@
-"""Every bit comes back through every codec, damage is refused before it costs anything, and states get small."""
+"""Codecs preserve every bit, reject damage at low cost, and reduce the size of training states."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ckpt.errors import CorruptError, FormatError, UsageError
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 WORDS = (1, 2, 4, 8)
-CUTTING = (PLANES, DELTA)  # those that cut words into planes
+PLANE_CODECS = (PLANES, DELTA)  # codecs that divide words into planes
 MIB = 1 << 20
 STEPS = 80
 
 
 def back(way: int, stored: bytes, length: int, base: bytes | None = None) -> bytes:
-    """Decoded, into memory that held something else before."""
+    """Decode into memory that held other data before."""
     into = bytearray(b"\xa5" * length)
     decode(way, stored, length, base, memoryview(into))
     return bytes(into)
@@ -44,7 +44,7 @@ def with_base(way: int, base: bytes) -> bytes | None:
 
 
 def floats(word: int) -> list[int]:
-    """Bit patterns of floats where mistakes hide, of both signs: zeros, denormals, infinities, NaNs of all kinds."""
+    """Return critical float patterns of both signs: zeros, denormals, infinities and all kinds of NaN."""
     mantissa = {2: 7, 4: 23, 8: 52}[word]
     bits = 8 * word
     top = (1 << bits - 1) - (1 << mantissa)  # infinity
@@ -65,7 +65,7 @@ def floats(word: int) -> list[int]:
 
 @st.composite
 def chunks(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
-    """A word size, words, and as many others: noise, special floats, few values, near numbers, long runs."""
+    """Draw a word size and two equally long arrays: noise, special floats, few values, similar numbers, long runs."""
     word = draw(st.sampled_from(WORDS))
     count = draw(st.sampled_from([0, 1, 2, 3]) | st.integers(0, 3000) | st.integers(60_000, 140_000))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -88,7 +88,7 @@ def chunks(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
 
 
 def naive(way: int, plain: bytes, word: int, base: bytes) -> list[bytes]:
-    """The planes by the words of the description, byte for byte."""
+    """Return the planes, byte for byte as in the format description."""
     words = plain if way == PLANES else bytes(new ^ old for new, old in zip(plain, base, strict=True))
     return [words[k::word] for k in range(word)]
 
@@ -97,15 +97,15 @@ def assembled(word: int, *frames: bytes) -> bytes:
     return bytes([word]) + b"".join(frames)
 
 
-# -- the bits --
+# -- round trips --
 
 
 @QUICK
 @given(chunks(), st.sampled_from(list(CODECS)))
 @example((4, b"", b""), PLANES)
 @example((8, b"", b""), DELTA)
-def test_every_bit_comes_back(found: tuple[int, bytes, bytes], way: int) -> None:
-    """Any words, through any codec, from memory at any address, are the same words."""
+def test_every_bit_survives(found: tuple[int, bytes, bytes], way: int) -> None:
+    """Any words survive any codec, with memory at any address."""
     word, plain, base = found
     stored = encode(way, plain, word, with_base(way, base))
     assert isinstance(stored, bytes)
@@ -118,27 +118,27 @@ def test_every_bit_comes_back(found: tuple[int, bytes, bytes], way: int) -> None
 
 
 @pytest.mark.parametrize("word", [2, 4, 8])
-def test_every_pair_of_special_floats(word: int) -> None:
-    """Differences between any two of zeros, denormals, infinities and NaNs give back the very bits."""
+def test_every_pair_of_special_floats_survives(word: int) -> None:
+    """Deltas between any two zeros, denormals, infinities and NaNs preserve the bits."""
     every = floats(word)
     new, old = (np.array(p, f"<u{word}").tobytes() for p in zip(*[(a, b) for a in every for b in every], strict=True))
-    for way in CUTTING:
+    for way in PLANE_CODECS:
         assert back(way, encode(way, new, word, with_base(way, old)), len(new), with_base(way, old)) == new
 
 
-def test_all_words_of_16_bits() -> None:
-    """Every pattern against another."""
+def test_all_words_of_16_bits_survive() -> None:
+    """Every pattern is combined with another."""
     new = np.arange(65536, dtype="<u2").tobytes()
     for turn in (0, 1, 777, 32768):
         old = np.roll(np.frombuffer(new, "<u2"), turn).tobytes()
-        for way in CUTTING:
+        for way in PLANE_CODECS:
             assert back(way, encode(way, new, 2, with_base(way, old)), len(new), with_base(way, old)) == new
 
 
-@pytest.mark.parametrize("way", CUTTING)
+@pytest.mark.parametrize("way", PLANE_CODECS)
 @pytest.mark.parametrize("word", WORDS)
-def test_the_stored_form_is_what_the_description_says(way: int, word: int) -> None:
-    """Planes made in the plainest way are read, however they are compressed; and ours are those planes."""
+def test_stored_form_follows_the_description(way: int, word: int) -> None:
+    """Planes made in the simplest way are decoded with any compression, and encode() creates the same planes."""
     rng = np.random.default_rng(word)
     base = rng.integers(0, 256, 700 * word, np.uint8).tobytes()
     special = np.array(floats(word), f"<u{word}").tobytes() if word > 1 else b""
@@ -154,8 +154,8 @@ def test_the_stored_form_is_what_the_description_says(way: int, word: int) -> No
     assert back(way, assembled(word, *wrong), len(plain), with_base(way, base)) != plain
 
 
-def test_a_stored_form_of_today_stays_readable() -> None:
-    """Bytes that this version writes; later versions must read them."""
+def test_current_stored_form_stays_readable() -> None:
+    """This version writes these bytes, and later versions must read them."""
     plain = np.array([0.5, -0.5, 0.25, 1.0], "<f4").tobytes()
     head = "28b52ffd2004210000"
     stored = bytes.fromhex("04" + "".join(head + plane for plane in ("00000000", "00000000", "00008080", "3fbf3e3f")))
@@ -163,8 +163,8 @@ def test_a_stored_form_of_today_stays_readable() -> None:
     assert back(PLANES, stored, 16) == plain
 
 
-def test_blobs_larger_than_usual() -> None:
-    """Nothing depends on 4 MiB, not even windows: a chunk of 40 MiB comes back."""
+def test_large_chunks_survive() -> None:
+    """Nothing depends on 4 MiB, not even windows: a chunk of 40 MiB survives."""
     plain = np.random.default_rng(0).normal(0, 1, 10 * MIB // 2).astype("<f4").tobytes() * 2
     stored = encode(PLANES, plain, 4)
     assert len(stored) < 0.9 * len(plain)
@@ -174,8 +174,8 @@ def test_blobs_larger_than_usual() -> None:
 # -- the registry --
 
 
-def test_every_dtype_has_words() -> None:
-    """Each dtype of the plan has words that make up whole elements."""
+def test_every_dtype_has_a_word_size() -> None:
+    """The word size of each dtype divides its elements."""
     for dtype, bits in BITS.items():
         word = codec.word_of(dtype)
         assert word in WORDS and bits % (8 * word) == 0
@@ -184,22 +184,22 @@ def test_every_dtype_has_words() -> None:
         codec.word_of("F128")
 
 
-def test_the_registry_is_complete() -> None:
-    """Ids are what is written in tables: they never change their meaning."""
+def test_codec_ids_never_change() -> None:
+    """The ids are stored in chunk tables, so they never change."""
     assert CODECS == {0: "raw", 1: "planes", 2: "delta"} == {RAW: "raw", PLANES: "planes", DELTA: "delta"}
 
 
 @pytest.mark.parametrize("unknown", [3, 99, -1])
-def test_a_codec_of_a_newer_version_says_so(unknown: int) -> None:
-    """Who reads a newer checkpoint is told to upgrade, not that it is damaged."""
+def test_newer_codec_raises_format_error(unknown: int) -> None:
+    """The error of a newer checkpoint advises an upgrade instead of reporting damage."""
     with pytest.raises(FormatError, match=r"written by a newer.*upgrade with `pip install -U everystep`"):
         decode(unknown, b"", 0, None, memoryview(bytearray()))
     with pytest.raises(FormatError):
         estimate(unknown, b"1234", 4)
 
 
-def test_wrong_calls_are_refused() -> None:
-    """Half words, unknown word sizes, too much room and bases that do not fit are the caller's mistakes."""
+def test_wrong_calls_raise_usage_error() -> None:
+    """Partial words, unknown word sizes, oversized buffers and wrong bases are errors of the caller."""
     calls: list[Callable[[], Any]] = [
         lambda: encode(PLANES, b"123", 4),
         lambda: encode(PLANES, b"1234", 3),
@@ -212,7 +212,7 @@ def test_wrong_calls_are_refused() -> None:
     for call in calls:
         with pytest.raises(UsageError):
             call()
-    assert back(DELTA, encode(DELTA, b"1234", 4, b"1234"), 4, b"1234") == b"1234"  # the same, rightly called
+    assert back(DELTA, encode(DELTA, b"1234", 4, b"1234"), 4, b"1234") == b"1234"  # the same data with a correct call
 
 
 # -- damage --
@@ -222,12 +222,12 @@ def training_like(count: int = 4000) -> bytes:
     return np.random.default_rng(0).normal(0, 0.02, count).astype("<f4").tobytes()
 
 
-def test_any_flipped_bit_is_refused_or_seen_by_a_digest() -> None:
-    """Never another error, never a hang; nearly always what comes out is not what went in."""
+def test_flipped_bit_changes_output_or_is_rejected() -> None:
+    """No other error is raised, nothing hangs, and nearly every flip changes the output."""
     plain, base = training_like(600), training_like(600)[::-1]
     base = (np.frombuffer(plain, "<u4") ^ 5).tobytes()
     unnoticed = flips = 0
-    for way in CUTTING:
+    for way in PLANE_CODECS:
         stored = encode(way, plain, 4, with_base(way, base))
         assert len(stored) < len(plain)
         for bit in range(0, 8 * len(stored), 1 if way == PLANES else 7):
@@ -238,12 +238,12 @@ def test_any_flipped_bit_is_refused_or_seen_by_a_digest() -> None:
             except CorruptError:
                 pass
             flips += 1
-    assert unnoticed < 0.01 * flips  # such as bits of a frame's window that only make it larger
+    assert unnoticed < 0.01 * flips  # for example bits that only enlarge a frame's window
 
 
-@pytest.mark.parametrize("way", CUTTING)
-def test_every_truncation_and_every_extra_byte_is_refused(way: int) -> None:
-    """Too short by any number of bytes, or too long, or the length of another chunk: damaged."""
+@pytest.mark.parametrize("way", PLANE_CODECS)
+def test_truncated_or_extended_chunks_are_rejected(way: int) -> None:
+    """A chunk that is too short, too long, or has another length is damaged."""
     plain = training_like(300)
     base = with_base(way, plain[::-1])
     stored = encode(way, plain, 4, base)
@@ -253,13 +253,13 @@ def test_every_truncation_and_every_extra_byte_is_refused(way: int) -> None:
     for length in (0, 4, len(plain) - 4, len(plain) - 1, len(plain) + 4):
         with pytest.raises(CorruptError):
             back(way, stored, length, None if base is None else bytes(length))
-    assert back(way, stored, len(plain), base) == plain  # and the contexts survived all of it
+    assert back(way, stored, len(plain), base) == plain  # the contexts are still valid
 
 
 @QUICK
 @given(st.binary(max_size=200), st.sampled_from(list(CODECS)), st.integers(0, 64), st.integers(0, 130))
-def test_noise_is_refused_or_read(stored: bytes, way: int, length: int, base: int) -> None:
-    """Any bytes, of any length, with any base: CorruptError, or the bytes that they are."""
+def test_noise_is_rejected_or_decoded(stored: bytes, way: int, length: int, base: int) -> None:
+    """Any bytes, lengths and bases raise CorruptError or are decoded."""
     try:
         back(way, stored, length, bytes(base) if base % 3 else None)
     except CorruptError:
@@ -268,7 +268,7 @@ def test_noise_is_refused_or_read(stored: bytes, way: int, length: int, base: in
 
 
 def zstd_frames() -> Iterator[tuple[str, bytes, bool]]:
-    """A plane of 5000 bytes as zstd may bring it, and whether it is to be read."""
+    """Yield a plane of 5000 bytes in valid and invalid zstd frames, and whether it is valid."""
     plane = bytes(5000)
     frame = zstandard.ZstdCompressor().compress(plane)
     yield "ordinary", frame, True
@@ -306,8 +306,8 @@ def zstd_frames() -> Iterator[tuple[str, bytes, bool]]:
 
 
 @pytest.mark.parametrize(("name", "frame", "good"), [pytest.param(*f, id=f[0]) for f in zstd_frames()])
-def test_a_plane_is_exactly_one_ordinary_frame(name: str, frame: bytes, good: bool) -> None:
-    """Nothing before it, nothing behind it, its size known and right, no dictionary, a bounded window."""
+def test_plane_must_be_one_ordinary_frame(name: str, frame: bytes, good: bool) -> None:
+    """No data before or after the frame, a correct size, no dictionary and a bounded window are required."""
     stored = assembled(1, frame)
     if good:
         assert back(PLANES, stored, 5000) == bytes(5000)
@@ -316,8 +316,8 @@ def test_a_plane_is_exactly_one_ordinary_frame(name: str, frame: bytes, good: bo
         back(PLANES, stored, 5000)
 
 
-def test_what_no_encoder_writes_is_refused() -> None:
-    """Half words, word sizes that do not exist, bytes that are not a frame, and bases that do not fit."""
+def test_invalid_stored_forms_are_rejected() -> None:
+    """Partial words, invalid word sizes, invalid frames and wrong bases are rejected."""
     frame = zstandard.compress(b"abcd")
     wrong: list[tuple[int, bytes, int, bytes | None]] = [
         (PLANES, assembled(4, *[zstandard.compress(b"a")] * 4), 5, None),
@@ -365,8 +365,8 @@ print("refused")
 """
 
 
-def test_a_bomb_takes_no_memory() -> None:
-    """A frame of a few kB that claims 200 MiB is refused by a process that has 48 MiB left; zstd alone dies of it."""
+def test_decompression_bomb_uses_no_memory() -> None:
+    """A frame of a few kB for 200 MiB is rejected with only 48 MiB of free memory. Plain zstd runs out of memory."""
 
     def run(how: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-c", BOMB, how], capture_output=True, text=True, timeout=60, cwd=here)
@@ -383,10 +383,10 @@ def test_a_bomb_takes_no_memory() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, bytes]:
-    """What AdamW leaves of a small byte-level model after some steps on the standard library, and one step before."""
+    """Return the state of a small model after some AdamW steps on the standard library, and of the step before."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the same numbers everywhere, and no waiting for cores that others use
+    torch.set_num_threads(1)  # the same numbers everywhere, without waiting for busy cores
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join((folder / name).read_bytes() for name in ("argparse.py", "typing.py", "inspect.py", "ast.py"))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -420,10 +420,10 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("name", "base", "word", "limit"), LIMITS)
-def test_states_of_a_training_get_small(
+def test_training_states_are_compressed(
     trained: dict[str, bytes], name: str, base: str | None, word: int, limit: float
 ) -> None:
-    """Stored bytes by plain ones, at most; what is estimated is near it. Zstd by itself, or no base, stays above."""
+    """The stored size is within the limit, and the estimate is close. Plain zstd, or no base, exceeds it."""
     plain, old = trained[f"{name}-1"], None if base is None else trained[f"{base}-2"]
     way = PLANES if base is None else DELTA
     stored = encode(way, plain, word, old)
@@ -435,8 +435,8 @@ def test_states_of_a_training_get_small(
     assert len(other) / len(plain) > limit
 
 
-def test_a_few_changed_rows_cost_a_few_rows() -> None:
-    """An embedding of which 0.7 % of the rows changed by a training step: less than that is stored."""
+def test_few_changed_rows_are_stored_compactly() -> None:
+    """If a step changes 0.7 % of the rows of an embedding, less than that is stored."""
     rng = np.random.default_rng(0)
     old = rng.normal(0, 0.02, (8192, 128)).astype("<f4")
     new = old.copy()
@@ -445,13 +445,13 @@ def test_a_few_changed_rows_cost_a_few_rows() -> None:
     stored = encode(DELTA, new.tobytes(), 4, old.tobytes())
     assert back(DELTA, stored, new.nbytes, old.tobytes()) == new.tobytes()
     assert len(stored) < 0.006 * new.nbytes
-    assert len(encode(PLANES, new.tobytes(), 4)) > 0.8 * new.nbytes  # the base is what does it
+    assert len(encode(PLANES, new.tobytes(), 4)) > 0.8 * new.nbytes  # the base makes the difference
     same = encode(DELTA, old.tobytes(), 4, old.tobytes())
     assert len(same) < 0.001 * old.nbytes
 
 
-def test_noise_costs_next_to_nothing() -> None:
-    """What cannot be compressed is longer by headers and by three bytes for each 128 KiB, and estimated so."""
+def test_noise_grows_only_slightly() -> None:
+    """Incompressible data grows only by headers and three bytes per 128 KiB, which the estimate includes."""
     noise = np.random.default_rng(0).integers(0, 256, MIB, np.uint8).tobytes()
     for word in WORDS:
         assert MIB < len(encode(PLANES, noise, word)) < MIB + 150
@@ -463,8 +463,8 @@ def test_noise_costs_next_to_nothing() -> None:
 # -- threads --
 
 
-def all_at_once(count: int) -> int:
-    """How many of many chunks, coded by several threads at once, came back wrong."""
+def concurrent_errors(count: int) -> int:
+    """Return how many of many chunks, coded by several threads concurrently, are wrong."""
     rng = np.random.default_rng(0)
     work = [rng.integers(0, 256, 300_000 + 8 * k, np.uint8).tobytes() for k in range(count)]
     start = threading.Barrier(4)
@@ -482,7 +482,7 @@ def all_at_once(count: int) -> int:
 
 
 class Shared:
-    """Memory that all threads share, though they have zstd contexts of their own."""
+    """Buffers shared by all threads, with separate zstd contexts."""
 
     room = codec._Local.room
 
@@ -498,15 +498,15 @@ class Shared:
         return zstandard.ZstdDecompressor()
 
 
-def test_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread has its own work space; with one for all, chunks get mixed up."""
-    assert all_at_once(64) == 0
+def test_threads_use_separate_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has its own buffers. Shared buffers mix up chunks."""
+    assert concurrent_errors(64) == 0
     monkeypatch.setattr(codec, "_local", Shared())
-    assert any(all_at_once(64) for _ in range(20))
+    assert any(concurrent_errors(64) for _ in range(20))
 
 
-def test_threads_with_real_work(trained: dict[str, bytes]) -> None:
-    """Frames too are made and read by several threads at once, of several codecs, and all is well."""
+def test_threads_encode_concurrently(trained: dict[str, bytes]) -> None:
+    """Several threads encode and decode different codecs concurrently without errors."""
     jobs = [(name, word, base) for name, base, word, _ in LIMITS] * 3
 
     def run(job: tuple[str, int, str | None]) -> bool:

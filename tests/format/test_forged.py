@@ -1,6 +1,6 @@
-"""Each field of the format, forged by somebody who knows it: every digest is right, and what they say is evil.
+"""Every field of the format, forged by an expert attacker: all digests are valid, but the content is malicious.
 
-See `forgery`. What a restore, a load and a writer make of it: the older checkpoint, or an error of ours, in bounded
+See `forgery`. A restore, a load and a writer must use the older checkpoint or raise an error of ours, in bounded
 time and memory.
 """
 
@@ -74,7 +74,7 @@ __all__ = ["genuine", "of_two"]  # fixtures
 pytestmark = pytest.mark.timeout(60)  # a hang is a failure
 
 
-# -- parts --
+# -- manifests --
 
 
 def component(key: str, value: Json) -> Change:
@@ -137,7 +137,7 @@ EVIL_PARTS: dict[str, Change] = {
     "value with a tag that is a list": some_value({"$": ["tensor"], "v": 1}),
     "value without a body": some_value({"$": "tuple"}),
     "float of the wrong size": some_value({"$": "float", "v": "00"}),
-    "text that is not": some_value({"$": "str", "v": "00"}),
+    "text of invalid bytes": some_value({"$": "str", "v": "00"}),
     "dict with list keys": some_value({"$": "dict", "v": [[[1], 2]]}),
     "tuple of text": some_value({"$": "tuple", "v": "abc"}),
     "scalar of objects": some_value({"$": "scalar", "dtype": "|O", "v": "00" * 8}),
@@ -156,7 +156,7 @@ EVIL_PARTS: dict[str, Change] = {
     "array of an expression": some_value({"$": "ndarray", "name": "meta.a", "dtype": "(1,2", "shape": [4]}),
     "array of another size": some_value({"$": "ndarray", "name": "meta.a", "dtype": "<U1000", "shape": [4]}),
     "world of two": field("world", 2),
-    "world of nobody": field("world", 0),
+    "world of zero": field("world", 0),
     "negative world": field("world", -1),
     "huge world": field("world", 10**12),
     "world is true": field("world", True),
@@ -193,12 +193,12 @@ EVIL_PARTS: dict[str, Change] = {
 
 
 OTHER_STATES = ("component of another kind", "kind of another", "all modules", "more groups")
-"""Changes that make a sound checkpoint of another state: only a restore into this one finds a mismatch."""
+"""Changes that give an intact checkpoint of another state: only a restore into this one detects them."""
 
 
 @pytest.mark.parametrize("name", EVIL_PARTS)
-def test_an_evil_part_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
-    """The older checkpoint comes back; nobody who opens the run sees an error that is not ours."""
+def test_evil_manifest_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
+    """The older checkpoint is restored, and opening the run raises only our own errors."""
     folder = put(forge(genuine, part=EVIL_PARTS[name]), tmp_path / "run")
     assert restored(folder) == 10
     assert verified(folder) or name in OTHER_STATES
@@ -216,8 +216,8 @@ NEWER: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", NEWER)
-def test_reader_ignores_unknown_fields_and_refuses_unknown_features(genuine: Run, name: str, tmp_path: Path) -> None:
-    """`features` lists what a reader must know. The error names the feature. No older step is restored."""
+def test_reader_ignores_unknown_fields_but_not_features(genuine: Run, name: str, tmp_path: Path) -> None:
+    """`features` lists what a reader must support. The error names the feature. No older step is restored."""
     folder = put(forge(genuine, part=NEWER[name]), tmp_path / "run")
     if name == "an unknown feature":
         with pytest.raises(FormatError, match=r"'sparse'.*upgrade"):
@@ -247,7 +247,7 @@ def text(value: str | bytes) -> Callable[[Any], Any]:
 
 
 def doubled(columns: Json) -> None:
-    """Every shard twice."""
+    """Duplicate every shard of the table."""
     for key in (
         "dtypes",
         "accelerated",
@@ -291,7 +291,7 @@ EVIL_TABLES: dict[str, Change] = {
     "data files not JSON": column("files", text("\x00")),
     "data files nested": column("files", text("[" * 10**6)),
     "packs a huge number": column("files", text("[" + "9" * 10**5 + "]")),
-    "data files that are not there": column("files", text('["steps/000000001.1-00000000/rank-00000.safetensors"]')),
+    "data files that are missing": column("files", text('["steps/000000001.1-00000000/rank-00000.safetensors"]')),
     "names not UTF-8": column("names", put_at(0, 255)),
     "names too short": column("names", lambda a: a[:-1]),
     "name ends that fall": column("name_ends", put_at(0, 10**6)),
@@ -335,8 +335,8 @@ COLUMNS = (
 
 
 @pytest.mark.parametrize("name", EVIL_TABLES)
-def test_an_evil_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
-    """The same for the chunk table."""
+def test_evil_table_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
+    """The older checkpoint is restored, as with an evil manifest."""
     folder = put(forge(genuine, columns=EVIL_TABLES[name]), tmp_path / "run")
     assert restored(folder) == 10
     assert verified(folder)
@@ -344,9 +344,9 @@ def test_an_evil_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
-    """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning. The file does not say
-    what its numbers are, so those of another kind that fill the same bytes are just other numbers."""
+def test_column_of_another_type_raises_corrupt_error(genuine: Run, name: str, tmp_path: Path) -> None:
+    """A column that is missing or has another dtype, shape or length raises CorruptError or gives an equal table. The
+    file stores no dtypes, so values of another type with the same number of bytes are just other numbers."""
     objects, checkpoint = genuine
     raw = inside.table_in(objects[manifest_key(checkpoint, 0)])
     whole = Table.from_bytes(raw, "the table")
@@ -368,8 +368,8 @@ def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, t
     assert restored(folder) == 10
 
 
-def test_blobs_that_overlap_give_what_their_digests_say(genuine: Run, tmp_path: Path) -> None:
-    """Two shards may share bytes (that is deduplication); no more memory is used than the shapes declare."""
+def test_overlapping_chunks_match_their_digests(genuine: Run, tmp_path: Path) -> None:
+    """Two shards may share bytes, as with deduplication. Memory use stays within the declared shapes."""
 
     def overlap(columns: Json) -> None:
         sizes = columns["stored"]
@@ -381,11 +381,11 @@ def test_blobs_that_overlap_give_what_their_digests_say(genuine: Run, tmp_path: 
     survives(folder)
 
 
-# -- what several ranks saved --
+# -- multi-rank checkpoints --
 
 
 def of_kind(kind: str, **changes: Json) -> Change:
-    """In what a component says."""
+    """Change the facts of a component."""
 
     def change(document: Json) -> None:
         next(c for c in document["layout"]["components"] if c["kind"] == kind)["facts"].update(changes)
@@ -421,21 +421,21 @@ EVIL_SHARES: dict[str, Change] = {
     "form of triples": other_form(["F32", [], 1]),
     "forms are a list": of_layout("forms", [["x", "F32"]]),
     "no forms": lambda d: d["layout"].pop("forms"),
-    "aliases to what is nowhere": of_layout("aliases", {"x": "nothing"}),
-    "components that do not know what all hold": lambda d: d["layout"]["components"][0].update(names=[]),
+    "aliases to unknown tensors": of_layout("aliases", {"x": "nothing"}),
+    "components that miss shared tensors": lambda d: d["layout"]["components"][0].update(names=[]),
     "components that name nothing": lambda d: d["layout"]["components"][0]["names"].append("nothing"),
     "no components": lambda d: (of_layout("components", [])(d), field("values", [])(d)),
     "part of the other rank": field("rank", 0),
     "part of a rank beyond": field("rank", 2),
-    "part of one rank": field("world", 1),
+    "part of a single rank": field("world", 1),
     "part of three ranks": field("world", 3),
     "values of another number": field("values", []),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVIL_SHARES)
-def test_an_evil_share_of_one_rank_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
-    """What one rank says of its pieces, or of the others': the older checkpoint comes back, and no error but ours."""
+def test_evil_manifest_of_one_rank_is_skipped(of_two: Run, name: str, tmp_path: Path) -> None:
+    """One rank's manifest lies about its own pieces or about others: the older checkpoint is restored."""
     folder = put(forge(of_two, rank=1, part=EVIL_SHARES[name]), tmp_path / "run")
     assert restored(folder) == 10
     assert verified(folder)
@@ -457,15 +457,15 @@ ODD_COMPONENTS: dict[str, Change] = {
     "kind of another": lambda d: [c.update(kind="plain") for c in d["layout"]["components"]],
     "all modules": lambda d: [c.update(kind="module") for c in d["layout"]["components"]],
     "all optimizers": lambda d: [c.update(kind="optimizer") for c in d["layout"]["components"]],
-    "all in one place": lambda d: [c.update(path=["model"]) for c in d["layout"]["components"]],
-    "places swapped": lambda d: d["layout"]["components"].reverse(),
+    "all with one path": lambda d: [c.update(path=["model"]) for c in d["layout"]["components"]],
+    "paths swapped": lambda d: d["layout"]["components"].reverse(),
     "own instances of everything": lambda d: d["layout"].update(instances=dict.fromkeys(d["layout"]["forms"], 1)),
 }
 
 
 @pytest.mark.parametrize("name", ODD_COMPONENTS)
-def test_components_that_do_not_go_together_are_errors_of_ours(of_two: Run, name: str, tmp_path: Path) -> None:
-    """What one rank says of a module or an optimizer is merged with the others' word: taken, or passed over."""
+def test_inconsistent_components_raise_our_errors(of_two: Run, name: str, tmp_path: Path) -> None:
+    """A rank's data about a module or an optimizer is merged with that of the others: it is accepted or skipped."""
     folder = put(forge(of_two, rank=1, part=ODD_COMPONENTS[name]), tmp_path / "run")
     assert restored(folder) == 20 or verified(folder) or name in OTHER_STATES
     survives(folder)
@@ -486,7 +486,7 @@ def cut_piece(which: int, value: int) -> Change:
 
 
 EVIL_INDEXES: dict[str, Change] = {
-    "instances of nobody": column("instances", lambda a: a + 1),
+    "instances of a missing rank": column("instances", lambda a: a + 1),
     "instances of a huge rank": column("instances", lambda a: a + 10**9),
     "instances below all": column("instances", lambda a: a - 1),
     "one instance": column("instances", put_at(0, 1)),
@@ -500,15 +500,15 @@ EVIL_INDEXES: dict[str, Change] = {
     "a huge whole tensor": cut_piece(0, 2**62),
     "a piece beyond its tensor": cut_piece(1, 2**40),
     "a piece in front of its tensor": cut_piece(1, -1),
-    "a piece where another is": cut_piece(1, 0),
+    "a piece at the offset of another": cut_piece(1, 0),
     "a larger piece": cut_piece(2, 2),
-    "an accelerator that is none": column("accelerated", put_at(0, 2)),
+    "an invalid accelerator": column("accelerated", put_at(0, 2)),
 }
 
 
 @pytest.mark.parametrize("name", EVIL_INDEXES)
-def test_an_evil_table_of_one_rank_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
-    """The columns that several ranks need."""
+def test_evil_table_of_one_rank_is_skipped(of_two: Run, name: str, tmp_path: Path) -> None:
+    """The columns for multi-rank checkpoints are forged."""
     folder = put(forge(of_two, rank=1, columns=EVIL_INDEXES[name]), tmp_path / "run")
     assert restored(folder) == 10
     assert verified(folder)
@@ -520,7 +520,7 @@ def in_body(**changes: Json) -> Change:
 
 
 def cut_at(run: Run, byte: int) -> Change:
-    """A chunk of eight-byte numbers of the newest checkpoint becomes two; their digests are right."""
+    """Split a chunk of eight-byte numbers of the newest checkpoint in two, with valid digests."""
     file = run[0][data_key(run[1])]
 
     def change(columns: Json) -> None:
@@ -538,8 +538,8 @@ def cut_at(run: Run, byte: int) -> Change:
 
 
 @pytest.mark.parametrize(("byte", "expected"), [(16, 20), (8, 20), (3, 10), (12, 10)])
-def test_a_blob_ends_where_a_number_does(genuine: Run, byte: int, expected: int, tmp_path: Path) -> None:
-    """Of eight-byte numbers: chunks of any other length are refused, for no reader could place their elements."""
+def test_chunk_must_end_at_an_element(genuine: Run, byte: int, expected: int, tmp_path: Path) -> None:
+    """Chunks of eight-byte numbers with any other length are rejected, since no reader could place them."""
     folder = put(forge(genuine, columns=cut_at(genuine, byte)), tmp_path / "run")
     assert restored(folder, exact=True) == expected
     survives(folder)
@@ -563,16 +563,16 @@ EVIL_WORLDS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", EVIL_WORLDS)
-def test_an_evil_commit_of_two_ranks_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
-    """A record that names other ranks' parts than there are. Without its index, the parts' tables say the same."""
+def test_evil_commit_of_two_ranks_is_skipped(of_two: Run, name: str, tmp_path: Path) -> None:
+    """A record lists wrong manifests. If only its index is missing, the chunk tables are sufficient."""
     folder = put(forge(of_two, body=EVIL_WORLDS[name]), tmp_path / "run")
     assert restored(folder) == (20 if name == "index of one part" else 10)
     survives(folder)
 
 
 @pytest.mark.parametrize("kind", ["HELD", "COMMIT", "ABORT"])
-def test_records_of_other_ranks_parts_are_taken_at_their_word_only(of_two: Run, kind: str, tmp_path: Path) -> None:
-    """HELD is no checkpoint; none of them undoes a COMMIT, or makes one of an attempt that has no files."""
+def test_forged_records_change_no_checkpoint(of_two: Run, kind: str, tmp_path: Path) -> None:
+    """HELD is not a checkpoint. No record undoes a COMMIT or creates a checkpoint without files."""
     body = json.loads(of_two[0][max(k for k in of_two[0] if k.startswith("log/"))])["body"] | {"reason": "x" * 10**6}
     objects = appended(of_two, type=kind, body={**body, "world": 3}, id="other")
     folder = put(objects, tmp_path / "run")
@@ -584,8 +584,8 @@ def test_records_of_other_ranks_parts_are_taken_at_their_word_only(of_two: Run, 
     survives(folder)
 
 
-def test_a_commit_of_a_hundred_thousand_parts_is_no_flood(of_two: Run, tmp_path: Path) -> None:
-    """Parts that are not there are not all looked for at once, nor one after the other for ever."""
+def test_commit_of_many_manifests_uses_bounded_resources(of_two: Run, tmp_path: Path) -> None:
+    """Missing manifests are neither all read at the same time nor one by one forever."""
     parts = [[rank, "0" * 64] for rank in range(100_000)]
     folder = put(forge(of_two, body=in_body(manifests=parts, world=len(parts))), tmp_path / "run")
     before = resident()
@@ -605,8 +605,8 @@ def tangled(count: int, dimensions: int) -> list[Box]:
 
 
 @pytest.mark.parametrize(("count", "dimensions"), [(20, 20), (3000, 3)])
-def test_boxes_that_overlap_in_every_way_are_no_hang(count: int, dimensions: int) -> None:
-    """Whether pieces fit together is asked of boxes made to take for ever: CorruptError within seconds."""
+def test_tangled_boxes_raise_an_error_within_seconds(count: int, dimensions: int) -> None:
+    """The boxes make the check for overlaps as slow as possible: it raises CorruptError within seconds."""
     boxes, shape = tangled(count, dimensions), (1000,) * dimensions
     specs = tuple(TensorSpec("x", "U8", size, whole=shape, offsets=at) for at, size in dict(boxes).items())
     columns = {name: np.zeros(0, np.int64) for name in ("file", "offset", "stored", "length", "codec", "base")}
@@ -656,14 +656,14 @@ RAW_TABLES: dict[str, bytes] = {
     "bfloat16": entry("BF16", "[32]", "[0,64]"),
     "float8": entry("F8_E4M3", "[64]", "[0,64]"),
     "float4": entry("F4", "[128]", "[0,64]"),
-    "metadata that is no dict": header('{"__metadata__":5}'),
+    "metadata that is not a dict": header('{"__metadata__":5}'),
     "zip": zip_of(b"x"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RAW_TABLES)
-def test_what_is_no_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
-    """Bombs and rubbish in place of the safetensors file, with the right digest."""
+def test_invalid_table_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
+    """Bombs and garbage replace the safetensors file, with a valid digest."""
     folder = put(forge(genuine, table=RAW_TABLES[name]), tmp_path / "run")
     assert restored(folder) == 10
     survives(folder)
@@ -673,7 +673,7 @@ def test_what_is_no_table_is_passed_over(genuine: Run, name: str, tmp_path: Path
 
 
 EVIL_COMMITS: dict[str, Change] = {
-    "world of nobody": in_body(world=0),
+    "world of zero": in_body(world=0),
     "negative world": in_body(world=-1),
     "huge world": in_body(world=10**12),
     "no parts": in_body(manifests=[]),
@@ -688,22 +688,22 @@ EVIL_COMMITS: dict[str, Change] = {
     "id is a path": in_body(checkpoint="../../x"),
     "id of a huge term": in_body(checkpoint="000000020." + "9" * 4000 + "-00000000"),
     "id in arabic digits": in_body(checkpoint="0000000\u0662\u0660.1-00000000"),
-    "id of nobody": in_body(checkpoint="000000020.1-00000000"),
+    "id of no attempt": in_body(checkpoint="000000020.1-00000000"),
     "finite is a number": in_body(finite=3),
     "missing": lambda body: body.clear(),
 }
 
 
 @pytest.mark.parametrize("name", EVIL_COMMITS)
-def test_an_evil_commit_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
-    """A COMMIT with a right digest that says impossible things."""
+def test_evil_commit_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
+    """A COMMIT with a valid digest has impossible content."""
     folder = put(forge(genuine, body=EVIL_COMMITS[name]), tmp_path / "run")
     assert restored(folder) == 10
     survives(folder)
 
 
 def appended(run: Run, **fields: Json) -> Objects:
-    """The run with one more record, its chain and digest right."""
+    """Return the run with one more record, with a valid chain and digest."""
     objects = dict(run[0])
     last = max(k for k in objects if k.startswith("log/"))
     before = json.loads(objects[last])
@@ -713,7 +713,7 @@ def appended(run: Run, **fields: Json) -> Objects:
 
 
 def held(**changes: Json) -> Json:
-    """The body of a record of one of two ranks' parts, of an attempt that has no files."""
+    """Return the body of a record with one of two ranks' manifests, for a checkpoint without files."""
     body = {"checkpoint": "000000030.1-00000000", "world": 2, "manifests": [[0, "0" * 64]], "index": "0" * 64}
     return {**body, "finite": None, "reason": "due", "time": 0.0, **changes}
 
@@ -745,14 +745,14 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "holds no parts": {"type": "HELD", "body": held(parts=[])},
     "holds more parts than ranks": {"type": "HELD", "body": held(world=1, parts=[[0, 0, "0" * 64], [1, 0, "0" * 64]])},
     "holds a rank twice": {"type": "HELD", "body": held(parts=[[1, 0, "0" * 64]] * 2)},
-    "holds what is not there": {"type": "HELD", "body": held()},
-    "holds all there is": {"type": "HELD", "body": held(world=1)},
+    "holds missing manifests": {"type": "HELD", "body": held()},
+    "holds all manifests": {"type": "HELD", "body": held(world=1)},
 }
 
 
 @pytest.mark.parametrize("name", EVIL_RECORDS)
-def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, tmp_path: Path) -> None:
-    """The newest is still restored and the run can be gone on with; only a type of a newer version is a FormatError."""
+def test_evil_record_does_not_hide_checkpoints(genuine: Run, name: str, tmp_path: Path) -> None:
+    """The newest checkpoint is restored and the run can continue. Only a newer record type raises FormatError."""
     fields = EVIL_RECORDS[name]
     folder = put(appended(genuine, **fields), tmp_path / "run")
     (tmp_path / "outside").write_text("x")
@@ -775,15 +775,15 @@ def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, t
         "steps/{0}/more/rank-00000.json", "steps/{0}/x", "steps/x", "steps/x/index.safetensors",
     ],
 )  # fmt: skip
-def test_a_stray_file_does_not_close_a_run(of_two: Run, name: str, tmp_path: Path) -> None:
-    """Of an attempt that is a checkpoint, and of one that never became any: whoever opens the run passes over it."""
+def test_stray_file_does_not_block_a_run(of_two: Run, name: str, tmp_path: Path) -> None:
+    """A stray file of a checkpoint, or of an attempt that never became one, is ignored when the run is opened."""
     for checkpoint in (of_two[1], CheckpointId(1, 30, "00000000")):
         folder = put({**of_two[0], name.format(checkpoint): b"{}"}, tmp_path / "run")
         assert restored(folder) == 20
         inside.run(taken_over(folder))
 
 
-# -- what is not a file, or not a small one --
+# -- sparse and oversized files --
 
 
 BOUNDED = """
@@ -803,8 +803,8 @@ for name in sorted(p.name for p in folder.iterdir()):
 """
 
 
-def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path) -> None:
-    """With 1 GiB more than it has after its imports, a process gets through the worst: sparse files, bombs, lies."""
+def test_memory_is_bounded_for_forged_sizes(genuine: Run, tmp_path: Path) -> None:
+    """A process with 1 GiB beyond its imports handles the worst input: sparse files, bombs and false sizes."""
     runs = tmp_path / "runs"
     objects, checkpoint = genuine
     sparse = {
@@ -835,7 +835,7 @@ def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path
 
 
 def repeated(columns: Json) -> None:
-    """A table that says of one small chunk that a huge tensor consists of it, many times over."""
+    """Return a table that builds a huge tensor from many references to one small chunk."""
     count = 1 << 14
     columns["dims"][0] *= 1
     first = int(columns["chunk_ends"][0])
@@ -845,8 +845,8 @@ def repeated(columns: Json) -> None:
     columns["chunk_ends"] += first * (count - 1)
 
 
-def test_a_tensor_that_does_not_fit_into_memory_is_an_error_of_ours(tmp_path: Path) -> None:
-    """A consistent lie about a size ends in a message, not in a RuntimeError of torch."""
+def test_oversized_tensor_raises_checkpoint_error(tmp_path: Path) -> None:
+    """A consistent but false size raises our error, not a RuntimeError of torch."""
     from ckpt.core.state.tensors import empty
 
     with pytest.raises(CheckpointError, match="no memory for x"):
@@ -859,7 +859,7 @@ def test_a_tensor_that_does_not_fit_into_memory_is_an_error_of_ours(tmp_path: Pa
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_mutated_layouts_and_values(of_two: Run, data: st.DataObject) -> None:
-    """The same for the parsers alone, which is faster."""
+    """Only the parsers run, which is faster than a restore."""
     document = opened_part(of_two[0][manifest_key(of_two[1], 1)])
     subject = data.draw(st.sampled_from([document["layout"], document["values"]]))
     mutate(data.draw, subject)
@@ -871,8 +871,8 @@ def test_mutated_layouts_and_values(of_two: Run, data: st.DataObject) -> None:
 
 @given(raw=st.binary(max_size=300))
 @settings(max_examples=300, deadline=None)
-def test_random_bytes_are_no_table(raw: bytes) -> None:
-    """CorruptError whatever they are."""
+def test_random_bytes_raise_corrupt_error(raw: bytes) -> None:
+    """Any random bytes raise CorruptError."""
     with pytest.raises(CorruptError):
         Table.from_bytes(raw, "rubbish")
 
@@ -898,8 +898,8 @@ ODD_LAYOUTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ODD_LAYOUTS)
-def test_a_layout_that_is_none_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
-    """Whatever stands in its place: the part is CorruptError, and the older step is restored."""
+def test_invalid_layout_raises_corrupt_error(genuine: Run, name: str, tmp_path: Path) -> None:
+    """Any other value in its place raises CorruptError, and the older step is restored."""
     folder = put(forge(genuine, part=lambda d: d.update(layout=ODD_LAYOUTS[name])), tmp_path / "run")
     with pytest.raises(CorruptError):
         Part.from_bytes((folder / manifest_key(genuine[1], 0)).read_bytes(), "a part").layout.data  # noqa: B018
@@ -907,7 +907,7 @@ def test_a_layout_that_is_none_is_an_error_of_ours(genuine: Run, name: str, tmp_
 
 
 def odd_tables(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Files of the entries of a table, each wrong in one thing."""
+    """Yield files of the entries of a table, each with one defect."""
     files = safetensors.numpy.load(raw)
 
     def entry(data: bytes) -> np.ndarray[Any, Any]:
@@ -918,10 +918,10 @@ def odd_tables(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
 
     yield "without counts", {name: column for name, column in files.items() if name != "counts"}
     yield "with a column more", files | {"more": files["base"]}
-    yield "of more than there is", counts(offset=1 << 20)
+    yield "of more rows than stored", counts(offset=1 << 20)
     yield "of rows without end", counts(length=1 << 40)
     yield "of half a row", counts(offset=1.5)
-    yield "of less than nothing", counts(base=-1)
+    yield "of a negative number of rows", counts(base=-1)
     yield "plain", files | {"offset": entry(bytes(64))}
     yield "in two frames", files | {"offset": np.concatenate([files["offset"], files["offset"]])}
     yield "cut off", files | {"offset": files["offset"][:-1]}
@@ -933,8 +933,8 @@ def odd_tables(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "of many rows in few bytes", counts(name_ends=rows, dtypes=rows) | {n: entry(c) for n, c in many.items()}
 
 
-def test_a_file_of_odd_columns_is_no_table(genuine: Run) -> None:
-    """CorruptError, before anything is made by what it declares. The genuine one is read."""
+def test_invalid_columns_raise_corrupt_error(genuine: Run) -> None:
+    """An invalid file raises CorruptError before anything of the declared size is allocated. The original is read."""
     raw = inside.table_in(genuine[0][manifest_key(genuine[1], 0)])
     assert len(Table.from_bytes(raw, "the table").shards)
     for name, files in odd_tables(raw):

@@ -1,4 +1,4 @@
-"""Values, facts and columns of other kinds, forged with right digests: they end in errors of ours, in bounded time."""
+"""Forged values, facts and columns with valid digests raise our own errors in bounded time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from test_promise_state import WIDTH, Counter, Scaled, State, numbers
 
 
 def everything(step: int) -> State:
-    """Each kind of entry that a state can have."""
+    """Return a state with each kind of entry."""
     torch.manual_seed(step)
     net = nn.Sequential(Counter(), Scaled(), nn.Linear(WIDTH, 2))
     optim = torch.optim.AdamW(net[1].parameters())
@@ -66,7 +66,7 @@ KINDS_OF_VALUES: list[Any] = [
 
 
 def at(document: Any, place: tuple[Any, ...], value: Any) -> Any:
-    """A copy of a document with another value in one place."""
+    """Return a copy of a document with another value at one path."""
     found = copy.deepcopy(document)
     inner = found
     for key in place[:-1]:
@@ -76,34 +76,34 @@ def at(document: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
-    """Every place of every entry's values and facts, each with some values of other kinds; the outer ones with all."""
+    """Yield changes of all paths in values and facts to some values of other types, and of outer paths to all."""
     reading = Capture(everything(1)).read()
     sources = {
         "values": json.loads(json.dumps(reading.values)),
         "facts": [c["facts"] for c in reading.layout.components],
     }
     turn = itertools.cycle(KINDS_OF_VALUES)
-    for what, document in sources.items():
+    for kind, document in sources.items():
         for place in forgery.places(document):
             if any(type(key) is int and key > 3 for key in place[1:]):
-                continue  # of long lists the beginning
-            many = KINDS_OF_VALUES[::2] if len(place) < (3 if what == "values" else 4) else [next(turn)]
+                continue  # only the beginning of long lists
+            many = KINDS_OF_VALUES[::2] if len(place) < (3 if kind == "values" else 4) else [next(turn)]
             for value in many:
 
-                def change(part: Any, what: str = what, place: Any = place, value: Any = value) -> None:
-                    if what == "values":
+                def change(part: Any, kind: str = kind, place: Any = place, value: Any = value) -> None:
+                    if kind == "values":
                         part["values"] = at(part["values"], place, value)
                     else:
                         facts = at([c["facts"] for c in part["layout"]["components"]], place, value)
                         for component, one in zip(part["layout"]["components"], facts, strict=True):
                             component["facts"] = one
 
-                yield f"{what} {place} = {value!r}", change
+                yield f"{kind} {place} = {value!r}", change
 
 
-def test_values_of_another_kind_are_errors_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever stands in the place of a value or fact, resealed: it is restored, or there is an error of ours; and
-    after a MismatchError nothing was changed."""
+def test_values_of_another_type_raise_our_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Any resealed value or fact is restored or raises our own error, and a MismatchError leaves the state
+    unchanged."""
     caplog.set_level(logging.CRITICAL, "ckpt")
     run = forgery.built(1, everything)
     wrong = []
@@ -121,11 +121,11 @@ def test_values_of_another_kind_are_errors_of_ours(tmp_path: Path, caplog: pytes
             if isinstance(error, MismatchError) and trained(live) != before:
                 wrong.append(f"{name}: changed before {error}")
         except Exception as error:
-            # Errors of the user's code, which is Counter.set_extra_state here, are raised as they are.
+            # Errors of user code, here of Counter.set_extra_state, are raised unchanged.
             if not name.startswith("values (0, "):
                 wrong.append(f"{name}: {error!r}")
         if trained(live) != before:
-            live = everything(3)  # of what was forged nothing may be left
+            live = everything(3)  # removes all traces of the forged values
     assert not wrong, "\n".join(wrong[:40])
     assert min(ended["taken"], ended["CorruptError"], ended["MismatchError"]) > 20, ended
 
@@ -135,16 +135,16 @@ def trained(state: State) -> list[object]:
     return [state["sched"].last_epoch, *(tensor.tolist() for tensor in tensors)]
 
 
-# -- small files that would keep a reader busy --
+# -- small files that could keep a reader busy --
 
 
 def stray(run: forgery.Run) -> forgery.Objects:
-    """Two hundred records, each far behind the one before."""
+    """Return two hundred records with large gaps between their numbers."""
     return run[0] | {record_key(99_000 * i): b"{}" for i in range(1, 200)}
 
 
 def dotted(run: forgery.Run) -> forgery.Objects:
-    """The name of an optimizer's tensor, of dots alone."""
+    """Return a checkpoint in which the name of an optimizer's tensor consists of dots."""
 
     def change(part: Any) -> None:
         layout, name = part["layout"], "optim.state." + "." * 3_000_000
@@ -155,7 +155,7 @@ def dotted(run: forgery.Run) -> forgery.Objects:
 
 
 def swollen(run: forgery.Run) -> forgery.Objects:
-    """A tensor of 256 GiB, every chunk of it the same few hundred bytes."""
+    """Return a tensor of 256 GiB in which every chunk is the same few hundred bytes."""
     count, size = 4000, 64 << 20
     plain = bytes(size)
     frame, file = codec.encode(1, plain, 4), data_key(run[1])
@@ -182,7 +182,7 @@ def swollen(run: forgery.Run) -> forgery.Objects:
 
 
 def crowded(run: forgery.Run) -> forgery.Objects:
-    """An index of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
+    """Return an index of two ranks with a few compressed bytes for hundreds of megabytes of empty lists."""
     objects, checkpoint = run
     parts = [Part.from_bytes(objects[manifest_key(checkpoint, rank)], "a part") for rank in range(2)]
     tables = [Table.from_bytes(part.table, "a table") for part in parts]
@@ -199,7 +199,7 @@ def crowded(run: forgery.Run) -> forgery.Objects:
 
 
 def busy(folder: str) -> None:
-    """Verify and restore each, with the time of the processor limited: without bounds each takes minutes."""
+    """Verify and restore each case with limited CPU time. Without bounds each would take minutes."""
     torch.set_num_threads(1)
     logging.getLogger("ckpt").setLevel(logging.CRITICAL)
     one, two = (forgery.built(world) for world in (1, 2))
@@ -215,8 +215,8 @@ def busy(folder: str) -> None:
         print(name, flush=True)
 
 
-def test_small_files_do_not_keep_a_reader_busy(tmp_path: Path) -> None:
-    """Missing records, dots in names, chunks that swell, columns that swell: what is done about them is bounded."""
+def test_small_files_cause_bounded_work(tmp_path: Path) -> None:
+    """The work for missing records, dots in names, and expanding chunks and columns is bounded."""
     here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
     done = run_script(here + "import test_forged_values as t; t.busy(sys.argv[1])", tmp_path)
     assert done.stdout.split() == ["stray", "dotted", "swollen", "crowded"], (done.returncode, done.stderr[-3000:])

@@ -1,4 +1,4 @@
-"""docs/format.md is enough to write a reader: `tests/lib/stranger.py` was, and imports nothing of ours."""
+"""docs/format.md is enough to write a reader: `tests/lib/stranger.py` follows it and imports nothing of the library."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from run_files import DATA, MANIFEST, checkpoint_files
 __all__ = ["increments"]  # a fixture
 
 
-def same(run: Path) -> set[int]:
-    """Every tensor of the newest step, byte for byte; the codecs that were met."""
+def check_newest(run: Path) -> set[int]:
+    """Check that every tensor of the newest step is equal. Return the codecs that were used."""
     codecs: set[int] = set()
     decode = stranger.decode
 
@@ -42,9 +42,9 @@ def same(run: Path) -> set[int]:
     return codecs
 
 
-def test_a_stranger_reads_increments_and_every_codec(increments: Path, run_dir: str) -> None:
-    """Increments, compressed data files and deltas, of words of 2, 4 and 8 bytes and of several chunks."""
-    codecs = same(increments)
+def test_independent_reader_reads_every_codec(increments: Path, run_dir: str) -> None:
+    """Covers increments, compressed data files and deltas, with words of 2, 4 and 8 bytes and several chunks."""
+    codecs = check_newest(increments)
     torch.manual_seed(1)
     master = nn.Linear(1024, 2200, bias=False)  # more than one chunk
     state = {"master": master, "small": master.weight.detach().bfloat16(), "counts": torch.arange(3 << 20)}
@@ -56,11 +56,11 @@ def test_a_stranger_reads_increments_and_every_codec(increments: Path, run_dir: 
             state["small"].copy_(master.weight)
             state["counts"] += 1
             cp.step(step).wait_durable()
-    assert (codecs | same(Path(run_dir))) == {0, 1, 2}
+    assert (codecs | check_newest(Path(run_dir))) == {0, 1, 2}
 
 
-def test_a_stranger_takes_the_newest_of_the_history(run_dir: str) -> None:
-    """After a rollback, what came later is not history any more; what is not finite is not taken."""
+def test_independent_reader_uses_newest_of_the_history(run_dir: str) -> None:
+    """After a rollback, later steps are not in the history. Checkpoints that are not finite are not used."""
     state = {"x": torch.zeros(4, dtype=torch.bool), "y": {"n": 0}}
     with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=9)], memory=None) as cp:
         for step in range(1, 6):
@@ -71,8 +71,8 @@ def test_a_stranger_takes_the_newest_of_the_history(run_dir: str) -> None:
         assert stranger.read(run_dir)[1][1] == {"n": 2}
 
 
-def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
-    """In a data file, a part, and a record of the log."""
+def test_negative_control_flipped_bit_is_detected(run_dir: str) -> None:
+    """A bit is flipped in a data file, a manifest, and a log record."""
     with ckpt.Checkpointer({"x": torch.randn(1000)}, run_dir) as cp:
         cp.save(1).wait_durable()
     files = checkpoint_files(run_dir, DATA, MANIFEST)
@@ -87,7 +87,7 @@ def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
 
 
 def test_raw_checkpoint_of_one_rank_loads_with_safetensors(run_dir: str) -> None:
-    """All tensors are in one file, which says of which checkpoint and rank it is."""
+    """All tensors are in one file, and its metadata has the checkpoint id and the rank."""
     state = {"x": torch.randn(1000), "n": torch.arange(3)}
     with ckpt.Checkpointer(state, ckpt.Tier(run_dir, compression="none"), memory=None) as cp:
         cp.save(120).wait_durable()
@@ -101,8 +101,8 @@ def test_raw_checkpoint_of_one_rank_loads_with_safetensors(run_dir: str) -> None
     assert (latest["checkpoint"], latest["step"]) == (path.parent.name, 120)
 
 
-def test_the_reader_is_a_strangers() -> None:
-    """It imports nothing of the library, nor torch."""
+def test_reader_is_independent_of_the_library() -> None:
+    """The reader imports neither the library nor torch."""
     tree = ast.parse((REPO / "tests" / "lib" / "stranger.py").read_text())
     names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     assert not any(isinstance(node, ast.ImportFrom) and node.module != "pathlib" for node in ast.walk(tree))

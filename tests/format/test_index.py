@@ -1,4 +1,4 @@
-"""The index says what the tables say, and a rank reads only what it needs."""
+"""The index agrees with the chunk tables, and a rank reads only what it needs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one checkpoint of 32 ranks, with its index."""
+    """Return a run with one checkpoint of 32 ranks and its index."""
     root = tmp_path_factory.mktemp("scale") / "run"
     make(WORLD, root)
     return root
@@ -74,7 +74,7 @@ async def with_store(root: Path, work: Callable[[Any], Any]) -> Any:
 
 
 def whole(root: Path) -> SavedState:
-    """As everything that all ranks say."""
+    """Return the state as described by all ranks."""
     commit = committed(root)
     return read.run(with_store(root, lambda store: read.load_manifest(store, commit))).saved()
 
@@ -105,7 +105,7 @@ def boxes(placement: Placement) -> dict[Any, list[Box]]:
 
 @pytest.mark.parametrize("world", [scale.World(2, 2, 2, 2, 64), scale.World(1, 2, 3, 1, 64)], ids=["8", "6"])
 def test_simulated_layouts_are_those_of_real_ranks(world: scale.World) -> None:
-    """Of every rank: what is made from the description is what `Capture` reads off real DTensors."""
+    """For every rank, the simulated layout equals the one that `Capture` reads from real DTensors."""
     like = None
     for rank in range(world.size):
         with scale.as_rank(rank, world.size):
@@ -116,7 +116,7 @@ def test_simulated_layouts_are_those_of_real_ranks(world: scale.World) -> None:
         assert scale.layout_of(world, rank, like).to_json() == real.to_json()
 
 
-# -- restoring by the index --
+# -- restoring with the index --
 
 OTHERS = {
     "the same": WORLD,
@@ -128,8 +128,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_by_the_index_a_rank_wants_the_same_blobs(run: Path, kind: str) -> None:
-    """As with all parts and tables: the same chunks, by the same numbers, at the same places, with the same digests."""
+def test_index_gives_the_same_chunks(run: Path, kind: str) -> None:
+    """The index gives the same chunks as all manifests: the same numbers, positions and digests."""
     other, everything = OTHERS[kind], whole(run)
     for rank in (0, other.size // 2 + 1, other.size - 1):
         one = place(other, rank, everything)
@@ -147,8 +147,8 @@ def rows(table: Table, chunks: list[int]) -> list[tuple[str, int, int]]:
     return [(table.files[int(table.file[b])], int(table.offset[b]), int(table.length[b])) for b in chunks]
 
 
-def test_what_the_index_says_of_names_and_values_is_what_all_parts_say(run: Path) -> None:
-    """Nodes as every rank sees them, labels, whose a name is, and which tensors hold the same bytes."""
+def test_index_agrees_with_manifests_on_names(run: Path) -> None:
+    """Nodes per rank, labels, owners of names and equal tensors agree."""
     one, two = whole(run), listed(run)
     assert one.labels == two.labels and one.keys == two.keys and one.shared_names() == two.shared_names()
     assert {key: tensor.spec for key, tensor in one.tensors.items()} == {k: t.spec for k, t in two.tensors.items()}
@@ -166,7 +166,7 @@ def test_what_the_index_says_of_names_and_values_is_what_all_parts_say(run: Path
 
 @pytest.fixture
 def got(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is read of any folder, by key."""
+    """Record the keys that are read from any folder."""
     seen: list[str] = []
     get = LocalStore.get
 
@@ -197,15 +197,15 @@ def test_restore_reads_only_the_manifests_it_needs(run: Path, got: list[str]) ->
 
 
 def ranks_with(root: Path, rank: int) -> list[bool]:
-    """Of each rank that saved: whether it has something that `rank` of the same ranks wants."""
+    """Return for each rank whether it saved something that `rank` needs."""
     everything = whole(root)
     filler = Filler(everything, place(WORLD, rank, everything).fills)
     wanted = set(everything.table.columns.rank[everything.shard_of_chunk[filler.chunks]].tolist())
     return [r in wanted for r in range(WORLD.size)]
 
 
-def test_a_lost_or_damaged_index_is_made_up_for(run: Path, tmp_path: Path) -> None:
-    """By the manifests: the same chunks are wanted."""
+def test_manifests_replace_a_lost_or_damaged_index(run: Path, tmp_path: Path) -> None:
+    """The manifests replace it, and the same chunks are requested."""
     expected = Filler(whole(run), place(WORLD, 3, whole(run)).fills).chunks
     for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-9] + bytes(9))):
         root = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
@@ -216,8 +216,8 @@ def test_a_lost_or_damaged_index_is_made_up_for(run: Path, tmp_path: Path) -> No
         assert Filler(saved, place(WORLD, 3, saved).fills).chunks == expected
 
 
-def test_lost_manifest_comes_from_another_tier_or_is_an_error(run: Path, tmp_path: Path) -> None:
-    """It is named; ranks that do not need it do not notice."""
+def test_lost_manifest_is_read_from_another_tier(run: Path, tmp_path: Path) -> None:
+    """The error names it. Ranks that do not need it are not affected."""
     root = tmp_path / "run"
     shutil.copytree(run, root)
     commit = committed(root)
@@ -226,19 +226,19 @@ def test_lost_manifest_comes_from_another_tier_or_is_an_error(run: Path, tmp_pat
     for others in ((), (run.as_uri(),)):
         source = StoreSource(root.as_uri(), commit.checkpoint, commit, others=others)
         source.open([])
-        mine = boxes(place(WORLD, 3, source.saved))
+        own = boxes(place(WORLD, 3, source.saved))
         if others:
-            source.narrow(mine)
+            source.narrow(own)
             assert source.repaired
         else:
             with pytest.raises(CorruptError, match=key):
-                source.narrow(mine)
+                source.narrow(own)
     source.narrow(boxes(place(WORLD, 21, listed(root))))
 
 
 @pytest.mark.parametrize("nodes", [(0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1), tuple(range(8))], ids=["1", "2", "8"])
-def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...]) -> None:
-    """Everything that a rank wants it reads itself or gets from one other, and a node reads it once."""
+def test_reads_and_transfers_of_ranks_match(run: Path, nodes: tuple[int, ...]) -> None:
+    """A rank reads every needed chunk itself or gets it from one other rank, and a node reads it once."""
     other = scale.World(1, 2, 4, WORLD.layers, WORLD.width)
     posts, wanted = [], []
     for rank in range(other.size):
@@ -262,12 +262,12 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
     assert sources.fitting([{**post, "problems": []} for post in posts], listed(run))
 
 
-# -- the index is what the tables say --
+# -- the index agrees with the tables --
 
 
 @st.composite
 def states(draw: st.DrawFn) -> list[list[SavedShard]]:
-    """The shards of each of a few ranks: tensors of any shape, cut anyhow, whole for some ranks alone."""
+    """Draw the shards of a few ranks: tensors of any shape, divided in any way, some with own instances."""
     world = draw(st.integers(1, 4))
     found: list[list[SavedShard]] = [[] for _ in range(world)]
     for number in range(draw(st.integers(1, 5))):
@@ -335,16 +335,16 @@ def built(state: list[list[SavedShard]]) -> tuple[Index, list[Table]]:
 
 @settings(max_examples=50, deadline=None)
 @given(states())
-def test_the_index_says_what_the_tables_say(state: list[list[SavedShard]]) -> None:
-    """Who has which box of which tensor, its dtype and shape, and where tables are; also when it was a file."""
+def test_index_agrees_with_the_tables(state: list[list[SavedShard]]) -> None:
+    """Owners, boxes, dtypes, shapes and tables agree, also after a round trip through bytes."""
     made, tables = built(state)
     for found in (made, Index.from_bytes(made.to_bytes(), "an index", len(state))):
-        said = {
+        contents = {
             (*key, found.spec(i).dtype, found.spec(i).shape, rank, box)
             for i, key in enumerate(found.keys)
             for rank, box in zip(found.holders(i).tolist(), found.pattern(i).boxes(), strict=True)
         }
-        assert said == {
+        assert contents == {
             (s.name, s.instance, s.dtype, s.global_shape, s.rank, s.box) for table in tables for s in table.shards
         }
         assert found.columns["owned"].tolist() == [table.owned for table in tables]
@@ -354,8 +354,8 @@ def test_the_index_says_what_the_tables_say(state: list[list[SavedShard]]) -> No
 
 @settings(max_examples=50, deadline=None)
 @given(states(), st.data())
-def test_negative_control_a_lost_or_doubled_piece_is_seen(state: list[list[SavedShard]], data: st.DataObject) -> None:
-    """By name: whatever is saved by nobody, or twice."""
+def test_negative_control_lost_or_doubled_piece(state: list[list[SavedShard]], data: st.DataObject) -> None:
+    """The error names the tensor of a piece that is saved by no rank or twice."""
     places = [(r, i) for r, shards in enumerate(state) for i, s in enumerate(shards) if s.nbytes]
     if not places:
         return
@@ -371,11 +371,11 @@ def test_negative_control_a_lost_or_doubled_piece_is_seen(state: list[list[Saved
     assert one.name in str(raised.value)
 
 
-def test_equal_contents_are_equal_and_others_are_not() -> None:
-    """Tensors of ranks' own: the same bytes under one name are one tensor; a difference in one byte is seen."""
+def test_equal_own_tensors_are_recognized() -> None:
+    """Own tensors of ranks with the same name and bytes are one tensor. A difference in one byte is detected."""
     shards = [[SavedShard("own", "F32", (4,), (0,), (4,), rank, rank)] for rank in range(3)]
     for seeds, same in (((0, 0, 0), True), ((0, 0, 1), False)):
-        tables = [table_of(mine, 0, seed) for mine, seed in zip(shards, seeds, strict=True)]
+        tables = [table_of(own, 0, seed) for own, seed in zip(shards, seeds, strict=True)]
         found = joined(tables)
         assert (len({found.content(i) for i in range(3)}) == 1) is same
         saved = SavedState.listed(found, lambda ranks: {})
@@ -383,11 +383,11 @@ def test_equal_contents_are_equal_and_others_are_not() -> None:
         assert (saved.resolve("own", 1, 2, GLOBAL, lenient=False) == ("own", 0)) is same
 
 
-# -- damaged and hostile ones --
+# -- damaged and hostile indexes --
 
 
 def parts_of(run: Path) -> tuple[bytes, dict[str, Any], Json]:
-    """An index, its columns and counts."""
+    """Return the bytes of an index, its columns and counts."""
     raw = index_of(run).read_bytes()
     frames = safetensors.numpy.load(raw)
     counts = json.loads(frames.pop("counts").tobytes())
@@ -404,8 +404,8 @@ def forged(columns: dict[str, Any]) -> bytes:
     return Index(columns, (), (), ()).to_bytes()
 
 
-def test_every_flipped_bit_of_an_index_is_refused_or_changes_nothing(run: Path) -> None:
-    """Without its digest, which would have caught it: only errors of ours, and nothing hangs or takes memory."""
+def test_flipped_bits_of_an_index_raise_our_errors(run: Path) -> None:
+    """The index is read without its digest, which would detect the change: only our own errors are raised."""
     raw, rng = index_of(run).read_bytes(), np.random.default_rng(0)
     for at in rng.integers(0, len(raw) * 8, 400).tolist():
         bad = bytearray(raw)
@@ -469,15 +469,15 @@ HOSTILE = {
     "a view with too few values": views(lambda data: data["views"][0][2].pop()),
     "alike a later one": change("alike", 0, 1),
     "alike one that is not like itself": lambda columns: columns["alike"].__setitem__(slice(0, 3), [0, 0, 1]),
-    "alike nobody": change("alike", 5, -1),
+    "alike a negative rank": change("alike", 5, -1),
     "no views at all": lambda columns: columns.update(views=np.frombuffer(b"[]", np.uint8)),
     "views too deep": lambda columns: columns.update(views=np.frombuffer(b"[" * 100_000, np.uint8)),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_index_is_refused(run: Path, kind: str) -> None:
-    """Whatever does not fit together. Negative control: unchanged, it is taken."""
+def test_hostile_index_is_rejected(run: Path, kind: str) -> None:
+    """Negative control: the unchanged index is accepted."""
     _, columns, _ = parts_of(run)
     assert Index.from_bytes(forged(columns), "an index", WORLD.size).keys
     HOSTILE[kind](columns)
@@ -485,8 +485,8 @@ def test_a_hostile_index_is_refused(run: Path, kind: str) -> None:
         Index.from_bytes(forged(columns), "an index", WORLD.size)
 
 
-def test_sizes_are_declared_and_checked_before_anything_is_unpacked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame that holds more than it says, less, or without bounds; a count that is no number."""
+def test_sizes_are_checked_before_unpacking(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame has more or less data than declared, or no size, or a count is not a number."""
     _, columns, counts = parts_of(run)
     frames = safetensors.numpy.load(forged(columns))
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
@@ -520,7 +520,7 @@ def test_sizes_are_declared_and_checked_before_anything_is_unpacked(run: Path, m
 
 
 def lying(run: Path, edit: Callable[[dict[str, Any], Index], str]) -> tuple[SavedState, str]:
-    """Return a state by an index that is well formed and differs from the tables, and the name of the tensor."""
+    """Return a state from a valid index that differs from the tables, and the name of the tensor."""
     raw, columns, _ = parts_of(run)
     name = edit(columns, Index.from_bytes(raw, "an index", WORLD.size))
     found, commit = Index.from_bytes(forged(columns), "an index", WORLD.size), committed(run)
@@ -532,7 +532,7 @@ def lying(run: Path, edit: Callable[[dict[str, Any], Index], str]) -> tuple[Save
 
 
 def first_dims(columns: dict[str, Any], found: Index) -> tuple[str, int]:
-    """A weight, and where the dimensions of its pieces begin."""
+    """Return a weight, and the position of the dimensions of its pieces."""
     i = next(i for i, (name, _) in enumerate(found.keys) if name.startswith("model.") and name.endswith("wo.weight"))
     return found.keys[i][0], int(found._starts[2][found.columns["tensor_pattern"][i]])
 
@@ -556,7 +556,7 @@ def outside(columns: dict[str, Any], found: Index) -> str:
 
 
 def swapped(columns: dict[str, Any], found: Index) -> str:
-    """Two ranks change places."""
+    """Swap two ranks in the index."""
     name, _ = first_dims(columns, found)
     start = int(found._starts[1][found.columns["tensor_pattern"][found.number[name, 0]]])
     columns["piece_rank"][[start, start + 1]] = columns["piece_rank"][[start + 1, start]]
@@ -570,8 +570,8 @@ def other_dtype(columns: dict[str, Any], found: Index) -> str:
 
 
 @pytest.mark.parametrize("lie", [hole, overlap, outside, swapped, other_dtype], ids=lambda f: f.__name__)
-def test_an_index_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: Any) -> None:
-    """Before a byte is taken by it, and by name. Negative control: the truth passes."""
+def test_index_that_contradicts_the_tables_is_rejected(run: Path, lie: Any) -> None:
+    """The error comes before any read and names the tensor. Negative control: the correct index is accepted."""
     for edit, right in ((lambda columns, found: first_dims(columns, found)[0], True), (lie, False)):
         saved, name = lying(run, edit)
         shape = saved.tensors[name, 0].spec.shape
@@ -583,8 +583,8 @@ def test_an_index_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: Any
                 saved.narrowed(wanted)
 
 
-def test_ranks_that_do_not_agree_are_not_a_checkpoint() -> None:
-    """The error of the committer names the tensor. Negative control: ranks that agree have an index."""
+def test_inconsistent_ranks_are_not_committed() -> None:
+    """The committer's error names the tensor. Negative control: consistent ranks have an index."""
     state = [[SavedShard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
     for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
         tables = [table_of(state[0], 0), table_of(second, 1)]
@@ -596,9 +596,9 @@ def test_ranks_that_do_not_agree_are_not_a_checkpoint() -> None:
                 commits.index_of(written)
 
 
-def test_index_of_some_ranks_lists_what_they_have() -> None:
-    """A disk that only some nodes see has the manifests of its ranks. Their index names their pieces and data files.
-    Their layouts also name tensors of which only other ranks have anything."""
+def test_index_of_some_ranks_lists_their_pieces() -> None:
+    """A disk that only some nodes see has the manifests of its ranks. Their index lists their pieces and data files.
+    Their layouts also name tensors that only other ranks have."""
     tables = [table_of([SavedShard("w", "F32", (9,), (3 * rank,), (3,), rank)], rank) for rank in range(3)]
     written = [commits.WrittenPart(part_of(t, rank, 3, {"elsewhere"}), "", t) for rank, t in enumerate(tables)]
     index = Index.from_bytes(commits.index_of(written[1:]), "an index", 3, 2)
@@ -610,7 +610,7 @@ def test_index_of_some_ranks_lists_what_they_have() -> None:
 
 
 def test_compact_tables_give_the_same_index(run: Path) -> None:
-    """The committer of many ranks keeps only `compact` of each table. Its index is that of the whole tables."""
+    """A committer with many ranks keeps only `compact` of each table. Its index equals that of the whole tables."""
     commit = committed(run)
     manifest = read.run(with_store(run, lambda store: read.load_manifest(store, commit)))
     pairs = list(zip(manifest.parts, manifest.tables, strict=True))
@@ -622,13 +622,13 @@ def test_compact_tables_give_the_same_index(run: Path) -> None:
 # -- the benchmark --
 
 
-def test_the_benchmark_measures_what_it_says(run: Path) -> None:
-    """Its tasks, on 32 ranks; all figures that are judged are there; a figure that is too high is named."""
+def test_benchmark_reports_all_figures(run: Path) -> None:
+    """Its tasks run on 32 ranks. All judged figures exist, and a figure that is too high is named."""
     found = {
         "plan": scale.plan(WORLD, 5),
         "sizes": scale.sizes(run),
         "reshard": {"the same": scale.reshard(run, WORLD, 5), "names": scale.names_of_a_stage(run, 2)},
-        "looks": {what: looks.look(run, what) | {"peak_mb": 1.0} for what in ("show", "repair, all but data files")},
+        "looks": {task: looks.look(run, task) | {"peak_mb": 1.0} for task in ("show", "repair, all but data files")},
         "commit": {"read_s": 1.0, "merge_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0},
     }
     for one in found["reshard"].values():

@@ -1,4 +1,4 @@
-"""The compiled library gives the same results as Python, is used only if it works, and no install needs it."""
+"""The compiled library gives the same results as Python, is used only if it works, and is optional."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @example(SMALL, 0, 0)
 @example(8192 + 1, 0, 1)
 @pytest.mark.usefixtures("either_way")
-def test_a_copy_is_right_and_nothing_beside_it_is_touched(size: int, start: int, at: int) -> None:
-    """Of any size, from and to any address, with the digest that xxhash makes and no other."""
+def test_copy_is_correct_and_touches_nothing_else(size: int, start: int, at: int) -> None:
+    """Any size and any address work, and only xxhash's digest is accepted."""
     data = NOISE[start : start + size]
     room = np.full(size + 160, 0xA5, np.uint8)
     digest = np.frombuffer(xxhash.xxh3_128_digest(data), np.uint8)[None]
@@ -65,8 +65,8 @@ def test_a_copy_is_right_and_nothing_beside_it_is_touched(size: int, start: int,
 @pytest.mark.parametrize(
     "size", [241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 8192, 8193, 9216, 70_001]
 )
-def test_the_digest_at_the_edges_of_blocks_and_stripes(size: int, processor: str) -> None:
-    """From a last byte alone to whole blocks; a wheel that was made on one processor runs on another."""
+def test_digest_is_correct_at_block_boundaries(size: int, processor: str) -> None:
+    """Covers a single last byte up to whole blocks. A wheel built on one processor runs on another."""
     library = compiled_kernels(processor)
     if library is None:
         pytest.skip("no C compiler")
@@ -79,8 +79,8 @@ def test_the_digest_at_the_edges_of_blocks_and_stripes(size: int, processor: str
 # -- which library is used --
 
 
-def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name has the digest of its source. After a change, or an upgrade by hand, Python does the work."""
+def test_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's name has the digest of its source. After a change or a manual upgrade, Python is used."""
     shutil.copy(REPO / "ckpt/core/format/kernels.c", tmp_path)
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
     assert kernels.library_path().name == build().library_name()
@@ -91,10 +91,10 @@ def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: py
     assert kernels.find.__wrapped__() is None
 
 
-def test_a_library_that_cannot_be_loaded_is_logged_once(
+def test_unusable_library_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """None, garbage, and a library without our function."""
+    """Covers a missing library, garbage, and a library without our function."""
     caplog.set_level(logging.INFO, "ckpt")
     shutil.copy(REPO / "ckpt/core/format/kernels.c", tmp_path)
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
@@ -112,8 +112,8 @@ def test_a_library_that_cannot_be_loaded_is_logged_once(
     assert len(caplog.records) == 4
 
 
-class Lying:
-    """A library in Python that is wrong in one way."""
+class WrongLibrary:
+    """A library in Python with one wrong result."""
 
     def __init__(self, lie: str) -> None:
         self.lie = lie
@@ -129,12 +129,12 @@ class Lying:
         return xxhash.xxh3_128_digest(ctypes.string_at(source, length))
 
 
-def test_a_library_that_gives_wrong_results_is_not_used(
+def test_library_with_wrong_results_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried before its first use, on sizes and addresses where a compiler may go wrong."""
-    assert [lie for lie in ("none", "copy", "beside", "digest") if kernels.works(Lying(lie))] == ["none"]  # type: ignore[arg-type]
-    monkeypatch.setattr(kernels, "Kernels", lambda loaded: Lying("digest"))
+    """The library is checked before its first use, with sizes and addresses where a compiler may fail."""
+    assert [lie for lie in ("none", "copy", "beside", "digest") if kernels.works(WrongLibrary(lie))] == ["none"]  # type: ignore[arg-type]
+    monkeypatch.setattr(kernels, "Kernels", lambda loaded: WrongLibrary("digest"))
     monkeypatch.setattr(kernels.ctypes, "CDLL", lambda path: None)
     assert kernels.find.__wrapped__() is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -143,8 +143,8 @@ def test_a_library_that_gives_wrong_results_is_not_used(
 # -- installing --
 
 
-def test_the_page_on_pypi_has_no_dead_links() -> None:
-    """Links into the repository, and pictures from there, are words; code and links to elsewhere stay as they are."""
+def test_page_on_pypi_has_no_dead_links() -> None:
+    """Relative links and pictures are replaced by text. Code and other links are unchanged."""
     page = build().as_page(readme := (REPO / "README.md").read_text())
     code = re.compile(r"(?ms)^```.*?^```")
     assert code.findall(page) == code.findall(readme) and "](docs/" in readme
@@ -156,7 +156,7 @@ def test_the_page_on_pypi_has_no_dead_links() -> None:
 
 
 def wheel(tmp_path: Path, compiler: str, *more: str) -> tuple[Path, str]:
-    """A wheel, made from a copy of what a source archive has, as pip would have it made; and what was said."""
+    """Build a wheel from a copy of the source archive, like pip. Return it with the output."""
     pytest.importorskip("hatchling")
     source = tmp_path / "source"
     for name in ("ckpt", "backends"):
@@ -185,7 +185,7 @@ print(library is not None)
 
 
 def tried(found: Path, folder: Path) -> str:
-    """Return "True" or "False": whether the library of a wheel is used once it is unpacked."""
+    """Return "True" if the unpacked wheel uses its library, otherwise "False"."""
     zipfile.ZipFile(found).extractall(folder)
     command = [sys.executable, "-c", TRIED, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -194,8 +194,8 @@ def tried(found: Path, folder: Path) -> str:
     return ended.stdout.strip()
 
 
-def test_a_wheel_has_the_library_and_is_for_this_machine(tmp_path: Path) -> None:
-    """It is for any Python, since there is no Python in the library."""
+def test_wheel_has_the_library_for_this_machine(tmp_path: Path) -> None:
+    """The wheel fits any Python, because the library does not use Python."""
     if compiled_kernels() is None:
         pytest.skip("no C compiler")
     found, _ = wheel(tmp_path, "")
@@ -207,8 +207,8 @@ def test_a_wheel_has_the_library_and_is_for_this_machine(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "/bin/false"])
-def test_no_compiler_keeps_nothing_from_being_installed(compiler: str, tmp_path: Path) -> None:
-    """Without one, and with one that fails, the wheel is for any machine, and Python does the work."""
-    found, said = wheel(tmp_path, compiler)
-    assert found.name.endswith("-py3-none-any.whl") and "kernels.c is not compiled" in said
+def test_install_works_without_a_compiler(compiler: str, tmp_path: Path) -> None:
+    """Without a working compiler, the wheel fits any machine, and Python is used."""
+    found, output = wheel(tmp_path, compiler)
+    assert found.name.endswith("-py3-none-any.whl") and "kernels.c is not compiled" in output
     assert tried(found, tmp_path / "unpacked") == "False"

@@ -1,4 +1,4 @@
-"""Plain values as JSON and back: every type and every bit returns, or it is refused by its path."""
+"""Plain values survive a round trip through JSON with type and bits, or are rejected with their path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = settings(QUICK, max_examples=50_000)
 
 
 def round_trip(value: Any) -> Any:
-    """Through the very text that is stored; arrays travel beside it as tensors."""
+    """Encode and decode through the stored text. Arrays are kept separately as tensors."""
     arrays: list[Any] = []
 
     def out(found: object, path: Any) -> Any:
@@ -45,18 +45,18 @@ def round_trip(value: Any) -> Any:
         assert reference["$"] == "ndarray"
         return to_array(arrays[int(reference["name"])], reference)
 
-    text = json.dumps(encode(value, ("root",), out), allow_nan=False, sort_keys=True)  # as files have it
+    text = json.dumps(encode(value, ("root",), out), allow_nan=False, sort_keys=True)  # as in files
     return decode(json.loads(text), back)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type, order and every bit, NaN payloads and signs of zero included."""
+    """Return True if type, order and every bit are equal, including NaN payloads and signs of zero."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float) and type(a) is float:
         return struct.pack(">d", a) == struct.pack(">d", b)
     if isinstance(a, (date, timedelta)):
-        return repr(a) == repr(b)  # the fold, and the zone
+        return repr(a) == repr(b)  # includes the fold and the zone
     if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
@@ -69,21 +69,21 @@ def same(a: Any, b: Any) -> bool:
 
 @QUICK
 @given(values)
-def test_every_plain_value_returns(value: Any) -> None:
-    """Type, order of keys and every bit survive the text, whatever is nested in whatever."""
+def test_every_plain_value_survives(value: Any) -> None:
+    """Type, order of keys and every bit survive any nesting."""
     assert same(round_trip(value), value)
 
 
 @pytest.mark.long
 @LONG
 @given(values)
-def test_every_plain_value_returns_long(value: Any) -> None:
-    """The same, many times."""
+def test_every_plain_value_survives_long(value: Any) -> None:
+    """The same test with more examples."""
     assert same(round_trip(value), value)
 
 
-def test_negative_control_the_comparison_sees_every_difference() -> None:
-    """`same` tells apart what == does not."""
+def test_negative_control_comparison_is_exact() -> None:
+    """`same` detects differences that == does not."""
     pairs: list[tuple[Any, Any]] = [
         (0.0, -0.0), (1, True), (1, 1.0), ((1,), [1]), (of_bits(0x7FF8000000000001), float("nan")),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}), ({1: 0}, {"1": 0}), (OrderedDict(a=1), {"a": 1}),
@@ -95,21 +95,21 @@ def test_negative_control_the_comparison_sees_every_difference() -> None:
         assert not same(round_trip(a), b)
 
 
-def test_plain_json_would_not_do() -> None:
-    """Negative control of the tags: JSON alone loses the type, the key or the characters of each of these."""
+def test_negative_control_plain_json_loses_information() -> None:
+    """Negative control of the tags: plain JSON loses the type, the key or the characters of these values."""
     for value in [(1,), {1: 0}, "\ud800\udc00", Counter("a")]:
         assert not same(json.loads(json.dumps(value)), value)
         assert same(round_trip(value), value)
 
 
-def test_a_dict_that_looks_like_a_tag_is_only_a_dict() -> None:
-    """The user's own "$" keys are data, never instructions."""
+def test_dict_that_looks_like_a_tag_stays_a_dict() -> None:
+    """A user's own "$" keys are data, never tags."""
     for value in [{"$": "int", "v": "0x1"}, {"$": "tensor", "name": "x"}, {"$": {"$": None}}, {"v": 1}]:
         assert same(round_trip(value), value)
 
 
-def test_integers_of_any_size_return() -> None:
-    """Also beyond the length that Python itself refuses to print, as values and as keys."""
+def test_integers_of_any_size_survive() -> None:
+    """This includes integers longer than Python prints, as values and as keys."""
     huge = 10**5000
     with pytest.raises(ValueError):
         str(huge)
@@ -144,8 +144,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda v: type(v).__name__)
-def test_anything_else_is_refused_by_its_path(value: Any) -> None:
-    """What could not come back as it was is an error that says where it is."""
+def test_other_values_are_rejected_with_their_path(value: Any) -> None:
+    """A value that would not survive raises an error with its path."""
     with pytest.raises(StateError, match=r"root\.a\.0\.7"):
         round_trip({"a": [{7: value}]})
 
@@ -153,8 +153,8 @@ def test_anything_else_is_refused_by_its_path(value: Any) -> None:
 @pytest.mark.parametrize(
     "key", [MyStr("x"), Colour.RED, (1, Colour.RED), Point(1), object(), int], ids=lambda key: type(key).__name__
 )
-def test_keys_of_other_types_are_refused_by_path(key: Any) -> None:
-    """A key of any other type would come back as another type, in a dict and in a set."""
+def test_keys_of_other_types_are_rejected_with_their_path(key: Any) -> None:
+    """A key of any other type, in a dict or a set, would change its type."""
     with pytest.raises(StateError, match=r"root\.a: the key"):
         round_trip({"a": {key: 1}})
     with pytest.raises(StateError, match=r"root\.a: the key"):
@@ -171,7 +171,7 @@ def test_keys_of_other_types_are_refused_by_path(key: Any) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_sets_deques_and_keys_of_any_plain_type_return(value: Any) -> None:
+def test_sets_deques_and_plain_keys_survive(value: Any) -> None:
     """Type, order, bits and the length limit of a deque survive."""
     found = round_trip({"a": value})["a"]
     assert same(found, value) and repr(
@@ -188,8 +188,8 @@ def nest(depth: int) -> Any:
     return value
 
 
-def test_depth_has_a_limit_that_both_sides_share() -> None:
-    """The deepest value that is taken comes back; a deeper one, or one that contains itself, is refused in time."""
+def test_depth_limit_is_the_same_on_both_sides() -> None:
+    """The deepest allowed value survives. A deeper or recursive one raises an error quickly."""
     deepest = nest((MAX_DEPTH - 1) // 2)
     assert same(round_trip(deepest), deepest)
     ring: list[Any] = []
@@ -221,14 +221,14 @@ def test_depth_has_a_limit_that_both_sides_share() -> None:
     ],
     ids=lambda data: re.sub(" at 0x[0-9a-f]+", "", str(data)),
 )  # fmt: skip
-def test_damaged_or_newer_data_is_corrupt(data: Any) -> None:
-    """Unknown tags and impossible contents are CorruptError, never a value and never another exception."""
+def test_damaged_or_unknown_data_raises_corrupt_error(data: Any) -> None:
+    """Unknown tags and impossible contents raise only CorruptError and never give a value."""
     with pytest.raises(CorruptError):
         decode([data])
 
 
-def test_arrays_of_objects_cannot_be_asked_for() -> None:
-    """A reference that names an object or structured dtype is refused before any array is made of the bytes."""
+def test_object_arrays_are_rejected() -> None:
+    """A reference with an object or structured dtype is rejected before any array is created."""
     tensor, reference = from_array(np.zeros(2), ())
     for dtype in ("O", "f4,f4", "V8"):
         with pytest.raises(CorruptError):
@@ -252,28 +252,28 @@ tagged = st.builds(
 
 @QUICK
 @given(json_values | tagged | st.lists(tagged, max_size=3))
-def test_no_json_whatsoever_does_more_than_make_values(data: Any) -> None:
-    """Any JSON is either plain values again or CorruptError: nothing else escapes, and nothing is run."""
+def test_any_json_gives_values_or_corrupt_error(data: Any) -> None:
+    """Any JSON gives plain values or raises CorruptError. Nothing else is raised or run."""
     try:
         found = decode(data)
     except CorruptError:
         return
-    round_trip(found)  # only what could have been encoded comes out
+    round_trip(found)  # only encodable values are returned
 
 
-def test_too_deep_data_is_corrupt_not_a_crash() -> None:
-    """A hostile depth ends in CorruptError, long before Python's own limit."""
+def test_too_deep_data_raises_corrupt_error() -> None:
+    """Extreme depth raises CorruptError long before Python's own limit."""
     data: Any = 0
     for _ in range(100_000):
         data = [data]
     with pytest.raises(CorruptError, match="deep"):
         decode(data)
     while data:
-        data = data[0]  # taken apart by hand: freeing it at once would recurse
+        data = data[0]  # taken apart step by step: freeing it in one go would recurse
 
 
 def test_pickles_stay_bytes(tmp_path: pathlib.Path) -> None:
-    """A pickle inside the values is data; loading does not run it. Negative control: unpickling would."""
+    """A pickle inside the values is data, and loading does not run it. Negative control: unpickling would."""
     target = tmp_path / "ran"
 
     class Evil:
@@ -287,8 +287,8 @@ def test_pickles_stay_bytes(tmp_path: pathlib.Path) -> None:
     assert target.exists()
 
 
-def test_a_long_history_costs_little_to_keep() -> None:
-    """A plain list of 20,000 numbers is not looked through one by one, and is saved as it was all the same."""
+def test_long_list_is_encoded_quickly() -> None:
+    """A plain list of 20,000 numbers is not checked one by one, but is saved unchanged."""
     numbers = [0.1 * i for i in range(20_000)]
     assert encode(numbers) == numbers and encode(numbers) is not numbers
     assert encode(list(range(100))) == list(range(100))

@@ -1,4 +1,4 @@
-"""Where the time of a run went: computed by hand for each rule, parts that add up on every time line, what is shown."""
+"""Where the time of a run went: figures computed by hand for each rule, sums on random timelines, and the output."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ckpt.tools.observe.goodput import accounting, walk
 __all__ = ["run"]  # fixtures
 
 
-# -- one incarnation --
+# -- one job attempt --
 
 
-def test_an_undisturbed_run_is_all_productive() -> None:
-    """The first start is told, and counted nowhere: wall-clock begins when it was ready to train."""
+def test_undisturbed_run_is_all_productive() -> None:
+    """The first start is reported but counted nowhere: the wall clock starts when training can begin."""
     found = settled(replace(account(1, 100.0), end=End("closed", 114.5, 115.0)))
     assert (found.wall_s, found.productive_s, found.other_s) == (near(11.0), near(10.0), near(1.0))
     assert (found.first_start_s, found.steps, found.effective) == (near(4.0), 10, 1.0)
@@ -33,8 +33,8 @@ def test_an_undisturbed_run_is_all_productive() -> None:
     assert found.mtbf_s is None and found.training_s == near(10.0) and found.interruptions == ()
 
 
-def test_whether_it_runs_follows_from_when_it_was_last_kept() -> None:
-    """A ledger without an end that was kept a moment ago."""
+def test_run_is_running_if_saved_recently() -> None:
+    """A run is running if its metrics have no end and were saved recently."""
     one = account(1, 100.0, kept=114.5)
     assert settled(one, now=WALL + 115).running
     assert not settled(one, now=WALL + 115 + 3600).running
@@ -42,8 +42,8 @@ def test_whether_it_runs_follows_from_when_it_was_last_kept() -> None:
     assert not settled(died(one), now=WALL + 115).running
 
 
-def test_saving_is_what_was_waited_for_and_what_steps_took_longer() -> None:
-    """Slowing is the sum over rows, in which faster steps cancel out slower ones; pauses are told, and not invalid."""
+def test_saving_cost_is_stalls_plus_slowing() -> None:
+    """Slowing is summed over rows, so faster steps offset slower ones. Pauses are reported, but are not lost time."""
     one = account(1, 0.0, steps=4, step_s=2.0)
     one.rows[1] = replace(one.rows[1], stalled=0.25, slowed=0.5, quiet=0, saves=1)
     one.rows[2] = replace(one.rows[2], slowed=-0.2)
@@ -58,10 +58,10 @@ def test_saving_is_what_was_waited_for_and_what_steps_took_longer() -> None:
 # -- interruptions --
 
 
-def test_a_crash_is_divided_into_its_parts() -> None:
-    """Steps 1 to 10 of 1 s, up to 14. Noticed at 16.5: one second of it was work, the rest unnoticed. Gone at 17, the
-    next born at 20, opening at 22, opened at 23, restoring from 23 to 25 to step 7; the first step took 3 s, 2 of them
-    beyond a usual one. Steps 8, 9 and 10 are done again, 11 to 13 are new."""
+def test_crash_cost_is_split_into_parts() -> None:
+    """Steps 1 to 10 take 1 s each, until 14. The crash is detected at 16.5; one second before that was work. The
+    process ends at 17, the next starts at 20, opens its Checkpointer from 22 to 23 and restores step 7 until 25. Its
+    first step takes 3 s, 2 more than usual. Steps 8 to 10 are redone, 11 to 13 are new."""
     one = died(account(1, 0.0), 2.5, 0.5)
     two = account(2, 20.0, first=8, steps=6, of="1.abc", back=2.0)
     two.rows = [replace(row, at=row.at + 2) for row in two.rows]
@@ -82,10 +82,10 @@ def test_a_crash_is_divided_into_its_parts() -> None:
     assert found.by_kind == {"death": 1} and found.by_source == {"memory": 1}
 
 
-def test_the_earliest_sign_of_the_end_counts() -> None:
-    """Of this rank or another, as it was seen here or as it wrote itself; what went on long before was survived."""
+def test_earliest_sign_of_the_end_counts() -> None:
+    """The sign may be of this rank or another, seen here or in a report. Faults that were survived do not count."""
     two = account(2, 60.0, first=11, of="1.abc")
-    one = died(account(1, 0.0), 10.0)  # last step at 14, noticed at 24
+    one = died(account(1, 0.0), 10.0)  # last step at 14, detected at 24
     assert settled(one, two).interruptions[0].cost.perceive == near(9.0)
     hang = replace(one, faults=[seen(20.0, "hang"), seen(23.0, "signal")])
     (only,) = settled(hang, two).interruptions
@@ -105,16 +105,16 @@ def test_the_earliest_sign_of_the_end_counts() -> None:
     assert settled(one, two, faults=(request,)).interruptions[0].kind == "death"
 
 
-def test_a_warning_before_the_last_step_leaves_nothing_unnoticed() -> None:
-    """A preemption is announced, training goes on to the step that all agreed on: from there on it is leaving."""
+def test_warning_before_last_step_costs_no_detection() -> None:
+    """After a preemption notice, training continues to the agreed step. All time after that step counts as leaving."""
     one = died(replace(account(1, 0.0), faults=[seen(12.0, "preemption")]), 0.5, 0.5, how="left")
     (only,) = settled(one, account(2, 20.0, first=11, of="1.abc")).interruptions
     assert (only.kind, only.lost_steps) == ("preemption", 0)
     assert costs(only.cost) == {"leave": 1.0, "launch": 5.0, "start": 2.0, "open": 1.0, "restore": 1.0}
 
 
-def test_other_ranks_tell_of_faults_only() -> None:
-    """In a folder that several keep their accounts in, the lowest rank's is the one that counts, by its own clock."""
+def test_other_ranks_contribute_only_faults() -> None:
+    """If a folder has metrics from several ranks, those of the lowest rank count, by its own clock."""
     one, two = died(account(1, 0.0), 10.0), account(2, 60.0, first=11, of="1.abc")
     other = replace(one, rank=3, boot="two", anchor=(WALL - 1000, -1000.0), faults=[seen(18.0, "oom", 3)])
     found = settled(other, one, two)
@@ -125,18 +125,18 @@ def test_other_ranks_tell_of_faults_only() -> None:
     assert settled(one, other, two).stalled_s == 0.0 and settled(other, two).stalled_s == near(5.0)
 
 
-def test_the_same_account_twice_counts_once() -> None:
-    """As when several tiers are read; the one that was kept longest has the say."""
+def test_duplicate_metrics_count_once() -> None:
+    """This happens if several tiers are read. The most recently saved metrics count."""
     one, two = died(account(1, 0.0)), account(2, 20.0, first=8, of="1.abc")
     older = replace(one, rows=one.rows[:4], step=4, beat=one.rows[3].at, kept=one.rows[3].at, end=None)
     assert settled(older, one, two, two, older) == settled(one, two)
 
 
-# -- nobody noticed --
+# -- undetected ends --
 
 
-def test_when_nobody_noticed_the_time_is_not_divided() -> None:
-    """Trainer and writer were killed together: from the last known step to the birth of the next, and a note."""
+def test_undetected_end_is_not_split_into_parts() -> None:
+    """Trainer and writer were killed together. One part covers the time from the last step to the next start."""
     one = account(1, 0.0, kept=14.5)
     found = settled(one, account(2, 20.0, first=8, of="1.abc"))
     (only,) = found.interruptions
@@ -145,26 +145,26 @@ def test_when_nobody_noticed_the_time_is_not_divided() -> None:
     assert any("nothing is known from" in note for note in found.notes)
 
 
-def test_steps_that_nobody_saw_done_are_work() -> None:
-    """The next one restored step 13, and 10 was the last that is known: three steps at the usual pace."""
+def test_unrecorded_steps_count_as_work() -> None:
+    """The next attempt restored step 13, and step 10 is the last recorded one: three steps at the usual pace."""
     found = settled(account(1, 0.0), account(2, 20.0, first=14, of="1.abc"))
     (only,) = found.interruptions
     assert (only.step, only.lost_steps, only.cost.unknown) == (13, 0, near(3.0))
     assert (found.steps, found.productive_s) == (23, near(23.0))
-    found = settled(account(1, 0.0), account(2, 20.0, first=101, of="1.abc"))  # no more than fit in
+    found = settled(account(1, 0.0), account(2, 20.0, first=101, of="1.abc"))  # at most what fits in
     assert found.interruptions[0].cost.unknown == 0.0 and found.productive_s == near(16 + 10)
 
 
-def test_an_incarnation_that_is_not_in_the_ledger() -> None:
-    """Its account is damaged: what it did is known by what the next one restored."""
+def test_missing_attempt_is_inferred_from_the_next() -> None:
+    """The metrics of an attempt are damaged. The step that the next one restored shows how far it got."""
     found = settled(died(account(1, 0.0), 0.0, 0.0), account(3, 40.0, first=21, of="2.xyz"))
     (only,) = found.interruptions
     assert any("are missing" in note for note in found.notes)
     assert (only.lost_steps, only.cost.unknown, found.steps) == (0, near(40 - 14 - 10), 30)
 
 
-def test_a_ledger_that_begins_in_the_middle() -> None:
-    """A run that was saved before there were ledgers: nothing is lost by that."""
+def test_metrics_may_begin_in_the_middle() -> None:
+    """A run was saved before run metrics existed. Nothing counts as lost."""
     found = settled(account(4, 0.0, first=501, of="3.old"))
     assert (found.steps, found.redone_steps, found.count) == (10, 0, 0)
     assert any("begin at step 500" in note for note in found.notes)
@@ -174,7 +174,7 @@ def test_a_ledger_that_begins_in_the_middle() -> None:
 
 
 def rolled_back(to: int = 4, steps: int = 10) -> Account:
-    """Ten steps, then restore() of step `to` from 14.5 to 15.5, then more steps."""
+    """Return ten steps, a restore() of step `to` from 14.5 to 15.5, and more steps."""
     one = account(1, 0.0)
     one.restores.append(Restore(14.5, 1.0, to, "file:///run", f"1.abc-{to}", "2.def"))
     one.rows += [StepRow(16.5 + n, to + 1 + n, 1, 1.0, quiet=1) for n in range(steps)]
@@ -183,8 +183,8 @@ def rolled_back(to: int = 4, steps: int = 10) -> Account:
     return one
 
 
-def test_a_rollback_costs_restoring_and_what_is_done_again() -> None:
-    """Steps 5 to 10, whether or not somebody wanted it."""
+def test_rollback_costs_restore_and_redone_steps() -> None:
+    """Steps 5 to 10 are lost, whether or not the rollback was intended."""
     found = settled(rolled_back())
     (only,) = found.interruptions
     assert (only.kind, only.step, only.restored, only.lost_steps, only.source) == ("rollback", 10, 4, 6, "file:///run")
@@ -192,8 +192,8 @@ def test_a_rollback_costs_restoring_and_what_is_done_again() -> None:
     assert (found.steps, found.productive_s) == (14, near(14.0))
 
 
-def test_between_jobs_that_were_closed_no_time_passes() -> None:
-    """It is told besides, up to when the next was ready. What it did again is recompute all the same, and no fault."""
+def test_time_between_closed_jobs_is_idle() -> None:
+    """Idle time lasts until the next attempt is ready. Redone steps count as recompute, not as a fault."""
     one = replace(account(1, 0.0), end=End("closed", 14.25, 14.5))
     found = settled(one, account(2, 5000.0, first=11, of="1.abc"))
     assert (found.idle_s, found.wall_s, found.interruptions) == (near(5004 - 14.5), near(20.5), ())
@@ -203,8 +203,8 @@ def test_between_jobs_that_were_closed_no_time_passes() -> None:
     assert (found.count, found.mtbf_s, found.by_kind, found.effective) == (0, None, {}, near(1 - 2 / 20.5))
 
 
-def test_a_long_break_can_be_told_apart() -> None:
-    """After a fault nobody knows whether somebody wanted it: a note says so, and it can be made to count as idle."""
+def test_long_break_can_count_as_idle() -> None:
+    """It is unknown whether the break was intended. A note mentions it, and an option counts it as idle."""
     one, two = died(account(1, 0.0), 0.0, 0.0), account(2, 7214.0, first=11, of="1.abc")
     found = settled(one, two)
     assert found.cost.launch == near(7200.0)
@@ -213,9 +213,9 @@ def test_a_long_break_can_be_told_apart() -> None:
     assert (found.cost.launch, found.idle_s, found.count) == (0.0, near(7200.0), 1)
 
 
-def test_taken_over_by_a_newer_job() -> None:
-    """It had opened at 11.5, when the first was in step 8, with 7 done: what the first did afterwards counts for
-    nothing."""
+def test_steps_after_a_takeover_do_not_count() -> None:
+    """The second attempt opened at 11.5, when the first had done 7 steps. Later work of the first does not
+    count."""
     one = died(account(1, 0.0, steps=20), how="left")
     two = account(2, 8.5, first=6, of="1.abc")
     found = settled(one, two)
@@ -224,12 +224,12 @@ def test_taken_over_by_a_newer_job() -> None:
     assert costs(only.cost) == {"unfinished": 0.5, "restore": 1.0, "redone": 2.0}
     assert found.steps == 15 and any("took ownership" in note for note in found.notes)
     assert found.wall_s == near(two.beat - 4.0)
-    other = settled(one, replace(two, boot="two"))  # on another machine, by the wall clock
+    other = settled(one, replace(two, boot="two"))  # on another machine, by wall clock
     assert other.interruptions == found.interruptions and other.wall_s == near(found.wall_s)
 
 
-def test_taken_over_in_the_middle_of_a_row() -> None:
-    """Whole steps of it count."""
+def test_takeover_within_a_row_counts_whole_steps() -> None:
+    """Only whole steps of the row count."""
     one = account(1, 0.0, steps=0, beat=24.0, step=20)
     one.rows = [StepRow(24.0, 20, 20, 20.0, quiet=20)]
     found = settled(replace(one, kept=24.0), account(2, 8.5, first=8, of="1.abc"))
@@ -239,8 +239,8 @@ def test_taken_over_in_the_middle_of_a_row() -> None:
 # -- clocks --
 
 
-def test_another_machine_is_compared_by_the_wall_clock() -> None:
-    """Its monotonic clock began at another time."""
+def test_other_machine_is_compared_by_wall_clock() -> None:
+    """The monotonic clock of the other machine started at another time."""
     one = died(account(1, 1000.0), 0.0, 0.0)
     here = settled(one, account(2, 1030.0, first=8, of="1.abc"))
     there = settled(one, account(2, 30.0, first=8, of="1.abc", boot="two", clock=WALL + 1000))
@@ -249,9 +249,9 @@ def test_another_machine_is_compared_by_the_wall_clock() -> None:
 
 
 @pytest.mark.parametrize("end", [True, False])
-def test_a_clock_that_went_back_makes_no_time(end: bool) -> None:
-    """The next machine's clock is an hour behind: nothing between them, and a note. A job that restored what the other
-    had done before that moment did not run beside it, whatever the clocks say."""
+def test_clock_set_back_adds_no_time(end: bool) -> None:
+    """The next machine's clock is an hour behind: no time is counted between the two, with a note. A job that restored
+    earlier steps of the other did not run at the same time, whatever the clocks show."""
     one = died(account(1, 0.0), 0.0, 0.0) if end else account(1, 0.0)
     two = account(2, 20.0, first=8, of="1.abc", boot="two", clock=WALL - 3600)
     found = settled(one, two)
@@ -264,8 +264,8 @@ def test_a_clock_that_went_back_makes_no_time(end: bool) -> None:
 # -- copies --
 
 
-def test_a_copy_of_a_run_begins_anew() -> None:
-    """What lies between is neither an interruption nor time of the run. What is done again is told."""
+def test_copied_run_starts_a_new_count() -> None:
+    """The time between is neither an interruption nor part of the run. Redone steps are reported."""
     one = account(1, 0.0)
     two = account(2, 9000.0, first=9, of="1.abc", url="file:///copy", inode=8)
     found = settled(one, two)
@@ -275,18 +275,18 @@ def test_a_copy_of_a_run_begins_anew() -> None:
     assert any("is a copy" in note for note in found.notes)
 
 
-# -- whatever comes --
+# -- invalid input --
 
 
-def test_numbers_that_make_no_sense_are_damage() -> None:
-    """Nobody has to reckon with them."""
+def test_impossible_numbers_raise_corrupt_error() -> None:
+    """Such metrics are rejected when they are read."""
     for wild in (account(2, 1e300), account(2, 15.0, step=10**40), account(2, 15.0, anchor=(-1e305, 0.0))):
         with pytest.raises(CorruptError):
             Account.from_bytes(json.dumps(json.loads(wild.to_bytes())).encode())
 
 
-def test_rows_that_contradict_themselves_are_survived() -> None:
-    """Longer than the time there was, negative, without steps, out of order."""
+def test_contradictory_rows_are_accepted() -> None:
+    """The rows are longer than the time available, negative, without steps, or out of order."""
     for row in (
         StepRow(14.0, 10, 1, 500.0, stalled=400.0, paused=90.0),
         StepRow(14.0, 10, 0, -1.0, stalled=-5.0),
@@ -305,7 +305,7 @@ few = st.floats(0.0, 2.0).map(lambda value: round(value, 6))
 
 @st.composite
 def timelines(draw: st.DrawFn) -> list[Account]:
-    """Incarnations one after the other, or beside each other, with ends and clocks of all kinds."""
+    """Draw successive or overlapping job attempts, with ends and clocks of all kinds."""
     clock, done, accounts = draw(st.floats(0.0, 1e6)), 0, list[Account]()
     for number in range(1, draw(st.integers(1, 6)) + 1):
         born = max(0.0, clock + draw(st.one_of(seconds, few, st.floats(-20.0, 0.0))))
@@ -336,7 +336,7 @@ def timelines(draw: st.DrawFn) -> list[Account]:
             one.rows += [StepRow(begin + n, to + n, 1, 1.0) for n in range(1, draw(st.integers(0, 9)) + 1)]
             one.step, one.beat = (one.rows[-1].step, one.rows[-1].at) if one.rows[-1].at > begin else (to, begin)
         if len(one.rows) > 1 and draw(st.booleans()):
-            one.rows.pop()  # the beat goes beyond
+            one.rows.pop()  # the heartbeat is newer than the last row
         one.kept = one.beat + draw(few)
         one.faults = [
             seen(
@@ -357,9 +357,9 @@ def timelines(draw: st.DrawFn) -> list[Account]:
 
 @settings(max_examples=150, deadline=None)
 @given(timelines(), st.permutations(range(12)))
-def test_the_parts_add_up_for_every_time_line(accounts: list[Account], order: list[int]) -> None:
-    """Each second is in one part, nothing is negative, effective is a share, and the order does not matter; nor is
-    anything of that otherwise where one knows what time it is, or has the faults as reports as well."""
+def test_parts_add_up_for_every_timeline(accounts: list[Account], order: list[int]) -> None:
+    """Each second is in one part, no part is negative, goodput is a fraction, and the order does not matter. This also
+    holds if the current time is given, or if the faults are given as reports too."""
     found = settled(*accounts)
     shuffled = [accounts[at] for at in order if at < len(accounts)]
     assert accounting.settled(shuffled).statement.to_json() == found.to_json()
@@ -374,9 +374,9 @@ def test_the_parts_add_up_for_every_time_line(accounts: list[Account], order: li
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 25), st.booleans(), few), min_size=1, max_size=8), few)
-def test_what_is_found_is_what_was_simulated(lives: list[tuple[int, int, bool, float]], unnoticed: float) -> None:
-    """Incarnations that do so many steps of 1 s from so many steps before the last one on, some as rows, some merged.
-    Who counts how often each step was done gets the same sums."""
+def test_result_matches_simulated_attempts(lives: list[tuple[int, int, bool, float]], unnoticed: float) -> None:
+    """Job attempts do steps of 1 s, starting some steps before the last one, with single or merged rows. Counting how
+    often each step was done gives the same sums."""
     clock, done, times, accounts, lost = 10.0, 0, dict[int, int](), list[Account](), list[int]()
     for number, (steps, back, merged, restart_s) in enumerate(lives, 1):
         first = max(1, done + 1 - back)
@@ -402,8 +402,8 @@ def test_what_is_found_is_what_was_simulated(lives: list[tuple[int, int, bool, f
 
 
 @pytest.mark.parametrize("part", ["perceive", "redone", "launch", "restore", "first_step", "unfinished"])
-def test_negative_control_a_part_that_is_not_kept_is_noticed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any one of them the parts do not add up."""
+def test_negative_control_missing_part_is_detected(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts do not add up if any one of them is missing."""
     one = died(account(1, 0.0), 2.5)
     two = account(2, 20.0, first=8, of="1.abc", back=2.0)
     two.rows[0] = replace(two.rows[0], seconds=3.0)
@@ -422,8 +422,8 @@ def test_negative_control_a_part_that_is_not_kept_is_noticed(part: str, monkeypa
 # -- the command --
 
 
-def test_the_command_says_where_the_time_went(run: Path) -> None:
-    """Summary, parts, interruptions, notes; as JSON the statement itself."""
+def test_report_shows_where_the_time_went(run: Path) -> None:
+    """The text has a summary, parts, interruptions and notes. The JSON output is the statement itself."""
     one = died(account(1, 0.0, faults=[seen(14.2, "oom")]), 0.5)
     write(run, one, account(2, 20.0, first=8, of="1.abc"))
     result = invoke(run)
@@ -444,8 +444,8 @@ def test_the_command_says_where_the_time_went(run: Path) -> None:
     assert found["interruptions"] == json.loads(json.dumps(expected.to_json()))["interruptions"]
 
 
-def test_the_command_reads_the_faults_as_well(run: Path) -> None:
-    """What a rank wrote about the end divides the time that the ledger does not."""
+def test_report_reads_fault_files(run: Path) -> None:
+    """A rank's report of the end splits time that the metrics alone cannot split."""
     write(run, account(1, 0.0), account(2, 20.0, first=8, of="1.abc"))
     (run / "faults").mkdir(exist_ok=True)
     time = datetime.fromtimestamp(WALL + 18, UTC).isoformat()
@@ -455,8 +455,8 @@ def test_the_command_reads_the_faults_as_well(run: Path) -> None:
     assert (only["kind"], only["cost"]["perceive"]) == ("hang", pytest.approx(3.0))
 
 
-def test_what_is_damaged_is_left_out_and_told(run: Path) -> None:
-    """Exit code 1, the rest is reported; if nothing is left, that is an error."""
+def test_damaged_metrics_are_skipped_and_reported(run: Path) -> None:
+    """The exit code is 1, and the rest is reported. If no metrics are left, the command fails."""
     write(run, died(account(1, 0.0)), account(2, 20.0, first=8, of="1.abc"))
     (run / f"{PREFIX}2.abc.0.json").write_bytes(b'{"version": 1, "ep')
     (run / f"{PREFIX}notes.txt").write_text("not ours")
@@ -468,8 +468,8 @@ def test_what_is_damaged_is_left_out_and_told(run: Path) -> None:
     assert isinstance(invoke(run).exception, CorruptError)
 
 
-def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
-    """And what is no run at all is what every command says of it."""
+def test_run_without_metrics_raises_clear_error(run: Path) -> None:
+    """A folder that is not a run gets the same error from every command."""
     result = invoke(run)
     assert isinstance(result.exception, FormatError) and "has no run metrics" in str(result.exception)
     (run / "empty").mkdir()
@@ -478,15 +478,15 @@ def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
 
 
 def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:
-    """A summary is what anybody wrote."""
+    """A fault summary may contain any text."""
     one = died(account(1, 0.0, faults=[SeenFault(14.2, "oom\x1b[31m", "[red]\x1b[31mworm\x9b", ends=True)]))
     one.term, one.restores = "1.abc", [Restore(3.0, 1.0, None, "\x1b")]
     write(run, one, account(2, 20.0, of="1.abc", first=3, source="\x1bx"))
     assert not set(invoke(run).output) & {"\x1b", "\x9b"}
 
 
-def test_the_cadence_says_since_when_and_why() -> None:
-    """Of each place, since it has been the same; the newest incarnation that decided anything has the say."""
+def test_interval_lines_show_since_when_and_why() -> None:
+    """The line of a tier covers the time since its last change. The newest attempt with a decision counts."""
     one = account(1, 0.0)
     one.decisions = [
         Decision(0, {"memory": 4, "file:///run": 100}),

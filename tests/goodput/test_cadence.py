@@ -1,4 +1,4 @@
-"""How often to save, and what saving costs: pure functions, fed with steps whose truth is known."""
+"""How often to save, and the cost of saving: pure functions, tested on steps with known costs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def place(name: str, now: int, every: Any = None, *, remote: bool = False) -> Ti
     return TierCadence(name, Auto() if every is None else every, now, remote)
 
 
-# -- what the user says --
+# -- configuration --
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "often", None, "Auto"])
-def test_a_cadence_that_makes_no_sense_is_refused(wrong: Any) -> None:
-    """By Memory and by Tier alike, and the error says what is right."""
+def test_invalid_interval_is_rejected(wrong: Any) -> None:
+    """Memory and Tier raise the same error, which explains valid values."""
     for make in (lambda: ckpt.Memory(every=wrong), lambda: ckpt.Tier("/tmp/x", every=wrong)):
         with pytest.raises(UsageError, match=r'steps from 1.*10min.*"auto"'):
             make()
@@ -40,17 +40,17 @@ def test_a_cadence_that_makes_no_sense_is_refused(wrong: Any) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"budget": 0}, {"budget": 1}, {"budget": math.nan}, {"budget": "1 %"}, {"mtbf_s": 0}, {"mtbf_s": -1.0}]
 )
-def test_an_auto_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
-    """Naming the setting."""
+def test_invalid_auto_setting_is_rejected(wrong: dict[str, Any]) -> None:
+    """The error names the setting."""
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Auto(**wrong)
 
 
-def test_auto_for_places_that_are_only_named() -> None:
-    """A folder, a URL or a name, and the memory that comes with it; where cadences are said already, it is refused."""
+def test_auto_applies_to_tiers_given_by_name() -> None:
+    """ "auto" applies to tiers given by name and to memory. Tiers with their own interval reject it."""
     memory, (tier,) = as_tiers("/tmp/x", every="auto")
     assert memory is not None and memory.every == Auto() == tier.every
-    assert as_tiers("/tmp/x", ckpt.Memory(), "auto")[0] == ckpt.Memory()  # memory= counts as it is
+    assert as_tiers("/tmp/x", ckpt.Memory(), "auto")[0] == ckpt.Memory()  # memory= is used unchanged
     given, (first, second) = as_tiers([ckpt.Tier("/tmp/x", every=7), "/tmp/y"], every=Auto(budget=0.05))
     assert given is not None and (first.every, second.every, given.every) == (7, Auto(budget=0.05), Auto(budget=0.05))
     for tiers, every in (([ckpt.Tier("/tmp/x")], "auto"), ("/tmp/x", "always")):
@@ -60,8 +60,8 @@ def test_auto_for_places_that_are_only_named() -> None:
     assert memory is not None and (memory.every, tier.every) == (1, 100)
 
 
-def test_a_number_or_a_time_is_of_the_folder() -> None:
-    """Memory is still saved at every step. Memory that is given counts as it is."""
+def test_number_or_time_applies_to_the_folder() -> None:
+    """Memory is still saved at every step unless it is given explicitly."""
     for where in ("/tmp/x", ["/tmp/x"]):
         for every, found in ((50, 50), ("10min", Auto(every_s=600))):
             memory, (tier,) = as_tiers(where, every=every, keep=10)
@@ -73,9 +73,9 @@ def test_a_number_or_a_time_is_of_the_folder() -> None:
     for tiers in (*paths, ckpt.Tier("/tmp/x"), [ckpt.Tier("/tmp/x")], [ckpt.Tier("/tmp/x"), "/tmp/y"]):
         assert as_tiers(tiers)[0] == ckpt.Memory()  # however the tiers are given
         assert tiers is None or as_tiers(tiers, None)[0] is None
-    for tiers, words in ((None, {"keep": 3}), ([ckpt.Tier("/tmp/x")], {"keep": 3}), (None, {"every": 5})):
+    for tiers, options in ((None, {"keep": 3}), ([ckpt.Tier("/tmp/x")], {"keep": 3}), (None, {"every": 5})):
         with pytest.raises(InvalidArgumentError, match="given as strings"):
-            as_tiers(tiers, **words)
+            as_tiers(tiers, **options)
     for tiers in ([], ["/tmp/x", "/tmp/x"]):
         with pytest.raises(InvalidArgumentError, match="at least one"):
             as_tiers(tiers)
@@ -91,41 +91,41 @@ def test_a_number_or_a_time_is_of_the_folder() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("30s", 30), ("10min", 600), ("2h", 7200), ("1.5 h", 5400), ("0.5s", 0.5)]
 )
-def test_a_time_has_a_unit(text: str, seconds: float) -> None:
+def test_time_requires_a_unit(text: str, seconds: float) -> None:
     assert ckpt.Tier("/tmp/x", every=text).every == Auto(every_s=seconds)
 
 
 @pytest.mark.parametrize("text", ["10", "10m", "0s", "-5min", "min", "1h30min", "10 minutes", "1e3s", "", "10MIN"])
-def test_other_times_are_refused(text: str) -> None:
-    """With those that are known."""
+def test_invalid_times_are_rejected(text: str) -> None:
+    """The error shows a valid time."""
     with pytest.raises(UsageError, match="10min"):
         ckpt.Tier("/tmp/x", every=text)
 
 
-# -- what follows from costs --
+# -- decisions from costs --
 
 
 @pytest.mark.parametrize(
     ("cost_ms", "step_ms", "expected"),
     [(0.5, 500, 1), (5.2, 500, 1), (6, 500, 2), (20, 500, 5), (50, 500, 10), (500, 500, 100), (0.0, 1, 1)],
 )
-def test_memory_costs_no_more_than_its_budget(cost_ms: float, step_ms: float, expected: int) -> None:
-    """1 %, to the next of 1, 2, 5, 10, …; never less often than that."""
+def test_memory_cost_stays_within_its_budget(cost_ms: float, step_ms: float, expected: int) -> None:
+    """The interval is the next of 1, 2, 5, 10, … that keeps the cost within 1 %, never longer."""
     costs = {MEMORY: SaveCost(cost_ms / 1e3, 0.0, 100)}
     found = decide([place(MEMORY, 4)], 100, step_ms / 1e3, costs, History(), 1)
     assert found.every == {MEMORY: expected}
     assert cost_ms / (expected * step_ms) <= 0.01 * 1.2 and "%" in found.why[MEMORY]
 
 
-def test_a_folder_is_saved_by_young_and_daly() -> None:
-    """The root of 2 x cost x time between faults: 0.3 s and 10,000 s make 77 s, with steps of 0.5 s about 150."""
+def test_folder_interval_follows_young_and_daly() -> None:
+    """The root of 2 x cost x time between faults: 0.3 s and 10,000 s give 77 s, about 150 steps of 0.5 s."""
     costs = {FOLDER: SaveCost(0.3, 1.0, 10)}
     found = decide([place(FOLDER, 1000, Auto(mtbf_s=10_000))], 9, 0.5, costs, History(), 1)
     assert found.every == {FOLDER: 200} and found.mtbf_s == {FOLDER: 10_000} and "configured" in found.why[FOLDER]
 
 
-def test_more_faults_more_saves() -> None:
-    """What a run has seen counts; a fault that memory served is none that the folder is needed for."""
+def test_more_faults_cause_more_saves() -> None:
+    """The faults of the run count. A fault that memory recovered does not count for the folder."""
 
     def every(served: dict[str, int]) -> int:
         known = History(training_s=40_000.0, interruptions=9, deaths=9, served=served)
@@ -134,13 +134,13 @@ def test_more_faults_more_saves() -> None:
     assert every({FOLDER: 99}) < every({FOLDER: 9}) < every({MEMORY: 9}) == every({})
 
 
-def test_memory_is_saved_more_often_where_faults_come_thick() -> None:
-    """0.036 s a snapshot and a fault every 50 s: Young says 1.9 s, though that costs 3 %. No fault, one fault, rare
-    faults: the budget."""
+def test_memory_is_saved_more_often_with_frequent_faults() -> None:
+    """With 0.036 s per snapshot and a fault every 50 s, Young's formula gives 1.9 s at a cost of 3 %. Without faults,
+    or with rare ones, the budget decides."""
     costs, places = {MEMORY: SaveCost(0.036, 0.0, 100)}, [place(MEMORY, 20)]
     for known, expected in (
         (History(300, 6, 6), 5),
-        (History(300, 6, 0), 20),  # before each of them the training loop saved its next step
+        (History(300, 6, 0), 20),  # the training loop saved its next step before each of them
         (History(300, 1, 1), 20),
         (History(10**6, 6, 6), 20),
         (History(), 20),
@@ -150,13 +150,13 @@ def test_memory_is_saved_more_often_where_faults_come_thick() -> None:
         assert (MEMORY in found.mtbf_s) == ("budget" in found.why[MEMORY]) == (expected == 5)
     given = decide([place(MEMORY, 20, Auto(mtbf_s=50))], 100, 0.25, costs, History(), 1)
     assert given.every == {MEMORY: 5} and given.mtbf_s == {MEMORY: 50}
-    assert decide([place(MEMORY, 20, 20)], 100, 0.25, costs, History(300, 6, 6), 1).every == {MEMORY: 20}, "as asked"
+    assert decide([place(MEMORY, 20, 20)], 100, 0.25, costs, History(300, 6, 6), 1).every == {MEMORY: 20}, "as set"
     held = Decision(5, {MEMORY: 20}, {}, {MEMORY: 0.036}, {}, step_s=0.25)
-    assert decide(places, 9, 0.25, {}, History(300, 6, 6), 1, held).every == {MEMORY: 5}, "by what was found out before"
+    assert decide(places, 9, 0.25, {}, History(300, 6, 6), 1, held).every == {MEMORY: 5}, "by earlier measurements"
 
 
-def test_a_place_is_not_busy_all_the_time() -> None:
-    """Free saves are no reason to write without an end: a folder half of the time, a bucket a tenth, once a minute."""
+def test_tier_is_never_busy_all_the_time() -> None:
+    """Even free saves are limited: a folder is busy half of the time, a bucket a tenth, at most once a minute."""
     costs = {FOLDER: SaveCost(0.0, 10.0, 9), BUCKET: SaveCost(0.0, 1.0, 9)}
     places = [place(FOLDER, 7, Auto(mtbf_s=10)), place(BUCKET, 7, Auto(mtbf_s=10), remote=True)]
     found = decide(places, 9, 1.0, costs, History(), 1)
@@ -164,8 +164,8 @@ def test_a_place_is_not_busy_all_the_time() -> None:
 
 
 @pytest.mark.parametrize(("step_s", "every"), [(0.25, 2400), (1.0, 600), (7.0, 86), (599.0, 1), (4000.0, 1)])
-def test_a_time_is_as_many_steps_as_last_so_long(step_s: float, every: int) -> None:
-    """Whatever a save costs. What is nearly right is left alone, what is not is a change, also a small one."""
+def test_time_is_converted_to_steps(step_s: float, every: int) -> None:
+    """The cost of a save does not matter. A small deviation changes nothing, a larger one changes the interval."""
     place = TierCadence("/x", Auto(every_s=600), 100)
     found = decide([place], 10, step_s, {}, History(), 1)
     assert found.every["/x"] == every and "10 min, in steps of" in found.why["/x"]
@@ -177,29 +177,30 @@ def test_a_time_is_as_many_steps_as_last_so_long(step_s: float, every: int) -> N
         assert differs(decide([settled], 20, step_s * 1.2, {}, History(), 1), [settled])
 
 
-def test_a_number_stays_what_it_is() -> None:
-    """Only what is "auto" is changed."""
+def test_fixed_interval_never_changes() -> None:
+    """Only "auto" intervals change."""
     costs = {MEMORY: SaveCost(1.0, 0.0, 100), FOLDER: SaveCost(1.0, 1.0, 9)}
     found = decide([place(MEMORY, 1, 1), place(FOLDER, 3, 3)], 9, 1.0, costs, History(), 1)
     assert found.every == {MEMORY: 1, FOLDER: 3} and not cadence.differs(found, [place(MEMORY, 1), place(FOLDER, 3)])
 
 
-def test_what_is_not_known_yet_is_found_out() -> None:
-    """Memory keeps what it has; a folder is saved every ten seconds; a bucket is left as it is."""
+def test_defaults_apply_before_measurements() -> None:
+    """Without measurements, memory keeps its interval, a folder is saved every 10 s, and a bucket keeps its
+    interval."""
     places = [place(MEMORY, 4), place(FOLDER, 100), place(BUCKET, 100, remote=True)]
     assert decide(places, 9, 0.1, {}, History(), 1).every == {MEMORY: 4, FOLDER: 100, BUCKET: 100}
     assert decide(places, 9, 1.0, {}, History(), 1).every == {MEMORY: 4, FOLDER: 10, BUCKET: 100}
 
 
-def test_what_an_earlier_incarnation_found_out_is_kept() -> None:
-    """Until there are measurements again."""
+def test_earlier_decision_is_kept_without_measurements() -> None:
+    """An earlier decision is used until there are new measurements."""
     held = Decision(5, {MEMORY: 20, FOLDER: 500}, {FOLDER: "for a reason"}, {MEMORY: 0.1, FOLDER: 0.3})
     found = decide([place(MEMORY, 20), place(FOLDER, 500)], 9, 1.0, {}, History(), 1, held)
     assert found.every == held.every and found.costs == held.costs and found.why[FOLDER] == "for a reason"
 
 
-def test_what_may_be_right_is_left_alone() -> None:
-    """A measurement that is as unsure as the difference changes nothing; a sure one does."""
+def test_uncertain_measurement_changes_nothing() -> None:
+    """A measurement as uncertain as the difference changes nothing. A certain one does."""
     for unsure, expected in ((0.05, 5), (0.001, 20)):
         costs = {MEMORY: SaveCost(0.08, 0.0, 50, unsure)}
         assert decide([place(MEMORY, 5)], 9, 0.5, costs, History(), 1).every == {MEMORY: expected}
@@ -209,19 +210,19 @@ def test_what_may_be_right_is_left_alone() -> None:
     st.floats(0, 1e4), st.floats(1e-6, 1e4), st.floats(0, 1e4), st.floats(1e-3, 1e9), st.integers(1, 10**6),
     st.integers(4, 1000),
 )  # fmt: skip
-def test_a_decision_is_always_one(
+def test_decision_is_always_valid(
     save_s: float, step_s: float, write_s: float, mtbf_s: float, now: int, samples: int
 ) -> None:
-    """Whatever was measured: steps from 1 on, and a sentence."""
+    """For any measurements the interval is at least 1, and a reason is given."""
     costs = {MEMORY: SaveCost(save_s, 0.0, samples, save_s), FOLDER: SaveCost(save_s, write_s, samples)}
     places = [place(MEMORY, now), place(FOLDER, now, Auto(mtbf_s=mtbf_s))]
     found = decide(places, 9, step_s, costs, History(), 8)
     assert all(type(n) is int and n >= 1 for n in found.every.values()) and len(cadence.lines(found)) == 2
 
 
-def test_history_counts_what_only_a_snapshot_helps_against() -> None:
-    """A signal that the fault handler dealt with lost nothing. An exception did, and so did a fault that the writer
-    found; the user's end is none."""
+def test_history_counts_faults_that_need_a_snapshot() -> None:
+    """A signal that the fault handler served lost nothing. An exception or a fault detected by the writer did. A normal
+    end is not a fault."""
     accounts = []
     for number, (kind, by, how, source) in enumerate(
         [
@@ -230,7 +231,7 @@ def test_history_counts_what_only_a_snapshot_helps_against() -> None:
             ("signal", "writer", "died", MEMORY),
             ("", "", "closed", FOLDER),
             ("", "", "", BUCKET),
-        ]  # that is a plan
+        ]  # a planned end
     ):
         account = Account(f"{number}.ab")
         account.rows = [StepRow(10.0, 5, 5, 10.0)]
@@ -243,12 +244,12 @@ def test_history_counts_what_only_a_snapshot_helps_against() -> None:
     assert found.served == {MEMORY: 2, FOLDER: 1}
 
 
-# -- what saving costs --
+# -- the cost of saving --
 
 
 def run(every: int, cost_s: float, *, durable: int = 0, takes: int = 4, each_s: float = 0.0, steps: int = 600) -> Meter:
-    """Steps of 0.5 s that vary by 2 %; snapshots that cost so much, a tenth of it waiting; checkpoints that take
-    `takes` steps, each longer by `each_s`."""
+    """Return a meter after steps of 0.5 s that vary by 2 %. A snapshot costs `cost_s`, a tenth of it waiting. A
+    checkpoint takes `takes` steps, each longer by `each_s`."""
     meter, rng = Meter(), random.Random(1)
     writing = 0
     for step in range(steps):
@@ -261,8 +262,8 @@ def run(every: int, cost_s: float, *, durable: int = 0, takes: int = 4, each_s: 
     return meter
 
 
-def test_the_cost_of_a_snapshot_is_found() -> None:
-    """Within two standard errors; of what costs nothing, nothing."""
+def test_snapshot_cost_is_measured() -> None:
+    """The error is within three standard errors. Free snapshots cost nothing."""
     for cost_s in (0.0, 0.05, 0.3):
         meter = run(4, cost_s)
         found = meter.snapshot_s
@@ -270,15 +271,15 @@ def test_the_cost_of_a_snapshot_is_found() -> None:
         assert meter.quiet_s == pytest.approx(0.5, abs=0.01) and meter.snapshots == 128
 
 
-def test_the_cost_of_a_checkpoint_is_found_apart_from_it() -> None:
-    """Four steps that each take 0.1 s longer are 0.4 s, whatever snapshots cost."""
+def test_checkpoint_cost_is_measured_separately() -> None:
+    """Four steps that each take 0.1 s longer cost 0.4 s, whatever snapshots cost."""
     meter = run(4, 0.05, durable=40, each_s=0.1)
     assert meter.save_s(FOLDER) == pytest.approx(0.4, abs=0.05)
     assert meter.write_s(FOLDER) == 2.0 and meter.saves(FOLDER) >= 10
 
 
-def test_without_anything_to_compare_with_nothing_is_claimed() -> None:
-    """If every step saves, what that costs is not known; nor if the steps without were long ago."""
+def test_cost_is_unknown_without_comparison() -> None:
+    """If every step saves, or the steps without a save were long ago, the cost is unknown."""
     assert run(1, 0.05).snapshot_s is None
     meter = run(4, 0.05)
     assert meter.snapshot_s is not None
@@ -287,17 +288,17 @@ def test_without_anything_to_compare_with_nothing_is_claimed() -> None:
     assert meter.quiet_s is None and meter.snapshot_s is None
 
 
-def test_an_evaluation_beside_a_save_is_not_what_saving_costs() -> None:
-    """A step that took minutes while something was written for a second was slow for other reasons; what is as long as
-    the writing may be due to it."""
+def test_evaluation_during_a_save_is_not_its_cost() -> None:
+    """A step of minutes during a write of one second was slow for other reasons. A delay as long as the write may be
+    due to it."""
     meter = run(4, 0.05, durable=40, each_s=0.1)
     assert meter.step(60.0, 0.0, False, [FOLDER], 1.0) == 0.0 and meter.step(60.0, 0.0, True, []) == 0.0
     assert meter.step(1.2, 0.0, False, [FOLDER], 1.0) == pytest.approx(0.7, abs=0.02)
     assert meter.step(2.0, 0.0, False, [FOLDER], 1.0) == 1.0 and 0 < meter.step(0.8, 0.1, True, []) < 0.3
 
 
-def test_a_state_in_the_place_of_tiers_is_named_in_a_line() -> None:
-    """Who gives them the wrong way round hears which comes first, and not all numbers of the state."""
+def test_swapped_arguments_raise_a_short_error() -> None:
+    """If the arguments are swapped, the error shows the correct order, but not the whole state."""
     with pytest.raises(UsageError, match=r"Checkpointer\(state, tiers\)") as refused:
         as_tiers({"model": list(range(10_000))})
     assert len(str(refused.value)) < 300

@@ -1,4 +1,4 @@
-"""The ledger: what an account says, what of it survives which fault, and what is refused."""
+"""Run metrics (the ledger): their content, what survives each fault, and which files are rejected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with ckpt.Checkpointer(state, ckpt.Tier(run, every=every), memory=memory) as cp:
                 time.sleep(0.4)
         if mode == "auto":
             time.sleep(0.006)
-        boundaries.memory_ready(cp)  # else a step may be left out
+        boundaries.memory_ready(cp)  # otherwise a step may be skipped
         save = cp.step(step + 1)
         if step + 1 == kill_at:
             if mode == "raise":
@@ -68,7 +68,7 @@ with ckpt.Checkpointer(state, ckpt.Tier(run, every=every), memory=memory) as cp:
 
 
 def accounts(run: str) -> list[Account]:
-    """Of a run in a folder, in order."""
+    """Return the metrics of a run in a folder, in order."""
     return ledger.in_order(Account.from_bytes(path.read_bytes()) for path in Path(run, "ledger").glob("*.json"))
 
 
@@ -83,19 +83,19 @@ def sample() -> Account:
     return account
 
 
-# -- what is written down --
+# -- file format --
 
 
-def test_an_account_comes_back_as_it_was() -> None:
-    """Every field, through bytes; its name tells epoch and rank; wall-clock follows from the anchor."""
+def test_metrics_survive_a_round_trip() -> None:
+    """A round trip through bytes keeps every field. The file name has term and rank, and wall time uses the anchor."""
     account = sample()
     assert Account.from_bytes(account.to_bytes()) == account
     assert account.key == "ledger/3.abcd.1.json" and ledger.is_account(account.key) and account.number == 3
     assert account.wall(60.0) == 1e9 + 10
 
 
-def test_a_cut_or_changed_account_is_refused() -> None:
-    """Wherever it is cut off, and whatever field is of another kind: CorruptError, never anything else."""
+def test_cut_or_changed_metrics_raise_corrupt_error() -> None:
+    """A file that is cut off anywhere, or has a field of another type, raises only CorruptError."""
     raw = sample().to_bytes()
     for stop in range(len(raw)):
         with pytest.raises(CorruptError):
@@ -121,8 +121,8 @@ def test_a_cut_or_changed_account_is_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 10), st.booleans()), max_size=3000))
-def test_merged_rows_say_the_same_in_sum(steps: list[tuple[int, float, bool]]) -> None:
-    """However many there are: bounded in number, the first ones whole, and never merged over a way back."""
+def test_merged_rows_keep_their_sums(steps: list[tuple[int, float, bool]]) -> None:
+    """Merged rows are limited in number, keep the first ones unmerged, and never span a rollback."""
     rows: list[StepRow] = []
     at, step = 0.0, 1000
     for count, seconds, back in steps:
@@ -135,17 +135,17 @@ def test_merged_rows_say_the_same_in_sum(steps: list[tuple[int, float, bool]]) -
     assert all(row.saves == 1 for row in rows[: ledger.FINE_ROWS])
 
 
-def test_many_events_keep_the_first_and_the_last() -> None:
-    """So that a ledger stays small."""
+def test_many_events_keep_first_and_last() -> None:
+    """The number of stored events stays small."""
     found = ledger.bounded(range(1000))
     assert len(found) == ledger.MOST_EVENTS and found[0] == 0 and found[-1] == 999
 
 
-# -- what a run writes down --
+# -- metrics of a run --
 
 
-def test_a_run_that_ends_as_it_should(run_dir: str) -> None:
-    """One account: every step, in order and to the end; the first restore found nothing; saves are counted; closed."""
+def test_closed_run_has_complete_metrics(run_dir: str) -> None:
+    """A closed run has one file: every step in order, an empty first restore, the counted saves, and its end."""
     assert run_script(JOB, run_dir, 40, 0, "").returncode == 0
     (one,) = accounts(run_dir)
     assert [row.step for row in one.rows] == list(range(1, 41))
@@ -154,13 +154,12 @@ def test_a_run_that_ends_as_it_should(run_dir: str) -> None:
     assert one.born < one.opening < one.opened <= one.restores[0].at < one.rows[0].at < one.end.at
     (saves,) = one.saves.values()
     assert saves.count == 4 and saves.nbytes > 0 and not saves.failed and not one.faults
-    assert sum(row.saves for row in one.rows) == 39  # the one after the last step is in no row
+    assert sum(row.saves for row in one.rows) == 39  # the save after the last step is in no row
     assert 0 < sum(row.stalled for row in one.rows) < sum(row.seconds for row in one.rows)
 
 
-def test_a_killed_trainer_is_known_to_its_last_step(run_dir: str, own_sockets: Path) -> None:
-    """Its writer saw the end, and what died, and puts that while it holds the memory; the next incarnation says from
-    where it came back."""
+def test_killed_trainer_has_metrics_to_its_last_step(run_dir: str, own_sockets: Path) -> None:
+    """The writer detects the death and records it while it holds the memory. The next attempt records its restore."""
     assert killed(run_script(JOB, run_dir, 40, 17, ""))
     assert writers(own_sockets), "the writer should still be there"
     assert eventually(lambda: [one.end for one in accounts(run_dir)] not in ([], [None]), 10)
@@ -173,8 +172,8 @@ def test_a_killed_trainer_is_known_to_its_last_step(run_dir: str, own_sockets: P
     assert second.rows[0].step == 18 and second.number > first.number
 
 
-def test_trainer_and_writer_killed_together(run_dir: str) -> None:
-    """What was put before stays: the account has no end, and is whole up to a moment before."""
+def test_metrics_survive_killed_trainer_and_writer(run_dir: str) -> None:
+    """Earlier data stays: the file has no end, but it is complete until shortly before the kill."""
     assert killed(run_script(JOB, run_dir, 200, 60, "both"))
     (one,) = accounts(run_dir)
     assert one.end is None and one.restores and one.kept >= one.opened
@@ -182,8 +181,8 @@ def test_trainer_and_writer_killed_together(run_dir: str) -> None:
     assert accounts(run_dir)[1].restores[0].source.startswith("file://")
 
 
-def test_a_writer_that_dies_is_no_gap(run_dir: str) -> None:
-    """The next writer goes on with the account where the last put of it was."""
+def test_killed_writer_leaves_no_gap(run_dir: str) -> None:
+    """The next writer continues with the last stored metrics."""
     assert run_script(JOB, run_dir, 60, 30, "writer").returncode == 0
     (one,) = accounts(run_dir)
     assert one.end is not None and one.end.how == "closed" and one.step == 60
@@ -191,19 +190,19 @@ def test_a_writer_that_dies_is_no_gap(run_dir: str) -> None:
     assert [row.at for row in one.rows] == sorted(row.at for row in one.rows)
 
 
-def test_an_exception_and_a_signal_are_told_by_kind(run_dir: str) -> None:
-    """What ended an incarnation, noticed before it was gone."""
+def test_exception_and_signal_are_recorded_by_kind(run_dir: str) -> None:
+    """The fault that ended an attempt is recorded with its kind and its time of detection."""
     assert run_script(JOB, run_dir, 40, 12, "raise").returncode == 1
     assert run_script(JOB, run_dir, 40, 25, "term").returncode == 143
-    assert eventually(lambda: all(one.end for one in accounts(run_dir)))  # their writers put it when they are gone
+    assert eventually(lambda: all(one.end for one in accounts(run_dir)))  # stored by writers after the exit
     first, second = accounts(run_dir)
     for one, kind in ((first, "exception"), (second, "signal")):
         assert kind in [f.kind for f in one.faults if f.ends and f.by == "fault handler"], one.faults
         assert one.end is not None and one.beat <= one.end.at <= one.end.gone and one.end.how != "closed"
 
 
-def test_an_exception_is_no_planned_stop_without_triggers(run_dir: str) -> None:
-    """Who leaves the with block by an error has not ended as wanted, whoever was told of it."""
+def test_exception_without_triggers_is_not_planned_end(run_dir: str) -> None:
+    """Leaving the with block by an exception is not a planned end, even without triggers."""
     code = JOB.replace("memory=memory)", "memory=memory, triggers=[])")
     assert code != JOB and run_script(code, run_dir, 40, 12, "raise").returncode == 1
     (one,) = accounts(run_dir)
@@ -213,24 +212,24 @@ def test_an_exception_is_no_planned_stop_without_triggers(run_dir: str) -> None:
     assert one.end is not None and one.end.how == "left"
 
 
-def test_pauses_are_no_training(run_dir: str) -> None:
-    """What the user paused is told apart from the step in which it was."""
+def test_pauses_are_recorded_separately(run_dir: str) -> None:
+    """Time in not_training() is recorded separately from the step around it."""
     assert run_script(JOB, run_dir, 12, 0, "pause").returncode == 0
     (one,) = accounts(run_dir)
     assert 0.4 <= sum(row.paused for row in one.rows) < 5
     assert one.rows[5].paused >= 0.4 and one.rows[5].step == 6
 
 
-def test_a_rollback_is_a_second_restore(run_dir: str) -> None:
-    """In the same account; the steps after it come again."""
+def test_rollback_is_recorded_as_second_restore(run_dir: str) -> None:
+    """It is recorded in the same file, and its steps are recorded again."""
     assert run_script(JOB, run_dir, 40, 0, "back").returncode == 0
     (one,) = accounts(run_dir)
     assert [r.step for r in one.restores] == [None, 10]
     assert [row.step for row in one.rows] == [*range(1, 21), *range(11, 31)]
 
 
-def test_a_place_that_takes_no_ledger_is_no_reason_to_stop(run_dir: str) -> None:
-    """A file stands where the folder should be: the run is saved all the same, and a warning says what is missing."""
+def test_run_continues_if_metrics_cannot_be_stored(run_dir: str) -> None:
+    """A file blocks the ledger folder: the run is still saved, and a warning is logged."""
     assert run_script(JOB, run_dir, 5, 0, "").returncode == 0
     for path in Path(run_dir, "ledger").iterdir():
         path.unlink()
@@ -244,8 +243,8 @@ def test_a_place_that_takes_no_ledger_is_no_reason_to_stop(run_dir: str) -> None
 # -- "auto" --
 
 
-def test_auto_finds_a_cadence_and_the_next_start_has_it(run_dir: str) -> None:
-    """Decisions are written down with their reasons; a restart begins with the last one; no step is lost for it."""
+def test_auto_interval_is_reused_by_the_next_start(run_dir: str) -> None:
+    """Decisions are stored with their reasons. A restart begins with the last one and loses no step."""
     assert killed(run_script(JOB, run_dir, 3000, 500, "auto"))
     (one,) = accounts(run_dir)
     assert one.decisions, "nothing was decided in 500 steps"
@@ -268,29 +267,29 @@ with ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every="auto"), memory=ckpt.
         dist.barrier()
         cp.step(step + 1)
     newest = cp._run.intervals.plan.newest
-    told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}"
-    print(told, flush=True)
+    result = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}"
+    print(result, flush=True)
 os._exit(0)
 """
 
 
 @pytest.mark.long
-def test_two_ranks_change_their_cadence_together(run_dir: str) -> None:
-    """Every step that is committed has the parts of both; the last one decided holds on both."""
+def test_two_ranks_change_their_interval_together(run_dir: str) -> None:
+    """Every committed step has the manifests of both ranks, and both have the same last decision."""
     ranks = launch(2, RANK, run_dir, port=free_port(), timeout_s=240)
     assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
-    told = [rank.stdout.split(maxsplit=2)[2] for rank in ranks]
-    assert told[0] == told[1]
+    results = [rank.stdout.split(maxsplit=2)[2] for rank in ranks]
+    assert results[0] == results[1]
     (one,) = accounts(run_dir)
     assert one.rank == 0 and one.decisions and one.end is not None and one.end.how == "closed"
     assert all("was not written" not in rank.stderr for rank in ranks)
 
 
 @pytest.mark.long
-def test_a_frozen_trainer_is_still_accounted_for(run_dir: str) -> None:
-    """SIGSTOP: the writer reads its steps without it."""
-    words = [sys.executable, "-c", JOB, run_dir, "40", "23", "stop"]
-    process = start_python(words, env={**os.environ, "PYTHONPATH": PYTHONPATH}, stdout=subprocess.PIPE)
+def test_frozen_trainer_still_has_metrics(run_dir: str) -> None:
+    """The writer reads the steps of a trainer stopped by SIGSTOP."""
+    command = [sys.executable, "-c", JOB, run_dir, "40", "23", "stop"]
+    process = start_python(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline()
         assert eventually(lambda: bool(found := accounts(run_dir)) and found[0].step == 23)

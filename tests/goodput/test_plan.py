@@ -1,4 +1,4 @@
-"""`cadence.cadence` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
+"""The cost model and `ckpt plan`: predictions equal the results of a simulated job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["run"]  # a fixture
 
 LLAMA = ("--gpus", "16384", "--params", "405e9", "--step-s", "5.9")
 
-# -- a job that is played --
+# -- a simulated job --
 
 
 def play(
@@ -37,8 +37,8 @@ def play(
     *,
     recovering: bool = True,
 ) -> tuple[float, float, dict[str, float]]:
-    """Effective training time, wall-clock a fault, and the parts of a recovery a fault, of a job that makes one step
-    after the other."""
+    """Simulate a job step by step. Return its effective training time, the wall time per fault, and the parts of a
+    recovery per fault."""
     rng = random.Random(7)
     every = [0 if math.isinf(p.every_s) else round(p.every_s / step_s) for p in costs.tiers]
     weights = [p.served for p in costs.tiers]
@@ -60,7 +60,7 @@ def play(
         for i in range(len(every)):
             newest[i] = max([newest[i], *(number for at, number in writing[i] if at <= now)])
             writing[i] = []
-        while True:  # until a recovery is not hit by the next fault
+        while True:  # until a recovery is not interrupted by the next fault
             seen += 1
             need = max(need, rng.choices(range(len(every)), weights)[0])
             following = now + rng.expovariate(1 / mtbf_s) if recovering else math.inf
@@ -93,8 +93,8 @@ GAMES = {
     ("name", "recovering"),
     [*((name, True) for name in GAMES), ("three tiers", False), ("faults as often as restarts", False)],
 )
-def test_what_is_predicted_is_what_happens(name: str, recovering: bool) -> None:
-    """Effective time, what is lost per fault, and each part of a recovery, within what 12,000 faults can tell."""
+def test_prediction_matches_the_simulation(name: str, recovering: bool) -> None:
+    """Effective time, loss per fault and each part of a recovery agree within the precision of 12,000 faults."""
     costs, mtbf_s = GAMES[name]
     effective, wall_s, parts = play(costs, mtbf_s, 1.0, 12_000, recovering=recovering)
     found = predict(costs, mtbf_s, recovering=recovering)
@@ -105,8 +105,8 @@ def test_what_is_predicted_is_what_happens(name: str, recovering: bool) -> None:
         assert found.parts[part] == pytest.approx(value, rel=0.02, abs=1e-9), part
 
 
-def test_the_game_is_a_judge() -> None:
-    """Of a formula that forgets how long a write takes, or what saving costs, it says that it is wrong."""
+def test_negative_control_simulation_rejects_wrong_formulas() -> None:
+    """The simulation rejects a formula without the duration of a write or the cost of a save."""
     for name, wrong in (
         ("a save that takes long in the background", "write_s"),
         ("a save that blocks, and is long", "cost_s"),
@@ -117,7 +117,7 @@ def test_the_game_is_a_judge() -> None:
         assert abs(predict(broken, mtbf_s).invalid_s / ((1 - effective) * wall_s) - 1) > 0.06, wrong
 
 
-# -- by hand --
+# -- properties --
 
 
 @given(
@@ -131,7 +131,7 @@ def test_the_game_is_a_judge() -> None:
     recovering=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_parts_add_up_and_worse_is_never_better(
+def test_parts_add_up_and_predictions_are_monotonic(
     mtbf_s: float,
     perceive_s: float,
     restart_s: float,
@@ -139,7 +139,7 @@ def test_parts_add_up_and_worse_is_never_better(
     shape: list[tuple[float, float, float, float]],
     recovering: bool,
 ) -> None:
-    """Nothing is negative, parts are what is lost, and slower restarts, restores and more faults never help."""
+    """No part is negative, parts add up to the loss, and slower restarts, restores and more faults never help."""
     shares = (nearer, 1 - nearer)
     tiers = [
         TierCost(str(i), cost, every, restore, write, share)
@@ -165,13 +165,13 @@ def test_parts_add_up_and_worse_is_never_better(
         assert effective(costs, mtbf_s / 1.5) <= found.effective + tiny
 
 
-# -- how often to save --
+# -- save intervals --
 
 
 @given(cost=st.floats(1e-4, 100), mtbf=st.floats(1, 1e7))
 @settings(max_examples=100, deadline=None)
-def test_no_other_interval_is_better(cost: float, mtbf: float) -> None:
-    """Of a save that blocks, half and twice the interval lose more, and nothing is more than 1 % of the loss better."""
+def test_best_interval_is_optimal(cost: float, mtbf: float) -> None:
+    """For a blocking save, other intervals lose more, or at most 1 % less."""
 
     def lost(every_s: float) -> float:
         return 1 - predict(Costs(0, 0, [TierCost("d", cost, every_s, 0, cost)]), mtbf).effective
@@ -181,8 +181,8 @@ def test_no_other_interval_is_better(cost: float, mtbf: float) -> None:
         assert lost(best) <= min(lost(best * f) for f in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)) * 1.01
 
 
-def test_nice_steps() -> None:
-    """The nearest of 1, 2, 5, 10, … by ratio, at least one, and never for what is infinite."""
+def test_nice_steps_are_round_numbers() -> None:
+    """The result is the nearest of 1, 2, 5, 10, … by ratio, at least one, and 0 for an infinite interval."""
     found = [nice_steps(steps * 0.1, 0.1) for steps in (0.01, 1, 1.4, 1.5, 3, 3.2, 7, 7.2, 14, 15, 99, 1000, 3.3e6)]
     assert found == [1, 1, 1, 2, 2, 5, 5, 10, 10, 20, 100, 1000, 5_000_000]
     assert nice_steps(math.inf, 1.0) == 0
@@ -204,8 +204,8 @@ def shared_by(node: float, everywhere: float, **changes: float) -> dict[str, flo
     return numbers(mtbf_s=10_000.0, node_share=node, all_share=everywhere, **changes)
 
 
-def test_what_nothing_survives_and_what_nothing_needs() -> None:
-    """The one is refused, the other is not saved to."""
+def test_unsurvivable_faults_and_unneeded_tiers() -> None:
+    """Unsurvivable faults are an error. A tier that no fault needs is not used."""
     near = PlannedTier("memory", 0.02, 0.1, 1, ("process",))
     with pytest.raises(UsageError, match=r"nothing survives 25\.0% of the faults \(all\)"):
         job_plan.cadences(JOB, shared_by(0.0, 0.25), [near])
@@ -214,8 +214,8 @@ def test_what_nothing_survives_and_what_nothing_needs() -> None:
 
 
 def better_than(job: PlannedJob, n: dict[str, float], found: list[PlannedTier], *, free: bool = False) -> float:
-    """How much of what is lost a rarer cadence of memory or the shared tier saves, at the best, or a more frequent one
-    where no bound forbids it. Half a minute a week is not counted."""
+    """Return the largest share of the loss that another interval of memory or the shared tier would save. More frequent
+    saves count only if no bound forbids them. Half a minute a week is ignored."""
     now, best = job_plan.expected(job, n, found).effective, 0.0
     for tier in found:
         now_every = tier.every or 0
@@ -229,7 +229,7 @@ def better_than(job: PlannedJob, n: dict[str, float], found: list[PlannedTier], 
 
 
 def bounded(job: PlannedJob, n: dict[str, float], tier: PlannedTier) -> bool:
-    """Whether without its bounds it would be saved to more often."""
+    """Return True if only a bound prevents more frequent saves."""
     all_of_them = {one.name: one for one in job_plan.tiers(job, n)}
     needed = job_plan.served(list(all_of_them.values()), n, job.step_s)
     share, cost_s = needed[tier.name], tier.cost_s
@@ -238,8 +238,8 @@ def bounded(job: PlannedJob, n: dict[str, float], tier: PlannedTier) -> bool:
     return nice_steps(best_interval(cost_s, n["mtbf_s"] / share), job.step_s) < (tier.every or 0)
 
 
-def test_as_often_as_is_best() -> None:
-    """No other cadence of one tier is more than a twentieth of what is lost better, for jobs of all kinds."""
+def test_planned_intervals_are_close_to_optimal() -> None:
+    """No other interval of a single tier saves more than 5 % of the loss, for jobs of all sizes."""
     rng = random.Random(3)
     for _ in range(150):
         gpus = rng.choice([8, 64, 512, 4096, 16384])
@@ -251,11 +251,11 @@ def test_as_often_as_is_best() -> None:
     assert better_than(some, n, rarer, free=True) > 0.05  # negative control
 
 
-# -- measured --
+# -- measured runs --
 
 
 def account(number: int, start: float, steps: int, **changes: Any) -> Account:
-    """An incarnation that opens at `start`, restores for 2 s, and makes steps of 1 s, the first of 6 s."""
+    """Return the metrics of an attempt: it opens at `start`, restores for 2 s; steps take 1 s, the first 6 s."""
     rows = [StepRow(start + 8, 1, 1, 6.0)]
     rows += [StepRow(start + 8 + 1.1 * i, 1 + i, 1, 1.1, 0.06, 0.04, saves=1) for i in range(1, steps)]
     return Account(
@@ -278,30 +278,30 @@ def account(number: int, start: float, steps: int, **changes: Any) -> Account:
 # -- the command --
 
 
-def asked(*arguments: object) -> Result:
+def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(plan, [str(one) for one in arguments], catch_exceptions=False)
 
 
-def told(*arguments: object) -> dict[str, Any]:
-    result = asked(*arguments, "--json")
+def planned(*arguments: object) -> dict[str, Any]:
+    result = invoke(*arguments, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert isinstance(found, dict)
     return found
 
 
-def test_llama_3() -> None:
-    """A restart of 35 s for 99.5 %; the parts add up, and every number says where it is from."""
-    found = told(*LLAMA)
+def test_plan_for_llama_3() -> None:
+    """99.5 % needs a restart within 35 s. The parts add up, and every number has its source."""
+    found = planned(*LLAMA)
     seen = found["forecast"]
     parts = sum(seen[f"{part}_s"] for part in ("perceive", "restart", "restore", "recompute", "saving"))
     assert parts == pytest.approx(seen["invalid_s"]) == pytest.approx((1 - seen["effective"]) * seen["wall_s"])
     assert seen["effective"] == pytest.approx(0.9928, abs=1e-4) and found["restart_s"] == pytest.approx(35, abs=0.5)
     assert [one["every"] for one in found["tiers"]] == [2, 2, 50]
-    text = asked(*LLAMA).output
+    text = invoke(*LLAMA).output
     line = "memory=ckpt.Memory(every=2, replicas=2)"
-    for words in ("matters most", "time: 99.28", line, "a restart of at most", "419 interruptions", "on_hang"):
-        assert words in text, words
+    for text_part in ("matters most", "time: 99.28", line, "a restart of at most", "419 interruptions", "on_hang"):
+        assert text_part in text, text_part
 
 
 @pytest.mark.parametrize(
@@ -313,12 +313,12 @@ def test_llama_3() -> None:
         ("--gpus", 8, "--state", "1TB", "--step-s", 1, "--mtbf", "1h", "--goal", "0.9"),
     ],
 )
-def test_what_it_would_take_is_what_it_takes(options: tuple[object, ...]) -> None:
-    """What is wanted is given: the goal is met, and it is not with a tenth more. Cadences are those that follow."""
-    wanted = told(*options)
+def test_required_values_meet_the_goal(options: tuple[object, ...]) -> None:
+    """With the required value the goal is met, and with a clearly worse one it is not."""
+    wanted = planned(*options)
 
     def met(name: str, value: float) -> bool:
-        found = told(*options, name, f"{value}s")
+        found = planned(*options, name, f"{value}s")
         return bool(found["forecast"]["effective"] >= found["goal"])
 
     assert met("--mtbf", wanted["mtbf_s"] * 1.001) and not met("--mtbf", wanted["mtbf_s"] / 1.2)
@@ -326,17 +326,19 @@ def test_what_it_would_take_is_what_it_takes(options: tuple[object, ...]) -> Non
         assert met("--restart", restart_s * 0.999) and not met("--restart", restart_s * 1.1)
 
 
-def test_units() -> None:
-    """Numbers as people write them."""
-    same = told("--gpus", 64, "--state", "1TB", "--step-s", "1500ms", "--mtbf", "0.5d", "--assume", "network=40Gbit/s")
+def test_numbers_may_have_units() -> None:
+    """Numbers may be written with units."""
+    same = planned(
+        "--gpus", 64, "--state", "1TB", "--step-s", "1500ms", "--mtbf", "0.5d", "--assume", "network=40Gbit/s"
+    )
     assert same["job"]["step_s"] == 1.5 and same["numbers"]["mtbf_s"] == 43200 and same["numbers"]["network"] == 5e9
-    assert same["job"]["state"] == 1e12 and told(*LLAMA, "--assume", "felt=20%")["numbers"]["felt"] == 0.2
-    first, second = (told(*LLAMA, "--goal", goal) for goal in ("0.995", "99.5 %"))
+    assert same["job"]["state"] == 1e12 and planned(*LLAMA, "--assume", "felt=20%")["numbers"]["felt"] == 0.2
+    first, second = (planned(*LLAMA, "--goal", goal) for goal in ("0.995", "99.5 %"))
     assert first == second
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         ((*LLAMA, "--assume", "open_s=5GB"), "not a duration"),
         ((*LLAMA, "--assume", "network=400Gb/s"), "not a rate"),
@@ -360,29 +362,29 @@ def test_units() -> None:
         ((*LLAMA, "--mtbf", 0), "mtbf_s"),
     ],
 )
-def test_nonsense_is_refused_by_name(arguments: tuple[object, ...], words: str) -> None:
-    """Exit code 2, the option in the message, and no traceback."""
-    result = asked(*arguments)
-    assert result.exit_code == 2 and words in result.output, result.output
+def test_invalid_options_are_named(arguments: tuple[object, ...], expected: str) -> None:
+    """The exit code is 2, and the message names the option without a traceback."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2 and expected in result.output, result.output
 
 
-def test_a_run_as_the_source(run: Path) -> None:
-    """Size, steps, costs and faults come from its accounts, a damaged one is passed over, and options still win."""
+def test_plan_uses_metrics_of_a_run(run: Path) -> None:
+    """Size, steps, costs and faults come from run metrics. Damaged ones are skipped, and options override them."""
     url = run
-    result = asked("--from", url)
+    result = invoke("--from", url)
     assert result.exit_code == 2 and "has no run metrics" in result.output
     ends = [End("died", 165.0 + 200 * i, 165.5 + 200 * i) for i in range(3)]
     write(url, *(account(i + 1, 100.0 + 200 * i, 50, end=end) for i, end in enumerate(ends)), account(4, 700.0, 50))
     (url / "ledger" / "9.zzz.0.json").write_bytes(b"cut o")
-    found = told("--from", url)
+    found = planned("--from", url)
     assert found["job"]["gpus"] == 4 and found["job"]["step_s"] == pytest.approx(1.0)
     assert found["job"]["state"] == 4_000_000
     assert found["tiers"][0]["cost_s"] == pytest.approx(0.1) and found["tiers"][1]["write_s"] == 1.5
     assert found["sources"]["mtbf_s"] == found["sources"]["memory.cost_s"] == f"measured: {url}"
-    larger = told("--from", url, "--gpus", 8, "--restart", "1m")
+    larger = planned("--from", url, "--gpus", 8, "--restart", "1m")
     assert larger["numbers"]["mtbf_s"] == pytest.approx(found["numbers"]["mtbf_s"] / 2)
     assert larger["numbers"]["restart_s"] == 60
-    wide = told("--from", url, "--gpus", 4096, "--mtbf", "1h")
+    wide = planned("--from", url, "--gpus", 4096, "--mtbf", "1h")
     assert any("with 4 ranks" in note for note in wide["notes"])
-    named = asked("--costs", url, "--mtbf", "1h").output.replace("\n", "")
-    assert "ckpt.Tier('/r', every=" in named and "s3://" not in asked(*LLAMA).output
+    named = invoke("--costs", url, "--mtbf", "1h").output.replace("\n", "")
+    assert "ckpt.Tier('/r', every=" in named and "s3://" not in invoke(*LLAMA).output

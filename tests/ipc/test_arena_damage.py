@@ -1,4 +1,4 @@
-"""Damage to the header and the labels of an arena is noticed, and what is being changed is not taken for it."""
+"""Damage to the header and labels of an arena is detected. Concurrent changes are not reported as damage."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def flip(memory: memoryview, at: int) -> None:
     memory[at] ^= 0x10
 
 
-def test_a_damaged_label_hides_its_slot_only() -> None:
-    """Listing what is sealed goes on past a damaged label."""
+def test_damaged_label_hides_only_its_slot() -> None:
+    """The list of sealed slots skips a damaged label."""
     arena = Arena.create(2, 2 * PAGE)
     for slot in (0, 1):
         arena.set_label(slot, Label(SEALED, slot + 1, CheckpointId(1, slot + 1, "0" * 8), "00" * 32, 8, 8, 0.0))
@@ -36,8 +36,8 @@ def test_a_damaged_label_hides_its_slot_only() -> None:
         arena.label(1)
 
 
-def test_each_damaged_byte_of_a_header_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever maps an arena refuses it, or finds that nothing has changed. Nobody waits for a damaged lock for ever."""
+def test_each_damaged_header_byte_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that map an arena refuse it or read unchanged values. A damaged lock blocks none of them."""
     monkeypatch.setattr(stage, "LEAVING_S", 0.05)
     arena = Arena.create(3, 8 * PAGE)
     for at in [*range(48), *range(256, 256 + 48), *range(512, 512 + 48)]:
@@ -48,7 +48,7 @@ def test_each_damaged_byte_of_a_header_is_noticed(monkeypatch: pytest.MonkeyPatc
             other = None
         if other is not None:
             assert (other.slots, other.ready, other.slot_size, other.id) == (3, 3, arena.slot_size, arena.id), at
-            assert at >= 256, "a damaged header was believed"
+            assert at >= 256, "a damaged header was accepted"
             with contextlib.suppress(CorruptError, WriterError):
                 stage._lock(other)
                 other.mutex.unlock()
@@ -63,7 +63,7 @@ def test_each_damaged_byte_of_a_header_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def change_for_ever(fd: int) -> None:
-    """A process that changes the counts and a label all the time."""
+    """Change the counts and a label continuously."""
     arena, label = Arena.attach(fd), Label(FILLING, 1, CheckpointId(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8)
     print("ready", flush=True)
     while True:
@@ -71,8 +71,8 @@ def change_for_ever(fd: int) -> None:
         arena.set_label(0, label)
 
 
-def test_what_is_being_changed_is_not_called_damaged() -> None:
-    """A reader on another core sees each number as it was before a change, or as it is after it."""
+def test_concurrent_changes_are_not_reported_as_damage() -> None:
+    """A reader on another core reads each number as it was before or after a change."""
     arena = Arena.create(2, 8 * PAGE)
     arena.set_label(0, Label(FILLING, 1, CheckpointId(1, 1, "0" * 8), "00" * 32, 4 * PAGE, 8))
     here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "

@@ -1,4 +1,4 @@
-"""The page that says what training does: two mappings, of one or two processes, see the same."""
+"""Tests of the page with the training's progress: two mappings, in one or two processes, see the same."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def heartbeat() -> Iterator[Heartbeat]:
     made.close()
 
 
-def test_a_new_page_says_that_nothing_has_come_yet(heartbeat: Heartbeat) -> None:
-    """No step, no pace, and a sign of life of just now."""
+def test_new_page_has_no_step(heartbeat: Heartbeat) -> None:
+    """It has no step, no step time, and a recent time."""
     before = time.monotonic()
     found = Heartbeat.create().read()
     assert before <= found.when <= time.monotonic()
@@ -43,8 +43,8 @@ def test_a_new_page_says_that_nothing_has_come_yet(heartbeat: Heartbeat) -> None
     assert (heartbeat.usual_s, heartbeat.step, heartbeat.state) == (0.0, -1, OPENING)
 
 
-def test_every_field_is_seen_by_another_mapping(heartbeat: Heartbeat) -> None:
-    """What one writes, another reads: the loop's fields and the writer's, each without the others."""
+def test_every_field_is_visible_to_another_mapping(heartbeat: Heartbeat) -> None:
+    """Fields of the training loop and of the writer are visible to the other side."""
     other = Heartbeat.attach(os.dup(heartbeat.fd))
     at = time.monotonic()
     heartbeat.beat(7)
@@ -59,14 +59,14 @@ def test_every_field_is_seen_by_another_mapping(heartbeat: Heartbeat) -> None:
     for state in (PAUSED, RESTORING, LEAVING, OPENING, TRAINING):
         heartbeat.touch(state)
         assert other.state == state and other.read().doing == STATES[state]
-    assert (other.step, other.read().calls) == (9, 2)  # a touch is no step
+    assert (other.step, other.read().calls) == (9, 2)  # a touch is not a step
     other.usual_s = 1.5
     assert heartbeat.usual_s == 1.5 and other.read().updates == 2
     other.close()
 
 
 def test_two_processes_see_each_other(heartbeat: Heartbeat) -> None:
-    """The descriptor crosses to another process, and both directions work there."""
+    """The descriptor is passed to another process, and both directions work."""
     command = [sys.executable, "-c", OTHER, str(heartbeat.fd)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, pass_fds=[heartbeat.fd], **pipes) as other:  # type: ignore[call-overload]
@@ -80,23 +80,23 @@ def test_two_processes_see_each_other(heartbeat: Heartbeat) -> None:
                 beat = heartbeat.read()
                 expected = [beat.calls, beat.step, beat.when, "training", beat.updates]
                 assert seen[:5] == [str(value) for value in expected]
-            assert seen[5:] == ["0.25"]  # of its own, written after the first line
+            assert seen[5:] == ["0.25"]  # its own value, written after the first line
             assert heartbeat.usual_s == 0.25
         finally:
             other.stdin.close()
             other.wait(10)
 
 
-def test_negative_control_another_page_sees_nothing(heartbeat: Heartbeat) -> None:
-    """Two pages are two pages."""
+def test_negative_control_pages_are_independent(heartbeat: Heartbeat) -> None:
+    """Two pages are independent."""
     other = Heartbeat.create()
     heartbeat.beat(5)
     assert other.step == -1 and other.read().calls == 0
     other.close()
 
 
-def test_the_last_steps_are_told_one_by_one(heartbeat: Heartbeat) -> None:
-    """Those since the last look, in order, with what saving had cost by then; of very many the newest."""
+def test_last_steps_are_returned_in_order(heartbeat: Heartbeat) -> None:
+    """Steps since the last read are returned in order, with the cost of saving; if there are too many, the newest."""
     assert heartbeat.since(0) == (0, [])
     for step in range(1, 6):
         heartbeat.beat(step, stalled_s=0.25 * step, saves=2 * step, skipped=step)
@@ -114,8 +114,8 @@ def test_the_last_steps_are_told_one_by_one(heartbeat: Heartbeat) -> None:
     assert calls == 4996 and 400 < len(steps) < 1000 and steps == list(range(5000 - len(steps), 5000))
 
 
-def test_its_size_is_sealed(heartbeat: Heartbeat) -> None:
-    """Nobody can make a reader die of SIGBUS by cutting the page off, or undo that."""
+def test_page_size_is_sealed(heartbeat: Heartbeat) -> None:
+    """No process can truncate the page, which would end readers with SIGBUS, or undo the seal."""
     assert os.fstat(heartbeat.fd).st_size == 9 * PAGE
     for size in (0, PAGE, 18 * PAGE):
         with pytest.raises(PermissionError):
@@ -128,8 +128,8 @@ def test_its_size_is_sealed(heartbeat: Heartbeat) -> None:
     os.close(loose)
 
 
-def test_it_is_not_inherited(heartbeat: Heartbeat) -> None:
-    """A program that the trainer starts does not get the descriptor."""
+def test_page_descriptor_is_not_inherited(heartbeat: Heartbeat) -> None:
+    """A program started by the trainer does not get the descriptor."""
     assert not os.get_inheritable(heartbeat.fd)
 
 
@@ -147,8 +147,8 @@ def memory(content: bytes, size: int = 9 * PAGE) -> int:
     return fd
 
 
-def test_what_is_no_page_is_refused(heartbeat: Heartbeat) -> None:
-    """Too small, empty, another content, or a version whose first number differs: CorruptError, and no crash."""
+def test_foreign_memory_is_rejected_as_page(heartbeat: Heartbeat) -> None:
+    """Too small, empty, other content or another major version: CorruptError, and no crash."""
     whole = mmap.mmap(heartbeat.fd, 9 * PAGE)[:]
     reader, writer = os.pipe()
     os.close(writer)
@@ -158,20 +158,20 @@ def test_what_is_no_page_is_refused(heartbeat: Heartbeat) -> None:
     assert "of this version" in refused(memory(b""))
     assert "of this version" in refused(memory(b"x" * 9 * PAGE))
     assert "of this version" in refused(memory(bytes([whole[0] ^ 1]) + whole[1:]))
-    copy = Heartbeat.attach(memory(whole))  # negative control: the same bytes are taken
+    copy = Heartbeat.attach(memory(whole))  # negative control: the same bytes are accepted
     assert copy.read() == heartbeat.read()
     copy.close()
 
 
-def test_an_unknown_state_has_a_name(heartbeat: Heartbeat) -> None:
-    """Another version's state is shown, not raised."""
+def test_unknown_state_is_shown(heartbeat: Heartbeat) -> None:
+    """A state of another version is shown as unknown."""
     assert Beat(0, 0, 0.0, 99, 0).doing == Beat(0, 0, 0.0, -1, 0).doing == "?"
     heartbeat.touch(99)
     assert heartbeat.read().doing == "?"
 
 
-def test_closing_gives_the_descriptor_back_once(heartbeat: Heartbeat) -> None:
-    """Twice is harmless, and who still looks sees the last state."""
+def test_closing_page_twice_is_harmless(heartbeat: Heartbeat) -> None:
+    """Closing twice is harmless, and other readers still see the last state."""
     made = Heartbeat.create()
     made.beat(3)
     fd = made.fd

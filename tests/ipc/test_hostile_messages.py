@@ -1,4 +1,4 @@
-"""Messages that a writer cannot meet, or cannot read."""
+"""Messages that a writer cannot satisfy or cannot parse."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Json = Any
 pytestmark = pytest.mark.timeout(60)  # a hang is a failure
 
 
-def test_a_writer_answers_nonsense_with_errors_of_ours(own_sockets: Path, run_dir: str) -> None:
-    """A request that cannot be met gets a reply that says so, and the connection stays usable."""
+def test_writer_answers_invalid_requests_with_errors(own_sockets: Path, run_dir: str) -> None:
+    """An invalid request gets an error reply, and the connection stays usable."""
     with ckpt.Checkpointer(toy.build(), ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
         channel = link.connect(key_of(run_dir, 0))
@@ -34,8 +34,8 @@ def test_a_writer_answers_nonsense_with_errors_of_ours(own_sockets: Path, run_di
 
 
 @pytest.mark.parametrize("raw", HOSTILE_MESSAGES.values(), ids=HOSTILE_MESSAGES)
-def test_a_channel_ends_where_messages_do(raw: bytes) -> None:
-    """Whatever comes, `receive` returns an object with the descriptors it names, or None."""
+def test_channel_receives_messages_or_none(raw: bytes) -> None:
+    """For any bytes, `receive` returns None or an object with the descriptors that it names."""
     ours, theirs = socket.socketpair()
     with theirs:
         channel = link.Channel(ours)

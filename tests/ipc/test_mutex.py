@@ -1,4 +1,4 @@
-"""The mutex in shared memory by which a death is seen."""
+"""Tests of the mutex in shared memory that detects a death."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(("manner", "expected"), [("hold", Got.OWNER_DIED), ("unlock", Got.FREE)])
-def test_mutex_tells_of_a_death_and_of_nothing_else(manner: str, expected: Got) -> None:
-    """Who waits for the mutex hears that its owner died; of one that had let go of it before, nothing."""
+def test_mutex_reports_only_death_of_owner(manner: str, expected: Got) -> None:
+    """A waiter is notified if the owner died while it had the mutex, and not if it had unlocked it before."""
     arena = Arena.create(2, 4096)
     os.set_inheritable(arena.fd, True)
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}

@@ -1,5 +1,6 @@
-"""Messages between trainer and writer: each is dealt with, survives the wire, and is refused by name if it is wrong;
-and processes of different versions leave each other alone."""
+"""Tests of the messages between trainer and writer: each is handled and survives the wire, and a wrong one is rejected.
+
+Processes of different versions do not disturb each other."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
-import ckpt.writer_process  # what deals with requests
+import ckpt.writer_process  # registers the handlers of requests
 import toy
 from ckpt.core.checkpoint.lease import key_of
 from ckpt.core.ipc import channel as link
@@ -48,7 +49,7 @@ JSON = st.recursive(
 PLAIN = {
     int: st.integers(-(2**63), 2**63),
     float: st.floats(allow_nan=False),
-    str: st.text(st.characters(codec=None), max_size=8),  # lone surrogates too: names of files that are no UTF-8
+    str: st.text(st.characters(codec=None), max_size=8),  # lone surrogates too: file names that are not UTF-8
     bool: st.booleans(),
     type(None): st.none(),
     Any: JSON,
@@ -60,7 +61,7 @@ def reply_type(kind: Any) -> Any:
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Of a type, as messages have them."""
+    """Return a strategy for values of this type in messages."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if kind in PLAIN:
         return PLAIN[kind]
@@ -79,8 +80,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 # -- the tables --
 
 
-def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
-    """By its type; what the method says that it returns is the reply of that type, or has descriptors."""
+def test_every_request_has_handler_with_reply_type() -> None:
+    """The handler's return type is the reply type of the request, or has descriptors."""
     assert len(REQUESTS) > 30 and set(REQUESTS) == set(held_run.HANDLERS)
     for kind, handler in ((kind, handler) for kind, handlers in held_run.HANDLERS.items() for handler in handlers):
         hints = get_type_hints(handler)
@@ -89,23 +90,23 @@ def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
         assert with_fds or hints["return"] == reply_type(kind), kind
 
 
-def test_every_note_is_heard(run_dir: str) -> None:
-    """By a Checkpointer that has triggers and keeps books."""
+def test_every_note_has_a_receiver(run_dir: str) -> None:
+    """A Checkpointer with triggers and events handles every note."""
     with ckpt.Checkpointer(toy.build(), ckpt.Tier(run_dir, every=1)) as cp:
         assert set(cp._run.supervisor._hears) == set(NOTES)
     assert table(NOTES) == writer_link.NOTES
 
 
 def test_protocol_page_lists_every_message() -> None:
-    """In its table of conversations, and no message that does not exist."""
+    """The table of conversations lists every message, and no other."""
     page = (REPO / "docs" / "protocol.md").read_text()
     table_of_messages = page[page.index("| conversation |") : page.index("The class of a message")]
     assert set(re.findall(r"`(\w+)`", table_of_messages)) == {kind.__name__ for kind in MESSAGES}
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-def test_every_message_is_explained_and_frozen(kind: Any) -> None:
-    """One or more lines each; no field is named as what the wire adds."""
+def test_every_message_is_documented_and_frozen(kind: Any) -> None:
+    """Each has a docstring of a few lines; no field has a name that the wire adds."""
     assert kind.__doc__ and len(kind.__doc__.splitlines()) <= 5
     assert kind.__struct_config__.frozen and not {"op", "id", "fds"} & set(kind.__struct_fields__)
 
@@ -117,7 +118,7 @@ def test_every_message_is_explained_and_frozen(kind: Any) -> None:
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_messages_survive_the_wire(kind: Any, data: st.DataObject) -> None:
-    """With infinite times, and names that are no UTF-8."""
+    """This includes infinite times, and names that are not UTF-8."""
     message = data.draw(values(kind))
     incoming = messages.decode(messages.encode(message, 7, kind.descriptors))
     assert incoming is not None and incoming.id == 7
@@ -134,8 +135,8 @@ def test_replies_survive_the_wire(kind: Any, data: st.DataObject) -> None:
     assert incoming is not None and incoming.op == messages.REPLY and reply_of(incoming, request) == value
 
 
-def test_an_error_is_a_reply_too() -> None:
-    """And what is no reply to the request is an error that names it."""
+def test_error_reply_raises_in_client() -> None:
+    """A reply of the wrong form raises an error that names the request."""
     incoming = messages.decode(messages.encode_reply(messages.failure(FencedError("gone")), 7))
     assert incoming is not None
     with pytest.raises(FencedError, match="gone"):
@@ -145,8 +146,8 @@ def test_an_error_is_a_reply_too() -> None:
             reply_of(messages.Incoming("reply", 7, fields, 10), messages.Lend())
 
 
-def test_what_is_too_long_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
-    """The request fails at once, by name, which is said to those who do not look, and the connection goes on."""
+def test_too_long_request_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """The request fails immediately by name, the error is logged, and the connection stays usable."""
     with pair() as (client, writer):
         future = client.send(messages.Distrust("x" * (9 * MIB)))
         with pytest.raises(ProtocolError, match="'distrust' has 9 MiB"):
@@ -159,12 +160,12 @@ def test_what_is_too_long_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     assert "'distrust' has 9 MiB" in caplog.text
 
 
-# -- a trainer that hears nonsense --
+# -- a trainer that receives invalid messages --
 
 
 @contextlib.contextmanager
 def pair() -> Iterator[tuple[WriterClient, Channel]]:
-    """A client, and the other end of its connection."""
+    """Yield a client, and the other end of its connection."""
     ours, theirs = socket.socketpair()
     client, writer = WriterClient(Channel(ours), "none"), Channel(theirs)
     try:
@@ -179,10 +180,10 @@ def framed(fields: Any) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-def test_a_trainer_goes_on_after_replies_and_notes_that_it_does_not_understand(
+def test_trainer_continues_after_invalid_messages(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nobody waits for ever: what was asked fails, and the next note is heard."""
+    """No caller waits forever: the request fails, and the next note is received."""
     heard: list[Note] = []
     with pair() as (client, writer):
         client.listen(heard.append, lambda: None)
@@ -215,9 +216,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: str) -> None:
-    """What is wrong gets an error of ours, on a connection that stays usable; what is no message ends that connection,
-    and what is far too long too, after it was named. The same writer saves on."""
+def test_writer_rejects_wrong_messages_and_continues(own_sockets: Path, run_dir: str) -> None:
+    """A wrong message gets an error, and the connection stays usable. Bytes that are not a message end the connection;
+    so does a far too long message, after its error. The same writer continues to save."""
     live = toy.build()
     with ckpt.Checkpointer(live, ckpt.Tier(run_dir, every=1)) as cp:
         cp.restore(default=0)
@@ -256,15 +257,15 @@ OTHER = "import ckpt.version; ckpt.version.VERSION = '9.9'; import ckpt.core.ipc
 
 @pytest.fixture
 def other_version(tmp_path: Path) -> str:
-    """Where processes find a library that says that it is another version."""
+    """Return a path from which processes import the library as a different version."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(OTHER)
     return str(tmp_path / "site")
 
 
-def test_a_writer_of_another_version_is_left_alone(own_sockets: Path, other_version: str) -> None:
-    """Its trainer is dead, and memory has the newest step: a start of this version says what to do, changes nothing and
-    ends nobody, also in a takeover; the start of that version goes on from it."""
+def test_writer_of_another_version_is_left_running(own_sockets: Path, other_version: str) -> None:
+    """The trainer of the other version is dead, and memory has the newest step. A start of this version explains the
+    remedy and ends no process, also in a takeover. A start of the other version continues from memory."""
     with Rank(4, site=other_version) as first:
         assert first.trained() == "start 0 0"
     for words in ((), ("takeover",)):
@@ -277,8 +278,8 @@ def test_a_writer_of_another_version_is_left_alone(own_sockets: Path, other_vers
         assert third.trained() == "start 4 4" and third.writer == first.writer
 
 
-def test_a_trainer_of_another_version_goes_on(own_sockets: Path, other_version: str) -> None:
-    """It lives: a takeover by this version is refused, and it does its next step with the same writer."""
+def test_trainer_of_another_version_continues(own_sockets: Path, other_version: str) -> None:
+    """The trainer lives: a takeover by this version fails, and the trainer continues with the same writer."""
     with Rank(4, site=other_version) as first:
         first.trained()
         with Rank(5, "takeover") as second:
@@ -286,8 +287,8 @@ def test_a_trainer_of_another_version_goes_on(own_sockets: Path, other_version: 
         assert first.do("train()") == "done 5" and first.do("print(cp.writer_pid)") == str(first.writer)
 
 
-def test_a_writer_of_another_version_is_not_used_for_a_new_one(own_sockets: Path, other_version: str) -> None:
-    """The library was changed on disk while a trainer runs, whose writer then dies: it says why nothing is saved."""
+def test_new_writer_of_another_version_is_rejected(own_sockets: Path, other_version: str) -> None:
+    """The library changed on disk during a training whose writer then dies: the error explains why nothing is saved."""
     with Rank(4) as first:
         first.trained()
         first.do(f"os.environ['PYTHONPATH'] = {other_version!r} + ':' + os.environ['PYTHONPATH']")
@@ -297,10 +298,8 @@ def test_a_writer_of_another_version_is_not_used_for_a_new_one(own_sockets: Path
     assert "there is no writer any more" in said and "9.9" in said and "changed on disk" in said, said
 
 
-def test_a_writer_of_before_there_were_versions_is_not_spoken_to_in_its_words(
-    own_sockets: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It would give its memory to whoever says `hello`. It is never told that, and says that it does not know."""
+def test_writer_without_versions_gets_no_hello(own_sockets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such a writer would give its memory to any peer that sends `hello`. It gets none, and rejects other requests."""
     key, heard = link.run_key(f"memory:{NAME}", 0), list[str]()
     listener = link.listen(key)
     assert listener is not None
@@ -322,8 +321,8 @@ def test_a_writer_of_before_there_were_versions_is_not_spoken_to_in_its_words(
     assert "hello" not in heard and heard[-1] == "lend"
 
 
-def test_negative_control_the_same_version_is_understood(own_sockets: Path, other_version: str) -> None:
-    """What makes another version of a process in these tests does."""
+def test_negative_control_environment_changes_the_version(own_sockets: Path, other_version: str) -> None:
+    """The environment of these tests really changes the version of a process."""
     code = "import ckpt.core.ipc.messages as r; print(r.Greeting().protocol, r.Greeting().library)"
     path = f"{other_version}:{REPO}:{REPO / 'backends'}"
     said = subprocess.run(

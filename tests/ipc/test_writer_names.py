@@ -1,4 +1,4 @@
-"""Names of writers, who answers under them, and processes that are known by more than their numbers."""
+"""Tests of writer names, their owners, and processes identified by more than their PID."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ckpt.core.run.writer_link import WriterClient
 from processes import eventually, writers
 
 
-def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
-    """In turn, and once."""
+def test_notes_before_first_listener_are_delivered() -> None:
+    """Notes are delivered in order, and once."""
     ours, theirs = socket.socketpair()
     client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
     writer.send(SlotReadNote("00", 1))
@@ -37,17 +37,17 @@ def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
     writer.close()
 
 
-def test_a_name_that_does_not_answer_yet_is_taken_all_the_same(own_sockets: Path) -> None:
-    """Its owner was stopped before it came to listen: nobody goes on to the names that are for other users' sake."""
+def test_unresponsive_name_counts_as_taken(own_sockets: Path) -> None:
+    """Its owner was stopped before it listened: clients do not continue to the alternative names for other users."""
     key = channel.run_key("memory:bound", 0)
     with socket.socket(socket.AF_UNIX) as owner:
         owner.bind(channel._address(key, 0))
         assert channel.listen(key) is None
 
 
-def test_a_name_has_one_owner(own_sockets: Path) -> None:
-    """Of many that ask for a name at once one gets it; it is free again when that one is gone, and not before. A writer
-    that starts late neither takes nor removes its successor's."""
+def test_writer_name_has_one_owner(own_sockets: Path) -> None:
+    """If many request a name at the same time, one gets it. It becomes free when its owner has ended, and a late writer
+    does not take it from its successor."""
     key = channel.run_key("memory:name", 0)
     got = list[object]()
     threads = [threading.Thread(target=lambda: got.append(channel.listen(key))) for _ in range(16)]
@@ -70,8 +70,8 @@ def test_a_name_has_one_owner(own_sockets: Path) -> None:
     again.close()
 
 
-def test_a_process_is_more_than_its_number() -> None:
-    """It is told from one with the same number by its start; one that has ended is not alive, reaped or not."""
+def test_process_is_identified_by_start_time() -> None:
+    """Its start time distinguishes it from another process with its PID. A process that ended is not alive."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = Process.of(child.pid)
     assert process.alive and not Process(child.pid, process.started - 1).alive
@@ -83,11 +83,10 @@ def test_a_process_is_more_than_its_number() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the trainer", "its number again"])
-def test_a_writer_knows_its_trainer_by_more_than_its_number(
+def test_writer_identifies_trainer_by_start_time(
     own_sockets: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """A trainer dies while its writer is being started, and another process gets its number: the writer does not take
-    that one for its trainer, and leaves. The true one it waits for."""
+    """If a trainer dies and another process gets its PID, its starting writer exits, but waits for the true one."""
     process, lost = Process.of(os.getpid()), threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(Process, "of", lambda pid: Process(pid, process.started - again))

@@ -1,4 +1,4 @@
-"""CheckpointIO: what is there when `save_checkpoint` returns, and what a `ckpt_path` without a checkpoint raises."""
+"""CheckpointIO: files after `save_checkpoint`, and the error for a `ckpt_path` without a checkpoint."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def fit(folder: str, *callbacks: Any, epochs: int = EPOCHS, model: Any = None, *
 
 @pytest.fixture(params=["folder", "memory", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A folder or a bucket. s3fs caches listings."""
+    """Yield a folder or a bucket. s3fs caches listings."""
     if request.param == "folder":
         yield str(tmp_path / "files")
     elif request.param == "memory":
@@ -98,8 +98,7 @@ def names(folder: str) -> list[str]:
 
 @pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
 def test_two_model_checkpoints_keep_all_epochs_in_one_folder(place: str) -> None:
-    """One keeps the two best, the other every epoch, with the same default names. A save that has begun exists, so
-    neither overwrites or removes the other's."""
+    """They keep the two best and every epoch under the same default names. Neither replaces files of the other."""
     best = ModelCheckpoint(place, monitor="val_loss", mode="max", save_top_k=2)
     every = ModelCheckpoint(place, save_top_k=-1, every_n_epochs=1)
     fit(place, best, every)
@@ -112,7 +111,7 @@ def test_two_model_checkpoints_keep_all_epochs_in_one_folder(place: str) -> None
 
 @pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
 def test_nothing_is_left_of_a_save_whose_path_was_emptied(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails, and the next one succeeds."""
+    """The save fails, and the next one succeeds."""
     plugin, path, real = CheckpointIO(), f"{place}/last.ckpt", checkpoint_io.write_part
 
     async def emptied(*given: Any) -> Any:
@@ -133,7 +132,7 @@ def test_nothing_is_left_of_a_save_whose_path_was_emptied(place: str, monkeypatc
 
 
 class Looks(Callback):
-    """Lists the paths right after a save, as loggers and scripts do."""
+    """List the paths right after a save, as loggers and scripts do."""
 
     def __init__(self, folder: str, looked: threading.Semaphore) -> None:
         self.folder, self.looked, self.seen = folder, looked, list[bool]()
@@ -148,7 +147,7 @@ class Looks(Callback):
 
 
 def test_path_exists_as_soon_as_the_save_returns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing is slow: it begins after the look."""
+    """Writes begin after the check, because they are slow."""
     writing, looked = checkpoint_io._write, threading.Semaphore(0)
 
     async def later(*given: Any) -> None:
@@ -163,7 +162,7 @@ def test_path_exists_as_soon_as_the_save_returns(place: str, monkeypatch: pytest
 
 
 def test_save_that_cannot_be_stored_leaves_no_path(tmp_path: Path) -> None:
-    """An error of the state comes before the folder is created."""
+    """An error in the state is raised before the folder is created."""
     with pytest.raises(ckpt.errors.StateError, match=r"hyper_parameters\.config"):
         fit(str(tmp_path), ModelCheckpoint(tmp_path / "files"), model=Model(object()))
     assert not list((tmp_path / "files").glob("*.ckpt"))
@@ -184,7 +183,7 @@ def test_folder_of_others_is_refused_before_save_returns(tmp_path: Path) -> None
 @pytest.mark.parametrize("place", ["folder", "memory"], indirect=True)
 @pytest.mark.parametrize("begun", [False, True])
 def test_missing_ckpt_path_is_a_file_not_found_error(place: str, begun: bool) -> None:
-    """As with Lightning's own plugin. `begun`: a process was killed in its first save to this path."""
+    """Lightning's own plugin raises it too. `begun`: a process was killed in its first save to this path."""
     path = f"{place}/missing.ckpt"
     if begun:
         checkpoint_io.read.run(checkpoint_io._create(ckpt.store.normalise(path)))
@@ -202,7 +201,7 @@ def test_ckpt_path_of_another_kind_is_no_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_omegaconf_hyper_parameters_come_back_as_containers(tmp_path: Path, whole: bool) -> None:
-    """As the whole of the hyper-parameters, or as one argument of several; with interpolations and missing values."""
+    """Containers are all of the hyper-parameters or one argument, with interpolations and missing values."""
     omegaconf = pytest.importorskip("omegaconf")
     config = omegaconf.OmegaConf.create(
         {"width": 4, "twice": "${width}", "layers": [1, {"k": 2}], "more": {"todo": "???"}}
@@ -244,7 +243,7 @@ class Container:
 
 
 def test_containers_of_omegaconf_are_stored_without_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for omegaconf where it is not installed. Read without it, the content is plain."""
+    """A stand-in replaces omegaconf if it is not installed. Without omegaconf, a reader gets plain content."""
     module = type(sys)("omegaconf")
     module.Container = Container  # type: ignore[attr-defined]
     module.DictConfig = type("DictConfig", (Container,), {})  # type: ignore[attr-defined]

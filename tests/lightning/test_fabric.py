@@ -1,4 +1,4 @@
-"""The recipe for Lightning's Fabric: killed and started again, it ends as if it never had been."""
+"""The recipe for Lightning's Fabric: training that is killed and restarted ends like uninterrupted training."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ print("started at", start, "ended with", hashlib.sha256(weights).hexdigest())
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_killed_and_resumed(run_dir: str, ranks: int) -> None:
-    """Weights, moments and dropout are those of a run that was not killed; it goes on at the last step."""
+def test_killed_fabric_training_continues_exactly(run_dir: str, ranks: int) -> None:
+    """Training continues at the last step, with the weights, moments and dropout of an uninterrupted run."""
 
     def start(place: str, kill_at: int = 0) -> list[str]:
         words = place, str(kill_at)

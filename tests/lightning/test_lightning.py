@@ -1,4 +1,4 @@
-"""Trainings of Lightning that are really killed, and compared with ones that never were, bit for bit."""
+"""Tests of killed Lightning trainings, compared bit for bit with undisturbed ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def imported() -> Any:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Any:
-    """Lightning's hints are no news here."""
+    """Silence Lightning's hints, and use one thread."""
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     threads = torch.get_num_threads()
@@ -59,7 +59,7 @@ def quiet() -> Any:
 
 
 def start(spec: dict[str, Any], *, ranks: int = 1) -> list[subprocess.Popen[str]]:
-    """The toy in processes of its own."""
+    """Start the toy in its own processes."""
     path = PYTHONPATH
     base = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with socket.socket() as free:
@@ -82,7 +82,7 @@ def start(spec: dict[str, Any], *, ranks: int = 1) -> list[subprocess.Popen[str]
 
 
 def end(processes: list[subprocess.Popen[str]], code: int) -> list[dict[str, Any]]:
-    """Wait for the end, which must be this one; what the first rank printed."""
+    """Wait for the end with this exit code, and return the output of rank 0."""
     ended = [process.communicate(timeout=240) for process in processes]
     for process, (out, err) in zip(processes, ended, strict=True):
         assert process.returncode == code, f"{process.returncode}\n{out[-2000:]}\n{err[-6000:]}"
@@ -98,18 +98,18 @@ def told(out: Path, after: int) -> list[list[Any]]:
 
 
 CASES: dict[str, tuple[list[Any], dict[str, Any], list[Any]]] = {
-    # what kills it, and what training it is; what is seen first afterwards
+    # the kill, the training, and the first event after the restart
     "in the middle of accumulation, with workers": (["batch", 13], {"accumulate": 3, "workers": 2}, ["batch", 11]),
     "in the middle of validation": (["val", 8], {"val_every": 0.5, "accumulate": 2}, ["val", 6]),
     "in an epoch, with a loader that knows": (["batch", 0], {"loader": "stateful"}, ["batch", 0]),
 }
 
 
-def test_a_killed_run_is_as_if_it_never_was(tmp_path: Path) -> None:
-    """SIGKILL in the middle of anything: losses of each batch, validations, metrics of each epoch, and weights."""
+def test_killed_run_continues_exactly(tmp_path: Path) -> None:
+    """SIGKILL at any point: losses, validations, metrics of each epoch and weights are equal."""
     step = random.Random(os.environ.get("CKPT_SEED")).randrange(2, 23)
     CASES["in an epoch, with a loader that knows"][0][1] = step
-    # What was saved last is the batch before; after the last one of an epoch comes a validation.
+    # The previous batch was saved last; after the last batch of an epoch, a validation follows.
     CASES["in an epoch, with a loader that knows"][2][:] = ["val" if step % 8 == 0 else "batch", step]
     killed = {}
     for number, (name, (kill, spec, _)) in enumerate(CASES.items()):
@@ -125,8 +125,8 @@ def test_a_killed_run_is_as_if_it_never_was(tmp_path: Path) -> None:
         assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"]), (name, step)
 
 
-def test_ranks_come_back_together(tmp_path: Path) -> None:
-    """Two ranks, DDP and FSDP2 (ModelParallelStrategy), killed in an epoch; the same comparison, on both ranks."""
+def test_killed_ranks_continue_together(tmp_path: Path) -> None:
+    """Two ranks with DDP and FSDP2 (ModelParallelStrategy) are killed in an epoch: the same comparison."""
     runs: dict[str, dict[str, Any]] = {"ddp": {"accumulate": 2}, "fsdp2": {"persistent": True}}
     jobs: list[dict[str, Any]] = []
     killed = []
@@ -147,8 +147,8 @@ def test_ranks_come_back_together(tmp_path: Path) -> None:
         assert batches.count(9) == 1, f"{strategy} began anew"
 
 
-def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
-    """Lightning ends the training behind the batch, the exit code says why, and the same script goes on."""
+def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
+    """Lightning ends after the batch, the exit code shows the signal, and the same script continues."""
     run, out = str(tmp_path / "run"), tmp_path / "out"
     end(start({"run": run, "out": str(out), "kill": ["term batch", 10]}), 128 + signal.SIGTERM)
     assert ckpt.load(run).step == 11, "the last step is on the disk"
@@ -162,16 +162,16 @@ def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
 
 
 def interrupted(kill: list[Any], **spec: Any) -> None:
-    """A training that ends with an exception, in this process."""
+    """Run a training in this process that ends with an exception."""
     with pytest.raises(RuntimeError, match="stop here"):
         toy.fit(kill=kill, **spec)
 
 
-def test_the_best_are_kept(tmp_path: Path) -> None:
-    """The best by a logged metric stay, older ones go; also when the training was interrupted in between, in a
-    validation too, which is then done once more, and not its step's checkpoint. The weights are those of that step."""
+def test_best_checkpoints_by_metric_stay(tmp_path: Path) -> None:
+    """The best by a logged metric stay with the weights of their step, also after interruptions. A validation that was
+    interrupted is repeated, and does not belong to its step's checkpoint."""
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    places = [ckpt.Tier(run, every=1, keep=7)]  # of steps of milliseconds: time to mark one of them
+    places = [ckpt.Tier(run, every=1, keep=7)]  # steps of milliseconds leave time to mark one of them
     spec = {"run": places, "out": out, "epochs": 5, "callback": {"every": None, "monitor": "val_loss", "top_k": 2}}
     interrupted(["raise batch", 26], **spec)
     interrupted(["raise val", 2], **spec)  # the first of them belongs to step 32
@@ -193,7 +193,7 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_best_model_can_be_read_while_fit_runs(tmp_path: Path) -> None:
-    """Its save has just begun then, and takes half a second."""
+    """At that time its save has just begun, and takes half a second."""
     seen: dict[int, int] = {}
 
     class Reads(Callback):
@@ -207,9 +207,9 @@ def test_best_model_can_be_read_while_fit_runs(tmp_path: Path) -> None:
     assert seen == {8: len(model.state_dict()), 16: len(model.state_dict())}
 
 
-def test_other_callbacks_come_back(tmp_path: Path) -> None:
-    """EarlyStopping stops where it would have, and averages of weights (EMA) are those that would have been, though
-    their callback stands behind ours and exchanges weights in each validation."""
+def test_other_callbacks_continue_exactly(tmp_path: Path) -> None:
+    """EarlyStopping stops at the same step, and averaged weights (EMA) are equal, although their callback comes after
+    ours and swaps weights in each validation."""
     for name, of in (("stopping", {"patience": 3, "epochs": 9}), ("average", {"epochs": 2})):
 
         def spec(of: dict[str, Any] = of, name: str = name) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_other_callbacks_come_back(tmp_path: Path) -> None:
 
 
 class Plateau(toy.Model):
-    """The schedule looks at a metric."""
+    """Its schedule depends on a metric."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -233,9 +233,9 @@ class Plateau(toy.Model):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.spec["monitor"]}}
 
 
-def test_what_happens_once_an_epoch_comes_back_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedules that look at metrics, of training or validation, stopped in either; numbers of batches a step that
-    change with the epoch; and stochastic weight averaging, which takes the schedule's place."""
+def test_epoch_state_continues_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covered are schedules that use metrics, stopped in training or validation, batch counts that depend on the epoch,
+    and stochastic weight averaging."""
     cases: dict[str, tuple[list[Any], dict[str, Any], type[toy.Model], Any]] = {
         "train_loss_epoch": (["raise batch", 13], {"epochs": 3}, Plateau, None),
         "val_loss": (["raise val", 5], {"epochs": 3}, Plateau, None),
@@ -258,8 +258,8 @@ def test_what_happens_once_an_epoch_comes_back_in_its_middle(tmp_path: Path, mon
         assert toy.curve(out) == toy.curve(f"{out}.reference"), name
 
 
-def test_other_batches_a_step_are_taken_as_they_are_said(tmp_path: Path) -> None:
-    """Who starts again with another accumulate_grad_batches means it."""
+def test_changed_accumulation_is_used_after_restart(tmp_path: Path) -> None:
+    """A restart with another accumulate_grad_batches uses the new value."""
     run = str(tmp_path / "run")
     interrupted(["raise batch", 8], run=run)
     assert toy.fit(run=run, accumulate=2)["steps"] == 8 + 8
@@ -276,10 +276,8 @@ class Tuned(toy.Model):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def test_what_looks_for_a_learning_rate_first_is_no_other_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It leaves the name of a file of its own as that which the training began from, another at each start."""
+def test_learning_rate_finder_does_not_change_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finder sets ckpt_path to its own file, a different one at each start."""
     monkeypatch.setattr(toy, "Model", Tuned)
     limits = {"default_root_dir": str(tmp_path)}
 
@@ -294,7 +292,7 @@ def test_what_looks_for_a_learning_rate_first_is_no_other_beginning(
 
 @pytest.fixture
 def heard(caplog: pytest.LogCaptureFixture) -> Any:
-    """All that Lightning's users see."""
+    """Capture all messages that Lightning's users see."""
     logger = logging.getLogger("lightning.pytorch")
     logger.setLevel(logging.INFO)
     logger.addHandler(caplog.handler)
@@ -302,8 +300,8 @@ def heard(caplog: pytest.LogCaptureFixture) -> Any:
     logger.removeHandler(caplog.handler)
 
 
-def test_a_finished_run_does_nothing(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
-    """And says so; with more epochs it goes on as if it had never ended. `max_steps` counts as well."""
+def test_finished_run_trains_only_with_more_epochs(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    """It logs that; with more epochs it continues as if it had never ended. `max_steps` works the same."""
     run, out = str(tmp_path / "run"), tmp_path / "out"
     first = toy.fit(run=run, out=str(out), epochs=2)
     seen = len(lines(out))
@@ -321,9 +319,9 @@ def test_a_finished_run_does_nothing(tmp_path: Path, heard: pytest.LogCaptureFix
     assert "finished at step" in heard.text
 
 
-def test_a_run_that_was_stopped_early_is_finished(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
-    """By EarlyStopping in the middle of an epoch and of accumulation: further starts train, validate and write nothing,
-    and say at which step it finished. With more patience it goes on as one that had it from the beginning."""
+def test_early_stopped_run_stays_finished(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    """After EarlyStopping within an epoch and accumulation, restarts do no work, and log the final step. With more
+    patience, training continues as if it had it from the start."""
     run, out = str(tmp_path / "run"), tmp_path / "out"
     settings = {"val_every": 0.5, "accumulate": 3, "callback": {"monitor": "val_loss"}}
     first = toy.fit(run=run, out=str(out), patience=2, **settings)
@@ -341,9 +339,8 @@ def test_a_run_that_was_stopped_early_is_finished(tmp_path: Path, heard: pytest.
     assert toy.curve(str(out)) == toy.curve(f"{out}.reference")
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two callbacks, another model, another beginning, misspelt words: an error that says what to do, once, and shows
-    none of our frames."""
+def test_mismatches_raise_errors_with_remedy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A second callback, another model, another start or a misspelt argument raises an error with the remedy."""
     run = str(tmp_path / "run")
     with pytest.raises(ckpt.errors.UsageError, match="two CheckpointCallbacks"):
         toy.fit(run=run, more=[CheckpointCallback(run)])
@@ -372,8 +369,8 @@ def test_what_does_not_fit_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
         CheckpointCallback([ckpt.Tier(run)], every=5, memory=None)
 
 
-def test_a_run_that_began_from_a_file(tmp_path: Path) -> None:
-    """`ckpt_path` is where it begins; started again by the same script, it goes on from its own checkpoints."""
+def test_run_started_from_file_continues_itself(tmp_path: Path) -> None:
+    """`ckpt_path` is its start; restarted by the same script, it continues from its own checkpoints."""
     whole = toy.fit(epochs=1)
     file = str(tmp_path / "begin.ckpt")
     whole["trainer"].save_checkpoint(file)
@@ -385,8 +382,8 @@ def test_a_run_that_began_from_a_file(tmp_path: Path) -> None:
     assert toy.curve(str(tmp_path / "out")) == toy.curve(str(tmp_path / "reference"))
 
 
-def test_negative_control_other_batches_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without coming back to the batch, an interrupted run differs: so the comparisons above can fail."""
+def test_negative_control_other_batches_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without returning to its batch, an interrupted run differs, so the comparisons above can fail."""
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     toy.fit(out=f"{out}.reference")
     interrupted(["raise batch", 11], run=run, out=out)
@@ -396,15 +393,15 @@ def test_negative_control_other_batches_are_seen(tmp_path: Path, monkeypatch: py
 
 
 class Odd(Callback):
-    """Has a state that nobody can store without pickle."""
+    """Has a state that cannot be stored without pickle."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"deep": [object()]}
 
 
-def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
-    """CheckpointIO: ModelCheckpoint's files are runs, load verified, go away again, and hold no pickle. What is
-    restored of one is the file that Lightning would have written."""
+def test_checkpoint_io_stores_lightning_checkpoints(tmp_path: Path) -> None:
+    """With CheckpointIO, ModelCheckpoint's files are runs: they load verified, can be deleted, and contain no pickle.
+    An export equals the file that Lightning would have written."""
     folder = tmp_path / "files"
     saver = ModelCheckpoint(folder, save_top_k=2, monitor="val_loss", save_last=True)
     limits = {"plugins": [CheckpointIO()], "enable_checkpointing": True, "default_root_dir": str(tmp_path)}
@@ -435,8 +432,8 @@ def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
         CheckpointIO().remove_checkpoint(tmp_path)
 
 
-def test_the_example_comes_back(tmp_path: Path) -> None:
-    """Killed at a step and started again, it prints the losses, weights and best step of a run that never was."""
+def test_lightning_example_continues_after_kill(tmp_path: Path) -> None:
+    """Killed and restarted, it prints the losses, weights and best step of an undisturbed run."""
 
     def run(name: str, *more: str) -> subprocess.Popen[str]:
         script, path = REPO / "examples" / "lightning_fit.py", f"{REPO}:{REPO / 'backends'}"

@@ -1,7 +1,6 @@
-"""Lightning trainings that are interrupted several times end like uninterrupted ones, bit for bit.
+"""Lightning trainings with several interruptions end like uninterrupted ones, bit for bit.
 
-Each recipe is a way of training that people have: what hooks and callbacks do by the epoch, where batches come from,
-what is collected on the way.
+Each recipe is a common form of training: hooks and callbacks of epochs, sources of batches, collected values.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ckpt.lightning import CheckpointCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EPOCHS, BATCHES = 4, 6
-STOPS = (4, 10, 18)  # batches that are begun and not done; 18 is the first of an epoch
+STOPS = (4, 10, 18)  # batches that are begun and not completed; 18 is the first of an epoch
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +76,7 @@ class Model(pl.LightningModule):
         return DataLoader(data(), 4, shuffle=True)
 
     def tell(self, *values: Any) -> None:
-        """Note a value of an epoch: the last note of each epoch counts."""
+        """Record a value of an epoch. The last record of each epoch counts."""
         self.told.append([self.current_epoch, *(v.tolist() if isinstance(v, Tensor) else v for v in values)])
 
 
@@ -91,7 +90,7 @@ class Stop(Callback):
 
 
 def fit(recipe: Any, run: str | None, stop: int | None = None, epochs: int = EPOCHS) -> Any:
-    """One process of a training; the module, and the trainer."""
+    """Run one process of a training, and return the module and the trainer."""
     pl.seed_everything(0, verbose=False)
     module, callbacks, settings = recipe()
     saving = [] if run is None else [CheckpointCallback(run, every=5)]
@@ -110,7 +109,7 @@ def fit(recipe: Any, run: str | None, stop: int | None = None, epochs: int = EPO
 
 
 def compare(recipe: Any, run: str, stops: tuple[int, ...] = STOPS) -> None:
-    """Interrupt a training at each of these batches, and compare it with one that never was."""
+    """Interrupt a training at each of these batches, and compare it with an uninterrupted one."""
     whole, _ = fit(recipe, None)
     told: dict[int, Any] = {}
     for stop in stops:
@@ -184,7 +183,7 @@ def unfrozen_once_at_a_batch() -> Any:
 
 @recipe
 def attributes_of_the_epoch() -> Any:
-    """Set by the module, by a callback, and by a function in a LambdaCallback."""
+    """Set attributes in the module, in a callback, and in a function of a LambdaCallback."""
 
     class Weighted(Model):
         weight = offset = scale = 1.0
@@ -210,7 +209,7 @@ def attributes_of_the_epoch() -> Any:
 
 @recipe
 def hook_that_changes_the_state() -> Any:
-    """Once an epoch, and not once more when it is resumed: settings, moments, weights, schedules, counters, logs."""
+    """Change settings, moments, weights, schedules, counters and logs once an epoch, not again after a resume."""
 
     class Changes(Model):
         def __init__(self) -> None:
@@ -259,7 +258,7 @@ def hook_that_changes_the_state() -> Any:
     return Changes(), [], {}
 
 
-# -- where batches come from --
+# -- sources of batches --
 
 
 def with_loader(make: Callable[[Any], Any], **settings: Any) -> Any:
@@ -351,7 +350,7 @@ def sampler_that_draws_as_it_goes() -> Any:
 
 @recipe
 def samplers_with_counters() -> Any:
-    """A counter of epochs, and generators of their own that are never seeded again."""
+    """Count epochs, and use generators that are seeded only once."""
 
     class Counts(Sampler[int]):
         def __init__(self) -> None:
@@ -457,7 +456,7 @@ def stateful_loaders_of_several_lengths() -> Any:
 
 @recipe
 def reloaded_loaders() -> Any:
-    """Training and validation data are those of the epoch in which they were loaded, and drawn then."""
+    """Load and draw training and validation data in the epoch that uses them."""
 
     class Reloads(Model):
         def train_dataloader(self) -> Any:
@@ -478,15 +477,15 @@ def reloaded_loaders() -> Any:
 
 @recipe
 def loader_of_the_epoch() -> Any:
-    """Asked for once, in epoch 0."""
+    """Request the loader once, in epoch 0."""
     return with_loader(lambda module: DataLoader(data(seed=module.current_epoch), 4, shuffle=True))
 
 
-# -- what is collected --
+# -- collected values --
 
 
 class Averages(Model):
-    """Reads what it has collected at the end of an epoch."""
+    """Read the collected values at the end of an epoch."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         loss = super().training_step(batch, index)
@@ -499,7 +498,7 @@ class Averages(Model):
 
 @recipe
 def outputs_of_steps() -> Any:
-    """As in Lightning's documentation, also as dicts, plain numbers, tuples, and lists in a dict."""
+    """Collect outputs as in Lightning's documentation: dicts, plain numbers, tuples, and lists in a dict."""
 
     class Outputs(Averages):
         def __init__(self) -> None:
@@ -546,7 +545,7 @@ def outputs_of_a_callback() -> Any:
 
 
 class Kept(Model):
-    """Keeps its losses for others."""
+    """Keep losses for other objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -611,7 +610,7 @@ def outputs_that_decorated_and_inherited_hooks_read() -> Any:
 
 
 def with_metrics(make: Callable[[], dict[str, Any]], *, plain: bool = False, begin: Any = None) -> Any:
-    """A module that updates metrics with its loss; in a ModuleDict, or in a plain dict."""
+    """Return a module that updates metrics with its loss, in a ModuleDict or in a plain dict."""
 
     class Metrics(Averages):
         def __init__(self) -> None:
@@ -669,7 +668,7 @@ def tracked_metrics() -> Any:
 
 @recipe
 def metrics_in_a_collection() -> Any:
-    """Members of one group share their state: only the first of them is updated."""
+    """Share state among members of a group: only the first of them is updated."""
 
     def make() -> dict[str, Any]:
         kinds = {"task": "multiclass", "num_classes": 2, "average": "macro"}
@@ -691,7 +690,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(name: str, tmp_path
 
 
 def test_hooks_see_the_keys_of_lightnings_checkpoints(tmp_path: Path) -> None:
-    """When they save, and of the saved step when they load."""
+    """Hooks see them when they save, and those of the saved step when they load."""
     seen: dict[str, Any] = {}
 
     def note(when: str, checkpoint: Any) -> None:
@@ -748,7 +747,7 @@ OURS = Path(str(sys.modules[CheckpointCallback.__module__].__file__)).parent
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """Return what our code has logged for Lightning's users since the last call."""
+    """Return the log messages of our code for Lightning users since the last call."""
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(caplog.handler)
 
@@ -769,10 +768,10 @@ def interrupt_and_continue(make: Recipe, run: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["shuffle_buffer", "cycled_loader_with_augmentation"])
-def test_too_many_draws_of_batches_are_warned_of_once_an_epoch(
+def test_too_many_draws_of_batches_give_one_warning_per_epoch(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
-    """Only where they decide about later batches: loaders that start again draw rarely."""
+    """Only draws that decide later batches count: loaders that start again draw rarely."""
     monkeypatch.setattr("ckpt.lightning.batches.MAX_DRAWS", 1)
     fit(RECIPES[name], str(tmp_path / "run"), epochs=1)
     found = warned()
@@ -780,7 +779,7 @@ def test_too_many_draws_of_batches_are_warned_of_once_an_epoch(
     assert all("more than 1 batches of this epoch drew from the shared random generators" in text for text in found)
 
 
-def test_long_orders_that_change_are_named_once_and_caches_are_not(
+def test_changed_long_orders_are_reported_once_unlike_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr("ckpt.lightning.orders.MAX_NUMBERS", 20)
@@ -805,9 +804,7 @@ def test_long_orders_that_change_are_named_once_and_caches_are_not(
     assert "training changes Shuffles.items, which has more than 20 items" in text
 
 
-def test_hook_that_cannot_run_twice_is_warned_of_and_changes_nothing(
-    tmp_path: Path, warned: Callable[[], list[str]]
-) -> None:
+def test_hook_that_cannot_run_twice_gives_a_warning_only(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     def make() -> Any:
         class Once(Model):
             def on_train_epoch_start(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs of Lightning trainings become files of Lightning's own, and Lightning itself goes on from them."""
+"""Exports of Lightning runs are files that Lightning itself continues from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH, BATCHES = 8, 3
 
 
 class Model(pl.LightningModule):
-    """`odd`: an argument that is no plain value, and cannot be in a checkpoint."""
+    """A model with an argument `odd` that is not a plain value, and cannot be in a checkpoint."""
 
     def __init__(self, width: int, lr: float = 0.1, odd: object = None) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def loader() -> DataLoader[Tensor]:
 
 
 def model_of(package: Any) -> Any:
-    """The model, as one of either of Lightning's packages."""
+    """Return the model as a module of either Lightning package."""
     if package is pl:
         return Model(WIDTH)
     kind = type("Model", (package.LightningModule,), {k: v for k, v in vars(Model).items() if k != "__classcell__"})
@@ -76,9 +76,10 @@ def trained(folder: Path, epochs: int, *callbacks: Any, **arguments: Any) -> tup
 
 
 @pytest.mark.parametrize("step", [BATCHES, 2 * BATCHES], ids=["an epoch in the middle", "the last"])
-def test_lightning_goes_on_from_an_exported_file(tmp_path: Path, step: int) -> None:
-    """`load_from_checkpoint` makes the model, arguments included; `test` takes the file; `fit` goes on from the end of
-    an epoch as a run that was never interrupted does, bit for bit, its schedule too."""
+def test_lightning_continues_from_exported_file(tmp_path: Path, step: int) -> None:
+    """`load_from_checkpoint` restores the model and its arguments, and `test` accepts the file.
+
+    From the end of an epoch, `fit` continues like an uninterrupted run, bit for bit, schedule included."""
     saved, _ = trained(tmp_path, 2, CheckpointCallback(str(tmp_path / "run"), every=1), lr=0.2)
     file = tmp_path / "model.ckpt"
     ckpt.Run(str(tmp_path / "run")).export(file, step=step)
@@ -101,8 +102,8 @@ def test_lightning_goes_on_from_an_exported_file(tmp_path: Path, step: int) -> N
     assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
 
 
-def test_arguments_that_are_no_plain_values_are_handed_over_again(tmp_path: Path) -> None:
-    """They stop no training and no export: `load_from_checkpoint` is given them, as with Lightning's own files."""
+def test_arguments_without_plain_values_are_passed_again(tmp_path: Path) -> None:
+    """They prevent neither training nor export. Pass them to `load_from_checkpoint`, as with Lightning's own files."""
     trained(tmp_path, 1, CheckpointCallback(str(tmp_path / "run"), every=1), odd=nn.ReLU())
     file = tmp_path / "model.ckpt"
     ckpt.Run(str(tmp_path / "run")).export(file)
@@ -110,9 +111,8 @@ def test_arguments_that_are_no_plain_values_are_handed_over_again(tmp_path: Path
     assert isinstance(Model.load_from_checkpoint(file, odd=nn.GELU()).hparams["odd"], nn.GELU)
 
 
-def test_what_is_no_run_of_lightning_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
-    """With the forms that there are of it, `from_pretrained`'s folder among them for a run of Hugging Face's Trainer,
-    whose state has an entry of the same name. Part of a run of Lightning is none either."""
+def test_export_refuses_runs_of_other_trainers(tmp_path: Path, capsys: Any) -> None:
+    """The message lists the available formats. Runs of Hugging Face's Trainer have an entry of the same name."""
     from ckpt.tools.cli import app
 
     hugging_face = {"model": nn.Linear(2, 2), "trainer": {"state": {"epoch": 1.0}}, "pretrained": {"files": {}}}
@@ -132,15 +132,12 @@ def test_what_is_no_run_of_lightning_is_refused_in_one_line(tmp_path: Path, caps
         ckpt.Run(str(tmp_path / "run")).export(tmp_path / "some.ckpt", only=["model.*"])
     capsys.readouterr()
     assert app.main(["restore", str(tmp_path / "run"), "--to", str(tmp_path / "whole.ckpt")]) == 0
-    assert "Note" not in capsys.readouterr().out  # nothing that the user could do anything about
+    assert "Note" not in capsys.readouterr().out  # no note that users could not act on
 
 
 @pytest.mark.parametrize("where", ["a relative root", "a link", "a logger's folder", "the other package"])
-def test_the_last_file_of_model_checkpoint_stands_in_no_ones_way(
-    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`fit(ckpt_path="last")`, as scripts have it, goes on from the newest step at every start: wherever Lightning
-    keeps that file, and in whichever way it spells the place."""
+def test_last_file_of_model_checkpoint_is_ignored(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fit(ckpt_path="last")` continues from the newest step at every start, wherever Lightning keeps that file."""
     monkeypatch.chdir(tmp_path)
     Path("real").mkdir()
     Path("linked").symlink_to("real")
@@ -157,8 +154,8 @@ def test_the_last_file_of_model_checkpoint_stands_in_no_ones_way(
     assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
 
 
-def test_a_file_of_an_exception_stands_in_no_ones_way(tmp_path: Path) -> None:
-    """Lightning would begin from it by itself: the newest step of the run, which has that one too, is gone on from."""
+def test_file_of_an_exception_is_ignored(tmp_path: Path) -> None:
+    """Lightning would begin from this file. Training continues from the newest step of the run instead."""
 
     class Failing(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:

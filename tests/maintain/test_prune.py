@@ -1,4 +1,4 @@
-"""What goes and what stays: no clean-up may take what could be the last thing that can be restored."""
+"""Tests of retention: no cleanup may delete the last checkpoint that can be restored."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[CheckpointId]]:
-    """A run with rollbacks, ring commits, NaN checkpoints, increments, KEEPs and open attempts; how much to keep; what
-    has been verified."""
+    """Draw a run with rollbacks, emergency commits, NaN checkpoints, increments, KEEPs and open checkpoints, a policy,
+    and the verified checkpoints."""
     state = RunState()
     for term in range(1, draw(st.integers(1, 4)) + 1):
         present = [c.checkpoint for c in state.lineage()]
@@ -67,7 +67,7 @@ def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[CheckpointId]]:
 
 
 def ordered(state: RunState) -> list[Commit]:
-    """Newest first: the present history, then what a rollback undid."""
+    """Return checkpoints newest first: the current history, then those that a rollback undid."""
     history = state.lineage()
     undone = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.checkpoint, reverse=True)
     return [*history, *undone]
@@ -76,7 +76,7 @@ def ordered(state: RunState) -> list[Commit]:
 def wrongly_given_up(
     state: RunState, keep: Keep, verified: Iterable[CheckpointId], gone: set[CheckpointId]
 ) -> list[str]:
-    """The oracle: every promise that giving these up would break."""
+    """Return every promise that deleting these checkpoints would break (the oracle)."""
     every, problems = ordered(state), []
     alive = set(verified)
 
@@ -113,25 +113,25 @@ def wrongly_given_up(
 
 @given(states())
 @settings(max_examples=500, deadline=None)
-def test_choose_never_gives_up_what_must_stay(drawn: tuple[RunState, Keep, set[CheckpointId]]) -> None:
-    """The newest verified, newest two, newest two full ones, last finite one, KEEPs, what open attempts build on, what
-    the policy names, what a death persisted."""
+def test_choose_keeps_all_required_checkpoints(drawn: tuple[RunState, Keep, set[CheckpointId]]) -> None:
+    """Kept are the newest verified one, the newest two, the newest two full ones, the last finite one, KEEPs, bases of
+    open ones, those of the policy, and those saved after a crash."""
     state, keep, verified = drawn
     assert wrongly_given_up(state, keep, verified, choose(state, keep, verified)) == []
 
 
 @given(states())
 @settings(max_examples=200, deadline=None)
-def test_choose_gives_up_everything_else(drawn: tuple[RunState, Keep, set[CheckpointId]]) -> None:
-    """Clean-up is not shy: each checkpoint that stays has one of those reasons."""
+def test_choose_deletes_everything_else(drawn: tuple[RunState, Keep, set[CheckpointId]]) -> None:
+    """Each checkpoint that stays has one of these reasons."""
     state, keep, verified = drawn
     gone = choose(state, keep, verified)
     for checkpoint in state.commits.keys() - gone:
         assert wrongly_given_up(state, keep, verified, gone | {checkpoint}), f"{checkpoint} stays without a reason"
 
 
-def test_negative_control_a_greedy_policy_is_seen() -> None:
-    """The oracle objects to giving up the newest, or everything."""
+def test_negative_control_greedy_policy_is_detected() -> None:
+    """The oracle rejects the deletion of the newest, or of the only verified one."""
     checkpoints = [CheckpointId(1, step, "0" * 8) for step in (1, 2, 3)]
     state = RunState(acquires=[Acquire(1, "0" * 8, None)])
     state.commits = {a: Commit(a, 1, (), "") for a in checkpoints}
@@ -141,7 +141,8 @@ def test_negative_control_a_greedy_policy_is_seen() -> None:
 
 
 def increments(full: Iterable[int], steps: int, *, undone: Iterable[int] = ()) -> RunState:
-    """Steps 0 to `steps` of which these are full; others are built on the one before. Some are of a lost history."""
+    """Make steps 0 to `steps`: those in `full` are full, the others are built on the previous one. Some may belong to
+    an undone history."""
     back = CheckpointId(1, min(undone) - 1, "0" * 8) if undone else None
     state = RunState(acquires=[Acquire(1, "0" * 8, None), Acquire(2, "1" * 8, back)])
     before: tuple[CheckpointId, ...] = ()
@@ -153,13 +154,13 @@ def increments(full: Iterable[int], steps: int, *, undone: Iterable[int] = ()) -
 
 
 def left_by(state: RunState, keep: Keep) -> list[int]:
-    """The steps that stay, when everything was verified."""
+    """Return the steps that stay if all checkpoints are verified."""
     gone = choose(state, keep, state.commits)
     return sorted(a.step for a in state.commits if a not in gone)
 
 
-def test_the_newest_two_full_ones_stay() -> None:
-    """However far back; before those that a rollback has undone; and where nothing is an increment nothing changes."""
+def test_newest_two_full_checkpoints_stay() -> None:
+    """However old they are, and before those that a rollback undid. Without increments nothing changes."""
     assert left_by(increments({0, 3, 6, 9}, 20), Keep(2)) == [6, 9, 19, 20]
     assert left_by(increments({0}, 20), Keep(2)) == [0, 19, 20]
     assert left_by(increments({0, 19, 20}, 20), Keep(2)) == [19, 20]
@@ -168,13 +169,13 @@ def test_the_newest_two_full_ones_stay() -> None:
 
 
 def holding(*needs: CheckpointId, step: int = 21) -> tuple[CheckpointId, Commit]:
-    """What one node holds of an increment."""
+    """Return an increment that one node holds."""
     checkpoint = CheckpointId(9, step, "9" * 8)
     return checkpoint, Commit(checkpoint, 2, (), "", needs=needs)
 
 
-def test_negative_control_giving_up_full_ones_or_sources_is_seen() -> None:
-    """The oracle objects to both."""
+def test_negative_control_deleted_bases_are_detected() -> None:
+    """The oracle rejects the deletion of the newest full ones, and of bases."""
     state = increments({0, 3, 6, 9}, 20)
     assert wrongly_given_up(state, Keep(1), set(), {CheckpointId(1, 6, "0" * 8)})
     assert wrongly_given_up(state, Keep(1), set(), {CheckpointId(1, 3, "0" * 8)}) == []
@@ -183,7 +184,7 @@ def test_negative_control_giving_up_full_ones_or_sources_is_seen() -> None:
 
 
 def test_days_weeks_and_hours_keep_old_checkpoints() -> None:
-    """A run of 30 days that commits every 6 hours, from a Thursday on: the last two days, 4 days and 3 weeks."""
+    """A run of 30 days commits every 6 hours, starting on a Thursday: the last two days, 4 days and 3 weeks stay."""
     state = RunState(acquires=[Acquire(1, "0" * 8, None)])
     for step in range(120):
         checkpoint = CheckpointId(1, step, "0" * 8)
@@ -194,7 +195,7 @@ def test_days_weeks_and_hours_keep_old_checkpoints() -> None:
     assert left_by(state, Keep(1, weekly=3)) == [71, 99, 118, 119]  # Sundays at 18:00, day 17 and 24, and the newest
     bad = CheckpointId(1, 99, "0" * 8)
     state.commits[bad] = replace(state.commits[bad], finite=False)
-    assert left_by(state, Keep(1, weekly=3)) == [71, 98, 118, 119], "a step that had diverged stands for no week"
+    assert left_by(state, Keep(1, weekly=3)) == [71, 98, 118, 119], "a diverged step does not represent a week"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_keep_raises_naming_the_wrong_argument(numbers: dict[str, Any]) -> None:
 
 
 class Dying(MemoryStore):
-    """Fails for ever from the n-th deletion on, as if the process had been killed there."""
+    """Fails permanently from the n-th deletion on, as if the process had been killed there."""
 
     left = 10**9
 
@@ -230,7 +231,7 @@ async def opened(store: MemoryStore) -> tuple[RunLog, Acquire]:
 
 
 def on_a_run(work: Callable[[MemoryStore, RunLog, Acquire], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """A test that begins with a new run, and its owner."""
+    """Turn `work` into a test that starts with a new run and its owner."""
 
     def test() -> None:
         async def scenario() -> None:
@@ -254,7 +255,7 @@ async def save(log: RunLog, mine: Acquire, *steps: int) -> list[CheckpointId]:
 
 
 async def files(store: MemoryStore) -> dict[int, int]:
-    """By step, how many files of it there are."""
+    """Return the number of files of each step."""
     found: dict[int, int] = {}
     for key in store.objects:
         if (checkpoint := owner(key)) is not None:
@@ -263,21 +264,19 @@ async def files(store: MemoryStore) -> dict[int, int]:
 
 
 async def sound(store: MemoryStore) -> list[int]:
-    """The steps that are live, newest first; every one of them is whole."""
+    """Return the live steps, newest first, after checking that each is complete."""
     log = await read.open_run(store.url, store)
     for found in log.state.commits.values():
         assert await read.verify(store, found) == []
     return [c.step for c in log.state.lineage()]
 
 
-WHOLE = 3  # files of a checkpoint: data file, part, index
+WHOLE = 3  # files of a checkpoint: data file, manifest, index
 
 
 @on_a_run
-async def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others(
-    store: MemoryStore, log: RunLog, mine: Acquire
-) -> None:
-    """All files of each go; the rest can still be read; a second call finds nothing to do."""
+async def test_retire_deletes_only_files_of_retired(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """All files of retired checkpoints are deleted, and the others stay readable. A second call does nothing."""
     checkpoints = await save(log, mine, 1, 2, 3, 4, 5)
     store.objects["notes/mine.txt"] = b"the user's"
     store.objects[f"{DATA_FOLDER}/notes.txt"] = b"the user's"
@@ -291,9 +290,9 @@ async def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others(
     assert log.state.next_seq == records
 
 
-def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
-    """A writer that still leaves has taken away what our view of the log has yet: nobody is told to repair anything.
-    What is gone, and stays in the log, is told, and once."""
+def test_concurrent_retirement_is_not_reported_as_damage() -> None:
+    """Another writer deleted checkpoints that are still in our view of the log: no repair is suggested.
+    Missing files of a live checkpoint are reported once."""
 
     async def scenario() -> None:
         store, told = MemoryStore(), list[Note]()
@@ -312,13 +311,13 @@ def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
             await place._warn(told.append)
         (said,) = told
         assert isinstance(said, SaidNote) and f"step 2 of {store.url} cannot be read" in said.text
-        assert manifest_key(checkpoints[1]) in said.text  # by name, with what is wrong with it
+        assert manifest_key(checkpoints[1]) in said.text  # the name of the file, with its damage
 
     asyncio.run(scenario())
 
 
-def test_what_is_committed_meanwhile_is_not_called_damage() -> None:
-    """A checkpoint that another rank commits while older ones are looked at: nobody is told to repair it."""
+def test_concurrent_commit_is_not_reported_as_damage() -> None:
+    """Another rank commits a checkpoint while older ones are checked: no repair is suggested."""
 
     class Busy(MemoryStore):
         meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -349,10 +348,8 @@ def test_what_is_committed_meanwhile_is_not_called_damage() -> None:
 
 
 @on_a_run
-async def test_nothing_goes_before_something_that_stays_was_verified(
-    store: MemoryStore, log: RunLog, mine: Acquire
-) -> None:
-    """With nothing verified, or only what is not live any more, clean-up waits."""
+async def test_retire_waits_for_a_verified_checkpoint(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """Cleanup waits if nothing is verified, or only checkpoints that are no longer live."""
     await save(log, mine, 1, 2, 3, 4)
     for verified in (set[CheckpointId](), {CheckpointId(1, 99, "0" * 8)}):
         assert await retention.retire(log, mine, Keep(1), verified) == set()
@@ -360,10 +357,8 @@ async def test_nothing_goes_before_something_that_stays_was_verified(
 
 
 @on_a_run
-async def test_leftovers_of_aborted_checkpoints_and_dead_writers_are_swept(
-    store: MemoryStore, log: RunLog, mine: Acquire
-) -> None:
-    """Files of an ended checkpoint that no checkpoint uses go with the next clean-up; those of an open one never."""
+async def test_retire_sweeps_files_of_ended_checkpoints(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """The next cleanup deletes unused files of ended checkpoints, and never those of open ones."""
     store.objects[data_key(CheckpointId(mine.term, 2, mine.nonce), 0)] = b"half"  # its writer died before the manifest
     await save(log, mine, 1)
     written = await write_part(store, snapshot(mine, 2), numbers=itertools.count(1))
@@ -378,9 +373,8 @@ async def test_leftovers_of_aborted_checkpoints_and_dead_writers_are_swept(
 
 
 @pytest.mark.parametrize("end", ["COMMIT", "ABORT"])
-def test_what_a_held_attempt_builds_on_stays(end: str) -> None:
-    """It outlives the policy until the attempt has ended, and then goes, except for the data file that is still
-    used."""
+def test_base_of_held_checkpoint_stays(end: str) -> None:
+    """The base outlives the policy until the held checkpoint has ended. Then it is deleted, except used data files."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -402,8 +396,8 @@ def test_what_a_held_attempt_builds_on_stays(end: str) -> None:
 
 
 @on_a_run
-async def test_what_is_built_on_is_taken_back_by_force(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """`retract` knows that it is wrong, whoever builds on it; that one is no checkpoint then, and its files go."""
+async def test_retract_removes_base_of_an_increment(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """`retract` removes a wrong checkpoint even if others build on it. Those are aborted and deleted."""
     checkpoints = await save(log, mine, 1, 2, 3)
     written = await increment(log, mine, 4, await commits.load_part(store, checkpoints[0], 0))
     await commits.retract(log, mine, checkpoints[0], "it mixes two moments")
@@ -415,14 +409,14 @@ async def test_what_is_built_on_is_taken_back_by_force(store: MemoryStore, log: 
 
 
 async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) -> WrittenPart:
-    """A part that takes everything from an older one, and has an empty data file of its own."""
+    """Write a manifest that takes all chunks from an older checkpoint, with an empty data file."""
     at = int(base.table.offset[0])
     data = await log.store.get(base.table.files[int(base.table.file[0])], start=at, length=16)
     return await write_increment(log.store, replace(snapshot(mine, step), data=data), base, ["w"])
 
 
 async def chain(log: RunLog, mine: Acquire, *steps: int) -> list[CheckpointId]:
-    """A full one, and increments, each built on the one before. All refer to the data file of the first."""
+    """Save a full checkpoint and increments, each built on the previous one. All refer to the first data file."""
     checkpoints = await save(log, mine, steps[0])
     base = await commits.load_part(log.store, checkpoints[0], 0)
     for step in steps[1:]:
@@ -439,7 +433,7 @@ def check_shared_files(*, orphans: bool = True, remembered: bool = False) -> Non
         checkpoints = await chain(log, mine, 1, 2, 3, 4)
         later = await save(log, mine, 5, 6)
         retention._cache.clear()
-        if remembered:  # as by who has just written it
+        if remembered:  # as in the process that has just written it
             found = await commits.load_part(store, checkpoints[3], 0)
             retention.remember_files(log, checkpoints[3], found.table.files)
         await retention.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
@@ -455,13 +449,13 @@ def check_shared_files(*, orphans: bool = True, remembered: bool = False) -> Non
 
 @pytest.mark.parametrize("orphans", [False, True])
 @pytest.mark.parametrize("remembered", [False, True])
-def test_a_pack_stays_as_long_as_anything_uses_it(orphans: bool, remembered: bool) -> None:
-    """The other files of what it came from go at once; it goes with the last checkpoint that refers to it."""
+def test_shared_data_file_stays_while_used(orphans: bool, remembered: bool) -> None:
+    """Other files are deleted immediately. The data file is deleted with the last checkpoint that uses it."""
     check_shared_files(orphans=orphans, remembered=remembered)
 
 
-def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clean-up that takes a data file for that of who wrote it, the check above is red."""
+def test_negative_control_missing_shared_file_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above fails if cleanup assigns a data file only to the checkpoint that wrote it."""
     files_of = retention.files_of
 
     async def own(*args: Any) -> dict[CheckpointId, set[str]]:
@@ -472,11 +466,11 @@ def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: py
         check_shared_files()
 
 
-# -- by hand --
+# -- the commands --
 
 
 async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[prune.GcPlan, RunLog]:
-    """`ckpt gc --yes`."""
+    """Run the steps of `ckpt gc --yes`."""
     log = await read.open_run(store.url, store)
     stock = await prune.take_stock(log)
     plan = prune.plan_gc(store.url, log.state, stock, [], abort_open)
@@ -487,13 +481,13 @@ async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[prune.
 
 
 @on_a_run
-async def test_gc_counts_packs_of_retired_ones_among_the_live(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """What a live increment refers to is no leftover, though nothing else of its owner is there."""
+async def test_gc_counts_shared_files_as_live(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """A file that a live increment uses is not deleted, though nothing else of its owner exists."""
     checkpoints = await chain(log, mine, 1, 2, 3)
     await commits.retract(log, mine, checkpoints[0], "for the test")
     await commits.retract(log, mine, checkpoints[1], "for the test")
     plan, _ = await swept(store)
-    # Their parts and indexes went at once.
+    # Their manifests and indexes were deleted immediately.
     assert {item.checkpoint: item.files for item in plan.doomed} == {checkpoints[1]: 1}
     kept = {key for key in store.objects if owner(key) is not None}
     assert plan.live.files == len(kept) == WHOLE + 1
@@ -503,8 +497,8 @@ async def test_gc_counts_packs_of_retired_ones_among_the_live(store: MemoryStore
 
 
 @on_a_run
-async def test_prune_keeps_what_increments_refer_to(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """`ckpt prune` gives up the one they came from, and not the data file."""
+async def test_prune_keeps_data_files_of_increments(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """`ckpt prune` deletes the base of increments, but not its data file."""
     await chain(log, mine, 1, 2, 3)
     await save(log, mine, 4, 5)
     await chain(log, mine, 6, 7)
@@ -517,8 +511,8 @@ async def test_prune_keeps_what_increments_refer_to(store: MemoryStore, log: Run
     assert await sound(store) == [7, 6, 5, 4, 3]
 
 
-def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_its_files() -> None:
-    """After PLAN and any number of deletions everything live is whole, and the next clean-up finishes the job."""
+def test_crash_during_deletions_leaves_live_checkpoints_complete() -> None:
+    """After PLAN and any number of deletions, every live checkpoint is complete, and the next cleanup finishes."""
 
     async def scenario() -> None:
         for survived in range(3 * WHOLE):
@@ -539,8 +533,8 @@ def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_it
 
 
 @on_a_run
-async def test_negative_control_deleting_without_a_plan_is_seen(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """The check above does notice a live record whose file is gone."""
+async def test_negative_control_missing_live_file_is_detected(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """The check above detects a live record whose file is missing."""
     checkpoints = await save(log, mine, 1, 2)
     await store.delete(data_key(checkpoints[0], 0))
     with pytest.raises(AssertionError):
@@ -548,8 +542,8 @@ async def test_negative_control_deleting_without_a_plan_is_seen(store: MemorySto
 
 
 @on_a_run
-async def test_an_older_incarnation_deletes_nothing(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
-    """A fenced job's clean-up ends at its PLAN."""
+async def test_fenced_job_deletes_nothing(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """The cleanup of a fenced job fails at its PLAN."""
     checkpoints = await save(log, mine, 1, 2, 3, 4)
     await opened(store)
     with pytest.raises(FencedError):
@@ -558,8 +552,8 @@ async def test_an_older_incarnation_deletes_nothing(store: MemoryStore, log: Run
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", None])
-def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
-    """The lost record might have been a KEEP: `retire` does nothing, however often it is called."""
+def test_retire_with_damaged_log_deletes_nothing(damage: bytes | None) -> None:
+    """The lost record might be a KEEP: `retire` does nothing, however often it is called."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -583,10 +577,8 @@ def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
 
 
 @on_a_run
-async def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays(
-    store: MemoryStore, log: RunLog, mine: Acquire
-) -> None:
-    """If index and manifest are damaged, nobody knows which files it needs, so none is deleted until it is given up."""
+async def test_unreadable_checkpoint_prevents_all_deletions(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
+    """If index and manifest are damaged, the files it needs are unknown, so none is deleted until it is retired."""
     checkpoints = await save(log, mine, 1, 2, 3, 4)
     keys = [key for kind in (INDEX, MANIFEST) for key in select(store.objects, kind, of=checkpoints[2])]
     whole = {key: store.objects[key] for key in keys}
@@ -601,8 +593,8 @@ async def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays(
     assert {a.step for a in await retention.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
 
 
-def test_a_commit_that_comes_in_between_makes_clean_up_think_again() -> None:
-    """PLAN lands at exactly the next record; files of a checkpoint that it did not know are never deleted."""
+def test_commit_before_plan_protects_its_files() -> None:
+    """PLAN is appended only as the very next record. Files of a checkpoint that it did not know are never deleted."""
 
     class Late(MemoryStore):
         then: Any = None

@@ -1,4 +1,4 @@
-"""`ckpt rm`: one checkpoint goes, and all that stays can be restored."""
+"""`ckpt rm` deletes one checkpoint, and all others stay restorable."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["call", "increments"]  # fixtures
 
 @pytest.fixture
 def run(increments: Path, tmp_path: Path) -> Path:
-    """A copy of a run with the steps 1 to 5: 1, 2 and 5 full, 3 and 4 built on them."""
-    retention._cache.clear()  # another test may have had this run in a better state
+    """Return a copy of a run with the steps 1 to 5: 1, 2 and 5 full, 3 and 4 increments."""
+    retention._cache.clear()  # another test may have cached a better state of this run
     return Path(shutil.copytree(increments, tmp_path / "run"))
 
 
@@ -36,8 +36,8 @@ def steps(run: Path, call: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
-def test_one_goes_and_the_others_stay_whole(run: Path, call: Any, step: int) -> None:
-    """A full one that others build on, an increment, the newest: what is left verifies, and is what it was."""
+def test_remove_deletes_one_checkpoint_and_keeps_others_intact(run: Path, call: Any, step: int) -> None:
+    """A full checkpoint with increments, an increment, the newest: all others verify and are unchanged."""
     rest = [n for n in (5, 4, 3, 2, 1) if n != step]
     before, size = {n: ckpt.load(run, step=n).all() for n in rest}, sum(map(len, tree(run).values()))
     assert call("rm", f"{run}@{step}", "--yes").code == 0
@@ -50,8 +50,8 @@ def test_one_goes_and_the_others_stay_whole(run: Path, call: Any, step: int) -> 
     assert sum(map(len, tree(run).values())) < size
 
 
-def test_what_is_kept_stays(run: Path, call: Any) -> None:
-    """Until it is let go, by the command that the refusal names."""
+def test_remove_refuses_pinned_checkpoint(run: Path, call: Any) -> None:
+    """The refusal names the command that removes the pin."""
     call("pin", f"{run}@3", "--note", "as published", "--yes")
     refused = call("rm", f"{run}@3", "--yes")
     assert refused.code == 2 and "as published" in refused.err
@@ -59,25 +59,25 @@ def test_what_is_kept_stays(run: Path, call: Any) -> None:
     assert call("rm", f"{run}@3", "--yes").code == 0 and steps(run, call) == [5, 4, 2, 1]
 
 
-def test_the_last_one_stays(run: Path, call: Any) -> None:
+def test_remove_refuses_last_checkpoint(run: Path, call: Any) -> None:
     for step in (1, 2, 3, 4):
         assert call("rm", f"{run}@{step}", "--yes").code == 0
     refused = call("rm", f"{run}@5", "--yes")
     assert refused.code == 2 and "the only checkpoint" in refused.err and steps(run, call) == [5]
 
 
-def test_nothing_goes_while_the_one_to_stay_is_damaged(run: Path, call: Any) -> None:
+def test_remove_refuses_while_remaining_checkpoint_is_damaged(run: Path, call: Any) -> None:
     file = data_file(run, 5)
     flip(file, file.stat().st_size // 2)
     before = tree(run)
     refused = call("rm", f"{run}@4", "--yes")
     assert refused.code == 1 and "step 5 is damaged" in refused.out and tree(run) == before
-    assert call("rm", f"{run}@5", "--yes").code == 0  # which is what one may want of it
+    assert call("rm", f"{run}@5", "--yes").code == 0  # a damaged checkpoint can be deleted
     assert steps(run, call) == [4, 3, 2, 1] and call("verify", run, "--all").code == 0
 
 
-def test_two_that_cannot_be_read_do_not_hold_each_other(run: Path, call: Any) -> None:
-    """Each of two can be given up, also the newest; what the rest needs stays, and the last takes all files along."""
+def test_remove_deletes_each_of_two_unreadable_checkpoints(run: Path, call: Any) -> None:
+    """Each of two can be deleted, even the newest. Files that others need stay until the last one is deleted."""
     for path in checkpoint_files(run, step=1) + checkpoint_files(run, step=5):  # full ones that no other is built on
         path.unlink()
     retention._cache.clear()
@@ -95,8 +95,8 @@ def test_two_that_cannot_be_read_do_not_hold_each_other(run: Path, call: Any) ->
 
 
 @pytest.mark.parametrize(("step", "away"), [(5, (1, 2, 3, 4)), (5, (1,)), (5, (1, 5))])
-def test_nothing_goes_while_others_cannot_be_read_now(run: Path, step: int, away: tuple[int, ...]) -> None:
-    """Also if the one to delete cannot be read either, when damaged ones would be left aside."""
+def test_remove_refuses_while_others_are_unreadable(run: Path, step: int, away: tuple[int, ...]) -> None:
+    """This holds even if the checkpoint to delete is unreadable too. Damaged ones would be skipped."""
 
     async def plan() -> remove.RemovalPlan:
         log = RunLog(open_store(str(run)))
@@ -110,10 +110,10 @@ def test_nothing_goes_while_others_cannot_be_read_now(run: Path, step: int, away
         asyncio.run(plan())
 
 
-def test_negative_control_without_the_sweep_s_care_the_others_lose_files(
+def test_negative_control_sweep_without_checks_deletes_shared_files(
     run: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If every file that step 2 has written went with it, the increments on it would not verify."""
+    """If all files that step 2 wrote were deleted, its increments would not verify."""
     everything = lambda state, retiring, verified, used, listed: sorted(  # noqa: E731
         key for checkpoint in retiring for key in used[checkpoint]
     )

@@ -1,4 +1,4 @@
-"""`ckpt repair`: what is damaged is said, and put right bit for bit or not at all; nothing else is touched."""
+"""`ckpt repair` reports all damage and repairs it bit for bit or not at all. Other bytes never change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ COMMAND = "import sys\nfrom ckpt.tools.cli import main\nsys.exit(main())"
 
 @pytest.fixture(scope="module", params=FORMS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run in two tiers, `near` and `far`, each of which has encoded by itself."""
+    """Create a folder with a run in two tiers, `near` and `far`, each of which encoded its own files."""
     folder = tmp_path_factory.mktemp(request.param)
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder))
@@ -66,13 +66,13 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-# For what is alike in all forms: where the bytes are copied as they are, or nobody has them.
+# For behavior that does not depend on the form: bytes are copied unchanged, or no location has them.
 one_form = pytest.mark.parametrize("made", FORMS[-1:], indirect=True, scope="module")
 
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    """A copy of `near`, to be damaged."""
+    """Copy `near`, to be damaged."""
     return Path(shutil.copytree(made / "near", tmp_path / "run"))
 
 
@@ -83,7 +83,7 @@ def header_of(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def place_of(file: Path, tensor: str) -> int:
-    """Where the bytes of a tensor begin in its file."""
+    """Return the offset of a tensor's bytes in its file."""
     size, entries = header_of(file)
     return int(size + next(entry["data_offsets"][0] for name, entry in entries.items() if name.startswith(tensor)))
 
@@ -94,12 +94,12 @@ def hurt(run: Path, step: int, tensor: str) -> None:
 
 
 def same(run: Path, pristine: Path) -> bool:
-    """Whether all files are the very same."""
+    """Return True if all files are identical."""
     return tree(run) == tree(pristine)
 
 
 def holds(run: Path, pristine: Path) -> bool:
-    """Whether all checkpoints restore to the very bits."""
+    """Return True if all checkpoints restore the same bits."""
     for step in STEPS:
         one, two = ckpt.load(run, step=step), ckpt.load(pristine, step=step)
         if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
@@ -108,7 +108,7 @@ def holds(run: Path, pristine: Path) -> bool:
 
 
 def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
-    """Damage is said and nothing is done; then all of it is repaired, and all is as it was."""
+    """Check that damage is only reported at first, and that --yes repairs it completely."""
     before = tree(run)
     words = [word for source in sources for word in ("--from", source)]
     assert call("verify", run, "--all").code == 1
@@ -125,7 +125,7 @@ def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
     assert again.code == 0 and "nothing is damaged" in again.out
 
 
-# -- every kind of damage, with a sound copy elsewhere --
+# -- every kind of damage, with an intact copy elsewhere --
 
 
 def cut(path: Path, size: int) -> None:
@@ -163,18 +163,18 @@ def zero(path: Path, size: int) -> None:
 
 @one_form
 @pytest.mark.parametrize("injury", INJURIES)
-def test_with_a_sound_copy_everything_can_be_repaired(
+def test_repair_restores_any_damage_with_intact_copy(
     made: Path, run: Path, call: Call, injury: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is damaged or gone comes back, to the last bit of every file; before --yes not one byte changes."""
-    monkeypatch.setattr(repair, "CHUNK", 3 * 4096)  # so that pieces go over the end of what is written at once
+    """Every damaged or missing file is restored bit for bit. Without --yes, not one byte changes."""
+    monkeypatch.setattr(repair, "CHUNK", 3 * 4096)  # so that pieces cross the boundaries of writes
     INJURIES[injury](run)
     check(call, run, made / "near", made / "near")
 
 
 @one_form
-def test_what_is_repaired_is_restored(made: Path, run: Path, call: Call) -> None:
-    """The tensors of all checkpoints, bit for bit; and it is said which were damaged, and from where they came."""
+def test_repaired_checkpoints_restore_bit_for_bit(made: Path, run: Path, call: Call) -> None:
+    """All checkpoints restore bit for bit. The output lists the damaged tensors and the source of their bytes."""
     hurt(run, 2, "frozen")
     assert call("verify", run, "--all").code == 1
     (file,) = call("repair", run, "--from", made / "near", "--yes", "--json").json["data_files"]
@@ -184,7 +184,7 @@ def test_what_is_repaired_is_restored(made: Path, run: Path, call: Call) -> None
     assert holds(run, made / "near")
 
 
-# -- without one --
+# -- without an intact copy --
 
 
 CURABLE: dict[str, Callable[[Path], object]] = {
@@ -200,15 +200,14 @@ CURABLE: dict[str, Callable[[Path], object]] = {
 
 @one_form
 @pytest.mark.parametrize("injury", CURABLE)
-def test_what_the_run_itself_still_knows(made: Path, run: Path, call: Call, injury: str) -> None:
-    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; the
-    index out of the manifests; FORMAT.json out of the log."""
+def test_repair_rebuilds_from_the_run_itself(made: Path, run: Path, call: Call, injury: str) -> None:
+    """Content comes from other checkpoints, re-encoded if needed. Headers, indexes and FORMAT.json are rebuilt."""
     CURABLE[injury](run)
     check(call, run, made / "near")
 
 
-def test_what_another_place_has_encoded_by_itself(made: Path, run: Path, call: Call) -> None:
-    """Content counts: files of other names and forms are of use, and give the very same bytes again."""
+def test_repair_uses_copies_with_other_encodings(made: Path, run: Path, call: Call) -> None:
+    """Only content counts: files with other names and encodings help, and give the same bytes again."""
     for tensor in ("frozen", "noise", "master"):
         for step in (1, 3):
             if step == 1 or tensor != "frozen":
@@ -228,8 +227,8 @@ LOST: dict[str, Callable[[Path], object]] = {
 
 @one_form
 @pytest.mark.parametrize("injury", LOST)
-def test_what_nobody_has_is_said_and_stays(run: Path, call: Call, injury: str) -> None:
-    """Exit code 1 with and without --yes, a word about what is lost, and not one byte is changed."""
+def test_lost_content_is_reported_and_left_unchanged(run: Path, call: Call, injury: str) -> None:
+    """The exit code is 1 with and without --yes, the output reports the loss, and not one byte changes."""
     LOST[injury](run)
     before = tree(run)
     for words in ([], ["--yes"]):
@@ -239,8 +238,8 @@ def test_what_nobody_has_is_said_and_stays(run: Path, call: Call, injury: str) -
     assert call("repair", run, "--yes", "--json").json["remains"]
 
 
-def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, call: Call) -> None:
-    """Of two damaged pieces of one file one is repaired; the other is as it was, and is said to be lost."""
+def test_repair_restores_available_pieces_only(made: Path, run: Path, call: Call) -> None:
+    """One of two damaged pieces in a file is repaired. The other stays unchanged and is reported as lost."""
     hurt(run, 2, "frozen")
     hurt(run, 2, "noise")
     wanted = bytearray(data_file(made / "near", 2).read_bytes())
@@ -252,9 +251,9 @@ def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, ca
     assert problems and all(p.startswith("noise") for p in problems)
 
 
-def test_repair_writes_no_file_that_lacks_bytes_everywhere(made: Path, run: Path, call: Call) -> None:
-    """A file that is gone is not written from the pieces that other files have: the rest of it would be zeros. Control:
-    the file is written if another location has all of it."""
+def test_repair_writes_no_incomplete_file(made: Path, run: Path, call: Call) -> None:
+    """A missing file is not written from the pieces that other files have: the rest would be zeros.
+    Control: it is written if another location has all of it."""
     file = data_file(run, 2)
     file.unlink()
     shown = call("repair", run)
@@ -272,8 +271,8 @@ def test_repair_writes_no_file_that_lacks_bytes_everywhere(made: Path, run: Path
     assert same(run, made / "near")
 
 
-def test_bytes_that_no_checkpoint_names_are_copied_as_they_are(made: Path, run: Path, call: Call) -> None:
-    """After older checkpoints went, most of a file may be nobody's: it stays, whatever it is."""
+def test_repair_keeps_bytes_no_checkpoint_uses(made: Path, run: Path, call: Call) -> None:
+    """After older checkpoints were retired, no checkpoint may use most of a file. Those bytes stay unchanged."""
 
     async def retire(log: RunLog) -> None:
         gone = [str(c.checkpoint) for c in log.state.commits.values() if c.step == 2]
@@ -282,7 +281,7 @@ def test_bytes_that_no_checkpoint_names_are_copied_as_they_are(made: Path, run: 
     logged(run, retire)
     file = data_file(run, 2)
     hurt(run, 2, "frozen")
-    flip(file, place_of(file, "noise") + 5)  # nobody's now
+    flip(file, place_of(file, "noise") + 5)  # no checkpoint uses it now
     before = bytearray(file.read_bytes())
     before[place_of(file, "frozen") + 11] ^= 1
     assert call("repair", run, "--yes").code == 0
@@ -311,8 +310,8 @@ def logged(run: Path, work: Callable[[RunLog], Any]) -> Any:
 
 
 @one_form
-def test_one_step_only(made: Path, run: Path, call: Call) -> None:
-    """--step looks at what that checkpoint needs, in files of older ones too, and leaves the rest."""
+def test_repair_of_one_step_leaves_others(made: Path, run: Path, call: Call) -> None:
+    """--step checks the files that this checkpoint needs, also those of older ones, and leaves the rest."""
     hurt(run, 1, "noise")
     hurt(run, 2, "frozen")
     found = call("repair", run, "--step", 3, "--from", made / "near", "--yes", "--json")
@@ -322,13 +321,13 @@ def test_one_step_only(made: Path, run: Path, call: Call) -> None:
     assert verdicts == {5: "sound", 4: "sound", 3: "sound", 2: "sound", 1: "damaged"}
 
 
-# -- what may go wrong --
+# -- failures --
 
 
 @one_form
 @pytest.mark.parametrize("moment", ["data_file.opened", "data_file.written", "data_file.synced"])
-def test_killed_in_the_middle(made: Path, run: Path, call: Call, moment: str) -> None:
-    """The old file stays, whole, until the new one is in its place; the next call ends the work and leaves nothing."""
+def test_repair_continues_after_a_kill(made: Path, run: Path, call: Call, moment: str) -> None:
+    """The old file stays complete until its replacement. The next call completes the repair and cleans up."""
     hurt(run, 1, "noise")
     hurt(run, 4, "noise")
     pristine, before = tree(made / "near"), tree(run)
@@ -341,8 +340,10 @@ def test_killed_in_the_middle(made: Path, run: Path, call: Call, moment: str) ->
 
 @one_form
 @pytest.mark.parametrize("what", ["reserve", "pwrite", "fsync", "replace"])
-def test_a_disk_that_fails(made: Path, run: Path, call: Call, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """No space left, read-only, or broken: the file stays as it was, nothing is left beside it, and it is said."""
+def test_failing_disk_leaves_file_unchanged(
+    made: Path, run: Path, call: Call, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """If the disk is full or read-only, the file stays, no temporary file is left, and the failure is reported."""
     hurt(run, 1, "noise")
     before = tree(run)
 
@@ -358,8 +359,8 @@ def test_a_disk_that_fails(made: Path, run: Path, call: Call, monkeypatch: pytes
 
 
 @one_form
-def test_wrong_usage(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
-    """The same place twice, what is no run or not there, a step that is not there: one line and exit code 2."""
+def test_wrong_usage_of_repair_changes_nothing(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
+    """Duplicate and missing locations, a location without a run, and a missing step give one line and exit code 2."""
     (tmp_path / "empty").mkdir()
     hurt(run, 1, "noise")
     before = tree(run)
@@ -379,8 +380,8 @@ def test_wrong_usage(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
 
 
 @one_form
-def test_another_run_is_said_to_be_one(run: Path, call: Call, tmp_path: Path) -> None:
-    """It is of use only where contents are alike, which digests decide."""
+def test_source_of_another_run_is_reported(run: Path, call: Call, tmp_path: Path) -> None:
+    """Another run can help only if contents are equal, which digests decide."""
     other = tmp_path / "other"
     save(other, {"x": torch.ones(3000)}, range(1, 2), every=1)
     hurt(run, 4, "noise")
@@ -389,8 +390,8 @@ def test_another_run_is_said_to_be_one(run: Path, call: Call, tmp_path: Path) ->
 
 
 @one_form
-def test_a_source_that_is_damaged_as_well(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
-    """What is damaged there in the same place is not taken; a second source may have it."""
+def test_damaged_source_is_not_used(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
+    """A source with the same damage is not used; a second source may have the bytes."""
     other = Path(shutil.copytree(made / "near", tmp_path / "other"))
     hurt(run, 4, "noise")
     hurt(other, 4, "noise")
@@ -400,10 +401,10 @@ def test_a_source_that_is_damaged_as_well(made: Path, run: Path, call: Call, tmp
 
 
 @one_form
-def test_negative_control_unverified_bytes_would_be_taken(
+def test_negative_control_unverified_bytes_would_be_written(
     made: Path, run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the comparison of what a source gives, the check on the way stops it; without both, the file is wrong."""
+    """Without the comparison of source bytes, the check during writing stops the repair. Without both, it is wrong."""
     other = Path(shutil.copytree(made / "near", tmp_path / "other"))
     hurt(run, 4, "noise")
     file = data_file(other, 4)
@@ -419,11 +420,11 @@ def test_negative_control_unverified_bytes_would_be_taken(
     assert tree(run) != before and not same(run, made / "near") and call("verify", run, "--all").code == 1
 
 
-# -- beside a running job --
+# -- next to a running job --
 
 
 def retiring(run: Path, step: int) -> None:
-    """As a job does it: the log says so, then the files go."""
+    """Retire a step as a job does: first the log record, then the files."""
 
     async def work(log: RunLog) -> None:
         gone = [str(c.checkpoint) for c in log.state.commits.values() if c.step == step]
@@ -437,10 +438,10 @@ def retiring(run: Path, step: int) -> None:
 
 @one_form
 @pytest.mark.parametrize("moment", ["look", "audit", "seek"])
-def test_what_is_retired_meanwhile_is_left_out(
+def test_checkpoint_retired_during_repair_is_skipped(
     made: Path, run: Path, call: Call, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no damage that its files are gone, and they do not come back."""
+    """The missing files of a checkpoint retired during the repair are not damage, and are not restored."""
     hurt(run, 1, "noise")
     hurt(run, 4, "noise")
     real = getattr(repair.Repair, moment)
@@ -458,8 +459,8 @@ def test_what_is_retired_meanwhile_is_left_out(
     assert call("verify", run, "--all").code == 0
 
 
-def test_a_job_that_trains_there_goes_on(tmp_path: Path, call: Call) -> None:
-    """A base is repaired under it: its next checkpoints build on that, and all are sound."""
+def test_running_job_continues_on_repaired_base(tmp_path: Path, call: Call) -> None:
+    """A base is repaired during the job. The next checkpoints build on it, and all are intact."""
     run = tmp_path / "run"
     state = {"frozen": torch.randn(400, 256), "x": torch.zeros(2000)}
     with ckpt.Checkpointer(state, ckpt.Tier(str(run), every=1, keep=20)) as cp:
@@ -488,8 +489,8 @@ def moto() -> Iterator[MotoServer]:
 
 @one_form
 @pytest.mark.parametrize("engine", ["s3fs", "obstore"])
-def test_in_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, engine: str) -> None:
-    """The same in an object store: from a folder to the bucket, and from the bucket to a folder."""
+def test_repair_from_and_to_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, engine: str) -> None:
+    """Repair works from a folder to a bucket, and from a bucket to a folder."""
     url = f"s3://{moto.make_bucket(f'repair-{engine}-{made.name[:4]}')}/run"
     remember_options(url, storage_options(moto.url) | {"engine": engine})
     assert call("copy", f"{made / 'near'}@5", url, "--yes").code == 0
@@ -512,13 +513,13 @@ def test_in_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, e
     assert call("repair", run, "--from", url, "--yes").code == 0 and same(run, made / "near")
 
 
-# -- what stores do for it --
+# -- the guarantees of stores that repair needs --
 
 KEY = f"{DATA_FOLDER}/p"
 
 
 async def replace(disk: RecordingDisk, root: Path, old: bytes, new: bytes) -> int:
-    """How many operations there were before the replacement began."""
+    """Return the number of disk operations before the replacement began."""
     async with local(root, disk) as store:
         await upload(store, KEY, old)
         began = len(disk.ops)
@@ -527,7 +528,7 @@ async def replace(disk: RecordingDisk, root: Path, old: bytes, new: bytes) -> in
 
 
 def torn(ops: list[Op], began: int, old: bytes, new: bytes) -> list[str]:
-    """What a power cut can leave that is neither the old object nor the new one."""
+    """Return the points at which a power cut leaves neither the old object nor the new one."""
     cut, rng, wrong = after(ops[:began]), random.Random(3), list[str]()
     for op in ops[began:]:
         cut.apply(op)
@@ -539,9 +540,9 @@ def torn(ops: list[Op], began: int, old: bytes, new: bytes) -> list[str]:
     return wrong + ["at the end"] * (set(last) != {new})
 
 
-def test_a_power_cut_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    """Whatever the disk kept of it; and once it is done, the new one. Without a sync of the file or of the folder, that
-    would not be so."""
+def test_power_cut_leaves_old_or_new_file(tmp_path: Path) -> None:
+    """After a power cut, the disk has the old or the new file; once the replacement is done, the new one.
+    Control: this fails without a sync of the file or the folder."""
     old, new, disk = bytes(range(256)) * 40, bytes(range(255, -1, -1)) * 50, RecordingDisk(tmp_path)
     began = asyncio.run(replace(disk, tmp_path / "run", old, new))
     assert torn(disk.ops, began, old, new) == []
@@ -550,8 +551,8 @@ def test_a_power_cut_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
         assert torn(careless, began, old, new)
 
 
-def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    """`drop_uploads` takes what nobody is writing any more, unless it is wanted; so does the next one of that name."""
+def test_drop_uploads_removes_only_abandoned_uploads(tmp_path: Path) -> None:
+    """`drop_uploads` removes abandoned uploads, unless they are wanted. The next upload of that name does too."""
     root = tmp_path / "run"
     left = root / DATA_FOLDER / ".p.0123456789abcdef.new"
 
@@ -574,8 +575,8 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
 
 
 @one_form
-def test_gc_takes_leftovers(run: Path, call: Call) -> None:
-    """Of a repair that was killed and never called again."""
+def test_gc_removes_temporary_files(run: Path, call: Call) -> None:
+    """`gc` removes the temporary file of a repair that was killed and never repeated."""
     file = data_file(run, 1)
     left = file.with_name(f".{file.name}.0123456789abcdef.new")
     left.write_bytes(bytes(100))
@@ -587,7 +588,7 @@ def test_gc_takes_leftovers(run: Path, call: Call) -> None:
 
 
 class InPlace(MemoryStore):
-    """Takes the old object away before the new one is whole."""
+    """Removes the old object before the new one is complete."""
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Any:
         if replace:
@@ -598,8 +599,8 @@ class InPlace(MemoryStore):
 @pytest.mark.parametrize(
     "promise", ["test_an_upload_replaces_only_if_it_is_told_to", "test_a_replacement_that_is_given_up_changes_nothing"]
 )
-def test_negative_control_a_store_that_replaces_too_early_is_seen(promise: str) -> None:
-    """By the tests for all stores, which one that keeps the promise passes."""
+def test_negative_control_early_replacement_fails_store_tests(promise: str) -> None:
+    """The tests for all stores fail for it, and pass for a correct store."""
 
     class Checked(StoreTests):
         kind = MemoryStore
@@ -618,14 +619,13 @@ def test_negative_control_a_store_that_replaces_too_early_is_seen(promise: str) 
         getattr(suite, promise)()
 
 
-LARGE = (33 << 20) + 7  # more parts than one
+LARGE = (33 << 20) + 7  # more than one part
 
 
 @pytest.mark.parametrize("engine", ["s3fs", "obstore"])
 @pytest.mark.parametrize("size", [1000, LARGE])
-def test_a_bucket_keeps_the_old_object_whatever_happens_to_a_request(moto: MotoServer, engine: str, size: int) -> None:
-    """Refused, broken off, or carried out without an answer: there is the old object or the new one, and the new one if
-    that was said."""
+def test_failed_replacement_keeps_object_in_bucket(moto: MotoServer, engine: str, size: int) -> None:
+    """After a denied, interrupted or unanswered request, the bucket has the old or the new object."""
     old, new = bytes(size), random.Random(4).randbytes(size)
     last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": KEY}
     url = f"s3://{moto.make_bucket(f'kept-{engine}-{size}')}/run"
@@ -658,8 +658,8 @@ def test_a_bucket_keeps_the_old_object_whatever_happens_to_a_request(moto: MotoS
         asyncio.run(work())
 
 
-def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path) -> None:
-    """Those of fsspec write to a name that no listing shows, and move that."""
+def test_fsspec_store_replaces_object_at_the_end(tmp_path: Path) -> None:
+    """fsspec stores upload to a name that no listing shows, and then move the object."""
 
     async def work() -> None:
         store = RemoteStore(f"memory://{tmp_path.name}")
@@ -679,7 +679,7 @@ def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path
 
 
 @one_form
-def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_reads_each_data_file_once(made: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every data file is read once, in ranges of a bounded size, however large it is."""
     objects = tree(run)
     asked: list[tuple[str, int, int]] = []
@@ -709,8 +709,8 @@ def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypa
 
 
 @one_form
-def test_no_torch_is_needed(made: Path, run: Path) -> None:
-    """It works where torch cannot be imported."""
+def test_repair_works_without_torch(made: Path, run: Path) -> None:
+    """Repair works if torch cannot be imported."""
     hurt(run, 1, "noise")
     words = ["repair", run, "--from", made / "near", "--yes"]
     result = spawn(*words, code="sys.modules['torch'] = None")

@@ -1,4 +1,4 @@
-"""Commands that change a run from a shell: what they promise to runs, to jobs that train there, and when they die."""
+"""Tests of the commands that change a run: effects on runs and on jobs that train there, and kills in the middle."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LAYOUT = Layout((TensorSpec("w", "F32", (4096,)),), {}, [])
 DATA = bytes(range(256)) * 64
 
 
-# -- runs made by hand --
+# -- handmade runs --
 
 
 def work(place: Path | str, do: Callable[[RunLog], Coroutine[Any, Any, Any]]) -> Any:
@@ -73,7 +73,7 @@ async def begin(log: RunLog, mine: Acquire, step: int, *, layout: Layout = LAYOU
 
 
 def make(place: Path | str, *steps: int, back_to: int | None = None, floor: int = 0) -> Acquire:
-    """A new incarnation saves these steps; with `back_to` it has gone back to that one."""
+    """Save these steps in a new job attempt, after a rollback to `back_to` if given."""
 
     async def do(log: RunLog) -> Acquire:
         restored = next((c.checkpoint for c in log.state.lineage() if c.step == back_to), None)
@@ -94,12 +94,12 @@ def state_of(place: Path | str) -> RunState:
 
 
 def steps(place: Path | str) -> list[int]:
-    """Of the present history, newest first."""
+    """Return the steps of the current history, newest first."""
     return [c.step for c in state_of(place).lineage()]
 
 
 def owners(folder: Path) -> set[int]:
-    """The steps of which there is any file."""
+    """Return the steps that have any file."""
     return {a.step for key in tree(folder) if (a := owner(key)) is not None}
 
 
@@ -109,7 +109,7 @@ def break_log(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 to 6, made by hand."""
+    """Create a run with steps 1 to 6 by hand."""
     folder = tmp_path_factory.mktemp("made") / "run"
     make(folder, 1, 2, 3, 4, 5, 6)
     return folder
@@ -117,12 +117,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    """A copy of that, to be changed."""
-    retention._cache.clear()  # another test may have had this run in a better state
+    """Copy that run, to be changed."""
+    retention._cache.clear()  # another test may have verified this run before
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
-# -- all of them --
+# -- all commands --
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def run(made: Path, tmp_path: Path) -> Path:
      ("gc", "{run}", "--abort-open"), ("pin", "{run}@3", "--note", "x"), ("rm", "{run}@3")],
     ids=lambda words: "-".join(w.strip("-{}") for w in words[:1] + words[2:]),
 )  # fmt: skip
-def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Sequence[str]) -> None:
-    """Without --yes not one byte changes, in either form; with it something does."""
+def test_command_without_yes_only_shows_plan(run: Path, call: Call, words: Sequence[str]) -> None:
+    """Without --yes not one byte changes, in either output form. With it, something changes."""
     make(run, 7)
     work(run, lambda log: begin(log, Acquire(1, "0" * 8, None), 9))
     work(run, lambda log: begin(log, log.state.acquires[-1], 2))
@@ -150,8 +150,8 @@ def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Seque
 # -- copy --
 
 
-def test_a_copy_is_a_run_of_its_own(run: Path, call: Call, tmp_path: Path) -> None:
-    """Bit-exact, sound, with a history that goes on from it, and its epoch is above the one it came from."""
+def test_copy_is_an_independent_run(run: Path, call: Call, tmp_path: Path) -> None:
+    """The copy is intact and equal bit for bit. Its history continues from the copied checkpoint, in a higher term."""
     there = tmp_path / "there"
     found = call("copy", run, there, "--yes", "--json").json
     assert (found["new_run"] and found["bytes"] == len(DATA) + 80) or found["bytes"] > len(DATA)
@@ -166,8 +166,8 @@ def test_a_copy_is_a_run_of_its_own(run: Path, call: Call, tmp_path: Path) -> No
     assert steps(there) == [7, 6]
 
 
-def test_a_second_copy_does_nothing(run: Path, call: Call, tmp_path: Path) -> None:
-    """It says that the checkpoint is there; the target's own copy is looked at before that is said."""
+def test_repeated_copy_changes_nothing(run: Path, call: Call, tmp_path: Path) -> None:
+    """It reports that the checkpoint exists there, after checking the target's own copy."""
     there = tmp_path / "there"
     call("copy", run, there, "--yes")
     before = tree(there)
@@ -178,8 +178,8 @@ def test_a_second_copy_does_nothing(run: Path, call: Call, tmp_path: Path) -> No
     assert again.code == 2 and "damaged there" in again.err
 
 
-def test_one_step_or_all_of_the_present_history(run: Path, call: Call, tmp_path: Path) -> None:
-    """What a rollback has undone is not part of --all; a new location takes it by its number."""
+def test_copy_all_skips_undone_checkpoints(run: Path, call: Call, tmp_path: Path) -> None:
+    """--all skips checkpoints that a rollback undid. A new location accepts one by its step number."""
     make(run, 20, back_to=3)
     call("copy", f"{run}@2", tmp_path / "one", "--yes")
     call("copy", run, tmp_path / "all", "--all", "--yes")
@@ -193,8 +193,8 @@ def test_one_step_or_all_of_the_present_history(run: Path, call: Call, tmp_path:
     assert refused.code == 2 and "cannot be combined" in refused.err
 
 
-def test_copying_day_by_day_needs_no_take_over(run: Path, call: Call, tmp_path: Path) -> None:
-    """As the source goes on, in its epoch and in the next, the newest in the copy is the newest that was copied."""
+def test_repeated_copies_need_no_take_over(run: Path, call: Call, tmp_path: Path) -> None:
+    """As the source continues, in its term and the next, the newest in the copy is the newest one copied."""
     there = tmp_path / "there"
     call("copy", run, there, "--yes")
     work(run, lambda log: save(log, log.state.acquires[-1], 7, 8))
@@ -210,8 +210,8 @@ def test_copying_day_by_day_needs_no_take_over(run: Path, call: Call, tmp_path: 
     assert steps(there)[0] == 4 and call("verify", "--all", there).code == 0
 
 
-def test_an_older_checkpoint_fences_nobody(run: Path, call: Call, tmp_path: Path) -> None:
-    """A job that trains in the target goes on saving, and what it saved stays the newest."""
+def test_copy_of_older_checkpoint_fences_no_job(run: Path, call: Call, tmp_path: Path) -> None:
+    """A job that trains in the target continues saving, and its checkpoints stay the newest."""
     there = shutil.copytree(run, tmp_path / "there")
     job = make(there, 50, floor=5)
     work(run, lambda log: save(log, log.state.acquires[-1], 7))
@@ -221,10 +221,8 @@ def test_an_older_checkpoint_fences_nobody(run: Path, call: Call, tmp_path: Path
 
 
 @pytest.mark.parametrize("more", [(), ("--all",), ("--take-over",)])
-def test_copy_refuses_a_target_that_is_a_different_run(
-    run: Path, call: Call, tmp_path: Path, more: tuple[str, ...]
-) -> None:
-    """Both may be copies with root ids of their own. A job that has saved nothing there is not in the way."""
+def test_copy_rejects_target_of_different_run(run: Path, call: Call, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Both may be copies with their own root ids. A job that has saved nothing there does not prevent the copy."""
     for other in (tmp_path / "other", tmp_path / "its-copy"):
         if other.name == "other":
             make(other, 1, 2)
@@ -240,8 +238,8 @@ def test_copy_refuses_a_target_that_is_a_different_run(
         assert call("copy", run, there, "--yes", "--take-over").code == 0
 
 
-def test_what_would_hide_a_jobs_checkpoints_needs_take_over(run: Path, call: Call, tmp_path: Path) -> None:
-    """Without it nothing is touched; with it the job is fenced, and a training goes on from the copy."""
+def test_copy_hiding_checkpoints_requires_take_over(run: Path, call: Call, tmp_path: Path) -> None:
+    """Without --take-over nothing changes. With it, the job is fenced, and training continues from the copy."""
     there = shutil.copytree(run, tmp_path / "there")
     job = make(there, 50)
     make(run)
@@ -256,10 +254,10 @@ def test_what_would_hide_a_jobs_checkpoints_needs_take_over(run: Path, call: Cal
     assert steps(there)[0] == 7
 
 
-def test_a_job_that_comes_while_files_are_copied_wins(
+def test_copy_yields_to_job_started_meanwhile(
     run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy does not fence somebody whom its plan did not know."""
+    """The copy does not fence a job that its plan did not know."""
     there, real = tmp_path / "there", copy_run._copy_files
 
     async def and_a_job(source: Any, target: Any, *rest: Any) -> Any:
@@ -275,8 +273,8 @@ def test_a_job_that_comes_while_files_are_copied_wins(
 
 
 @pytest.mark.parametrize("how", ["retired", "aborted"])
-def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_path: Path, how: str) -> None:
-    """Its names are used up; --all goes on with the others."""
+def test_copy_never_restores_deleted_checkpoint(run: Path, call: Call, tmp_path: Path, how: str) -> None:
+    """Its names cannot be used again; --all copies the others."""
     there = tmp_path / "there"
     call("copy", run, there, "--yes")
     gone = max(state_of(run).commits)
@@ -294,8 +292,8 @@ def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_pat
     assert steps(there) == [5, 4, 3, 2, 1]
 
 
-def test_somebody_elses_folder_is_left_alone(run: Path, call: Call, tmp_path: Path) -> None:
-    """Whether or not it is asked for."""
+def test_copy_rejects_folder_with_other_files(run: Path, call: Call, tmp_path: Path) -> None:
+    """A folder with other files is rejected with and without --yes."""
     there = tmp_path / "there"
     there.mkdir()
     (there / "thesis.tex").write_text("chapter 1")
@@ -305,8 +303,8 @@ def test_somebody_elses_folder_is_left_alone(run: Path, call: Call, tmp_path: Pa
         assert tree(there) == {"thesis.tex": b"chapter 1"}
 
 
-def test_the_disk_of_one_node_is_no_whole_source(call: Call, tmp_path: Path) -> None:
-    """It says how many parts there are, and that others have the rest."""
+def test_copy_rejects_disk_of_one_node(call: Call, tmp_path: Path) -> None:
+    """The error states how many ranks are here, and that other disks have the rest."""
 
     async def half(log: RunLog) -> None:
         mine = await commits.acquire(log, new_nonce())
@@ -319,8 +317,8 @@ def test_the_disk_of_one_node_is_no_whole_source(call: Call, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != INDEX])
-def test_a_damaged_source_is_named(run: Path, call: Call, tmp_path: Path, kind: str) -> None:
-    """And never becomes a checkpoint of the target."""
+def test_copy_names_damaged_source_file(run: Path, call: Call, tmp_path: Path, kind: str) -> None:
+    """A damaged checkpoint never becomes a checkpoint of the target."""
     (path,) = checkpoint_files(run, kind, step=6)
     flip(path, path.stat().st_size // 2)
     refused = call("copy", run, tmp_path / "there", "--yes")
@@ -336,9 +334,10 @@ def hurt(run: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("damaged", [(6,), (6, 5), (4,), (6, 3, 1), (6, 5, 4, 3, 2, 1)])
-def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, damaged: Sequence[int]) -> None:
-    """The others are copied, whichever is damaged; it is said which are not, and why; a repair and a repetition bring
-    them. Control: one that is asked for by itself is refused."""
+def test_copy_all_skips_damaged_checkpoints(run: Path, call: Call, tmp_path: Path, damaged: Sequence[int]) -> None:
+    """Intact checkpoints are copied, and damaged ones are reported with the cause. After a repair, a repeated copy adds
+    them.
+    Control: copying a damaged one alone fails."""
     there, rest = tmp_path / "there", [step for step in (6, 5, 4, 3, 2, 1) if step not in damaged]
     files = [hurt(run, step) for step in damaged]
     found = call("copy", run, there, "--all", "--yes")
@@ -355,9 +354,9 @@ def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, d
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_lead_passes_to_the_next(run: Path, call: Call, tmp_path: Path, again: bool) -> None:
-    """In a copy that has a lead of its own, the newest that could be copied leads, and later the one that could not:
-    whether the source went on in its epoch, or has gone back in a next one."""
+def test_newest_copied_checkpoint_leads_the_copy(run: Path, call: Call, tmp_path: Path, again: bool) -> None:
+    """The newest checkpoint that could be copied leads in the copy, and later the one that failed at first.
+    The source continued in its term, or went back in a newer one."""
     there = tmp_path / "there"
     call("copy", run, there, "--all", "--yes")
     if again:
@@ -373,10 +372,10 @@ def test_the_lead_passes_to_the_next(run: Path, call: Call, tmp_path: Path, agai
     assert call("copy", run, there, "--all", "--yes").code == 0 and steps(there)[:3] == steps(run)[:3] == [9, 8, 7]
 
 
-def test_a_source_that_retires_it_meanwhile(
+def test_checkpoint_retired_during_copy_is_reported(
     run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not called damaged."""
+    """A checkpoint that the source retires during the copy is not reported as damaged."""
     real, copy = tmp_path / "there", copy_run.copy
 
     async def late(source: RunLog, *rest: Any, **more: Any) -> Any:
@@ -388,8 +387,8 @@ def test_a_source_that_retires_it_meanwhile(
     assert refused.code == 2 and "was deleted during the copy" in refused.err
 
 
-def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, tmp_path: Path) -> None:
-    """In a folder, a killed copy leaves a data file of the right size with anything in it."""
+def test_copy_rewrites_data_file_without_manifest(run: Path, call: Call, tmp_path: Path) -> None:
+    """In a folder, a killed copy leaves a data file with the right size and arbitrary content."""
     there = tmp_path / "there"
     work(there, lambda log: asyncio.sleep(0))
     file = data_file(run, 6)
@@ -400,8 +399,8 @@ def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, t
     assert call("verify", there).code == 0
 
 
-def test_two_do_not_write_one_file(run: Path, call: Call, tmp_path: Path) -> None:
-    """What the job of the target may be bringing there itself is left to it."""
+def test_copy_avoids_checkpoint_being_written(run: Path, call: Call, tmp_path: Path) -> None:
+    """The copy does not touch a checkpoint that the target's job may be writing."""
     there, job = tmp_path / "there", state_of(run).acquires[-1]
 
     async def tier_of_the_same_job(log: RunLog) -> None:
@@ -418,12 +417,12 @@ def test_two_do_not_write_one_file(run: Path, call: Call, tmp_path: Path) -> Non
     assert call("copy", f"{run}@5", there, "--yes").code == 0
 
 
-# -- a copy that dies --
+# -- copies that are killed --
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training of 6 steps, with the steps 2, 4 and 6."""
+    """Train 6 steps, with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("trained")
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder))
@@ -438,7 +437,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def differences(a: Path, b: Path, call: Call) -> list[str]:
-    """The oracle: whether the second is a sound checkpoint with the same bits, for each way to look at it."""
+    """Return the checks that fail if the second run's checkpoint is damaged or has different bits."""
     found = []
     if call("verify", b).code:
         found.append("verify")
@@ -455,8 +454,8 @@ DEATHS = ("data_file.opened", "data_file.written", "acquire.done", "index.stored
 
 
 @pytest.mark.parametrize("point", DEATHS)
-def test_a_copy_that_was_killed_goes_on(trained: Path, tmp_path: Path, call: Call, point: str) -> None:
-    """Wherever SIGKILL came, there is no checkpoint before there is a whole one, and the next call ends it."""
+def test_killed_copy_continues_on_next_call(trained: Path, tmp_path: Path, call: Call, point: str) -> None:
+    """After SIGKILL at any point, no incomplete checkpoint exists, and the next call finishes the copy."""
     there = tmp_path / "there"
     fail = point if ":" in point else f"{point}:kill"
     assert killed(run_script(COMMAND, "copy", trained, there, "--yes", fail=fail)), "it was not killed"
@@ -466,8 +465,8 @@ def test_a_copy_that_was_killed_goes_on(trained: Path, tmp_path: Path, call: Cal
     assert differences(trained, there, call) == []
 
 
-def test_negative_control_a_wrong_copy_is_seen(trained: Path, tmp_path: Path, call: Call) -> None:
-    """The oracle sees one flipped bit, and another step."""
+def test_negative_control_wrong_copy_is_detected(trained: Path, tmp_path: Path, call: Call) -> None:
+    """The check detects one flipped bit, and a different step."""
     there = tmp_path / "there"
     call("copy", f"{trained}@4", there, "--yes")
     assert differences(trained, there, call) == ["diff", "load"]
@@ -476,8 +475,8 @@ def test_negative_control_a_wrong_copy_is_seen(trained: Path, tmp_path: Path, ca
     assert differences(trained, there, call) == ["verify"]
 
 
-def test_ctrl_c_leaves_nothing_half_done(trained: Path, tmp_path: Path, call: Call) -> None:
-    """Exit code 130, no file of the data file that was being written, and the same call goes on."""
+def test_ctrl_c_during_copy_leaves_no_partial_file(trained: Path, tmp_path: Path, call: Call) -> None:
+    """The exit code is 130, the unfinished data file is removed, and the same call continues."""
     there, path = tmp_path / "there", f"{REPO}:{REPO / 'backends'}"
     environment = {**os.environ, "PYTHONPATH": path, "CKPT_FAIL": "data_file.opened:stop"}
     words = [sys.executable, "-c", COMMAND, "copy", str(trained), str(there), "--yes"]
@@ -493,8 +492,8 @@ def test_ctrl_c_leaves_nothing_half_done(trained: Path, tmp_path: Path, call: Ca
     assert differences(trained, there, call) == []
 
 
-def test_a_training_goes_on_in_a_copy(trained: Path, tmp_path: Path, call: Call) -> None:
-    """It restores the copied step with all its bits, and what it saves comes after it."""
+def test_training_continues_from_a_copy(trained: Path, tmp_path: Path, call: Call) -> None:
+    """Training restores the copied step bit for bit, and its new checkpoints come after it."""
     there = tmp_path / "there"
     call("copy", trained, there, "--yes")
     state = toy.build(seed=1)
@@ -509,15 +508,15 @@ def test_a_training_goes_on_in_a_copy(trained: Path, tmp_path: Path, call: Call)
 # -- prune --
 
 
-def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None:
-    """The last ones, every third, the kept one and the newest finite; files go with the rest, and no others."""
+def test_prune_keeps_requested_checkpoints_with_reasons(run: Path, call: Call) -> None:
+    """The last ones, every third, the pinned and the newest finite one stay. Only files of the others are deleted."""
     work(run, lambda log: save(log, log.state.acquires[-1], 7, 8, finite=False))
     call("pin", f"{run}@2", "--note", "as published", "--yes")
     (run / DATA_FOLDER / "notes.txt").write_text("mine")
     plan = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--json").json
     why = {one["step"]: one["why"] for one in plan["keep"]}
     assert why.keys() == {8, 7, 6, 3, 2} and "as published" in why[2] and "every 3" in why[3] and "finite" in why[6]
-    assert plan["check"] == 6  # not what nobody would restore
+    assert plan["check"] == 6  # the newest that a restore would choose
     done = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"]
     assert sorted(CheckpointId.parse(a).step for a in done["given_up"]) == [1, 4, 5]
     assert done["files"] == plan["files"] == 9 and done["bytes"] == plan["bytes"]
@@ -526,8 +525,8 @@ def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None
     assert call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"] is None
 
 
-def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None:
-    """One flipped bit in it: exit code 1, what is damaged is named, and every file stays."""
+def test_prune_deletes_nothing_with_damaged_newest(run: Path, call: Call) -> None:
+    """One flipped bit in the newest: exit code 1, the damaged file is named, and all files stay."""
     file = data_file(run, 6)
     flip(file, file.stat().st_size - 9)
     before = tree(run)
@@ -540,8 +539,8 @@ def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None
 
 
 @pytest.mark.parametrize("words", [("prune", "--keep-last", "1"), ("gc",)], ids=["prune", "gc"])
-def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -> None:
-    """With advice that works."""
+def test_damaged_log_prevents_prune_and_gc(run: Path, call: Call, words: Sequence[str]) -> None:
+    """The error gives advice that works."""
     break_log(run)
     before = tree(run)
     refused = call(words[0], run, *words[1:], "--yes")
@@ -556,8 +555,8 @@ def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -
     assert refused.code == 2 and "deleted there" in refused.err
 
 
-def test_what_cannot_be_read_keeps_everything_while_it_stays(run: Path, call: Call) -> None:
-    """Nobody knows which files it needs. Given up itself, it stands in nobody's way."""
+def test_unreadable_checkpoint_prevents_deletions(run: Path, call: Call) -> None:
+    """The files it needs are unknown. When it is deleted itself, it does not prevent anything."""
     for path in (manifests(run, 5)[0], indexes(run, 5)[0]):
         path.unlink()
     before = tree(run)
@@ -570,10 +569,10 @@ def test_what_cannot_be_read_keeps_everything_while_it_stays(run: Path, call: Ca
 
 
 @pytest.mark.parametrize("command", ["prune", "gc"])
-def test_a_commit_in_between_is_taken_into_account(
+def test_commit_during_cleanup_loses_nothing(
     run: Path, call: Call, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """A job that commits after the files were listed loses nothing, and the command is done all the same."""
+    """A job that commits after the files were listed loses nothing, and the command still succeeds."""
     mine, real, left = state_of(run).acquires[-1], prune.take_stock, [7, 8]
     work(run, lambda log: begin(log, mine, 99))
     ended = Record("ABORT", {"checkpoint": f"000000099.1-{mine.nonce}", "reason": "x"}, "abort:x")
@@ -596,7 +595,7 @@ def test_a_commit_in_between_is_taken_into_account(
 
 
 def with_leftovers(run: Path) -> dict[str, Acquire]:
-    """Besides the checkpoints: 10 aborted, 11 open in an old epoch, 12 held, 13 open in the newest epoch."""
+    """Add to the checkpoints: 10 aborted, 11 open in an old term, 12 held, 13 open in the newest term."""
     old = state_of(run).acquires[-1]
 
     async def do(log: RunLog) -> Acquire:
@@ -612,8 +611,8 @@ def with_leftovers(run: Path) -> dict[str, Acquire]:
     return {"old": old, "new": work(run, do)}
 
 
-def test_gc_deletes_what_nobody_needs(run: Path, call: Call) -> None:
-    """Files of attempts that have ended; open and held ones stay, and what is not ours; all of it is said."""
+def test_gc_deletes_only_unneeded_files(run: Path, call: Call) -> None:
+    """Files of aborted checkpoints are deleted. Open and held ones and foreign files stay, and all are reported."""
     with_leftovers(run)
     (run / DATA_FOLDER / "notes.txt").write_text("mine")
     (run / "todo").write_text("mine")
@@ -628,8 +627,8 @@ def test_gc_deletes_what_nobody_needs(run: Path, call: Call) -> None:
     assert "stays, open" in call("gc", run).out
 
 
-def test_gc_ends_what_an_old_epoch_left_open_only_where_told(run: Path, call: Call) -> None:
-    """Never what the present epoch is writing, nor what other nodes may hold the rest of."""
+def test_gc_aborts_open_checkpoints_of_old_terms(run: Path, call: Call) -> None:
+    """--abort-open never ends checkpoints that the current term is writing, nor held ones."""
     terms = with_leftovers(run)
     found = call("gc", run, "--abort-open", "--yes", "--json").json
     assert {one["step"]: one["ending"] for one in found["open"]} == {11: True, 12: False, 13: False}
@@ -640,14 +639,14 @@ def test_gc_ends_what_an_old_epoch_left_open_only_where_told(run: Path, call: Ca
 
 
 async def save_again(log: RunLog, mine: Acquire) -> None:
-    """What was open becomes a checkpoint."""
+    """Commit the open checkpoint."""
     part = await commits.stored_part(log.store, CheckpointId(mine.term, 13, mine.nonce), 0)
     assert part is not None
     await commits.commit(log, mine, [part])
 
 
-def test_readers_have_their_time(run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it waits the log says what goes, and every file is there. Folders need no waiting."""
+def test_gc_waits_for_readers_before_deletion(run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """During the grace period the log lists the deletions and all files exist. Folders need no grace period."""
     with_leftovers(run)
     waited: list[float] = []
 
@@ -666,8 +665,8 @@ def test_readers_have_their_time(run: Path, call: Call, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("fail", ["plan.landed:kill", "sweep.deleted:kill"])
 @pytest.mark.parametrize("words", [("prune", "--keep-last", "1"), ("gc",)], ids=["prune", "gc"])
-def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words: Sequence[str], fail: str) -> None:
-    """What the log says is gone, and its files with the next gc; what stays is sound."""
+def test_gc_finishes_killed_cleanup(run: Path, call: Call, words: Sequence[str], fail: str) -> None:
+    """The next gc deletes the files that the log lists as deleted. The remaining checkpoints are intact."""
     aborted = CheckpointId(1, 10, with_leftovers(run)["old"].nonce)
     for number in range(80):  # more than one batch
         (run / data_key(aborted, 1, number)).write_bytes(b"x")
@@ -683,7 +682,7 @@ def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words:
 
 
 def test_pin_and_unpin(run: Path, call: Call) -> None:
-    """The note goes into the log; said twice it is one record; a step that is not there is refused."""
+    """The note goes into the log, and a repeated pin adds no record. A missing step is rejected."""
     assert call("pin", f"{run}@2", "--note", "good", "--yes", "--json").json["done"] == {"pinned": True}
     assert [a.step for a in state_of(run).kept] == [2] and "good" in state_of(run).kept.values()
     records = len(list((run / "log").iterdir()))
@@ -698,8 +697,8 @@ def test_pin_and_unpin(run: Path, call: Call) -> None:
         assert call(*words, "--yes").code == 2
 
 
-def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
-    """Between the look and the record, the checkpoint was retired."""
+def test_pin_of_checkpoint_retired_meanwhile_fails(run: Path) -> None:
+    """The checkpoint was retired between the check and the record."""
 
     async def late(log: RunLog) -> None:
         first = min(log.state.commits)
@@ -711,7 +710,7 @@ def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
     work(run, late)
 
 
-# -- beside a job --
+# -- next to a running job --
 
 
 LIVE = """
@@ -729,8 +728,8 @@ print(json.dumps([step, toy.digest(state)]))
 """
 
 
-def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
-    """prune, gc, pin and copy again and again while a job saves: it ends as if alone, and what is there is sound."""
+def test_commands_do_not_disturb_running_job(tmp_path: Path, call: Call) -> None:
+    """prune, gc, pin and copy run while a job saves: its result does not change, and all checkpoints are intact."""
     run, there, enough, kept = tmp_path / "run", tmp_path / "there", tmp_path / "enough", 0
     path = PYTHONPATH
     environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
@@ -757,8 +756,8 @@ def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
     assert "WARNING" not in err and "failed" not in err, err
 
 
-def test_negative_control_a_job_that_is_hurt_is_seen(run: Path, tmp_path: Path, call: Call) -> None:
-    """A copy that takes the run over while a job trains there fences it for good."""
+def test_negative_control_take_over_fences_running_job(run: Path, tmp_path: Path, call: Call) -> None:
+    """A copy with --take-over fences a job that trains there permanently."""
     make(run, 7, 8)
     there, state = tmp_path / "there", toy.build()
     with pytest.raises(FencedError), ckpt.Checkpointer(state, ckpt.Tier(str(there), every=1)) as cp:
@@ -783,8 +782,8 @@ def words_of(server: str) -> list[str]:
     return [word for key, value in storage_options(server).items() for word in ("--option", f"{key}={value}")]
 
 
-def test_there_and_back_again(bucket: str, trained: Path, tmp_path: Path, call: Call) -> None:
-    """To a bucket and from there to another folder: the same bits."""
+def test_copy_to_bucket_and_back_is_exact(bucket: str, trained: Path, tmp_path: Path, call: Call) -> None:
+    """A copy to a bucket and back to another folder has the same bits."""
     far = "s3://bucket/there"
     remember_options(far, storage_options(bucket))
     assert call("copy", trained, far, "--all", "--yes", *words_of(bucket)).code == 0
@@ -793,8 +792,8 @@ def test_there_and_back_again(bucket: str, trained: Path, tmp_path: Path, call: 
     assert steps(far) == [6, 4, 2]
 
 
-def test_a_bucket_is_thinned_out_and_cleaned_up(bucket: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers have 600 s; unfinished uploads of what has ended are dropped, and those of what is open are not."""
+def test_prune_and_gc_in_a_bucket(bucket: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers have 600 s. Unfinished uploads of ended checkpoints are dropped, those of open ones are not."""
     far, waited = "s3://bucket/run", list[float]()
     remember_options(far, storage_options(bucket) | {"engine": "s3fs"})
     mine = make(far, 1, 2, 3, 4)

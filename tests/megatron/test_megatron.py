@@ -1,4 +1,4 @@
-"""`ckpt.megatron` under the real megatron-core, on CPU ranks: killed and gone on, also with other parallelism."""
+"""Tests of `ckpt.megatron` with the real megatron-core, on CPU ranks: kills, also with other parallelism."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from processes import PYTHONPATH
 
 MAIN = "import megatron_on_cpu, megatron_toy; megatron_toy.main()"
 KILLED, STEPS = 3, 5  # as in megatron_toy
-BY_FOUR = {  # of each case: tensor and pipeline sizes of four ranks, and parts of the model on each stage if several
+BY_FOUR = {  # per case: tensor and pipeline sizes for four ranks, and model parts per stage if several
     "data-bf16": "1x1",
     "data-fp16": "1x2",
     "data-small": "2x1",
@@ -32,7 +32,7 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[Path]:
-    """An interpreter that has megatron-core beside our packages."""
+    """Return an interpreter with megatron-core and our packages."""
     yield from warmed("megatron", "megatron_on_cpu", "megatron.core.models.gpt", "megatron.core.optimizer")
 
 
@@ -43,7 +43,7 @@ def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def untouched(python: Path, folder: Path) -> Said:
-    """What two ranks said in runs without everystep; after them all cases were killed in the middle of step 4."""
+    """Return the output of two ranks without everystep. Then all cases were killed in the middle of step 4."""
     codes, said = said_by(python, 2, MAIN, "kill", folder, *CASES)
     assert codes == [-signal.SIGKILL] * 2
     assert [one["case"] for one in said if "killed" in one] == list(CASES)
@@ -57,13 +57,13 @@ def resumed(python: Path, folder: Path, untouched: Said) -> Said:
 
 @pytest.fixture(scope="module")
 def by_four(python: Path, folder: Path, resumed: Said) -> Said:
-    """Four ranks, divided otherwise."""
+    """Continue on four ranks with other sharding."""
     return said_by(python, 4, MAIN, "take_over", folder, *(f"{case}={divided}" for case, divided in BY_FOUR.items()))[1]
 
 
 @pytest.fixture(scope="module")
 def by_one(python: Path, folder: Path, by_four: Said) -> Said:
-    """One rank after them."""
+    """Continue on one rank after them."""
     return said_by(python, 1, MAIN, "take_over", folder, *(f"{case}=1x1" for case in CASES))[1]
 
 
@@ -72,9 +72,9 @@ def of(said: Said, case: str) -> Said:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_killed_it_goes_on_as_if_nothing_had_been(case: str, untouched: Said, resumed: Said) -> None:
-    """From the last step before SIGKILL, out of memory: fp32 weights, moments, what the model computes with, learning
-    rate, loss scale and random numbers are equal then, and these and the losses at every step after it."""
+def test_killed_training_continues_exactly(case: str, untouched: Said, resumed: Said) -> None:
+    """Training continues from memory at the last step before SIGKILL. fp32 weights, moments, model output, learning
+    rate, loss scale and random numbers are equal then, these and the losses at every later step."""
     first, *later, _ = of(resumed, case)
     alone = of(untouched, case)
     assert first["restored"] == KILLED and first["tier"] == "memory"
@@ -83,16 +83,16 @@ def test_killed_it_goes_on_as_if_nothing_had_been(case: str, untouched: Said, re
     assert len({one["digest"] for one in alone}) == STEPS
 
 
-def test_loss_scales_moved_in_these_runs(untouched: Said) -> None:
-    """What was compared would tell nothing of them if no step had been skipped."""
+def test_loss_scales_change_in_these_runs(untouched: Said) -> None:
+    """The comparison covers them only if a step was skipped."""
     assert len({one["scale"] for one in of(untouched, "data-fp16")}) > 1
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_rank_holds_its_part_of_what_load_returns(case: str, resumed: Said, by_four: Said, by_one: Said) -> None:
-    """Bit for bit, and nothing of it is held by nobody: with the sizes of parallelism that saved, then by four ranks
-    with others, then by one; also of what these save after a step more. The model computes the same loss each time, and
-    the optimizer goes on counting. (Of data-small only one rank has anything to step.)"""
+def test_each_rank_has_its_part_of_loaded_state(case: str, resumed: Said, by_four: Said, by_one: Said) -> None:
+    """Ranks with the saving parallelism, four ranks with another, and one rank together have every bit, also one step
+    later.
+    The loss is equal, and the optimizer continues to count. (In data-small only one rank has parameters to update.)"""
     *_, ended = of(resumed, case)
     assert ended["wrong"] == []
     step, loss, counts = STEPS, ended["evaluated"], ended["counts"]
@@ -115,21 +115,21 @@ REFUSED = {
     "precision": "a precision-aware optimizer keeps its weights internally",
     "offloaded": "an optimizer that is offloaded to the host",
     "instances": "several instances of the distributed optimizer",
-    "buffer": "rank 1: ckpt.megatron: seen is a buffer",  # which has it alone
+    "buffer": "rank 1: ckpt.megatron: seen is a buffer",  # only that rank has it
     "vocabulary": "model.embedding.word_embeddings.weight has shape [64, 32] in the checkpoint and [72, 32] here",
 }
 
 
-def test_what_it_cannot_divide_is_refused(python: Path, folder: Path, by_one: Said) -> None:
-    """By what is the matter, on all ranks, also where one alone has it; nothing is saved of it."""
+def test_unsupported_settings_are_rejected_on_all_ranks(python: Path, folder: Path, by_one: Said) -> None:
+    """The error names the reason on all ranks, even if only one has it, and nothing is saved."""
     said = said_by(python, 2, MAIN, "refuse", folder)[1]
     assert [one["case"] for one in said] == list(REFUSED)
     for one in said:
         assert REFUSED[one["case"]] in one["error"]
 
 
-def test_another_version_is_refused(python: Path) -> None:
-    """At import, with the range that is known; and where there is none, what to install."""
+def test_unsupported_version_is_rejected(python: Path) -> None:
+    """An import fails with the supported range, or if megatron-core is missing, with what to install."""
     code = """
 import megatron.core, sys
 for megatron.core.__version__ in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""Megatron's own `torch_dist` checkpoints, taken in and given out, with Megatron's own save and load beside them."""
+"""Tests of Megatron's `torch_dist` checkpoints, imported and exported, compared with Megatron's own save and load."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[Path]:
-    """An interpreter that has megatron-core beside our packages."""
+    """Return an interpreter with megatron-core and our packages."""
     yield from warmed("megatron", "megatron_on_cpu", "megatron.core.models.gpt", "megatron.core.optimizer")
 
 
 @pytest.fixture(scope="module")
 def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What Megatron has saved of each case, and what was made of it."""
+    """Return a folder with Megatron's checkpoint of each case, and the run imported from it."""
     folder = tmp_path_factory.mktemp("torch_dist")
     said_by(python, 2, MAIN, "save", folder, *CASES)
     for case in CASES:
@@ -47,7 +47,7 @@ def resumed(python: Path, folder: Path) -> Said:
 
 @pytest.fixture(scope="module")
 def loaded(python: Path, folder: Path, resumed: Said) -> Said:
-    """By four ranks, divided otherwise, of what was given out."""
+    """Load the exports on four ranks with other sharding."""
     for case in CASES:
         given = folder / "given" / case
         given.parent.mkdir(exist_ok=True)
@@ -61,25 +61,24 @@ def of(said: Said, case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_made_of_it_goes_on_as_megatron_does(case: str, resumed: Said) -> None:
-    """Weights, moments, counts, learning rate and loss scale are those that Megatron's own load sets, and losses and
-    all of these are equal at every step after it."""
+def test_imported_run_continues_like_megatron(case: str, resumed: Said) -> None:
+    """Weights, moments, counts, learning rate and loss scale equal those of Megatron's own load, and these and the
+    losses are equal at every later step."""
     found = of(resumed, case)
     assert found["ours"] == found["theirs"]
     assert found["ours"][0] == SAVED and len(set(found["ours"])) == len(found["ours"])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_megatron_loads_what_is_given_out(case: str, loaded: Said) -> None:
-    """With other sizes of tensor and pipeline parallelism: what each rank holds of weights and moments is bit for bit
-    what the run has, and nothing of the run is held by nobody."""
+def test_megatron_loads_exported_checkpoint(case: str, loaded: Said) -> None:
+    """With other tensor and pipeline parallelism, the ranks together have all weights and moments, bit for bit."""
     found = of(loaded, case)
     assert (found["step"], found["wrong"]) == (STEPS, [])
-    assert found["counts"][0] == [2.0 if case == "data-fp16" else 5.0]  # of fp16 three steps have overflowed
+    assert found["counts"][0] == [2.0 if case == "data-fp16" else 5.0]  # three steps of fp16 have overflowed
 
 
-def test_what_is_given_out_comes_back(folder: Path, loaded: Said) -> None:
-    """All tensors and settings are equal; common.pt has plain values alone."""
+def test_export_and_import_are_exact(folder: Path, loaded: Said) -> None:
+    """All tensors and settings are equal; common.pt has only plain values."""
     case = "data-fp16"
     assert spawn("import", folder / "given" / case, folder / "again").returncode == 0
     before, after = ckpt.load(folder / "runs" / case), ckpt.load(folder / "again")
@@ -90,8 +89,8 @@ def test_what_is_given_out_comes_back(folder: Path, loaded: Said) -> None:
     assert common["iteration"] == STEPS and common["opt_param_scheduler"]["num_steps"] == STEPS
 
 
-def test_an_object_within_the_optimizer_is_named(folder: Path, tmp_path: Path) -> None:
-    """And refused, unless it is to be left out, or nothing of the optimizer is asked for; so is one in the schedule."""
+def test_object_in_optimizer_is_named(folder: Path, tmp_path: Path) -> None:
+    """The import fails unless the object or the whole optimizer is excluded; so does one in the schedule."""
     shutil.copytree(folder / "theirs" / CASES[0], tmp_path / "theirs")
     common = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)
     common["optimizer"]["optimizer"]["param_groups"][0]["hook"] = argparse.Namespace()
@@ -110,9 +109,9 @@ def test_an_object_within_the_optimizer_is_named(folder: Path, tmp_path: Path) -
         assert [f"skipped {one}" in said for one in told] == [name == "run"] * 2
 
 
-def test_what_only_megatron_can_put_together_is_refused(folder: Path, tmp_path: Path) -> None:
-    """An optimizer that was saved by what each rank had, by name and with what to do; the weights alone are taken.
-    Another form of Megatron's, and a run of something else, likewise."""
+def test_unsupported_megatron_formats_are_rejected(folder: Path, tmp_path: Path) -> None:
+    """An optimizer saved by rank is rejected with its name and the remedy; the weights alone can be imported.
+    Other formats and runs of other trainers are rejected too."""
     by_rank = folder / "theirs" / "by-rank"
     refused = spawn("import", by_rank, tmp_path / "run")
     assert refused.returncode and "optim (which Megatron saved as dp_reshardable" in refused.stderr

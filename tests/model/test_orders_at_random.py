@@ -1,9 +1,9 @@
-"""Ranks that post, read and execute orders in every order of events, tried at random.
+"""Random schedules of ranks that post, read and execute orders.
 
-What runs is the library's own channel (`ckpt.core.ranks.orders`) and plan (`ckpt.core.run.save_plan`). Each rank has a
-training loop, a thread that reads and threads that post. At each request to the key-value store a seeded generator
-decides what happens first: steps, reads, posts and restores of any rank. A request may also fail before or after it had
-its effect. Training loops wait for nobody, so that ranks are many steps apart.
+They use the library's own channel (`ckpt.core.ranks.orders`) and plan (`ckpt.core.run.save_plan`). Each rank has a
+training loop, a reading thread and posting threads. At each request to the key-value store, a seeded generator chooses
+what happens first: steps, reads, posts and restores of any rank. A request may also fail before or after it took
+effect. Training loops do not wait for each other, so that ranks are many steps apart.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ INTERVALS = [0, 2, 3, 5]
 
 
 class Broken(Exception):
-    """An invariant does not hold."""
+    """Raised when an invariant does not hold."""
 
 
 class FakeBoard:
-    """A connection to the store of one simulated job."""
+    """A connection to the store of a simulated job."""
 
     def __init__(self, sim: Sim) -> None:
         self._sim = sim
@@ -42,7 +42,7 @@ class FakeBoard:
             raise PeerError("lost before it arrived")
         found = work()
         if lost < 0.06:
-            raise PeerError("done, but the answer was lost")
+            raise PeerError("done, but the reply was lost")
         self._sim.interrupt()
         return found
 
@@ -57,7 +57,7 @@ class FakeBoard:
 
 
 class FakeWorld:
-    """What `Orders` uses of a world."""
+    """Provides what `Orders` needs of a world."""
 
     prefix, size = "job/", SIZE
 
@@ -69,7 +69,7 @@ class FakeWorld:
 
 
 class Rank:
-    """One rank. `at`: the step that its loop did last; `saved`: tiers by step; `executed`: orders since the restore."""
+    """One rank. `at`: the last step of its loop; `saved`: tiers by step; `executed`: orders since the restore."""
 
     def __init__(self, sim: Sim, rank: int) -> None:
         self.sim, self.rank = sim, rank
@@ -98,7 +98,7 @@ class Rank:
         self.ring = [*self.ring, step][-RING:]
 
     def restore(self) -> None:
-        """Take one step of a restore, to which all ranks come."""
+        """Advance a restore, in which all ranks take part, by one stage."""
         others = self.sim.ranks
         if self.phase == "training":
             self.post = [self.orders.suspend(), self.changed, self.plan.newest.memory, list(self.plan.newest.tiers)]
@@ -147,7 +147,7 @@ class Rank:
             raise Broken(f"rank {self.rank} executes {order} after restore {self.restores}")
 
     def save_late(self, late: Late) -> None:
-        """As `ckpt.core.run.saver.Saver.save_late` does."""
+        """Save like `ckpt.core.run.saver.Saver.save_late`."""
         if late.has <= late.wants and late.step in self.ring:
             self.saved[late.step] = late.wants
         elif late.has != late.wants:
@@ -155,7 +155,7 @@ class Rank:
 
 
 class Sim:
-    """One job. `failed`: steps that some rank failed by name, each with the number of restores before it."""
+    """One job. `failed`: steps that a rank reported as failed, each with the number of restores before it."""
 
     def __init__(self, seed: int, orders: type[Orders], plan: type[SavePlan], rank: type[Rank]) -> None:
         self.random, self.orders_class, self.plan_class = random.Random(seed), orders, plan
@@ -167,7 +167,7 @@ class Sim:
         self.ranks = [rank(self, number) for number in range(SIZE)]
 
     def interrupt(self) -> None:
-        """Let other threads come first, perhaps."""
+        """Let other threads run first, at random."""
         if self.depth < DEPTH:
             while self.left > 0 and self.random.random() < 0.5:
                 self.event()
@@ -191,7 +191,7 @@ class Sim:
             else:
                 self.ranks[0].post_interval()
         except PeerError:
-            rank.orders._boards = None  # as the reader does
+            rank.orders._boards = None  # like the reader
         finally:
             self.depth -= 1
 
@@ -210,7 +210,7 @@ class Sim:
             for rank in self.ranks:
                 self.loop(rank)
         for rank in self.ranks:
-            rank.read()  # which connects again
+            rank.read()  # reconnects
         end = max(rank.at for rank in self.ranks) + 12
         for rank in self.ranks:
             while rank.at < end:
@@ -218,7 +218,7 @@ class Sim:
         self.check()
 
     def check(self) -> None:
-        """Every rank has read all orders and has done the same steps since the last restore."""
+        """Check that every rank has read all orders and has done the same steps since the last restore."""
         first = self.ranks[0].executed
         if [one.number for one in first] != list(range(len(first))):
             raise Broken(f"rank 0 executes {[one.number for one in first]}")
@@ -243,7 +243,7 @@ def search(
     plan: type[SavePlan] = SavePlan,
     rank: type[Rank] = Rank,
 ) -> str:
-    """Return what is broken first, "" if nothing is."""
+    """Return the first violation, or "" if there is none."""
     for seed in range(seeds):
         try:
             Sim(seed, orders, plan, rank).run()
@@ -254,7 +254,7 @@ def search(
 
 @pytest.fixture(autouse=True)
 def handlers_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in a handler ends the schedule; the library logs it."""
+    """Let an error in a handler end the schedule, though the library logs it."""
 
     def fail(*arguments: Any) -> None:
         raise
@@ -262,13 +262,13 @@ def handlers_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.core.ranks.orders.log.exception", fail)
 
 
-def test_every_order_is_executed_at_one_step_on_all_ranks() -> None:
+def test_every_order_is_executed_at_one_step() -> None:
     """Or that step fails by name. No order from before a restore is executed after it."""
     assert search(SEEDS) == ""
 
 
-def test_the_schedules_reach_what_can_go_wrong() -> None:
-    """Late ranks with and without the step in memory, restores, joined orders, and several orders at once."""
+def test_schedules_reach_difficult_cases() -> None:
+    """They include late ranks with and without the step in memory, restores, joined and concurrent orders."""
     seen = dict.fromkeys(["late in memory", "late and lost", "restored", "two ordered", "late interval"], 0)
 
     class Watched(Rank):
@@ -293,7 +293,7 @@ def test_the_schedules_reach_what_can_go_wrong() -> None:
 
 
 class Twice(Orders):
-    """Executes whatever it has fetched."""
+    """Executes every fetched order."""
 
     def _execute(self, generation: int, number: int, raw: bytes) -> Order | None:
         if not self._suspended and generation == self._generation:
@@ -302,21 +302,21 @@ class Twice(Orders):
 
 
 class SameGeneration(Orders):
-    """Goes on counting after a restore."""
+    """Continues counting after a restore."""
 
     def begin(self, generation: int) -> None:
         pass
 
 
 class ReadsOn(Orders):
-    """Executes orders although the state is being restored."""
+    """Executes orders during a restore."""
 
     def suspend(self) -> int:
         return self._generation
 
 
 class ExecutesItsOwn(Orders):
-    """Executes what it has posted, whether it is in the store or not."""
+    """Executes its own posts, whether they reached the store or not."""
 
     def post(self, kind: str, step: int, body: Any, *, join: int | None = None) -> Order:
         try:
@@ -328,7 +328,7 @@ class ExecutesItsOwn(Orders):
 
 
 class NextStep(Rank):
-    """Saves the step that it comes to, if it has passed the ordered one."""
+    """Saves the next step if it has passed the ordered one."""
 
     def on_save(self, order: Order) -> None:
         self.note(order)
@@ -339,7 +339,7 @@ class NextStep(Rank):
 
 
 class WithoutLock(SavePlan):
-    """Decides first, and notes later that it has."""
+    """Decides first, and records the decision later."""
 
     def decide(self, step: int) -> StepDecision:
         before = list(self._decided), list(self._ordered), list(self._on_purpose)
@@ -358,7 +358,7 @@ class WithoutLock(SavePlan):
 
 
 class OneOrder(SavePlan):
-    """Remembers the last ordered step only."""
+    """Remembers only the last ordered step."""
 
     def order(self, step: int) -> Late | None:
         late = super().order(step)
@@ -367,7 +367,7 @@ class OneOrder(SavePlan):
 
 
 class KeepsOldSteps(Rank):
-    """Does not look back when the interval changes."""
+    """Does not check earlier steps when the interval changes."""
 
     def on_interval(self, order: Order) -> None:
         self.note(order)
@@ -389,8 +389,8 @@ class KeepsOldSteps(Rank):
         pytest.param({"orders": ExecutesItsOwn}, id="a rank executes what it could not post"),
     ],
 )
-def test_negative_control_the_model_finds_if(broken: dict[str, Any]) -> None:
-    """Each rule of `ckpt.core.ranks.orders` taken away."""
+def test_negative_control_broken_rule_is_found(broken: dict[str, Any]) -> None:
+    """Each case breaks a rule of `ckpt.core.ranks.orders`."""
     found = search(CONTROL_SEEDS, **broken)
     print(found)
-    assert found, "the model does not see it"
+    assert found, "the model does not detect it"

@@ -1,7 +1,7 @@
-"""A power cut at any moment loses nothing that was acknowledged: on a model disk, and on real file systems.
+"""Tests that a power cut at any moment loses nothing acknowledged: on a model disk, and on real file systems.
 
-The model is weaker than any real disk: pages and names persist each on its own unless they were synced. The workload
-is recorded once, with the real store; then every prefix of the recording is a moment at which the power may go.
+The model is weaker than any real disk: each page and name persists independently unless it was synced. The workload
+is recorded once, with the real store; then the power may fail after every prefix of the recording.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from run_files import DATA, DATA_FOLDER, INDEX, MANIFEST, data_key
 
 
 class AtOnce(ThreadPoolExecutor):
-    """Runs what it is given right away: digests of a kilobyte would spend their time waiting for threads."""
+    """Runs tasks immediately: for digests of a kilobyte, waiting for threads would dominate."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -57,7 +57,7 @@ class AtOnce(ThreadPoolExecutor):
 
 @pytest.fixture(autouse=True)
 def quick(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of recoveries, each of which would warn of the attempts that do not count and start threads."""
+    """Silence the warnings of thousands of recoveries, and avoid their threads."""
     caplog.set_level(logging.CRITICAL, "ckpt")
     monkeypatch.setattr(chunks, "ThreadPoolExecutor", AtOnce)
 
@@ -66,14 +66,14 @@ def quick(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def workload(root: Path, disk: RecordingDisk) -> None:
-    """Two incarnations that save, clean up, abort, and leave attempts behind that are whole and that are not."""
+    """Run two job attempts that save, clean up, abort, and leave complete and incomplete checkpoints behind."""
     async with local(root, disk) as store:
         first = await Run.open(store)
         for step in (1, 2, 3):
             disk.ack(await first.save(step))
         await first.retire()
         disk.ack(await first.save(4))
-        await first.write(5)  # whole, and never committed
+        await first.write(5)  # complete, but never committed
         torn = await store.upload(data_key(first.checkpoint(6)), size=9000)
         await torn.write_at(0, memoryview(b"x" * 5000))  # the job ends here
     async with local(root, disk) as store:
@@ -98,7 +98,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> list[Op]:
 
 
 async def search(ops: list[Op], states: int, seed: int, *, enough: int) -> tuple[int, int, list[str]]:
-    """Cut the power after every operation, in many ways each. How many disks, how many distinct, and what was wrong."""
+    """Cut the power after every operation in many ways. Return the numbers of (distinct) disks, and violations."""
     rng = random.Random(seed)
     cut, drawn, wrong = PowerCut("run"), 0, []
     each, seen = -(-states // len(ops)), set()
@@ -126,15 +126,15 @@ OFTEN = [pytest.mark.long, pytest.mark.timeout(7200)]
 @pytest.mark.parametrize(
     ("states", "seed"), [(1_200, 1), *(pytest.param(110_000, seed, marks=OFTEN) for seed in range(10, 15))]
 )
-def test_no_acknowledged_checkpoint_is_lost_by_a_power_cut(recording: list[Op], states: int, seed: int) -> None:
-    """Whatever of the unsynced pages and names survives, at whatever moment: all acknowledged is there, bit for bit."""
+def test_power_cut_loses_no_acknowledged_checkpoint(recording: list[Op], states: int, seed: int) -> None:
+    """Whichever unsynced pages and names survive a cut, all acknowledged checkpoints exist, bit for bit."""
     drawn, distinct, wrong = asyncio.run(search(recording, states, seed, enough=5))
     print(f"{drawn} disks after {len(recording)} moments of power cut, {distinct} distinct: {len(wrong)} violations")
     assert not wrong, wrong
 
 
 def without_sync(ops: list[Op], what: str) -> list[Op]:
-    """The recording of a program that forgets one kind of fsync."""
+    """Return the recording without one kind of fsync."""
     kinds = kind_of_sync(ops)
     left = [
         op
@@ -147,7 +147,7 @@ def without_sync(ops: list[Op], what: str) -> list[Op]:
 
 
 def unlinked_before_plan(ops: list[Op]) -> list[Op]:
-    """The recording of a program that deletes files first, and says so in the log afterwards."""
+    """Return the recording with files deleted before their PLAN is in the log."""
     moved: list[Op] = []
     for op in ops:
         if op.kind == "unname" and op.folder.startswith(f"run/{DATA_FOLDER}/"):
@@ -167,13 +167,13 @@ SYNCS = [DATA, MANIFEST, INDEX, "log", "format", "folder checkpoint", "folder st
 
 @pytest.mark.parametrize("what", SYNCS)
 def test_negative_control_each_fsync_is_needed(recording: list[Op], what: str) -> None:
-    """Leave any one kind of fsync out, and the oracle goes red."""
+    """Without any one kind of fsync, the oracle finds violations."""
     _, _, wrong = asyncio.run(search(without_sync(recording, what), 20_000, 2, enough=1))
     assert wrong
 
 
-def test_negative_control_plan_comes_before_unlink(recording: list[Op]) -> None:
-    """Delete before the PLAN has landed, and the oracle goes red."""
+def test_negative_control_unlink_before_plan_loses_data(recording: list[Op]) -> None:
+    """If files are deleted before the PLAN is written, the oracle finds violations."""
     _, _, wrong = asyncio.run(search(unlinked_before_plan(recording), 20_000, 3, enough=1))
     assert wrong
 
@@ -183,13 +183,13 @@ def test_negative_control_plan_comes_before_unlink(recording: list[Op]) -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log of few records is a long one."""
+    """Make a log of few records count as long."""
     for module in (run_log, run_log, records, run_log):
         monkeypatch.setattr(module, "SNAPSHOT_EVERY", 3)
 
 
 async def long_log(root: Path, disk: RecordingDisk) -> None:
-    """A job whose log is trimmed as it goes on."""
+    """Run a job whose log is trimmed during the job."""
     async with local(root, disk) as store:
         run, trimmer = await Run.open(store), run_log.Trimmer()
         for step in range(1, 7):
@@ -207,8 +207,8 @@ def recorded(folder: Path) -> list[Op]:
 
 
 @pytest.mark.usefixtures("short")
-def test_trimming_the_log_loses_nothing_by_a_power_cut(tmp_path: Path) -> None:
-    """Whatever of the unsynced pages and names survives: every record that counts is there."""
+def test_power_cut_while_trimming_loses_no_record(tmp_path: Path) -> None:
+    """Whichever unsynced pages and names survive, all valid records exist."""
     drawn, distinct, wrong = asyncio.run(search(recorded(tmp_path), 800, 6, enough=3))
     print(f"{drawn} disks, {distinct} distinct: {len(wrong)} violations")
     assert not wrong, wrong
@@ -216,17 +216,17 @@ def test_trimming_the_log_loses_nothing_by_a_power_cut(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("what", [pytest.param(what, marks=OFTEN) for what in ("log", "folder log")])
-def test_negative_control_records_of_a_trimmed_log_are_synced(tmp_path: Path, what: str) -> None:
-    """Leave either fsync of a record out, and the oracle goes red."""
+def test_negative_control_trimmed_log_needs_fsync(tmp_path: Path, what: str) -> None:
+    """Without either fsync of a record, the oracle finds violations."""
     _, _, wrong = asyncio.run(search(without_sync(recorded(tmp_path), what), 20_000, 2, enough=1))
     assert wrong
 
 
-# -- the writer is killed first, and the power goes later --
+# -- the writer is killed first, and the power fails later --
 
 
 async def killed_while_saving(base: Path, disk: RecordingDisk, at: int | None) -> Run:
-    """Two checkpoints are there; the process is killed at some operation of the third save (None: not at all)."""
+    """Save two checkpoints, and kill the process at an operation of the third save (None: never)."""
     async with local(base / "run", disk) as store:
         run = await Run.open(store)
         disk.ack(await run.save(1))
@@ -241,7 +241,7 @@ async def killed_while_saving(base: Path, disk: RecordingDisk, at: int | None) -
 
 
 async def restart_and_recover(base: Path, disk: RecordingDisk, before: Run) -> None:
-    """A new incarnation: what it finds committed, or rolls forward, it may tell the user of."""
+    """Start a new job attempt: it may report everything that it finds committed, or rolls forward."""
     async with local(base / "run", disk) as store:
         run = await Run.open(store)
         for checkpoint in run.log.state.commits:
@@ -249,7 +249,7 @@ async def restart_and_recover(base: Path, disk: RecordingDisk, before: Run) -> N
 
 
 async def respawn_and_write_again(base: Path, disk: RecordingDisk, before: Run) -> None:
-    """A new writer under the same trainer: it is given the same slot again, and answers that it is safe."""
+    """Start a new writer for the same trainer: it gets the same slot again, and acknowledges it."""
     async with local(base / "run", disk) as store:
         log = RunLog(store)
         await log.open()
@@ -260,7 +260,7 @@ GoOn = Callable[[Path, RecordingDisk, Run], Coroutine[Any, Any, None]]
 
 
 def killed_everywhere(folder: Path, go_on: GoOn, draws: int, *, enough: int, first: int = 0) -> list[str]:
-    """Kill at every operation of a save from `first` on, go on, cut the power in so many ways. What was wrong."""
+    """Kill at every operation of a save from `first`, continue, and cut the power in many ways. Return violations."""
     rng, wrong = random.Random(4), []
 
     async def one(base: Path, at: int | None) -> RecordingDisk:
@@ -284,14 +284,14 @@ def killed_everywhere(folder: Path, go_on: GoOn, draws: int, *, enough: int, fir
 
 @pytest.mark.parametrize("draws", [4, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("go_on", [restart_and_recover, respawn_and_write_again])
-def test_kill_then_power_cut(tmp_path: Path, go_on: GoOn, draws: int) -> None:
-    """A writer killed at any operation leaves names that nobody synced; its successor must not build on sand."""
+def test_power_cut_after_kill_loses_nothing(tmp_path: Path, go_on: GoOn, draws: int) -> None:
+    """A killed writer leaves unsynced names; its successor must not rely on them."""
     wrong = killed_everywhere(tmp_path, go_on, draws, enough=5)
     assert not wrong, wrong
 
 
 def test_negative_control_kill_then_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A successor that takes what it finds for durable loses it."""
+    """A successor that treats the existing files as durable loses data."""
     monkeypatch.setattr(LocalStore, "_sync_folders", lambda store: None)
     assert killed_everywhere(tmp_path, respawn_and_write_again, 20, enough=1, first=22)
 
@@ -300,7 +300,7 @@ def test_negative_control_kill_then_power_cut(tmp_path: Path, monkeypatch: pytes
 
 
 async def save_until_the_power_goes(place: Volume, at: int, *, lazy: bool = False) -> list[CheckpointId]:
-    """Go on with the run, and cut the power at operation `at`. Returns what was acknowledged."""
+    """Continue the run, and cut the power at operation `at`. Return the acknowledged checkpoints."""
     acked: list[CheckpointId] = []
     try:
         async with local(place.path / "run", CuttingDisk(place, at, lazy=lazy)) as store:
@@ -315,7 +315,7 @@ async def save_until_the_power_goes(place: Volume, at: int, *, lazy: bool = Fals
 
 
 async def what_is_lost(place: Volume, acked: list[CheckpointId]) -> str | None:
-    """Read the run again, with the real store."""
+    """Read the run again with the real store, and return the first violation."""
     store = LocalStore(f"file://{place.path}/run")
     try:
         log = await read.open_run(store.url, store)
@@ -338,15 +338,15 @@ async def what_is_lost(place: Volume, acked: list[CheckpointId]) -> str | None:
 
 def cut_and_look(place: Volume, rng: random.Random, *, lazy: bool = False) -> tuple[int, str | None]:
     acked = asyncio.run(save_until_the_power_goes(place, rng.randint(5, 250), lazy=lazy))
-    place.unmount()  # fails if anything of ours is still open
+    place.unmount()  # fails if a file of ours is still open
     place.mount()
     return len(acked), asyncio.run(what_is_lost(place, acked))
 
 
 @pytest.mark.parametrize("cuts", [8, pytest.param(300, marks=OFTEN)])
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_real_power_cut(tmp_path: Path, kind: str, cuts: int) -> None:
-    """The file system stops at a random operation, unflushed; after the next mount all acknowledged restores."""
+def test_real_power_cut_loses_nothing(tmp_path: Path, kind: str, cuts: int) -> None:
+    """The file system stops at a random operation without a flush. After a mount, acknowledged steps restore."""
     rng, acknowledged = random.Random(cuts), 0
     with volume(tmp_path, kind, 400 if kind == "xfs" else 64) as place:
         for number in range(cuts):
@@ -359,7 +359,7 @@ def test_real_power_cut(tmp_path: Path, kind: str, cuts: int) -> None:
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 def test_negative_control_real_power_cut_without_fsync(tmp_path: Path, kind: str) -> None:
-    """A store that never syncs does lose what it acknowledged."""
+    """A store that never syncs loses acknowledged checkpoints."""
     rng = random.Random(5)
     with volume(tmp_path, kind, 400 if kind == "xfs" else 64) as place:
         assert any(cut_and_look(place, rng, lazy=True)[1] for _ in range(8))

@@ -1,5 +1,5 @@
-"""The channel of orders over real key-value stores, which are slow, die or stand still. All orders of events are in
-`tests/model/test_orders_at_random.py`."""
+"""Tests of the order channel over real key-value stores that are slow, die or hang.
+`tests/model/test_orders_at_random.py` covers all orders of events."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SHORT = timedelta(seconds=2)
 
 @pytest.fixture(autouse=True)
 def quick_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about what is executed, not how soon."""
+    """Read orders often: these tests check what is executed, not how soon."""
     monkeypatch.setattr(channel, "LOOK_S", 0.02)
 
 
 class PlayedWorld:
-    """What `Orders` uses of a world, without a meeting."""
+    """Provides what `Orders` needs of a world, without a rendezvous."""
 
     def __init__(self, store: Any, rank: int, size: int, prefix: str = "x/") -> None:
         self._store, self.rank, self.size, self.prefix = store, rank, size, prefix
@@ -81,7 +81,7 @@ def readers() -> list[threading.Thread]:
 
 @pytest.fixture(params=["TCPStore", "HashStore", "FileStore"])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
-    """Three ranks over each kind of store that torch's launchers bring."""
+    """Yield three ranks over each kind of store that torch's launchers use."""
     if request.param == "TCPStore":
         host = TCPStore("127.0.0.1", 0, None, True, SHORT, wait_for_workers=False)
         made = Ranks(lambda: TCPStore("127.0.0.1", host.port, None, False, SHORT, wait_for_workers=False), 3)
@@ -94,8 +94,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
     made.stop()
 
 
-def test_all_ranks_execute_all_orders_in_one_order(ranks: Ranks) -> None:
-    """Each rank posts several at the same time as the others. Nothing is lost, and nothing comes twice."""
+def test_all_ranks_execute_orders_in_same_sequence(ranks: Ranks) -> None:
+    """Each rank posts several concurrently. None is lost or repeated."""
     body = {"why": 'line one\n"ä😀\udc80"', "long": "x" * 10_000}
 
     def post(rank: int) -> None:
@@ -115,9 +115,9 @@ def test_all_ranks_execute_all_orders_in_one_order(ranks: Ranks) -> None:
     assert {(order.rank, order.step) for order in first} == {(r, 10 * r + s) for r in range(3) for s in range(4)}
 
 
-def test_a_late_rank_joins_an_order_of_its_kind_only(ranks: Ranks) -> None:
-    """It executes what was ordered before, in order, and posts its own if that was something else."""
-    ranks.stop()  # nobody reads
+def test_late_rank_joins_only_order_of_its_kind(ranks: Ranks) -> None:
+    """It executes earlier orders in sequence, and posts its own if they were of another kind."""
+    ranks.stop()  # no rank reads
     first = ranks.orders[0].post("interval", 5, {})
     second = ranks.orders[0].post("save", 6, {})
     assert ranks.orders[1].post("save", 7, {}, join=6) == second
@@ -126,8 +126,8 @@ def test_a_late_rank_joins_an_order_of_its_kind_only(ranks: Ranks) -> None:
     assert (third.rank, third.number) == (2, 2) and ranks.executed[2] == [first, second, third]
 
 
-def test_negative_control_ranks_of_another_meeting_execute_nothing() -> None:
-    """The prefix keeps job attempts apart. With the same one they would receive each other's orders."""
+def test_negative_control_other_job_attempt_executes_nothing() -> None:
+    """The prefix separates job attempts. With the same one they would receive each other's orders."""
     store = HashStore()
     here, there, same = (Ranks(lambda: store, 2, prefix).start() for prefix in ("1/", "2/", "1/"))
     posted = here.orders[0].post("save", 1, {})
@@ -137,7 +137,7 @@ def test_negative_control_ranks_of_another_meeting_execute_nothing() -> None:
         some.stop()
 
 
-def test_a_single_rank_needs_no_store_and_no_thread() -> None:
+def test_single_rank_needs_no_store_or_thread() -> None:
     orders, executed = Orders(World(0, 1)), list[Order]()
     orders.hear("save", executed.append)
     orders.start()
@@ -148,11 +148,11 @@ def test_a_single_rank_needs_no_store_and_no_thread() -> None:
 
 
 def test_orders_are_dropped_during_a_restore() -> None:
-    """A rank neither posts nor executes then, and afterwards executes only what was posted since."""
+    """A rank neither posts nor executes during a restore, and afterwards executes only newer orders."""
     store = HashStore()
     ranks = Ranks(lambda: store, 2).start()
     generation = ranks.orders[1].suspend()
-    posted = ranks.orders[0].post("save", 5, {})  # rank 0 does not restore yet
+    posted = ranks.orders[0].post("save", 5, {})  # rank 0 is not restoring yet
     with pytest.raises(PeerError, match="restore"):
         ranks.orders[1].post("save", 5, {})
     ranks.orders[0].suspend()
@@ -167,7 +167,7 @@ def test_orders_are_dropped_during_a_restore() -> None:
 
 @contextlib.contextmanager
 def foreign_host() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A store in another process, which can be killed or stopped."""
+    """Start a store in another process, which can be killed or stopped."""
     command = [sys.executable, "-c", HOST]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
         try:
@@ -188,7 +188,7 @@ def over(port: int, timeout: timedelta = SHORT) -> Ranks:
 
 
 def test_post_raises_when_the_store_has_died() -> None:
-    """It does not wait for long, and stop() returns."""
+    """It does not wait long, and stop() returns."""
     with foreign_host() as (host, port):
         ranks = over(port)
         posted = ranks.orders[0].post("save", 1, {})  # negative control: it works
@@ -203,8 +203,8 @@ def test_post_raises_when_the_store_has_died() -> None:
         assert ranks.executed == [[posted], [posted]]
 
 
-def test_post_and_stop_return_when_the_store_stands_still() -> None:
-    """Its host is stopped, and requests hang. When it goes on, orders are read again."""
+def test_post_and_stop_return_when_store_hangs() -> None:
+    """Its host is stopped, and requests hang. When it continues, orders are read again."""
     with foreign_host() as (host, port):
         ranks = over(port, timedelta(seconds=60))
         process = Process.of(host.pid)
@@ -225,8 +225,8 @@ def test_post_and_stop_return_when_the_store_stands_still() -> None:
         assert eventually(lambda: not readers())
 
 
-def test_orders_are_read_again_after_the_store_has_failed() -> None:
-    """The reader makes a new connection, for as long as the run is open."""
+def test_orders_are_read_again_after_store_failure() -> None:
+    """The reader reconnects as long as the run is open."""
     store, failures = HashStore(), [RuntimeError("Broken pipe")] * 3
 
     class Flaky:
@@ -245,7 +245,7 @@ def test_orders_are_read_again_after_the_store_has_failed() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"{", b"j5", b"j{}", b'j[0,"save"]', b'j[0,"save","x",{}]', b"z\xff"])
-def test_what_is_not_an_order_is_skipped(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_order_is_skipped(raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """All ranks skip that number with a warning, and execute the next."""
     store = HashStore()
     store.set("x/orders/0/0", raw)
@@ -257,8 +257,8 @@ def test_what_is_not_an_order_is_skipped(raw: bytes, caplog: pytest.LogCaptureFi
     ranks.stop()
 
 
-def test_a_handler_that_fails_does_not_end_the_channel(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor does an order of a kind that nobody here knows."""
+def test_failing_handler_does_not_end_the_channel(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does an order of an unknown kind."""
     store = HashStore()
     store.set("x/orders/0/0", pack([0, "dance", 1, {}]))
     ranks = Ranks(lambda: store)
@@ -272,6 +272,6 @@ def test_a_handler_that_fails_does_not_end_the_channel(caplog: pytest.LogCapture
 
 
 def test_many_ranks_read_less_often() -> None:
-    """The host of the store answers a bounded number of requests a second."""
+    """The host of the store handles a bounded number of requests per second."""
     for size, pause_s in [(2, channel.LOOK_S), (40, channel.LOOK_S), (LOOKS_PER_S, 1.0), (4 * LOOKS_PER_S, 4.0)]:
         assert Orders(PlayedWorld(None, 0, size)).pause_s == pause_s  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Ranks agree beside any process group: one that cannot be used, one that was aborted, one that was destroyed."""
+"""Ranks agree independently of the process group: unusable, aborted or destroyed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALLS: list[str] = []
 
 
 class StandIn(dist.ProcessGroup):
-    """Of a backend whose collectives never come back, as NCCL's when a peer has died: any call is noted, and fails."""
+    """A backend whose collectives hang, like NCCL's after the death of a peer. Each call is recorded and fails."""
 
     def getBackendName(self) -> str:
         return "standin"
@@ -37,13 +37,13 @@ def _make(store: Any, rank: int, size: int, timeout: Any) -> StandIn:
 
 
 def begin() -> None:
-    """This rank's group: of the stand-in, for tensors of any device."""
+    """Create this rank's process group: of the stand-in, for tensors of any device."""
     dist.Backend.register_backend("standin", _make, devices=["cpu", "cuda"])
     dist.init_process_group("standin")
 
 
 def save(root: str, end: str) -> dict[str, Any]:
-    """Steps 1 to 3 before the group ends in this way, 4 to 6 afterwards."""
+    """Save steps 1 to 3 before the group ends in this way, and 4 to 6 afterwards."""
     state = toy.build()
     with ckpt.Checkpointer(state, ckpt.Tier(f"{root}/{end}", every=2)) as cp:
         start = cp.restore(default=0)
@@ -59,7 +59,7 @@ def save(root: str, end: str) -> dict[str, Any]:
             cp.step(step)
         cp.save().wait_durable(60.0)
     if not dist.is_initialized():
-        begin()  # as a job does that goes on with other peers
+        begin()  # as in a job that continues with other peers
     was, other = toy.digest(state), toy.build(seed=1)
     with ckpt.Checkpointer(other, ckpt.Tier(f"{root}/{end}", every=2)) as cp:
         back = cp.restore()
@@ -73,8 +73,8 @@ def main() -> None:
 
 
 @pytest.mark.parametrize("end", ["there", "aborted", "destroyed"])
-def test_a_group_that_nobody_can_use(tmp_path: Path, end: str) -> None:
-    """Opening, saving, closing, opening again and restoring ask no group for anything, whatever becomes of it."""
+def test_checkpointing_never_uses_process_group(tmp_path: Path, end: str) -> None:
+    """Open, save, close, reopen and restore never use the group, whatever its state."""
     code = "import test_process_groups as t; t.main()"
     here = {"PYTHONPATH": f"{Path(__file__).parent}:{PYTHONPATH}"}
     said = reports(launch(2, code, tmp_path, end, port=free_port(), **here))[end]
@@ -82,8 +82,8 @@ def test_a_group_that_nobody_can_use(tmp_path: Path, end: str) -> None:
     assert said == [want, want]
 
 
-def test_the_stand_in_is_no_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: whoever uses the group is noticed."""
+def test_negative_control_stand_in_detects_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a call of the group is detected."""
     group = StandIn(0, 1)
     monkeypatch.setitem(globals(), "CALLS", [])
     with pytest.raises(RuntimeError, match="would hang"):

@@ -1,4 +1,4 @@
-"""Connections between ranks: every chunk comes once and whole, or the ranks get an error in time."""
+"""Tests of connections between ranks: every chunk arrives once and complete, or the ranks get an error in time."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ckpt.core.ranks.transfer import Transfer
 from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError
 from processes import REPO, eventually, start_python
 
-S = 20.0  # a deadline that is met unless there is a bug
+S = 20.0  # a deadline that is only missed in case of a bug
 
 
 class Inbox:
-    """Keeps a copy of what comes."""
+    """Copies received chunks."""
 
     def __init__(self) -> None:
         self.chunks: dict[int, bytes] = {}
@@ -63,12 +63,12 @@ def receive(
     take: Callable[[int, memoryview], None] = ignore,
     timeout_s: float = S,
 ) -> None:
-    """All ranks are on one node."""
+    """Receive with all ranks on one node."""
     at.receive(chunks, json.loads(json.dumps([one.contact for one in ranks])), [0] * len(ranks), take, timeout_s)
 
 
 def raw_sender() -> tuple[socket.socket, dict[str, Any]]:
-    """A listener that a test answers by hand, and its contact."""
+    """Return a listener that a test operates by hand, and its contact."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(S)
     return listener, {"port": listener.getsockname()[1], "token": "t" * 32, "addresses": ["127.0.0.1"]}
@@ -87,8 +87,8 @@ def header(chunk: int, length: int) -> bytes:
     return struct.pack("!QI", chunk, length)
 
 
-def test_everyone_sends_to_everyone() -> None:
-    """Four ranks, chunks of any size, empty ones too, two sending threads each: every chunk arrives whole."""
+def test_all_ranks_send_to_each_other() -> None:
+    """Four ranks, chunks of any size, also empty ones, two sending threads each: every chunk arrives complete."""
     rng = random.Random(0)
     chunks = [rng.randbytes(rng.choice([0, 0, 1, 100, 70_000, 1 << 20])) for _ in range(120)] + [rng.randbytes(9 << 20)]
     source = [rng.randrange(4) for _ in chunks]
@@ -128,11 +128,11 @@ def test_deadline_error_counts_the_missing_blobs() -> None:
             c.wait(0.3)
 
 
-# -- who may connect --
+# -- connections --
 
 
-def test_rank_that_cannot_be_reached_is_named() -> None:
-    """By a wrong token, and if its listener is gone. With the right token the same rank is let in."""
+def test_unreachable_rank_is_named() -> None:
+    """The token is wrong, or its listener is gone. With the correct token, the same rank is accepted."""
     with several(3) as ranks:
         a, b, c = ranks
         contacts = [one.contact for one in ranks]
@@ -152,7 +152,7 @@ def test_rank_that_cannot_be_reached_is_named() -> None:
 
 
 def test_next_address_is_tried() -> None:
-    """If nobody answers at one address, or something else does."""
+    """If one address does not respond, or another server does."""
     with several(2) as (a, b), socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer() -> None:
@@ -175,7 +175,7 @@ def test_next_address_is_tried() -> None:
 
 
 def addresses_here() -> list[str]:
-    """Loopback addresses: IPv4, and IPv6 on machines that have it."""
+    """Return loopback addresses: IPv4, and IPv6 on machines that have it."""
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         return ["127.0.0.1", "::1"]
     return ["127.0.0.1"]
@@ -202,7 +202,7 @@ def test_ranks_of_one_node_need_no_network() -> None:
 
 
 def test_strangers_do_not_disturb_a_transfer() -> None:
-    """Garbage, half a greeting, a wrong token and silence: the connection is closed, and the transfer goes on."""
+    """Garbage, half a greeting, a wrong token and silence: the connection is closed, and the transfer continues."""
     box = Inbox()
     with several(2) as ranks, contextlib.ExitStack() as stack:
         a, b = ranks
@@ -228,7 +228,7 @@ def test_strangers_do_not_disturb_a_transfer() -> None:
 
 
 def test_addresses_are_reachable_from_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither loopback nor link-local, nor of an interface that is down; the fastest first. A contact is JSON."""
+    """Loopback, link-local and inactive interfaces are skipped; the fastest comes first. A contact is JSON."""
 
     def address(text: str) -> SimpleNamespace:
         return SimpleNamespace(family=socket.AF_INET6 if ":" in text else socket.AF_INET, address=text)
@@ -248,11 +248,11 @@ def test_addresses_are_reachable_from_other_machines(monkeypatch: pytest.MonkeyP
         assert a.contact["addresses"] == ["10.1.0.1", "fd00::1", "10.0.0.1"] and len(a.contact["token"]) == 32
 
 
-# -- what goes wrong --
+# -- failures --
 
 
 def test_rank_that_closes_ends_the_wait_of_its_peers() -> None:
-    """Of the rank that waits for its chunks, and of the rank that sends to it; and its own."""
+    """This holds for the rank that waits for its chunks, for the one that sends to it, and for itself."""
     with several(3) as ranks:
         a, b, c = ranks
         receive(b, {0: [1]}, ranks)
@@ -293,7 +293,7 @@ def test_error_of_take_is_raised_and_the_sender_stops() -> None:
         (header(1, 100) + b"x", "rank 1 hung up before"),
         (header(1, 1)[:5], "rank 1 hung up before"),
         (b"", "rank 1 hung up before"),
-        (header(2, 1) + b"x" + header(1, 0), ""),  # negative control: right words are accepted
+        (header(2, 1) + b"x" + header(1, 0), ""),  # negative control: correct headers are accepted
     ],
 )
 def test_unexpected_bytes_of_a_sender_are_an_error(words: bytes, problem: str) -> None:
@@ -314,7 +314,7 @@ def test_unexpected_bytes_of_a_sender_are_an_error(words: bytes, problem: str) -
 
 @pytest.mark.parametrize("words", [header(2, 9) + b"x", header(2, 9), header(2, 9)[:3]])
 def test_silence_inside_a_blob_is_an_error(words: bytes) -> None:
-    """Between chunks a sender may take its time."""
+    """Between chunks a sender may pause."""
     listener, contact = raw_sender()
     with several(1, silence_s=0.2) as (a,), listener:
         a.receive({1: [1, 2]}, [{}, contact], [0, 1], ignore, S)
@@ -349,7 +349,7 @@ def send(chunks):
 def child(
     code: str, peer: Transfer, nodes: list[int], take: Callable[[int, memoryview], None] = ignore
 ) -> Iterator[subprocess.Popen[str]]:
-    """Rank 1 in a process of its own, connected to `peer` and `peer` to it."""
+    """Start rank 1 in its own process, connected with `peer` in both directions."""
     process = start_python(
         [sys.executable, "-c", CHILD + code, json.dumps(nodes)],
         stdin=subprocess.PIPE,
@@ -394,7 +394,7 @@ def test_two_processes_send_and_receive(nodes: list[int]) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_killed_peer_ends_wait_and_send(inside: bool) -> None:
-    """In the middle of a chunk, or between two: long before the deadline."""
+    """Killed within a chunk or between two, long before the deadline."""
     with several(1) as (a,):
         first = "x._recipients[0][0].sendall(bytes.fromhex('000000000000006300000100') + b'x')"
         code = f"send(range(1, 20, 2)); {first if inside else 'pass'}; print('sent', flush=True); time.sleep(60)"
@@ -410,7 +410,7 @@ def test_killed_peer_ends_wait_and_send(inside: bool) -> None:
 
 
 def test_stopped_peer_ends_send_after_silence() -> None:
-    """After that, the connection has ended: what follows a cut chunk could not be understood."""
+    """The connection has ended then, since bytes after a cut chunk could not be parsed."""
     with several(1, silence_s=0.3) as (a,), child("time.sleep(60)", a, [0, 0]) as process:
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(PeerError, match="rank 1 takes nothing more"):
@@ -422,18 +422,18 @@ def test_stopped_peer_ends_send_after_silence() -> None:
             a.send(1, 98, memoryview(b"x"))
 
 
-# -- what is left behind --
+# -- cleanup --
 
 
 def resources() -> tuple[int, int]:
-    """Threads and descriptors of this process."""
+    """Return the numbers of threads and descriptors of this process."""
     gc.collect()
     me = psutil.Process()
     return me.num_threads(), me.num_fds()
 
 
 def test_close_leaves_no_thread_and_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the transfer went, and however often it is closed."""
+    """This holds after any kind of transfer and repeated close calls."""
     monkeypatch.setattr(transfer, "JOIN_S", 1000.0)
     before = resources()
     with several(4) as ranks:

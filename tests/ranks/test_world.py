@@ -1,6 +1,6 @@
-"""How ranks agree through the store of the job: the same verdict for all, or the same error, before a deadline.
+"""Tests that ranks agree through the job's store: all get the same result, or the same error, before a deadline.
 
-Ranks are threads here, each with a store of its own, and at the end processes.
+Ranks are threads here, each with its own store, and processes at the end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ __all__ = ["host", "store_of", "tcp"]  # fixtures
 
 OWN = "own error"
 
-# Torch looks up the name of every address that a TCPStore talks to; where a name server lets some questions fall, that
-# takes five seconds of a test. Read by the C library when it first looks anything up.
+# Torch resolves the name of every address that a TCPStore connects to. If a name server drops some queries, that takes
+# five seconds of a test. The C library reads this variable at its first query.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
@@ -51,13 +51,13 @@ def store() -> Any:
 
 
 def told(outcomes: list[Any], kind: type[Exception], text: str) -> bool:
-    """Whether every rank raised an error of this very class that says so."""
+    """Return True if every rank raised an error of exactly this class that contains the text."""
     return all(type(outcome) is kind and text in str(outcome) for outcome in outcomes)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])
-def test_all_ranks_get_what_rank_0_decides(store_of: StoreOf, size: int) -> None:
-    """In rank order, whoever comes first; `decide` runs once, on rank 0."""
+def test_all_ranks_get_decision_of_rank_0(store_of: StoreOf, size: int) -> None:
+    """Values are in rank order, whoever comes first; `decide` runs once, on rank 0."""
     deciders = []
 
     def decide(values: list[Any]) -> Any:
@@ -75,8 +75,8 @@ def test_all_ranks_get_what_rank_0_decides(store_of: StoreOf, size: int) -> None
     assert len(deciders) == 1
 
 
-def test_a_file_store_does_as_well(tmp_path: Path) -> None:
-    """With an object for each rank."""
+def test_file_store_works_too(tmp_path: Path) -> None:
+    """Each rank has its own store object."""
     outcomes = together(
         3, lambda rank: dist.FileStore(str(tmp_path / "store"), 3), lambda world: world.agree("x", world.rank)
     )
@@ -84,14 +84,14 @@ def test_a_file_store_does_as_well(tmp_path: Path) -> None:
 
 
 class Plain:
-    """A store that can do the least."""
+    """A store with only the required methods."""
 
     def __init__(self, store: Any) -> None:
         self.set, self.get, self.check, self.add = store.set, store.get, store.check, store.add
 
 
-def test_a_store_that_neither_clones_nor_deletes_will_do(store: Any) -> None:
-    """Keys then stay, which harms nobody."""
+def test_store_without_clone_and_delete_works(store: Any) -> None:
+    """Keys then stay in the store, which is harmless."""
     outcomes = together(
         2,
         Plain(store),
@@ -102,15 +102,15 @@ def test_a_store_that_neither_clones_nor_deletes_will_do(store: Any) -> None:
 
 
 def test_ranks_get_equal_values(store: Any) -> None:
-    """Rank 0 as well gets what JSON makes of a value; large ones travel compressed; no string hurts."""
+    """Rank 0 also gets the JSON form of a value. Large values are compressed, and any string works."""
     value = (1, {2: "\ud800\x00z"}, None, 1.5, ["word"] * 20_000)
     expected = json.loads(json.dumps([value, value]))
     assert together(2, store, lambda world: world.agree("x", value)) == [expected] * 2
     assert together(2, store, lambda world: world.agree("x", 0, lambda _: value)) == [expected[0]] * 2
 
 
-def test_one_rank_alone_needs_no_store() -> None:
-    """`decide` sees its value as it is; its error is raised as it is."""
+def test_single_rank_needs_no_store() -> None:
+    """`decide` gets the unchanged value, and its error is raised unchanged."""
     world = World(node="here")
     assert (world.rank, world.size, world.node, world.nodes, world.local_rank, world.local_size) == (
         0,
@@ -137,15 +137,15 @@ def test_one_rank_alone_needs_no_store() -> None:
 
 
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0), (0, 2)])
-def test_impossible_ranks_are_refused(rank: int, size: int) -> None:
-    """And so are several ranks without a store."""
+def test_impossible_ranks_are_rejected(rank: int, size: int) -> None:
+    """Multiple ranks without a store are rejected too."""
     with pytest.raises(UsageError):
         World(rank, size)
 
 
 @pytest.mark.parametrize("nodes", ["abab", "aabb", "bbab", "cabac", "aaa", "abc"])
-def test_nodes_and_local_ranks(store: Any, nodes: str) -> None:
-    """Nodes are numbered by their lowest ranks, local ranks count in rank order, also where nodes interleave."""
+def test_nodes_and_local_ranks_are_numbered(store: Any, nodes: str) -> None:
+    """Nodes are numbered by their lowest ranks, and local ranks in rank order, also if nodes interleave."""
     found = together(
         len(nodes),
         store,
@@ -159,8 +159,8 @@ def test_nodes_and_local_ranks(store: Any, nodes: str) -> None:
         assert found[rank] == (numbers, order.index(name), local.index(rank), len(local))
 
 
-def test_a_rank_that_never_comes_is_named_on_all_ranks(store_of: StoreOf) -> None:
-    """Together with the topic."""
+def test_missing_rank_is_named_on_all_ranks(store_of: StoreOf) -> None:
+    """The error names the topic too."""
     outcomes = together(
         4, store_of, lambda world: world.agree("open the run", 0, timeout_s=0.3) if world.rank != 2 else OWN
     )
@@ -169,14 +169,14 @@ def test_a_rank_that_never_comes_is_named_on_all_ranks(store_of: StoreOf) -> Non
 
 
 def test_many_missing_ranks_are_counted(store: Any) -> None:
-    """Eight are named."""
+    """The error lists eight ranks and counts the rest."""
     outcomes = together(16, store, lambda world: world.agree("x", 0, timeout_s=0.3) if world.rank in (0, 3) else OWN)
     text = "rank 1, 2, 4, 5, 6, 7, 8, 9 and 6 more did not come"
     assert told([outcomes[0], outcomes[3]], DeadlineError, text)
 
 
-def test_a_rank_that_comes_too_late_hears_of_it(store_of: StoreOf) -> None:
-    """It raises what the others raised, and all go on with the next turn."""
+def test_late_rank_raises_the_same_error(store_of: StoreOf) -> None:
+    """It raises the same error as the others, and all continue with the next turn."""
     gone = threading.Event()
 
     def body(world: World) -> Any:
@@ -190,15 +190,15 @@ def test_a_rank_that_comes_too_late_hears_of_it(store_of: StoreOf) -> None:
     assert together(3, store_of, body) == [[0, 1, 2]] * 3
 
 
-def test_rank_0_that_never_comes_is_named(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all others, a little after the deadline."""
+def test_missing_rank_0_is_named(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others name it, shortly after the deadline."""
     monkeypatch.setattr(worlds, "GRACE_S", 0.1)
     outcomes = together(3, store, lambda world: world.agree("x", 0, timeout_s=0.2) if world.rank else OWN)
     assert told(outcomes[1:], DeadlineError, "x: rank 0 did not answer")
 
 
-def test_a_world_that_is_not_complete_is_not_made(store: Any) -> None:
-    """Whoever waits for the others learns who is missing."""
+def test_incomplete_world_raises_deadline_error(store: Any) -> None:
+    """The waiting rank raises an error that names the missing ones."""
     with pytest.raises(DeadlineError, match=r"rank 1, 2 did not come"):
         World(0, 3, store, timeout_s=0.1)
 
@@ -213,11 +213,12 @@ def test_a_world_that_is_not_complete_is_not_made(store: Any) -> None:
     ],
     ids=["ours", "of a store", "of Python"],
 )
-def test_an_error_of_one_rank_reaches_all(
+def test_error_of_one_rank_reaches_all(
     store: Any, failing: int, error: Exception, kind: type[Exception], text: str
 ) -> None:
-    """All raise the same, word for word, with its class where it is ours; somebody else's is raised as it is by the
-    rank that met it. The next turn is a turn like any."""
+    """All raise the same message, with its class if it is one of ours. A foreign error is raised unchanged by its own
+    rank.
+    The next turn works normally."""
 
     def work(world: World) -> Any:
         if world.rank == failing:
@@ -238,8 +239,8 @@ def test_an_error_of_one_rank_reaches_all(
     assert told(outcomes, kind, f"rank {failing}: ") and told(outcomes, kind, text)
 
 
-def test_of_several_errors_the_lowest_rank_is_heard(store: Any) -> None:
-    """By all, but for what only says that another rank has failed."""
+def test_error_of_lowest_rank_is_raised(store: Any) -> None:
+    """All raise it, except that errors about failures of other ranks do not count."""
     errors = {0: TransferError("rank 1 hung up"), 1: FencedError("newer job"), 3: UsageError("no")}
 
     def work(world: World) -> Any:
@@ -254,8 +255,8 @@ def test_of_several_errors_the_lowest_rank_is_heard(store: Any) -> None:
     ("error", "kind", "text"),
     [(FencedError("no"), FencedError, "no"), (ValueError("bug"), PeerError, "ValueError: bug")],
 )
-def test_an_error_of_the_decision_reaches_all(store: Any, error: Exception, kind: type[Exception], text: str) -> None:
-    """Nobody is left waiting, whatever goes wrong in it."""
+def test_error_in_decision_reaches_all_ranks(store: Any, error: Exception, kind: type[Exception], text: str) -> None:
+    """No rank is left waiting, whatever fails in the decision."""
 
     def decide(values: list[Any]) -> Any:
         raise error
@@ -265,8 +266,8 @@ def test_an_error_of_the_decision_reaches_all(store: Any, error: Exception, kind
     assert told(outcomes[1:], kind, f"rank 0: {text}")
 
 
-def test_what_is_not_json_is_refused_on_all_ranks(store: Any) -> None:
-    """Be it brought by a rank or decided; and so is what the store would drop the connection for."""
+def test_value_without_json_form_is_rejected(store: Any) -> None:
+    """This holds for values of ranks and decisions, and for values on which the store would drop the connection."""
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -277,8 +278,8 @@ def test_what_is_not_json_is_refused_on_all_ranks(store: Any) -> None:
         assert told(decided, UsageError, "JSON only")
 
 
-def test_what_is_too_large_for_one_key_travels_in_pieces(tcp: StoreOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A TCPStore would drop the connection; what is beyond all reason is refused, on all ranks."""
+def test_large_value_is_sent_in_pieces(tcp: StoreOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TCPStore would drop the connection. Values beyond the limit are rejected on all ranks."""
     small, large = os.urandom(6_200_000).hex(), os.urandom(8_000_000).hex()  # 6.7 and 8.6 MiB when compressed
 
     def body(world: World) -> Any:
@@ -292,7 +293,7 @@ def test_what_is_too_large_for_one_key_travels_in_pieces(tcp: StoreOf, monkeypat
     assert together(2, lambda rank: dist.PrefixStore("large", tcp(rank)), body) == [True, True]
 
 
-def test_ranks_that_make_different_calls_are_told(store: Any) -> None:
+def test_different_calls_of_ranks_raise_error(store: Any) -> None:
     """Both topics are named, on all ranks."""
     outcomes = together(4, store, lambda world: world.agree("save" if world.rank == 2 else "restore", 0))
     assert told(outcomes, PeerError, "rank 0 came to 'restore', rank 2 to 'save'")
@@ -314,8 +315,8 @@ def test_ranks_that_make_different_calls_are_told(store: Any) -> None:
         b'j{"topic":"x","error":{}}',
     ],
 )
-def test_what_is_no_message_of_ours_is_told(store: Any, rubbish: bytes) -> None:
-    """By all ranks, when a rank posted it, and when rank 0 did."""
+def test_foreign_message_raises_error_on_all_ranks(store: Any, rubbish: bytes) -> None:
+    """All ranks report it, whether rank 1 or rank 0 posted it."""
 
     def posted(world: World) -> Any:
         if world.rank == 1:
@@ -335,7 +336,7 @@ def test_what_is_no_message_of_ours_is_told(store: Any, rubbish: bytes) -> None:
 
 
 def keys_after(store: Any, rounds: int) -> int:
-    """How many keys three ranks leave, failed rounds among them."""
+    """Return the number of keys that three ranks leave, including failed rounds."""
 
     def decide(values: list[Any]) -> Any:
         raise UsageError("no")
@@ -350,19 +351,19 @@ def keys_after(store: Any, rounds: int) -> int:
 
 
 def test_rounds_leave_a_bounded_number_of_keys() -> None:
-    """As many after 50 as after 10."""
+    """50 rounds leave as many keys as 10."""
     few = keys_after(dist.HashStore(), 10)
     assert keys_after(dist.HashStore(), 50) == few <= 3 + 2
 
 
-def test_negative_control_keys_that_nobody_deletes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the clean-up, there are more keys after more rounds."""
+def test_negative_control_undeleted_keys_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the cleanup, more rounds leave more keys."""
     monkeypatch.setattr(world.Board, "drop", lambda self, keys: None)
     assert keys_after(dist.HashStore(), 20) > keys_after(dist.HashStore(), 10) > 30
 
 
-def test_keys_of_a_turn_that_a_rank_missed_go_later(store: Any) -> None:
-    """Once it has come to a later turn."""
+def test_keys_of_missed_turn_are_deleted_later(store: Any) -> None:
+    """They are deleted once the rank has reached a later turn."""
     late = threading.Event()
 
     def body(world: World) -> None:
@@ -377,8 +378,8 @@ def test_keys_of_a_turn_that_a_rank_missed_go_later(store: Any) -> None:
     assert store.num_keys() == 1 + 1
 
 
-def test_what_dead_processes_said_is_not_believed(store_of: StoreOf) -> None:
-    """A launcher keeps its store over restarts: ranks that came less or more often than others meet all the same."""
+def test_messages_of_dead_processes_are_ignored(store_of: StoreOf) -> None:
+    """A launcher keeps its store across restarts: ranks that restarted more or less often than others still meet."""
     for rank, token in ((1, "00" * 8), (2, "11" * 8)):
         store_of(0).set(f"everystep/worlds/{rank}", world.pack(token))
     store_of(0).set("everystep/answers/" + "00" * 8, world.pack("22" * 8))
@@ -391,8 +392,8 @@ def test_what_dead_processes_said_is_not_believed(store_of: StoreOf) -> None:
     assert [value for _, value in outcomes] == [[0, 1, 2]] * 3
 
 
-def test_a_second_world_does_not_read_what_the_first_left(store: Any) -> None:
-    """Each World of a job has keys of its own, also while the earlier one lives."""
+def test_second_world_has_its_own_keys(store: Any) -> None:
+    """Each World of a job has its own keys, also while the earlier one lives."""
 
     def body(world: World) -> Any:
         world.mailbox().put("k", "first")
@@ -404,8 +405,8 @@ def test_a_second_world_does_not_read_what_the_first_left(store: Any) -> None:
     assert together(2, store, body) == [(["first"] * 2, ["second"] * 2, ["third"] * 2)] * 2
 
 
-def test_rank_0_stays_until_the_others_have_left(store_of: StoreOf) -> None:
-    """They do not wait, and nothing is left in the store but the counts of Worlds."""
+def test_rank_0_leaves_last(store_of: StoreOf) -> None:
+    """They do not wait, and only the counts of Worlds stay in the store."""
     passed = []
     before = set(store_of(0).list_keys())
 
@@ -422,8 +423,8 @@ def test_rank_0_stays_until_the_others_have_left(store_of: StoreOf) -> None:
     assert all("worlds/" in key for key in left_over)
 
 
-def test_negative_control_a_rank_that_does_not_leave_is_not_waited_for_for_ever(store: Any) -> None:
-    """Rank 0 leaves when its time is over, without an error; it had not been waiting for nothing."""
+def test_negative_control_farewell_ends_after_timeout(store: Any) -> None:
+    """Rank 0 leaves after its timeout, without an error."""
     left = threading.Event()
 
     def body(world: World) -> Any:
@@ -436,13 +437,13 @@ def test_negative_control_a_rank_that_does_not_leave_is_not_waited_for_for_ever(
     assert together(2, store, body) == [OWN, True]
 
 
-def test_mailboxes_carry_messages_beside_the_turns(store_of: StoreOf) -> None:
-    """A thread that waits for mail holds up neither its rank nor other users of the same mailbox."""
+def test_mailboxes_work_during_turns(store_of: StoreOf) -> None:
+    """A thread that waits for mail blocks neither its rank nor other users of the mailbox."""
 
     def body(world: World) -> Any:
         mailbox = world.mailbox()
         own_connection = mailbox._board._store is not world._board._store
-        assert own_connection or isinstance(world._store, dist.HashStore)  # which has none, and needs none
+        assert own_connection or isinstance(world._store, dist.HashStore)  # it has none, and needs none
         names = [f"step/{rank}" for rank in range(world.size)]
         got: list[Any] = []
         reader = threading.Thread(target=lambda: got.extend(mailbox.wait(names, 20)))
@@ -457,8 +458,8 @@ def test_mailboxes_carry_messages_beside_the_turns(store_of: StoreOf) -> None:
     assert together(3, store_of, body) == [[0, 1, 2]] * 3
 
 
-def test_mail_that_does_not_come_is_named(store: Any) -> None:
-    """By its key as it was asked for, and only what is missing."""
+def test_missing_mail_is_named(store: Any) -> None:
+    """The error lists only the missing keys, as they were requested."""
 
     def body(world: World) -> Any:
         mailbox = world.mailbox()
@@ -482,10 +483,10 @@ def turn(world: World, mailbox: Mailbox) -> Any:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_store_that_is_lost_is_told(host: tuple[subprocess.Popen[str], int], how: signal.Signals) -> None:
-    """By a rank that waits and by one that asks later; nobody hangs, farewell is silent.
+def test_lost_store_raises_error_on_ranks(host: tuple[subprocess.Popen[str], int], how: signal.Signals) -> None:
+    """A waiting rank and a later call raise the error. No rank hangs, and farewell is silent.
 
-    A host that is frozen is no different from one that is dead.
+    A frozen host is treated like a dead one.
     """
     process, port = host
     ready = threading.Barrier(4)
@@ -510,8 +511,8 @@ def test_a_store_that_is_lost_is_told(host: tuple[subprocess.Popen[str], int], h
     assert together(3, lambda rank: tcp_client(port), body) == [True] * 3
 
 
-def test_a_store_is_asked_also_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a run is closed while the interpreter shuts down."""
+def test_store_works_without_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example when a run is closed during interpreter shutdown."""
     world = World(0, 1)
     mailbox = world.mailbox()
     with monkeypatch.context() as patch:
@@ -543,8 +544,8 @@ world.farewell()
 """
 
 
-def test_ranks_that_are_processes() -> None:
-    """They find each other through the store of torch's process group, and leave it without an error."""
+def test_ranks_as_processes_agree() -> None:
+    """They find each other through the store of torch's process group, and leave without an error."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank, done in enumerate(launch(3, RANK, port=server.port)):
         assert done.returncode == 0, done.stderr
@@ -585,10 +586,10 @@ print(World.detect("here").size)
 """
 
 
-def test_detect_without_other_ranks() -> None:
-    """A process by itself is a World of one, also in a process group of one; of several, it must have met them first.
+def test_detect_single_process_without_ranks() -> None:
+    """A single process is a World of one, also in a process group of one. Multiple ranks must have met before.
 
-    The module itself is light: until a World is made, torch is not imported.
+    The module itself is light: until a World is created, torch is not imported.
     """
     result = run_script(DETECT, fresh=True)
     assert result.returncode == 0, result.stderr
@@ -597,8 +598,8 @@ def test_detect_without_other_ranks() -> None:
     assert rest == ["1", "1", "1", "(0,)", "1"]
 
 
-def test_negative_control_ranks_that_disagree_are_seen(store: Any) -> None:
-    """The comparisons above would see a rank that got something else, or raised something else."""
+def test_negative_control_disagreement_is_detected(store: Any) -> None:
+    """The comparisons above detect a rank with another value or error."""
     outcomes = together(3, store, lambda world: [*world.agree("x", 0), world.rank // 2])
     assert outcomes != [outcomes[0]] * 3
     other = [DeadlineError("x"), DeadlineError("x"), PeerError("x")]
@@ -607,7 +608,7 @@ def test_negative_control_ranks_that_disagree_are_seen(store: Any) -> None:
 
 
 def test_mail_does_not_fill_the_store() -> None:
-    """Of many messages only the newest stay, so that a long job does not fill the memory of rank 0."""
+    """Only the newest messages are kept, so that a long job does not fill the memory of rank 0."""
     store = dist.HashStore()
     mailbox = World(store=store).mailbox()
     box = type(mailbox)(type(mailbox._board)(store), "mail/")
@@ -630,7 +631,7 @@ def test_mail_does_not_fill_the_store() -> None:
 def test_shared_store_of_torchrun_is_hinted_at_once_with_restarts(
     environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """torchrun's new ranks read the addresses of dead ones, unless a variable is set."""
+    """Without this variable, torchrun's new ranks read the addresses of dead ones."""
     for name in ("TORCHELASTIC_MAX_RESTARTS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -1,4 +1,4 @@
-"""`ckpt.ray` under the real Ray Train, on this machine: a worker is killed, and what Ray keeps and deletes."""
+"""Tests of `ckpt.ray` with the real Ray Train on this machine: a killed worker, and the checkpoints Ray keeps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from processes import PYTHONPATH, REPO
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """An interpreter that has Ray beside our packages."""
+    """Return an interpreter with Ray and our packages."""
     return python_with("ray")
 
 
 def fits(python: Path, *asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the driver has said of each, one after the other in one Ray, since to start that takes long."""
+    """Return the driver's output for each request, all in one Ray, since its start is slow."""
     off = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "RAY_AUTH_MODE": "disabled"}
     ended = subprocess.run(
         [str(python), str(REPO / "tests" / "lib" / "ray_toy.py"), json.dumps(asked)],
@@ -38,10 +38,10 @@ def fits(python: Path, *asked: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"metrics')]
 
 
-def test_a_killed_worker_comes_back_from_memory(python: Path, tmp_path: Path) -> None:
-    """Ray starts the workers again, and they are where they were, though the folder has an older step; weights are
-    those of a run that nobody killed. Another number of workers goes on from the storage. Ray deletes what was reported
-    before, and never the run."""
+def test_killed_worker_restores_from_memory(python: Path, tmp_path: Path) -> None:
+    """Ray restarts the workers, and they continue from memory, though the folder has an older step. Weights equal those
+    of an undisturbed run. Another number of workers continues from storage. Ray deletes older reported checkpoints,
+    never the run."""
     one = {"folder": str(tmp_path / "killed"), "steps": 8, "kill_at": 5, "workers": 2}
     longer = {**one, "steps": 10, "kill_at": 0, "workers": 1}
     for name in ("killed", "whole"):
@@ -57,15 +57,15 @@ def test_a_killed_worker_comes_back_from_memory(python: Path, tmp_path: Path) ->
     killed, whole = weights
     assert all(torch.equal(killed[key], whole[key]) for key in whole)
     experiment = tmp_path / "killed" / "storage" / "toy"
-    assert len([path for path in experiment.glob("checkpoint_*") if path.is_dir()]) < 4  # that were reported
+    assert len([path for path in experiment.glob("checkpoint_*") if path.is_dir()]) < 4  # reported ones
     assert {2, 4, 6, 8} <= {one.step for one in ckpt.Run(str(experiment / "everystep")).list()}
     assert last["place"].endswith("@10")
     starts = [json.loads(line) for line in (tmp_path / "killed" / "starts").read_text().splitlines()]
     assert starts[:2] == [[0, ""], [5, "memory"]] and [start for start, _ in starts] == [0, 5, 8]
 
 
-def test_another_version_is_refused(python: Path) -> None:
-    """With the range that is known."""
+def test_unsupported_version_is_rejected(python: Path) -> None:
+    """The error has the supported range."""
     code, path = "import ray; ray.__version__ = '2.9.0'; import ckpt.ray", {"PYTHONPATH": PYTHONPATH}
     ended = subprocess.run([python, "-c", code], env={**os.environ, **path}, capture_output=True, text=True)
     assert "ckpt.ray supports Ray from 2.60 and below 2.70, but 2.9.0 is installed" in ended.stderr

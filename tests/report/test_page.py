@@ -1,4 +1,4 @@
-"""`ckpt report -o`: a page about a run that needs nothing but itself, whatever the run is like."""
+"""Tests of `ckpt report -o`: a self-contained page about any run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TIERS = ("file:///run", "s3://bucket/run")
 
 
 def rich(number: int, born: float, first: int = 1, steps: int = 60, **given: Any) -> Account:
-    """An account in which everything has happened, as the present version keeps it."""
+    """Return an account of a job attempt with all kinds of events, as the current version writes it."""
     found = account(number, born, first, steps, of=f"{number - 1}.abc" if number > 1 else "", **given)
     begin = found.rows[0].at
     found.host, found.world, found.pid = "node7", 4, 1234
@@ -97,7 +97,7 @@ def subject(accounts: list[Account], faults: list[Fault] | None = None, **given:
 
 
 class Seen(HTMLParser):
-    """What a page consists of, as a browser takes it apart."""
+    """Parses a page into tags and text, like a browser."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -117,7 +117,7 @@ class Seen(HTMLParser):
 
 
 def looked_at(text: str) -> Seen:
-    """With what holds of every page: one script, one style, no event handlers, and nothing from anywhere else."""
+    """Parse a page after checks for every page: one script, one style, no event handlers, no external content."""
     found = Seen(text)
     assert len(found.every("script")) == len(found.every("style")) == 1
     known = {"html", "head", "meta", "title", "style", "body", "main", "script", "div", "section", "header", "footer"}
@@ -132,11 +132,11 @@ def looked_at(text: str) -> Seen:
     return found
 
 
-# -- what it says --
+# -- the content --
 
 
-def test_a_page_has_every_part_of_a_run() -> None:
-    """And all pictures have a size, a text for those who do not see them, and can be reached by the keyboard."""
+def test_page_has_every_part_of_a_run() -> None:
+    """Every chart has a size, a text alternative, and keyboard access."""
     found = looked_at(page(subject(*history())))
     for text in (
         "Where the time went", "Timeline", "How long training waited", "How long a save took to be durable",
@@ -151,13 +151,13 @@ def test_a_page_has_every_part_of_a_run() -> None:
     for one in pictures:
         assert one["role"] == "img" and one["tabindex"] == "0" and len(one["aria-label"] or "") > 20
         assert one["width"] == "100%" and float(one["height"] or 0) > 0
-    for tag, attributes in found.tags:  # nothing is drawn where there is no place, or of no number
+    for tag, attributes in found.tags:  # no element without a position, and no NaN
         for name in ("x", "y", "width", "height", "cx", "cy", "x1", "x2", "d"):
             assert not re.search("nan|inf|e[-+]", attributes.get(name) or "", re.I), (tag, attributes)
 
 
-def test_the_bar_adds_up_to_the_wall_clock() -> None:
-    """Its parts fill it, each as wide as its share."""
+def test_bar_adds_up_to_wall_clock() -> None:
+    """Its parts fill it, each with the width of its share."""
     accounts, faults = history()
     one = subject(accounts, faults)
     found = one.statement
@@ -183,14 +183,14 @@ def test_the_bar_adds_up_to_the_wall_clock() -> None:
         ([replace(account(1, 100.0), boot="", anchor=(-1e11 + 1, 0.0))], "wall-clock"),
     ],
 )
-def test_runs_that_have_hardly_begun(accounts: list[Account], words: str) -> None:
-    """A page of each says so; older accounts, which know nothing of single saves, have a page as well."""
+def test_page_of_run_with_few_events(accounts: list[Account], words: str) -> None:
+    """The page states it; older accounts without data about single saves get a page too."""
     found = looked_at(page(subject(accounts, stored=(), now=WALL + 115)))
     assert words in found.text
 
 
-def test_hostile_words_are_words() -> None:
-    """Wherever they come from: nothing of them is markup, and a reader sees what they are."""
+def test_hostile_text_is_never_markup() -> None:
+    """Hostile text from any source is never markup, and readers see it as text."""
     accounts, faults = history()
     for one in accounts:
         one.host, one.url, one.versions = EVIL, EVIL, {EVIL: EVIL}
@@ -212,8 +212,8 @@ def test_hostile_words_are_words() -> None:
         looked_at(bad)
 
 
-def test_only_the_script_and_style_of_the_page_are_allowed() -> None:
-    """By their digests; nothing may be fetched."""
+def test_page_policy_allows_only_its_script_and_style() -> None:
+    """They are allowed by digest, and nothing may be fetched."""
     text = page(subject(*history()))
     policy = next(m["content"] for m in Seen(text).every("meta") if m.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
@@ -225,7 +225,7 @@ def test_only_the_script_and_style_of_the_page_are_allowed() -> None:
 
 
 def many(count: int) -> list[Account]:
-    """So many starts, of a million steps together."""
+    """Return this many job attempts, with a million steps in total."""
     found, born, first = [], 0.0, 1
     for number in range(1, count + 1):
         one = rich(number, born, first, 150)
@@ -236,8 +236,8 @@ def many(count: int) -> list[Account]:
     return found
 
 
-def test_a_long_life_makes_no_long_page() -> None:
-    """500 starts and a million steps: aggregated, below 2 MB, tables cut off with a word about it."""
+def test_page_of_long_run_stays_small() -> None:
+    """500 job attempts and a million steps are aggregated below 2 MB; shortened tables have a note."""
     one = subject(many(500), now=WALL + 500 * 700)
     assert one.statement.steps > 1_000_000 and one.statement.count == 500
     text = page(one)
@@ -247,11 +247,11 @@ def test_a_long_life_makes_no_long_page() -> None:
     assert len(one.chronicle.curve) < 5000
 
 
-# -- what it is made of --
+# -- the data --
 
 
-def test_the_ledger_keeps_some_saves_of_each_tier() -> None:
-    """However many there were: bounded, spread over all of the time, no tier lost; and read back."""
+def test_ledger_keeps_sample_of_saves_per_tier() -> None:
+    """However many there were, they are bounded and spread over the whole time and all tiers, and can be read back."""
     landed: list[LandedSave] = []
     for n in range(10_000):
         landed = thinned([*landed, LandedSave(TIERS[n % 10 == 0], float(n), n, 0.5)])
@@ -270,8 +270,8 @@ def test_the_ledger_keeps_some_saves_of_each_tier() -> None:
 # -- the command --
 
 
-def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
-    """A file that is there is kept, unless told; nothing else is left beside it; - is stdout."""
+def test_report_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
+    """An existing file is kept unless --force is given. No temporary file is left. - is stdout."""
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     target = tmp_path / "out" / "report.html"
     with pytest.raises(click.UsageError, match=r"cannot write .*: No such file"):
@@ -299,8 +299,8 @@ def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
     assert json.loads(invoke(run, "--json").stdout)["count"] == 1  # as before
 
 
-def test_what_is_no_file_is_never_replaced(run: Path, tmp_path: Path) -> None:
-    """Only a file is, if that is wanted; a link stays a link."""
+def test_report_replaces_only_regular_files(run: Path, tmp_path: Path) -> None:
+    """Only a regular file is replaced, with --force; a link stays a link."""
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
     os.mkfifo(pipe)
@@ -315,8 +315,8 @@ def test_what_is_no_file_is_never_replaced(run: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path != run) == ["file", "link", "pipe"]
 
 
-def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Path) -> None:
-    """Cut-off ledgers, no ledger, a checkpoint that cannot be read; what is no run at all has none."""
+def test_page_of_damaged_run_reports_damage(run: Path, tmp_path: Path) -> None:
+    """This covers truncated ledgers, a missing ledger and an unreadable checkpoint. Other folders get no page."""
     none = tmp_path / "none.html"
     assert invoke(run, "-o", none).return_value == 0
     found = looked_at(none.read_text())
@@ -348,8 +348,8 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
     assert not (tmp_path / "no.html").exists()
 
 
-def test_a_real_run_has_a_page(run_dir: str, tmp_path: Path) -> None:
-    """What a Checkpointer wrote down itself: stalls, saves in two tiers, kinds of tensors with hostile names."""
+def test_page_of_a_real_run(run_dir: str, tmp_path: Path) -> None:
+    """A page shows what a Checkpointer recorded: stalls, saves in two tiers, tensors with hostile names."""
     model = nn.Linear(16, 16)
     of = {"model": model, "optim": torch.optim.AdamW(model.parameters()), EVIL[:40]: torch.ones(5)}
     tiers = [ckpt.Tier(run_dir, every=2), ckpt.Tier(f"{run_dir}2", every=4)]
@@ -373,9 +373,9 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One that reaches nothing but files."""
+    """Start a browser that can only read files."""
     if CHROMIUM is None or DRIVER is None:
-        pytest.skip("there is no chromium with its chromedriver on this machine")
+        pytest.skip("needs chromium with its chromedriver")
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
@@ -412,8 +412,8 @@ def evil() -> Subject:
     return replace(subject(accounts, faults, problems=(EVIL,)), url=EVIL)
 
 
-def test_a_browser_draws_it_and_runs_nothing_of_the_run(browser: Any, tmp_path: Path) -> None:
-    """No word on its console, nothing fetched, every picture has a size, and hostile names stay names."""
+def test_browser_draws_page_without_running_content(browser: Any, tmp_path: Path) -> None:
+    """The console is empty, nothing is fetched, every chart has a size, and hostile names stay text."""
     path = tmp_path / "page.html"
     path.write_text(page(evil()))
     show(browser, path)
@@ -431,13 +431,12 @@ def test_a_browser_draws_it_and_runs_nothing_of_the_run(browser: Any, tmp_path: 
         " e.getBoundingClientRect().width > 0"
         " && getComputedStyle(e).fill !== 'rgb(0, 0, 0)').length"
     )
-    assert drawn > 50  # with colours of the style
+    assert drawn > 50  # with colors of the style
     assert "<script>window.hacked=1</script>" in browser.execute_script("return document.body.innerText")
 
 
-def test_negative_control_the_browser_would_run_it(browser: Any, tmp_path: Path) -> None:
-    """Words that were not escaped become markup; the policy of the page keeps even those from running, and without it
-    the check above would go red."""
+def test_negative_control_browser_runs_unescaped_script(browser: Any, tmp_path: Path) -> None:
+    """Raw text becomes markup. The page's policy still prevents its execution; without it, the check above fails."""
     text = page(subject(*history()))
     bad = text.replace("<footer>", "<script>window.hacked=1</script><footer>")
     path = tmp_path / "page.html"

@@ -1,5 +1,5 @@
-"""What `ckpt report` makes of what nobody had thought of: hangs that were survived, copies of running jobs, files that
-say what cannot be, evaluations, runs that nobody started again, narrow terminals."""
+"""Tests of `ckpt report` with unusual runs: survived hangs, copies of running jobs, impossible files, evaluations, runs
+that were never restarted, narrow terminals."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def closed(one: Account, after_s: float = 0.5, gone_s: float = 0.25) -> Account:
 
 
 def at(seconds: float) -> str:
-    """As a fault report has it."""
+    """Return the time as a fault report has it."""
     return datetime.fromtimestamp(WALL + seconds, UTC).isoformat(timespec="microseconds")
 
 
 # -- hangs --
 
 
-def test_a_hang_that_somebody_ended_by_hand_is_an_interruption() -> None:
-    """The last step was done at 14, the hang was seen at 24, Ctrl-C came at 54: nothing of that was wanted."""
+def test_hang_ended_by_hand_is_an_interruption() -> None:
+    """The last step ended at 14, the hang was detected at 24, and Ctrl-C came at 54: all of that is lost time."""
     one = closed(replace(account(1, 0.0), faults=[seen(24.0, "hang", ends=False)]), 40.0)
     assert one.failed
     found = settled(one, account(2, 60.0, first=11, of="1.abc"))
@@ -45,13 +45,13 @@ def test_a_hang_that_somebody_ended_by_hand_is_an_interruption() -> None:
     assert settled(one).ended == "hang" and settled(one).count == 1
 
 
-def test_a_hang_that_was_survived_ends_nothing() -> None:
-    """Steps were done after it: closing is closing, and 5 s before another end it is not the beginning of that."""
+def test_survived_hang_is_not_an_interruption() -> None:
+    """Steps followed it: a later close is a close, and 5 s before another end it is not the start of that one."""
     one = replace(account(1, 0.0), faults=[seen(9.5, "hang", ends=False)])
     assert not closed(one).failed and settled(closed(one)).count == 0
     assert settled(closed(one), account(2, 60.0, first=11, of="1.abc")).count == 0
     two = account(2, 60.0, first=11, of="1.abc")
-    for ends in (False, True):  # older ledgers say that every hang ended something
+    for ends in (False, True):  # older ledgers state that every hang ended the job attempt
         hung = died(replace(one, faults=[seen(9.5, "hang", ends=ends)]), 10.0)
         (only,) = settled(hung, two).interruptions
         assert (only.kind, only.cost.perceive) == ("death", near(9.0))
@@ -59,8 +59,8 @@ def test_a_hang_that_was_survived_ends_nothing() -> None:
     assert (only.kind, only.cost.perceive, only.cost.leave) == ("hang", near(5.0), near(4.25))
 
 
-def test_reports_of_hangs_are_taken_as_what_is_in_the_ledger() -> None:
-    """One that was survived does not spoil another end; one that was not makes an interruption of closing."""
+def test_hang_reports_count_like_ledger_entries() -> None:
+    """A survived hang does not change another end; one that was not survived makes a close an interruption."""
     one, two = died(account(1, 0.0), 10.0), account(2, 60.0, first=11, of="1.abc")
     report = Fault("hang", "rank 3 waits", rank=3, time=at(9.5), checkpoint="1.abc")
     (only,) = settled(one, two, faults=(report,)).interruptions
@@ -71,9 +71,10 @@ def test_reports_of_hangs_are_taken_as_what_is_in_the_ledger() -> None:
     assert settled(closed(account(1, 0.0), 10.0), two, faults=(report,)).count == 0
 
 
-def test_an_exception_that_a_killed_peer_caused_is_no_fault_of_its_own() -> None:
-    """Rank 0 says that its connection broke before the writer of the killed rank 1 has noticed: the interruption, and
-    the one mark in the report, is the death. An exception of rank 0's own code stays the cause."""
+def test_exception_caused_by_killed_peer_is_not_a_fault() -> None:
+    """Rank 0 reports a broken connection before the writer detects the killed rank 1: the death is the only
+    interruption and mark.
+    An exception in rank 0's own code stays the cause."""
     torn = SeenFault(14.2, "exception", "rank 0 raised RuntimeError: Connection closed by peer", 0, ends=True)
     one = died(replace(account(1, 0.0), faults=[torn]))
     for advice, kind in (("retry", "death"), ("fix", "exception")):
@@ -81,7 +82,7 @@ def test_an_exception_that_a_killed_peer_caused_is_no_fault_of_its_own() -> None
         faults = (mine, Fault("death", "rank 1 was killed", "writer", rank=1, time=at(14.4), checkpoint="1.abc"))
         (only,) = settled(one, account(2, 60.0, first=11, of="1.abc"), faults=faults).interruptions
         assert only.kind == kind
-        for reported in (faults, faults[1:]):  # the account of an end may never have arrived
+        for reported in (faults, faults[1:]):  # the fault report may be missing
             whole = accounting.settled([one], reported, now=WALL + 100)
             assert len(chronicle(whole, reported).faults) == 1
     assert len(chronicle(accounting.settled([one], (), now=WALL + 100), ()).faults) == 1  # only the ledger has it
@@ -90,8 +91,8 @@ def test_an_exception_that_a_killed_peer_caused_is_no_fault_of_its_own() -> None
 # -- copies, and times that cannot be --
 
 
-def test_a_report_from_after_the_next_start_was_not_40_days_unnoticed() -> None:
-    """Its clock was wrong: nothing of the incarnation before can have been noticed after the next was born."""
+def test_report_with_wrong_clock_is_limited() -> None:
+    """Its clock was wrong: a fault cannot be detected after the next job attempt started."""
     one, two = account(1, 0.0), account(2, 20.0, first=11, of="1.abc")
     report = Fault("oom", "x", time=at(40 * DAY_S), checkpoint="1.abc", exit_code=1)
     found = settled(one, two, faults=(report,))
@@ -100,8 +101,8 @@ def test_a_report_from_after_the_next_start_was_not_40_days_unnoticed() -> None:
     assert settled(died(one, 2.0), two, faults=(report,)).interruptions[0].cost.perceive == near(1.0)
 
 
-def test_an_end_in_the_future_is_now() -> None:
-    """And a note says so. A minute is how much the clocks of machines may differ."""
+def test_end_in_the_future_counts_as_now() -> None:
+    """A note states it. Clocks of machines may differ by up to a minute."""
     one, now = account(1, 0.0), WALL + 100
     for wild in (
         replace(one, kept=9 * DAY_S),
@@ -112,24 +113,24 @@ def test_an_end_in_the_future_is_now() -> None:
         assert found.wall_s == near(96.0) and found.until == near(now)
         assert any("9.0 d in the future, which count as now" in note for note in found.notes)
     assert settled(replace(one, kept=140.0), now=now).notes == ()
-    assert settled(replace(one, kept=9 * DAY_S)).wall_s > 8 * DAY_S  # who does not say what time it is believes it
+    assert settled(replace(one, kept=9 * DAY_S)).wall_s > 8 * DAY_S  # without a current time, it is believed
 
 
 # -- negative controls --
 
 
 def test_negative_control_survived_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who takes every hang for the end is found out."""
+    """If every hang counts as the end, the test fails."""
     monkeypatch.setattr(Account, "failed", property(lambda self: self.end is not None))
     with pytest.raises(AssertionError):
-        test_a_hang_that_was_survived_ends_nothing()
+        test_survived_hang_is_not_an_interruption()
 
 
 def test_negative_control_ends_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who believes them is found out, and so is who believes what cannot be reckoned with."""
+    """If ends in the future are believed, or the start is infinite, the tests fail."""
     monkeypatch.setattr(timeline, "_until", lambda account, now, notes: account)
     with pytest.raises(AssertionError):
-        test_an_end_in_the_future_is_now()
+        test_end_in_the_future_counts_as_now()
     monkeypatch.setattr(timeline.PlacedAccount, "starts", lambda self, before: float("inf"))
     with pytest.raises(AssertionError):
-        test_a_report_from_after_the_next_start_was_not_40_days_unnoticed()
+        test_report_with_wrong_clock_is_limited()

@@ -1,4 +1,4 @@
-"""How often ranks agree to open a run and to restore. Every rank waits for the slowest in each agreement."""
+"""Number of agreements of ranks in open and restore. Every rank waits for the slowest in each agreement."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def ranks(count: int, run: Path, what: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("count", "end"), [(2, "killed"), (3, "closed")], ids=["memory", "folder"])
-def test_ranks_agree_once_to_open_and_four_times_to_restore(
+def test_ranks_agree_once_in_open_and_four_times_in_restore(
     tmp_path: Path, own_sockets: Path, count: int, end: str
 ) -> None:
-    """From the memory that killed trainers left, and from a folder that another number of ranks restores."""
+    """State comes from the memory of killed trainers, and from a folder that another number of ranks restores."""
     ranks(2, tmp_path / "run", end)
     found = ranks(count, tmp_path / "run", "restore")
     assert len(found) == count

@@ -1,4 +1,4 @@
-"""Tensors that a restore creates: their memory layout, and whose values they take."""
+"""Tensors that a restore creates: memory layout and source of values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class OwnLoader(torch.optim.AdamW):
-    """Saves through `state_dict()`, as optimizers do that keep state elsewhere."""
+    """Save through `state_dict()`, as optimizers with state elsewhere do."""
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict()
@@ -32,7 +32,7 @@ class OwnLoader(torch.optim.AdamW):
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps tensors of two memory layouts, one of another shape, and a list of tensors for each parameter."""
+    """Keep tensors of two memory layouts, one of another shape, and a list of tensors for each parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Layouts(nn.Module):
-    """Weights in every memory layout that torch's own models have."""
+    """Weights in every memory layout of torch's own models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
 
 
 def layouts(value: Any, path: str = "") -> dict[str, Any]:
-    """The strides of each tensor inside of state_dict()s."""
+    """Return the strides of each tensor inside state_dict()s."""
     if isinstance(value, Tensor):
         return {path: value.stride()}
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
@@ -104,8 +104,8 @@ def layouts(value: Any, path: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_get_the_strides_that_they_had(name: str, tmp_path: Path) -> None:
-    """A fresh optimizer restores moments that lie as in the uninterrupted run, and both continue equally."""
+def test_moments_get_their_saved_strides(name: str, tmp_path: Path) -> None:
+    """A fresh optimizer restores moments with the original strides, and both continue equally."""
     state, twin = trained(OPTIMIZERS[name], 2), trained(OPTIMIZERS[name], 0)
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:
         cp.save(2).wait_durable()
@@ -120,7 +120,7 @@ def test_moments_get_the_strides_that_they_had(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("through", ["load", "export", "import", "import of other strides"])
 def test_loaded_and_exported_tensors_keep_their_strides(through: str, tmp_path: Path) -> None:
-    """`ckpt.load`, an exported file and an imported one hand out tensors in the memory layout that was saved."""
+    """`ckpt.load`, an exported file and an imported one return tensors in the saved memory layout."""
     state = trained(OPTIMIZERS["fused AdamW"], 2)
     run, file, again = tmp_path / "run", tmp_path / "out.pt", tmp_path / "again"
     plain = {"ema": state["model"].conv.weight.detach().clone()}
@@ -150,7 +150,9 @@ def test_loaded_and_exported_tensors_keep_their_strides(through: str, tmp_path: 
             moment = state["optim"].state[param]["exp_avg"]
             found = loaded[f"optim.state.model.{name}.exp_avg"]
             assert torch.equal(found, moment), name
-            longer = [dim for dim, size in enumerate(param.shape) if size > 1]  # of others the stride does not matter
+            longer = [
+                dim for dim, size in enumerate(param.shape) if size > 1
+            ]  # strides of dimensions of length 1 have no effect
             strides = [[one.stride()[dim] for dim in longer] for one in (found, torch.zeros_like(param))]
             assert strides[0] == strides[1], name
         assert loaded["ema"].stride() == plain["ema"].stride() and torch.equal(loaded["ema"], plain["ema"])
@@ -158,7 +160,7 @@ def test_loaded_and_exported_tensors_keep_their_strides(through: str, tmp_path: 
 
 @pytest.mark.parametrize("shape", [(4, 1, 3, 3), (1, 4, 3, 3), (4, 3, 1, 1), (1, 1, 3, 3), (4, 1, 1, 3), (1, 1, 1, 1)])
 def test_layout_of_a_weight_with_a_dimension_of_length_1_is_kept(shape: tuple[int, ...]) -> None:
-    """Such a dimension has the stride of another one. torch takes its convolutions by all strides."""
+    """Such a dimension has the stride of another one. torch selects convolutions by all strides."""
     for form in (torch.channels_last, torch.contiguous_format):
         weight = torch.empty(shape, memory_format=form)
         made = torch.empty_permuted(shape, tuple(order_of(weight) or range(4)))
@@ -173,7 +175,7 @@ def command(*arguments: object) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a plain number for each parameter."""
+    """Keep a plain number for each parameter."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in (p for group in self.param_groups for p in group["params"]):
@@ -181,7 +183,7 @@ class Counting(torch.optim.SGD):
 
 
 class Past(torch.optim.SGD):
-    """Keeps a list of tensors for each parameter."""
+    """Keep a list of tensors for each parameter."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in (p for group in self.param_groups for p in group["params"]):
@@ -211,7 +213,7 @@ def differing(make: Make, rank: int, steps: int) -> State:
 
 
 def save_differing() -> None:
-    """What two ranks run: equal weights, and moments of their own. Then what a sharded model gets back."""
+    """Save equal weights and different moments on two ranks. Restore them into a sharded model."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -262,8 +264,9 @@ def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
 
 @pytest.mark.parametrize("name", DIFFERING)
 def test_differing_moments_are_refused_on_other_numbers_of_ranks(name: str, saved_by_two: Any) -> None:
-    """A fresh optimizer and one that has stepped are refused alike; with strict=False the parameter begins anew. On
-    the same number of ranks each rank gets its own."""
+    """Fresh and stepped optimizers are refused alike. With strict=False the parameter starts without state.
+
+    On the same number of ranks each rank gets its own moments."""
     folder, said = saved_by_two
     make, refusal = DIFFERING[name]
     assert said[name][0]["state"] != said[name][1]["state"] and "tensor" in said[name][0]["state"] + "tensor"
@@ -284,6 +287,6 @@ def test_differing_moments_are_refused_on_other_numbers_of_ranks(name: str, save
 
 
 def test_sharded_moments_get_the_strides_of_their_parameters(saved_by_two: Any) -> None:
-    """The local shards of channels_last DTensors; FSDP itself refuses such parameters."""
+    """The local shards belong to channels_last DTensors. FSDP itself refuses such parameters."""
     for one in saved_by_two[1]["sharded"]:
         assert one["saved"] == one["restored"] and one["saved"][0] == [27, 1, 9, 3]

@@ -1,4 +1,4 @@
-"""Which rank reads what for whom: a node reads each chunk that it wants once, and every rank gets what it wants."""
+"""Division of reads among ranks: a node reads each needed chunk once, and every rank gets what it needs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Case = tuple[Any, Any, Any, list[int]]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Sizes, wants, can_read and nodes; every chunk that is wanted can be read by some rank."""
+    """Generate sizes, wants, can_read and nodes, with a reader for every needed chunk."""
     ranks, chunks = draw(st.integers(1, 8)), draw(st.integers(0, 24))
     nodes = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kinds = draw(st.integers(1, 6))  # few patterns, as real states have, and then many
+    kinds = draw(st.integers(1, 6))  # few patterns, like real states, or many
     pick = np.sort(rng.integers(0, kinds, chunks)) if draw(st.booleans()) else np.arange(chunks)
     columns = max(kinds, chunks)
     wants = rng.random((ranks, columns)) < draw(st.sampled_from([0.1, 0.5, 1.0]))
     can_read = rng.random((ranks, columns)) < draw(st.sampled_from([0.1, 0.5, 1.0]))
-    if draw(st.booleans()):  # each node has a memory or disk of its own
+    if draw(st.booleans()):  # each node has its own memory or disk
         first = [nodes.index(node) for node in nodes]
         can_read = can_read[first]
     can_read[rng.integers(0, ranks), wants.any(0) & ~can_read.any(0)] = True
@@ -43,7 +43,7 @@ def shares_of(case: Case) -> list[RankReads]:
 
 
 def broken(shares: Sequence[RankReads], case: Case) -> str:
-    """The first rule that the shares of all ranks break, "" if they keep them all."""
+    """Return the first rule that the shares of all ranks break, or ""."""
     _, wants, can_read, nodes = case
     ranks, chunks = wants.shape
     came = np.zeros((ranks, chunks), int)
@@ -66,14 +66,14 @@ def broken(shares: Sequence[RankReads], case: Case) -> str:
         for chunk, sender in zip(share.expects.tolist(), share.senders.tolist(), strict=True):
             there = dict(zip(shares[sender].reads.tolist(), shares[sender].recipients, strict=True))
             if rank not in there.get(chunk, ()):
-                return "a sender reads what is expected of it"
+                return "a sender reads each chunk expected from it"
     if (came != wants).any():
         return "each rank that wants a chunk gets it once, and no other rank does"
     for rank, share in enumerate(shares):
         if (wants[rank] & ~expected[rank] & ~np.isin(np.arange(chunks), share.reads)).any():
-            return "what is expected and what is read is what is wanted"
+            return "expected and read chunks equal the wanted ones"
         if not wants[rank, share.expects].all() or np.isin(share.expects, share.reads).any():
-            return "only what comes from others is expected"
+            return "a rank expects chunks only from other ranks"
     for chunk in range(chunks):
         able = {n for n, can in zip(nodes, can_read[:, chunk], strict=True) if can}
         wanting = {n for n, want in zip(nodes, wants[:, chunk], strict=True) if want}
@@ -91,16 +91,16 @@ def broken(shares: Sequence[RankReads], case: Case) -> str:
 
 @QUICK
 @given(cases())
-def test_shares_fit_together(case: Case) -> None:
-    """Each rank gets every chunk that it wants once. Readers can read it. A node reads a chunk at most once."""
+def test_each_rank_gets_each_needed_blob_once(case: Case) -> None:
+    """Each rank gets every needed chunk once from a rank that can read it. A node reads a chunk at most once."""
     assert broken(shares_of(case), case) == ""
 
 
 @pytest.mark.long
 @LONG
 @given(cases())
-def test_shares_fit_together_long(case: Case) -> None:
-    """The same, many times."""
+def test_each_rank_gets_each_needed_blob_once_long(case: Case) -> None:
+    """Repeat the test above many times."""
     assert broken(shares_of(case), case) == ""
 
 
@@ -117,7 +117,7 @@ def test_assign_gives_equal_shares_for_equal_arguments(case: Case) -> None:
 
 
 def ddp(ranks: int, chunks: int, per_node: int, seed: int = 0) -> Case:
-    """All want all and can read all."""
+    """Return a case in which all ranks want and can read all chunks."""
     sizes = np.random.default_rng(seed).integers(1, 4 << 20, chunks)
     everything = np.ones((ranks, chunks), bool)
     return sizes, everything, everything, [rank // per_node for rank in range(ranks)]
@@ -135,8 +135,8 @@ def test_negative_control_broken_shares_are_found() -> None:
         replace(first, recipients=((0, 1), *first.recipients[1:])),  # to itself
         replace(first, reads=first.reads[1:], recipients=first.recipients[1:]),  # one is not read
         replace(first, expects=first.expects[1:], senders=first.senders[1:]),  # one comes that is not expected
-        replace(first, senders=first.senders ^ 3),  # it is expected of another rank
-        replace(first, expects=np.arange(40), senders=np.ones(40, np.int64)),  # its own are expected
+        replace(first, senders=first.senders ^ 3),  # a different sender is expected
+        replace(first, expects=np.arange(40), senders=np.ones(40, np.int64)),  # a rank expects its own chunks
         replace(first, reads=first.reads[::-1]),
     ]
     for share in worse:
@@ -153,8 +153,8 @@ def test_negative_control_broken_shares_are_found() -> None:
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 8])
-def test_equal_wants_make_equal_loads(per_node: int) -> None:
-    """If all ranks want and can read all, each reads its part of the node's bytes to within one chunk, in one run."""
+def test_equal_wants_give_equal_loads(per_node: int) -> None:
+    """If all ranks want and can read all chunks, each reads an equal share of the bytes, to within one chunk."""
     case = ddp(8, 1000, per_node)
     sizes = case[0]
     for share in shares_of(case):
@@ -163,7 +163,7 @@ def test_equal_wants_make_equal_loads(per_node: int) -> None:
 
 
 def test_replaced_node_gets_equal_parts_from_all_others() -> None:
-    """Node 0 lost its memory. Each other node still reads everything once, and each sends a part to node 0."""
+    """Node 0 has lost its memory. Each other node reads everything once and sends a part to node 0."""
     sizes, wants, can_read, nodes = ddp(8, 1000, 2)
     can_read = can_read.copy()
     can_read[:2] = False

@@ -1,4 +1,4 @@
-"""Restores put bytes straight into live tensors: what that must not change."""
+"""Tests of restores that write bytes directly into live tensors: all guarantees still hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 18  # elements of float32
 
 @pytest.fixture
 def open_at(tmp_path: Path) -> Iterator[Open]:
-    """A Checkpointer on one folder, nothing else; closed at the end."""
+    """Open Checkpointers on one folder, and close them at the end."""
     with contextlib.ExitStack() as stack:
 
         def open_at(state: State, **settings: Any) -> ckpt.Checkpointer:
@@ -48,8 +48,8 @@ def saved(open_at: Open, state: State, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd", "auto"])
-def test_equal_tensors_that_are_stored_once_both_come_back(open_at: Open, compression: str) -> None:
-    """A target network beside the online one: the same bytes in the same place of a file go to both."""
+def test_equal_tensors_stored_once_are_both_restored(open_at: Open, compression: str) -> None:
+    """For example a target network equal to the online one: both are filled from the same bytes of a file."""
 
     def make() -> State:
         return {"frozen": torch.randn(8 * MIB), "online": torch.zeros(MIB), "target": torch.zeros(MIB)}
@@ -70,7 +70,7 @@ def test_equal_tensors_that_are_stored_once_both_come_back(open_at: Open, compre
 
 
 def damage(folder: Path, wanted: bytes) -> None:
-    """Overwrite the bytes of a tensor in whichever file has them."""
+    """Overwrite the bytes of a tensor in the file that has them."""
     for file in data_files(folder / "run"):
         raw = bytearray(file.read_bytes())
         at = raw.find(wanted)
@@ -78,11 +78,11 @@ def damage(folder: Path, wanted: bytes) -> None:
             raw[at : at + len(wanted)] = bytes(len(wanted))
             file.write_bytes(raw)
             return
-    raise AssertionError("these bytes are in no file")
+    raise AssertionError("no file contains these bytes")
 
 
-def test_what_a_lenient_restore_could_not_have_is_left_alone(open_at: Open, tmp_path: Path) -> None:
-    """A damaged newest checkpoint, and an older one without that tensor: with strict=False it keeps what it had."""
+def test_lenient_restore_keeps_missing_tensor(open_at: Open, tmp_path: Path) -> None:
+    """The newest checkpoint is damaged, and the older one lacks a tensor: with strict=False it keeps its value."""
     first = {"a": torch.randn(MIB)}
     saved(open_at, first, compression="none")
     second = {"a": torch.randn(MIB), "late": torch.full((MIB,), 1.5)}
@@ -98,10 +98,10 @@ def test_what_a_lenient_restore_could_not_have_is_left_alone(open_at: Open, tmp_
     assert torch.equal(live["a"], first["a"]) and bool((live["late"] == -1.0).all())
 
 
-def test_negative_control_in_place_it_would_not_be(
+def test_negative_control_in_place_restore_writes_damage(
     open_at: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read straight into place, as a strict restore is, the damaged bytes would lie there."""
+    """If read directly into place, as in a strict restore, the damaged bytes would be in the tensor."""
     begin = Filler.__init__
 
     def always(self: Filler, saved: Any, fills: Any, whole: Any = (), *, in_place: bool = True) -> None:
@@ -109,7 +109,7 @@ def test_negative_control_in_place_it_would_not_be(
 
     monkeypatch.setattr(Filler, "__init__", always)
     with pytest.raises(AssertionError):
-        test_what_a_lenient_restore_could_not_have_is_left_alone(open_at, tmp_path)
+        test_lenient_restore_keeps_missing_tensor(open_at, tmp_path)
 
 
 class Pair(nn.Module):
@@ -121,8 +121,8 @@ class Pair(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def test_two_tensors_into_one_memory_do_not_look_damaged(open_at: Open) -> None:
-    """Saved untied, restored leniently into a tied model: one of the two is there, whole, and nothing is reported."""
+def test_two_tensors_in_one_memory_are_no_damage(open_at: Open) -> None:
+    """Saved untied, restored leniently into a tied model: one of the two is restored, and no damage is reported."""
     model = Pair(tied=False)
     saved(open_at, {"m": model}, compression="none")
     live = Pair(tied=True)
@@ -135,7 +135,7 @@ def test_two_tensors_into_one_memory_do_not_look_damaged(open_at: Open) -> None:
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_views_of_one_buffer_are_restored(open_at: Open, compression: str) -> None:
-    """Flat parameter buffers and their views overlap: while one is decoded and verified, nobody writes the other."""
+    """Flat parameter buffers and their views overlap: while one is decoded and verified, the other is not written."""
 
     def make() -> State:
         flat = torch.randn(4 * MIB)
@@ -151,8 +151,8 @@ def test_views_of_one_buffer_are_restored(open_at: Open, compression: str) -> No
         cp.close()
 
 
-def test_autograd_knows_that_a_restore_has_written(open_at: Open) -> None:
-    """Backward through a graph of before the restore is an error, not a wrong gradient."""
+def test_autograd_detects_writes_of_a_restore(open_at: Open) -> None:
+    """Backward through a graph from before the restore raises an error, instead of a wrong gradient."""
     weight = nn.Parameter(torch.ones(MIB))
     saved(open_at, {"w": weight})
     loss = (weight * weight).sum()
@@ -162,8 +162,8 @@ def test_autograd_knows_that_a_restore_has_written(open_at: Open) -> None:
         loss.backward()
 
 
-def test_a_store_without_scatter_is_read_as_before(open_at: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store of one's own need not have it."""
+def test_store_without_scatter_is_read(open_at: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Custom stores need not have it."""
     from ckpt_backends.local import LocalStore
 
     state = {"t": torch.randn(2 * MIB)}

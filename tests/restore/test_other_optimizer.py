@@ -1,4 +1,4 @@
-"""An optimizer that is not the one that was saved, other layers, and other dtypes."""
+"""Optimizers, layers and dtypes that differ from the saved ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ def trained(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize(("saved", "here", "word"), [(ADAMW, SGD, "betas, .*eps"), (SGD, ADAMW, "dampening, momentum")])
-def test_another_kind_is_refused_or_begins_anew(saved: Any, here: Any, word: str, steps: int, tmp_path: Path) -> None:
-    """Strict, an error names settings of both kinds; else the weights are taken, and the optimizer is the script's.
-    So it is before the first step, when neither has a state."""
+def test_other_optimizer_kind_is_refused_or_starts_fresh(
+    saved: Any, here: Any, word: str, steps: int, tmp_path: Path
+) -> None:
+    """The strict error names settings of both kinds. Otherwise weights are restored, and the script's optimizer stays.
+
+    The same holds before the first step, when neither has a state."""
     state, twin = built(saved), built(here)
     for _ in range(steps):
         trained(state)
@@ -49,8 +52,8 @@ def test_another_kind_is_refused_or_begins_anew(saved: Any, here: Any, word: str
         trained(twin)
 
 
-def test_schedulers_and_versions_of_torch_make_no_other_kind(tmp_path: Path) -> None:
-    """Settings that a scheduler has added, or that a newer torch knows, are no reason to refuse an optimizer."""
+def test_settings_of_schedulers_and_torch_versions_are_accepted(tmp_path: Path) -> None:
+    """Settings that a scheduler added, or that a newer torch defines, are accepted."""
     state, twin = trained(built(ADAMW)), built(ADAMW)
     torch.optim.lr_scheduler.OneCycleLR(state["optim"], max_lr=0.3, total_steps=9)
     del state["optim"].param_groups[0]["decoupled_weight_decay"]
@@ -61,9 +64,10 @@ def test_schedulers_and_versions_of_torch_make_no_other_kind(tmp_path: Path) -> 
     assert len(twin["optim"].state) == 4
 
 
-def test_settings_of_the_script_that_do_not_count_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One line names each that the script has changed since the run began, at every start, until it is in effect. What
-    a schedule or a loop changes is the training's. AdamW's state in Adam goes on as AdamW's."""
+def test_restore_reports_script_settings_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line names each setting of the script without effect, at every start. Changes of schedules are not listed.
+
+    Adam continues from AdamW's state with AdamW's settings."""
 
     def start(make: Any, lr: float | None = None) -> tuple[list[str], dict[str, Any]]:
         caplog.clear()
@@ -90,8 +94,8 @@ def test_settings_of_the_script_that_do_not_count_are_said(tmp_path: Path, caplo
     assert said == ["optim: decoupled_weight_decay True, not the script's False"] and group["decoupled_weight_decay"]
 
 
-def test_what_is_taken_is_not_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is cast is said as cast; of an optimizer, how many parameters go on, and whose settings count."""
+def test_restored_entries_are_not_reported_as_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Casts are reported as casts, with the number of parameters that continue and the source of settings."""
     state, twin = trained(built(ADAMW)), built(lambda p: torch.optim.AdamW(p, lr=0.5), "ac")
     twin["model"]["a"].bfloat16()
     with ckpt.Checkpointer(state, tmp_path / "run") as cp:

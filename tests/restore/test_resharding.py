@@ -1,6 +1,6 @@
-"""Shards: how ranks cut what they hold, that any number of ranks restores what any other saved, and what torch does.
+"""Tests of resharding: how ranks cut their shards, restores on any number of ranks, and agreement with torch.
 
-Many ranks are simulated in one process, by the library's own parts.
+Many ranks are simulated in one process, with the library's own functions.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from toy_states import fill, raw
 Bytes = npt.NDArray[np.uint8]
 
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-# Not every operation that the oracle needs is there for the smallest floats.
+# The smallest floats lack some operations that the oracle needs.
 DTYPES = sorted((d for d in DTYPE_NAME if "float4" not in str(d) and d != torch.complex32), key=str)
 
 
-# -- other ranks, and other ways to divide: many ranks, simulated in one process --
+# -- other ranks and other shardings: many ranks, simulated in one process --
 
 Grid = npt.NDArray[np.int64]
 RESHARD = settings(QUICK, max_examples=300)
@@ -66,10 +66,10 @@ RESHARD_LONG = settings(QUICK, max_examples=20_000)
 
 @dataclass(frozen=True)
 class Division:
-    """How ranks hold a tensor: dimension `i` of the mesh cuts tensor dimension `cuts[i]`, or None: they hold it alike.
+    """How ranks shard a tensor: mesh dimension `i` cuts tensor dimension `cuts[i]`; None means replicated.
 
-    `order`: which mesh dimension cuts first. With `groups[i]` above 1 a dimension is cut into so many groups first, and
-    every rank has its share of each: not one piece but several.
+    `order`: the order in which mesh dimensions cut. With `groups[i]` above 1, a dimension is first cut into this many
+    groups, and every rank has its share of each: not one piece but several.
     """
 
     mesh: Grid
@@ -81,7 +81,7 @@ class Division:
         return tuple(int(i) for i in np.argwhere(self.mesh == rank)[0])
 
     def indices(self, shape: tuple[int, ...], rank: int) -> list[list[int]]:
-        """The indices of every dimension that a rank has, by torch.chunk itself."""
+        """Return the indices of every dimension that a rank has, computed by torch.chunk."""
         found = [torch.arange(n) for n in shape]
         for i in self.order:
             dim = self.cuts[i]
@@ -91,7 +91,7 @@ class Division:
         return [each.tolist() for each in found]
 
     def alike(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same as this one."""
+        """Return the ranks that have the same shard as this one."""
         cutting = [i for i, dim in enumerate(self.cuts) if dim is not None]
         place = self.at(rank)
         return tuple(sorted(r for r in self.mesh.ravel().tolist() if all(self.at(r)[i] == place[i] for i in cutting)))
@@ -103,7 +103,7 @@ def chunks(tensor: Tensor, count: int) -> list[Tensor]:
 
 
 def stretches(indices: list[int]) -> list[tuple[int, int, int]]:
-    """Ascending indices as (first, how many, place in the list)."""
+    """Return ascending indices as spans: (first index, length, position in the list)."""
     breaks = [int(i) + 1 for i in np.flatnonzero(np.diff(np.array(indices)) != 1)]
     spans = itertools.pairwise([0, *breaks, len(indices)]) if indices else ()
     return [(indices[start], stop - start, start) for start, stop in spans]
@@ -111,7 +111,7 @@ def stretches(indices: list[int]) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor: its bytes have its shape, and those of an element as last dimension."""
+    """A tensor: its bytes have its shape, with the bytes of an element as the last dimension."""
 
     key: Key
     dtype: str
@@ -121,13 +121,13 @@ class Whole:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How so many ranks divide every tensor."""
+    """How this many ranks shard every tensor."""
 
     size: int
     divisions: dict[Key, Division]
 
     def holdings(self, whole: Whole, rank: int) -> list[tuple[Holding, Box]]:
-        """What a rank has of a tensor, and which part of its local array each piece is. By an oracle of our own."""
+        """Return a rank's pieces of a tensor, and their parts of its local array. This is an independent oracle."""
         division, shape = self.divisions[whole.key], whole.shape
         if rank not in division.mesh:
             return []
@@ -147,7 +147,7 @@ def part(array: Any, box: Box) -> Any:
 
 
 def local_array(whole: Whole, ranks: Ranks, rank: int) -> Bytes:
-    """What a rank has of a tensor as one array."""
+    """Return a rank's part of a tensor as one array."""
     found = whole.data
     for dim, mine in enumerate(ranks.divisions[whole.key].indices(whole.shape, rank)):
         if 0 not in whole.shape and len(mine) < whole.shape[dim]:
@@ -159,10 +159,10 @@ Pieces = list[tuple[TensorSpec, bytes]]
 
 
 def staged(wholes: list[Whole], ranks: Ranks, rank: int) -> Pieces:
-    """What a rank stages, by the library's own plan."""
+    """Return the pieces that a rank stages, by the library's own plan."""
     arrays = {w.key: local_array(w, ranks, rank) for w in wholes if rank in ranks.divisions[w.key].mesh}
     mine = [(h, part(arrays[w.key], box)) for w in wholes for h, box in ranks.holdings(w, rank)]
-    mine = mine[::-1] if rank % 2 else mine  # ranks need not list in the same order what they have
+    mine = mine[::-1] if rank % 2 else mine  # ranks need not list their tensors in the same order
     cuts = share([holding for holding, _ in mine], Seat(rank, ranks.size))
     return [(_spec(mine[cut.holding][0], cut), part(mine[cut.holding][1], cut.box).tobytes()) for cut in cuts]
 
@@ -180,7 +180,7 @@ def to_write(checkpoint: CheckpointId, wholes: list[Whole], ranks: Ranks, rank: 
 
 
 async def written(store: Store, parts: Callable[[CheckpointId], list[ToWrite]]) -> tuple[Commit, list[WrittenPart]]:
-    """A run in an empty place, with one checkpoint of these parts."""
+    """Create a run in an empty store, with one checkpoint of these manifests."""
     await create_run(store)
     log = RunLog(store)
     await log.open()
@@ -193,7 +193,7 @@ async def written(store: Store, parts: Callable[[CheckpointId], list[ToWrite]]) 
 
 @contextlib.contextmanager
 def opened(store: MemoryStore, commit: Commit) -> Iterator[StoreSource]:
-    """The checkpoint as restoring sees it."""
+    """Open the checkpoint as a restore does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.core.checkpoint.read.open_store", lambda url: store)
         source = StoreSource(store.url, commit.checkpoint, commit)
@@ -203,7 +203,7 @@ def opened(store: MemoryStore, commit: Commit) -> Iterator[StoreSource]:
 
 @contextlib.contextmanager
 def in_memory_of_nodes(parts: list[ToWrite], nodes: list[int]) -> Iterator[list[MemorySource]]:
-    """The same as snapshots in memory: what each node sees, told to all."""
+    """Store the same as snapshots in memory; each node's description is sent to all nodes."""
     texts = [json.dumps(each.values).encode() for each in parts]
     room = max(pages(len(each.data)) + len(text) for each, text in zip(parts, texts, strict=True))
     arena, snapshots = Arena.create(len(parts), room), list[HeldSnapshot]()
@@ -226,7 +226,7 @@ def in_memory_of_nodes(parts: list[ToWrite], nodes: list[int]) -> Iterator[list[
 
 
 def check_shares(wholes: list[Whole], ranks: Ranks, pieces: list[Pieces], grain: int) -> None:
-    """Every element is staged once, and replicas stage equally much, but for a grain (bytes)."""
+    """Check that every element is staged once, and that replicas stage the same amount, up to a grain (bytes)."""
     times = {w.key: np.zeros(w.shape, np.int64) for w in wholes}
     for spec, _ in itertools.chain(*pieces):
         part(times[spec.name, spec.instance], (spec.at, spec.shape))[...] += 1
@@ -237,7 +237,7 @@ def check_shares(wholes: list[Whole], ranks: Ranks, pieces: list[Pieces], grain:
         share_of_each = sum(h.elements * h.item_size for h in line) / len(replicas)
         for rank in replicas:
             mine = sum(spec.nbytes for spec, _ in pieces[rank] if any(cut_from(spec, h) for h in line))
-            # What lies side by side is cut at the same elements, of 16 bytes at most.
+            # Adjacent pieces are cut at the same elements, of at most 16 bytes.
             assert abs(mine - share_of_each) <= max(grain, 16 * len(wholes[::2])) + 1
 
 
@@ -247,7 +247,7 @@ def cut_from(spec: TensorSpec, holding: Holding) -> bool:
 
 
 def wanted_chunks(saved: SavedState, targets: dict[Key, list[Target]]) -> list[int]:
-    """The chunks that hold any element of a target: element by element."""
+    """Return the chunks that contain any element of a target, checked element by element."""
     found: list[int] = []
     for key, tensor in saved.tensors.items():
         wanted = np.zeros(tensor.spec.shape, bool)
@@ -264,10 +264,10 @@ def wanted_chunks(saved: SavedState, targets: dict[Key, list[Target]]) -> list[i
 
 
 def check_restored(sources: Sequence[RestoreSource], wholes: list[Whole], ranks: Ranks, *, turned: bool) -> None:
-    """Every rank of another job fills what it has of every tensor: every bit of it, from the chunks that it needs.
+    """Check that every rank of another job fills its part of every tensor, with exactly the chunks it needs.
 
-    Like ranks that pass chunks on, all are served by one reading, of what each source can read. `turned`: into memory
-    of another order.
+    Like ranks that pass chunks on, all share one read of what each source can read. `turned`: into memory with another
+    order of dimensions.
     """
     wanted: list[dict[Key, list[Target]]] = []
     boxes: dict[Key, list[Box]] = {}
@@ -294,7 +294,7 @@ def check_restored(sources: Sequence[RestoreSource], wholes: list[Whole], ranks:
     wants = [set(filler.chunks) for filler in fillers]
 
     def sink(chunk: int, data: memoryview) -> None:
-        odd = chunk % 2  # bytes may come at any address
+        odd = chunk % 2  # bytes may start at any address
         own = memoryview(bytearray(odd) + data)[odd:]
         for filler, wanted in zip(fillers, wants, strict=True):
             if chunk in wanted:
@@ -311,8 +311,8 @@ def check_restored(sources: Sequence[RestoreSource], wholes: list[Whole], ranks:
 
 @dataclass(frozen=True)
 class Case:
-    """What is saved by whom, restored by whom, and how finely it is cut (bytes). `nodes`: of all ranks that save, if
-    it is restored from their memory; `listed`: only the index and the manifests that are needed are read."""
+    """What is saved by which ranks, restored by which ranks, and cut how finely (bytes). `nodes`: of all saving ranks,
+    for a restore from their memory; `listed`: only the index and the needed manifests are read."""
 
     wholes: list[Whole]
     before: Ranks
@@ -352,7 +352,7 @@ def check_resharding(case: Case) -> None:
 
 @st.composite
 def divisions(draw: st.DrawFn, ranks: list[int], dims: int) -> Division:
-    """A mesh of some of the ranks, in any order, and any placements on it."""
+    """Draw a mesh of some of the ranks, in any order, with any placements."""
     count = len(ranks)
     sides = draw(st.sampled_from([s for s in SIDES if math.prod(s) <= count]))
     mesh = np.array(draw(st.permutations(ranks))[: math.prod(sides)]).reshape(sides)
@@ -372,7 +372,7 @@ def cases(draw: st.DrawFn) -> Case:
         dtype = draw(st.sampled_from(DTYPES))
         shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4) | st.lists(st.integers(1, 50), max_size=2)))
         left = list(range(before.size))
-        for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):  # of one name, ranks may have several
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):  # ranks may have several tensors with one name
             if not left:
                 break
             division = draw(divisions(left, len(shape)))
@@ -391,10 +391,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 @RESHARD
 @given(cases())
-def test_any_ranks_take_over_from_any_others(case: Case) -> None:
-    """Whatever mesh saved it, uneven and empty shards, replicas and ranks' own tensors: every bit, in any mesh.
+def test_any_ranks_restore_from_any_others(case: Case) -> None:
+    """Any mesh restores every bit that any mesh saved: uneven and empty shards, replicas, and tensors of single ranks.
 
-    From a store, or from the memory of nodes none of which has it all.
+    The source is a store, or the memory of nodes, none of which has everything.
     """
     check_resharding(case)
 
@@ -403,13 +403,13 @@ def test_any_ranks_take_over_from_any_others(case: Case) -> None:
 @pytest.mark.timeout(7200)
 @RESHARD_LONG
 @given(cases())
-def test_any_ranks_take_over_from_any_others_long(case: Case) -> None:
-    """The same, many times."""
+def test_any_ranks_restore_from_any_others_long(case: Case) -> None:
+    """The same with many more examples."""
     check_resharding(case)
 
 
 def grid(shape: tuple[int, ...], cuts: tuple[int | None, ...], *, first: int = 0) -> Division:
-    """A mesh of consecutive ranks that cuts like DTensor does."""
+    """Return a mesh of consecutive ranks that cuts like DTensor."""
     mesh = np.arange(first, first + math.prod(shape)).reshape(shape)
     return Division(mesh, cuts, (1,) * len(cuts), tuple(range(len(cuts))))
 
@@ -420,7 +420,7 @@ def numbered(key: Key, *shape: int) -> Whole:
 
 
 def four_ranks() -> tuple[list[Whole], Ranks]:
-    """`w` in quarters, `alike` in slices of its replicas, and an `own` for each half of the ranks."""
+    """Return `w` in quarters, `alike` in slices of its replicas, and an `own` for each half of the ranks."""
     wholes = [
         numbered(("w", -1), 5, 6),
         numbered(("alike", -1), 4, 2),
@@ -432,7 +432,7 @@ def four_ranks() -> tuple[list[Whole], Ranks]:
 
 
 def swap(pieces: Pieces, name: str, **changes: Any) -> None:
-    """Other words about the same bytes."""
+    """Describe the same bytes differently."""
     (i,) = [i for i, (spec, _) in enumerate(pieces) if spec.name == name]
     pieces[i] = (replace(pieces[i][0], **changes), pieces[i][1])
 
@@ -470,10 +470,10 @@ TAMPERED: dict[str, tuple[str, Callable[[list[Pieces]], object]]] = {
 
 
 @pytest.mark.parametrize("change", TAMPERED)
-def test_shards_that_do_not_fit_together_are_refused(change: str) -> None:
-    """A shard too few or too many, elsewhere, or of another tensor: the error of the committer names it.
+def test_inconsistent_shards_are_rejected(change: str) -> None:
+    """A missing, duplicate, misplaced or foreign shard fails the commit with an error that names the tensor.
 
-    Negative control of the tests above too: what is not tampered with is taken.
+    Negative control of the tests above too: unchanged manifests are accepted.
     """
     wholes, ranks = four_ranks()
     pieces = [staged(wholes, ranks, rank) for rank in range(4)]
@@ -492,8 +492,8 @@ def test_shards_that_do_not_fit_together_are_refused(change: str) -> None:
         asyncio.run(written(odd, parts))
 
 
-def test_negative_control_one_wrong_byte_is_seen() -> None:
-    """The comparison in the tests above is of every byte that every rank has."""
+def test_negative_control_one_wrong_byte_is_detected() -> None:
+    """The comparison in the tests above covers every byte of every rank."""
     wholes, ranks = four_ranks()
     store = MemoryStore()
 
@@ -514,8 +514,8 @@ def test_negative_control_one_wrong_byte_is_seen() -> None:
 @pytest.mark.parametrize(
     "shapes", [[(4096, 500)], [(700, 300), (), (5,), (1 << 15, 7), (3, 200_000), (2, 2, 17)]], ids=["one", "several"]
 )
-def test_replicas_share_the_work_and_real_sizes_return(shapes: list[tuple[int, ...]], tmp_path: Path) -> None:
-    """With the true grain, through a folder: megabytes that eight replicas share, read by three ranks."""
+def test_replicas_share_work_with_real_sizes(shapes: list[tuple[int, ...]], tmp_path: Path) -> None:
+    """Real grain and a folder: megabytes that eight replicas share, read by three ranks."""
     wholes = [numbered((f"t{i}", -1), *shape) for i, shape in enumerate(shapes)]
     ranks = Ranks(8, {w.key: grid((8,), (None,)) for w in wholes})
     pieces = [staged(wholes, ranks, rank) for rank in range(8)]
@@ -533,11 +533,11 @@ def test_replicas_share_the_work_and_real_sizes_return(shapes: list[tuple[int, .
         check_restored([source], wholes, after, turned=turned)
 
 
-# -- what torch does --
+# -- agreement with torch --
 
 
 def torch_part(shape: tuple[int, ...], mesh: tuple[int, ...], place: tuple[int, ...], placements: Any) -> Tensor:
-    """What torch cuts out of an array of numbers, one mesh dimension after the other."""
+    """Return the part that torch cuts out of an array of numbers, one mesh dimension after the other."""
     found = torch.arange(math.prod(shape)).reshape(shape)
     for count, at, placement in zip(mesh, place, placements, strict=True):
         if not placement.is_replicate():
@@ -559,8 +559,8 @@ def check_placements(shape: tuple[int, ...], mesh: tuple[int, ...], placements: 
 
 @QUICK
 @given(st.data())
-def test_shards_lie_where_torch_cuts_them(data: st.DataObject) -> None:
-    """Shards of any dimensions, several of one, uneven and empty; and a strided one, which takes some of each group."""
+def test_shards_match_those_of_torch(data: st.DataObject) -> None:
+    """Covered are shards of any dimension, several of one, uneven and empty; and a strided shard of each group."""
     shape = tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = st.integers(0, len(shape) - 1)
@@ -572,8 +572,8 @@ def test_shards_lie_where_torch_cuts_them(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (4, 2), (2, 2, 2)], ids=str)
-def test_strided_shards_of_even_sizes_lie_where_torch_cuts_them(mesh: tuple[int, ...]) -> None:
-    """FSDP over tensor parallelism, where every way to cut gives the same. Negative control: a plain shard does not."""
+def test_strided_shards_match_those_of_torch(mesh: tuple[int, ...]) -> None:
+    """FSDP over TP, with sizes that any order of cuts divides equally. Control: a plain shard differs."""
     size = 3 * math.prod(mesh)
     strided = [_StridedShard(0, split_factor=math.prod(mesh[i + 1 :])) for i in range(len(mesh) - 1)]
     check_placements((size, 2), mesh, [*strided, Shard(0)])
@@ -584,7 +584,7 @@ def test_strided_shards_of_even_sizes_lie_where_torch_cuts_them(mesh: tuple[int,
 
 @contextlib.contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """torch believes that this process is one of several; nothing is sent."""
+    """Make torch treat this process as one of several ranks, without communication."""
     torch.distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -593,8 +593,8 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (4, 4), (1, 3), (0, 3), (2, 9, 3)], ids=str)
-def test_pieces_of_a_dtensor_are_what_distribute_tensor_puts_there(shape: tuple[int, ...]) -> None:
-    """By rank, of arrays of numbers: each piece holds the numbers of its box, and lies in the tensor's own memory."""
+def test_pieces_of_dtensor_match_distribute_tensor(shape: tuple[int, ...]) -> None:
+    """For each rank: each piece has the numbers of its box, and uses the tensor's own memory."""
     full = torch.arange(math.prod(shape)).reshape(shape)
     for placements in [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Shard(1)), (Replicate(), Replicate())]:
         seen = torch.zeros(shape, dtype=torch.int64)
@@ -618,7 +618,7 @@ Held = tuple[tuple[int, ...], Any, Tensor]
 
 
 def fsdp_over_tensor_parallelism(rows: int, sides: tuple[int, ...]) -> list[Held]:
-    """Of every rank its place in the mesh, the placements of a weight, and which rows it holds."""
+    """Return every rank's position in the mesh, the placements of a weight, and the rank's rows."""
     found: list[Held] = []
     names = ("replicate", "shard", "tensor")[-len(sides) :]
     for rank in range(math.prod(sides)):
@@ -635,8 +635,8 @@ def fsdp_over_tensor_parallelism(rows: int, sides: tuple[int, ...]) -> list[Held
 
 @pytest.mark.parametrize("sides", [(2, 2), (4, 2), (2, 3), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 9, 10, 13, 24])
-def test_fsdp_over_tensor_parallelism_is_exact_for_uneven_sizes(sides: tuple[int, ...], rows: int) -> None:
-    """FSDP cuts what tensor parallelism has cut already, also where both leave a rest: by what each rank then holds."""
+def test_fsdp_over_tensor_parallelism_with_uneven_sizes(sides: tuple[int, ...], rows: int) -> None:
+    """FSDP cuts the shards of tensor parallelism, even with remainders: the result must match each rank's rows."""
     seen = torch.zeros(rows, dtype=torch.int64)
     for place, placements, local in fsdp_over_tensor_parallelism(rows, sides):
         assert isinstance(placements[-2], _StridedShard)
@@ -645,8 +645,8 @@ def test_fsdp_over_tensor_parallelism_is_exact_for_uneven_sizes(sides: tuple[int
     assert (seen == math.prod(sides[:-2])).all()
 
 
-def test_negative_control_cutting_from_left_to_right_would_be_wrong() -> None:
-    """The placements do not mean that for uneven sizes: some ranks hold other rows, some even as many others."""
+def test_negative_control_left_to_right_cutting_is_wrong() -> None:
+    """For uneven sizes the placements mean something else: some ranks have other rows, some even as many."""
     wrong = []
     for sides, rows in [((4, 2), 9), ((2, 2), 10)]:
         for place, placements, local in fsdp_over_tensor_parallelism(rows, sides):

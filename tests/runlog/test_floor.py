@@ -1,4 +1,4 @@
-"""Records below the older of the two newest SNAPSHOTs are deleted, and count for nobody."""
+"""Tests of the log's floor: records below the older of the two newest SNAPSHOTs are deleted and never count."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(store: MemoryStore) -> list[int]:
 
 
 async def long_log(store: MemoryStore, count: int) -> tuple[RunLog, Any]:
-    """A log of so many records, of which none is deleted, and its owner."""
+    """Create a log with this many records, none deleted; return it with its owner."""
     log, mine = await new_log(store)
     await grow(log, mine, count)
     return log, log.state.acquires[-1]
@@ -40,8 +40,8 @@ def damage(store: MemoryStore, seq: int) -> None:
     store.objects[record_key(seq)] = bytes(raw)
 
 
-def test_few_records_stay_and_say_everything() -> None:
-    """However long the log is, it has at most two intervals of records after a step, and opening reads no more."""
+def test_trimmed_log_keeps_few_records() -> None:
+    """However long the log is, at most two intervals of records remain, and opening reads no more."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -67,8 +67,8 @@ async def opened_whole(store: MemoryStore) -> RunLog:
     return log
 
 
-def test_a_reader_whose_records_are_deleted_starts_again() -> None:
-    """It was away for long, and sees the same as who has read everything."""
+def test_reader_restarts_after_records_are_deleted() -> None:
+    """A reader that was inactive for long gets the same state as one that read everything."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -83,8 +83,8 @@ def test_a_reader_whose_records_are_deleted_starts_again() -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_put_below_the_floor_counts_for_nobody() -> None:
-    """A writer was suspended before its put. It learns that it was overtaken; readers and clean-up ignore the file."""
+def test_record_below_the_floor_never_counts() -> None:
+    """A writer suspended before its put raises FencedError; readers and cleanup ignore its file."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -108,7 +108,7 @@ def test_what_is_put_below_the_floor_counts_for_nobody() -> None:
         store.put = put  # type: ignore[method-assign]
         with pytest.raises(FencedError):
             await late.append(make, owner=mine)
-        assert at in numbers(store), "it must have put its record, or this shows nothing"
+        assert at in numbers(store), "the record must exist, or the test proves nothing"
         assert (await reopened(store)).state.kept == log.state.kept and newer
         del store.put
         await grow(log, log.state.acquires[-1], 8 * EVERY + 1)
@@ -124,9 +124,8 @@ async def grown_by_another(log: RunLog, to: int) -> Any:
     return mine
 
 
-def test_an_answer_that_was_lost_long_ago_stays_unknown() -> None:
-    """A reply was lost, and the log went on so far that it does not say any more whether the request had landed.
-    Nothing is recorded twice."""
+def test_reply_lost_long_ago_stays_unknown() -> None:
+    """A reply was lost, and the log no longer shows if the request succeeded. Nothing is recorded twice."""
 
     class Lossy(MemoryStore):
         remote = True
@@ -157,8 +156,8 @@ def test_an_answer_that_was_lost_long_ago_stays_unknown() -> None:
 
 
 @pytest.mark.parametrize(("which", "first"), [((4,), 3 * EVERY), ((5,), 0), ((4, 5), 0)])
-def test_a_damaged_snapshot_is_not_relied_on(which: tuple[int, ...], first: int) -> None:
-    """The floor is that of the intact ones. If the newest is damaged, nothing is deleted."""
+def test_damaged_snapshot_does_not_set_floor(which: tuple[int, ...], first: int) -> None:
+    """Only intact SNAPSHOTs determine the floor. If the newest is damaged, nothing is deleted."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -173,8 +172,8 @@ def test_a_damaged_snapshot_is_not_relied_on(which: tuple[int, ...], first: int)
     asyncio.run(scenario())
 
 
-def test_without_both_snapshots_the_rest_is_read() -> None:
-    """What they summarised is lost; the log says so, and nothing more is deleted."""
+def test_log_without_both_snapshots_is_still_read() -> None:
+    """Their summary is lost; the log reports damage, and nothing more is deleted."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -210,8 +209,8 @@ def test_log_keeps_all_commits_that_follow_the_loss_of_both_snapshots(damaged: b
     asyncio.run(scenario())
 
 
-def test_reading_the_whole_log_finds_damage_before_the_newest_snapshot() -> None:
-    """A reader who starts at the newest one does not see it, and `verify` must."""
+def test_whole_log_read_finds_older_damage() -> None:
+    """A reader that starts at the newest SNAPSHOT does not detect it, but `verify` must."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -226,8 +225,8 @@ def test_reading_the_whole_log_finds_damage_before_the_newest_snapshot() -> None
     asyncio.run(scenario())
 
 
-def test_who_was_away_restarts_although_a_snapshot_is_damaged() -> None:
-    """Deleted records are not damage. A record that was put in the place of one is never called recorded."""
+def test_inactive_reader_restarts_despite_damaged_snapshot() -> None:
+    """Deleted records are not damage. A record put in place of a deleted one never counts as recorded."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -254,8 +253,8 @@ def test_who_was_away_restarts_although_a_snapshot_is_damaged() -> None:
     asyncio.run(scenario())
 
 
-def test_the_next_owner_fences_older_ones_without_both_snapshots() -> None:
-    """The records that are left name the epoch, although no ACQUIRE is left."""
+def test_next_owner_fences_without_both_snapshots() -> None:
+    """The remaining records contain the term, although no ACQUIRE remains."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -278,8 +277,8 @@ def test_the_next_owner_fences_older_ones_without_both_snapshots() -> None:
 
 
 @pytest.mark.parametrize("first", ["high", "snapshots", "newer snapshots"])
-def test_a_listing_of_no_one_moment_is_not_believed(first: str) -> None:
-    """Its second page was listed after the log had gone far, and records of the first were deleted."""
+def test_inconsistent_listing_is_rejected(first: str) -> None:
+    """Its second page was listed after the log had grown, and records of the first page were deleted."""
     pages = {
         "high": lambda seq: seq >= 4 * EVERY,
         "snapshots": lambda seq: seq % EVERY == 0,
@@ -314,7 +313,7 @@ def test_a_listing_of_no_one_moment_is_not_believed(first: str) -> None:
 
 
 def test_same_run_while_another_task_appends() -> None:
-    """FORMAT.json is lost, and the record that is newest by now was put after the listing."""
+    """FORMAT.json is lost, and the newest record was put after the listing."""
 
     class Slow(MemoryStore):
         pause: asyncio.Event | None = None
@@ -342,8 +341,8 @@ def test_same_run_while_another_task_appends() -> None:
     asyncio.run(scenario())
 
 
-def test_an_unreadable_older_snapshot_is_done_without() -> None:
-    """A bad sector: the newest one is enough to open the run. Control: that one must be readable."""
+def test_unreadable_older_snapshot_is_skipped() -> None:
+    """After a bad sector, the newest SNAPSHOT is enough to open the run. Control: the newest must be readable."""
 
     class Sector(MemoryStore):
         bad = ""
@@ -366,8 +365,8 @@ def test_an_unreadable_older_snapshot_is_done_without() -> None:
     asyncio.run(scenario())
 
 
-def test_in_a_bucket_records_stay_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may have listed them just now."""
+def test_bucket_keeps_old_records_temporarily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader may have listed them shortly before."""
 
     class Remote(MemoryStore):
         remote = True
@@ -385,8 +384,8 @@ def test_in_a_bucket_records_stay_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(scenario())
 
 
-def test_files_that_are_no_records_of_this_log_do_not_raise_the_floor() -> None:
-    """Names far above the log, copies of SNAPSHOTs under other names, and records of another run."""
+def test_foreign_files_do_not_raise_the_floor() -> None:
+    """These are names far above the log, copies of SNAPSHOTs under other names, and records of another run."""
 
     async def scenario() -> None:
         store = MemoryStore()

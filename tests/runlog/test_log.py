@@ -1,7 +1,7 @@
-"""The run log: what its records mean, who may append, and what no interleaving of crashes may break.
+"""Tests of the run log: the meaning of its records, who may append, and safety under every interleaving of crashes.
 
-The simulator runs the real log, commit and retain code over a store in which every request may wait, be killed before
-or after it took effect, or lose its reply; two trainers and a cleaner share one run.
+The simulator runs the real log, commit and retention code over a store in which every request may be delayed, killed
+before or after it took effect, or lose its reply. Two trainers and a cleaner share one run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def kept(of: CheckpointId, request: str) -> Callable[[RunState], Record]:
 
 
 async def save(log: RunLog, mine: Acquire, step: int, number: int = 0) -> CheckpointId:
-    """One whole save; the bytes say which attempt they belong to."""
+    """Save one whole checkpoint; its bytes contain its checkpoint id."""
     named = CheckpointId(mine.term, step, mine.nonce)
     data = memoryview(f"{mine.nonce}{step:016d}".encode())
     snapshot = RankSnapshot(named, LAYOUT, data, [None])
@@ -93,7 +93,7 @@ async def save(log: RunLog, mine: Acquire, step: int, number: int = 0) -> Checkp
 
 
 class Gate:
-    """Every request of one actor takes a while, and may be the moment at which its process is killed."""
+    """Delays every request of one process; each may be the moment at which the process is killed."""
 
     remote = False
 
@@ -173,8 +173,8 @@ class Gate:
 # -- fold --
 
 
-def test_fold_of_a_commit_and_its_end() -> None:
-    """COMMIT makes a checkpoint once; ABORT and PLAN end an attempt for ever, in whichever order they come."""
+def test_fold_commits_once_and_ends_permanently() -> None:
+    """COMMIT makes a checkpoint once; ABORT and PLAN end it permanently, in any order."""
     a, b, c = checkpoint(1, 1), checkpoint(1, 2), checkpoint(1, 3)
     plan = record("PLAN", {"retire": [str(a)], "delete": ["packs/x"]})
     abort = record("ABORT", {"checkpoint": str(b), "reason": ""}, request="abort:b")
@@ -193,8 +193,8 @@ def aborted(of: CheckpointId, reason: str = "", request: str = "") -> dict[str, 
     return record("ABORT", {"checkpoint": str(of), "reason": reason}, request=request or f"abort:{of}")
 
 
-def test_fold_of_what_is_held() -> None:
-    """HELD is no checkpoint and no end; COMMIT, ABORT and PLAN end it, and after them it means nothing."""
+def test_fold_of_held_checkpoints() -> None:
+    """HELD neither makes nor ends a checkpoint. COMMIT, ABORT and PLAN end HELD, and a later HELD has no effect."""
     a, b, c, d = (checkpoint(1, step) for step in (1, 2, 3, 4))
     state = folded(acquired(1), held(a), held(b), held(c), held(d))
     assert set(state.held) == {a, b, c, d} and not state.commits and not state.lineage()
@@ -207,8 +207,8 @@ def test_fold_of_what_is_held() -> None:
         assert (state.aborted, state.retired) == ({b}, {c})
 
 
-def test_why_an_attempt_was_aborted_is_kept() -> None:
-    """The first reason, of a bearable length; none of an attempt that was a checkpoint before."""
+def test_fold_keeps_first_abort_reason() -> None:
+    """The first reason is kept, up to 500 characters. A checkpoint that was committed before has none."""
     a, b, c = (checkpoint(1, step) for step in (1, 2, 3))
     again = aborted(a, "another", "again")
     state = folded(acquired(1), aborted(a, "no space left"), again, aborted(b, "x" * 10_000), committed(c), aborted(c))
@@ -217,8 +217,8 @@ def test_why_an_attempt_was_aborted_is_kept() -> None:
     assert set(state.reasons) == {a, b}
 
 
-def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
-    """What is on the disk of one node says so; ranks ascend, and may leave others out."""
+def test_commit_may_list_only_some_ranks() -> None:
+    """The COMMIT on one node's disk may list only some ranks, in ascending order."""
     body = committed(checkpoint(1, 1))["body"] | {"world": 8, "manifests": [[2, DIGEST], [5, DIGEST]]}
     (found,) = folded(record("COMMIT", body)).commits.values()
     assert not found.whole and found.parts == ((2, DIGEST), (5, DIGEST))
@@ -231,8 +231,8 @@ def needing(of: CheckpointId, *needs: CheckpointId, kind: str = "COMMIT") -> dic
     return record(kind, body, request=f"{kind.lower()}:{of}")
 
 
-def test_what_a_checkpoint_was_built_on_is_in_its_record() -> None:
-    """COMMIT and HELD say it, and a full one says nothing at all, as ever; a SNAPSHOT says the same of both."""
+def test_record_lists_bases_of_an_increment() -> None:
+    """COMMIT and HELD list it, and a full checkpoint has no such field. A SNAPSHOT keeps the lists of both."""
     a, b, c, d = (checkpoint(1, step) for step in (1, 2, 3, 4))
     state = folded(acquired(1), committed(a), committed(b), needing(c, a, b), needing(d, b, kind="HELD"))
     assert [state.commits[one].needs for one in (a, b, c)] == [(), (), (a, b)]
@@ -262,8 +262,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
-def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -> None:
-    """Only older attempts, each once, in their order, and not too many; of a part as well."""
+def test_record_with_invalid_bases_is_rejected(kind: str, name: str) -> None:
+    """Records and manifests may list only older checkpoints, each once, in order, up to the limit."""
     of = checkpoint(1, 5 if name != "in the order of text" else 50)
     bad = needing(of, kind=kind)
     bad["body"] = bad["body"] | {"needs": OTHERS[name]}
@@ -280,8 +280,9 @@ def part_of(of: CheckpointId, files: Sequence[str] = (), **fields: Any) -> Part:
     return Part(str(of), 0, 1, Layout((), {}, []).shared, [], b"", infos, **fields)
 
 
-def test_what_a_part_may_say_about_older_ones() -> None:
-    """Older attempts, how far the last full one is, and data files of older attempts; of none if it is full."""
+def test_manifest_may_refer_only_to_older_checkpoints() -> None:
+    """A manifest may list older checkpoints, the distance to the last full one, and data files of older checkpoints.
+    A full checkpoint lists none."""
     older, other = checkpoint(1, 1), checkpoint(1, 2)
     keys = [data_key(checkpoint(1, 5), 0, 3), data_key(older, 0)]
     part_of(checkpoint(1, 5), keys[:1]).check("a part")
@@ -290,7 +291,7 @@ def test_what_a_part_may_say_about_older_ones() -> None:
         part.check("a part")
         assert Part.from_bytes(part.to_bytes(), "a part") == part
     told = json.loads(part_of(older).to_bytes())
-    assert not told.keys() & {"needs", "chain", "full"}, "a full one says what it said before there were increments"
+    assert not told.keys() & {"needs", "chain", "full"}, "a full one has no fields of increments"
     bad: list[dict[str, Any]] = [
         {"chain": 1}, {"chain": -1, "needs": [str(older)]}, {"chain": 1.0, "needs": [str(older)]},
         {"chain": True, "needs": [str(older)]}, {"files": keys}, {"files": [data_key(checkpoint(2, 1), 0)]},
@@ -301,16 +302,16 @@ def test_what_a_part_may_say_about_older_ones() -> None:
             part_of(checkpoint(1, 5), **fields).check("a part")
 
 
-def test_a_part_of_before_there_were_increments_is_full() -> None:
-    """Without the new fields it is read as ever."""
+def test_manifest_without_increment_fields_is_full() -> None:
+    """A manifest without the new fields is read as before."""
     data = json.loads(part_of(checkpoint(1, 5)).to_bytes())
     del data["digest"]
     part = Part.from_bytes(seal(data), "a part")
     assert (part.needs, part.chain) == ([], 0)
 
 
-def test_names_of_files_say_what_they_are() -> None:
-    """The name has the checkpoint id, the rank and the kind. Other names belong to nobody."""
+def test_file_names_contain_checkpoint_rank_and_kind() -> None:
+    """The name has the checkpoint id, the rank and the kind. Other names have no owner."""
     of = checkpoint(1, 5)
     assert data_key(of, 7) == f"steps/{of}/rank-00007.safetensors"
     assert data_key(of, 7, 12) == f"steps/{of}/rank-00007-00012.safetensors"
@@ -368,8 +369,8 @@ def test_files_are_deleted_from_the_index_to_the_data() -> None:
         record("NONSENSE", {"checkpoint": str(checkpoint(1, 1))}),
     ],
 )
-def test_an_impossible_record_changes_nothing(bad: dict[str, Any]) -> None:
-    """CorruptError, and the state is as it was."""
+def test_impossible_record_leaves_state_unchanged(bad: dict[str, Any]) -> None:
+    """It raises CorruptError and leaves the state unchanged."""
     state, same = folded(acquired(1)), folded(acquired(1))
     with pytest.raises(CorruptError):
         fold(state, {**bad, "seq": 1})
@@ -379,8 +380,8 @@ def test_an_impossible_record_changes_nothing(bad: dict[str, Any]) -> None:
 # -- history --
 
 
-def test_a_rollback_is_not_undone() -> None:
-    """What lay beyond the attempt gone back to is not history, before anything new is saved as well as after."""
+def test_rollback_is_not_undone_later() -> None:
+    """Checkpoints beyond the rollback target leave the history, before and after anything new is saved."""
     old = [checkpoint(1, step) for step in (10, 20, 30)]
     state = folded(acquired(1), *map(committed, old), acquired(2, restored=old[0]))
     assert [c.step for c in state.lineage()] == [10]
@@ -388,21 +389,21 @@ def test_a_rollback_is_not_undone() -> None:
     assert [c.step for c in state.lineage()] == [10]
     fold(state, {**committed(checkpoint(3, 15)), "seq": 10})
     assert [c.step for c in state.lineage()] == [15, 10]
-    late = {**committed(checkpoint(2, 99)), "seq": 11}  # rolled forward by epoch 3: of an epoch in between
+    late = {**committed(checkpoint(2, 99)), "seq": 11}  # a checkpoint of term 2, rolled forward by term 3
     fold(state, late)
     assert state.lineage()[0].step == 15
 
 
-def test_a_roll_forward_does_not_displace_a_newer_step() -> None:
-    """Latest is by epoch and step, not by place in the log."""
+def test_roll_forward_does_not_displace_newer_step() -> None:
+    """The latest checkpoint is determined by term and step, not by position in the log."""
     state = folded(acquired(1), committed(checkpoint(1, 30)), committed(checkpoint(1, 20)))
     assert [c.step for c in state.lineage()] == [30, 20]
 
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_history_never_contains_what_was_gone_back_behind(data: st.DataObject) -> None:
-    """For random histories: newest first, nothing twice, nothing beyond any later rollback, the present epoch whole."""
+def test_history_excludes_checkpoints_beyond_a_rollback(data: st.DataObject) -> None:
+    """Random histories: newest first, no duplicates, nothing beyond any later rollback, the current term complete."""
     saved: list[CheckpointId] = []
     acquires: list[Acquire] = []
     gone: set[CheckpointId] = set()
@@ -422,7 +423,7 @@ def test_history_never_contains_what_was_gone_back_behind(data: st.DataObject) -
 
 @dataclass
 class Scripted:
-    """A store in front of another: what happens at each creation of a log record is taken from a script."""
+    """Wraps a store: a script determines the outcome of each creation of a log record."""
 
     inner: Any
     script: list[str] = field(default_factory=list)
@@ -436,15 +437,15 @@ class Scripted:
         if action != "refuse":
             await self.inner.put(key, data, create=create)
         if action == "exists":
-            raise ExistsError("somebody (we ourselves) was first")
+            raise ExistsError("it exists (from our own first request)")
         if action == "full":
             raise FullError("no space")
         if action in ("lost", "refuse"):
             raise StoreError("no answer")
 
 
-def test_own_record_is_adopted_when_the_reply_says_that_it_exists() -> None:
-    """A blind retry below us turns our own success into a conflict: the record is found and lands only once."""
+def test_append_adopts_own_record_after_conflict() -> None:
+    """A retry below the log turns our own success into a conflict: the record is found and written only once."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -458,8 +459,8 @@ def test_own_record_is_adopted_when_the_reply_says_that_it_exists() -> None:
 
 
 @pytest.mark.parametrize(("action", "landed"), [("lost", True), ("refuse", False)])
-def test_a_lost_reply_is_an_unknown_outcome_and_asking_again_is_harmless(action: str, landed: bool) -> None:
-    """OutcomeUnknownError whether it landed or not; the same request again leaves exactly one record."""
+def test_append_is_idempotent_after_lost_reply(action: str, landed: bool) -> None:
+    """OutcomeUnknownError is raised whether the record was written or not. A repeated request leaves one record."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -476,9 +477,9 @@ def test_a_lost_reply_is_an_unknown_outcome_and_asking_again_is_harmless(action:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_refusal_is_said_in_words(remote: bool) -> None:
-    """A folder that allows nothing has nothing new, and that is said; of a bucket nobody knows, since an answer may
-    have been lost before. Neither names a type of records."""
+def test_denied_append_raises_error_with_description(remote: bool) -> None:
+    """In a folder without permission, the error states that nothing was written. In a bucket the outcome is unknown,
+    since a reply may have been lost. Neither error names a record type."""
 
     class Refusing(MemoryStore):
         async def put(self, key: str, data: Any, *, create: bool = False) -> None:
@@ -505,8 +506,8 @@ def test_a_refusal_is_said_in_words(remote: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_store_is_a_plain_failure() -> None:
-    """FullError says that nothing landed, so it stays what it is."""
+def test_append_to_full_store_raises_full_error() -> None:
+    """FullError means that nothing was written, so it is raised unchanged."""
 
     async def scenario() -> None:
         log, mine = await new_log(Scripted(MemoryStore()))
@@ -519,8 +520,8 @@ def test_a_full_store_is_a_plain_failure() -> None:
 
 @pytest.mark.parametrize("place", ["memory", "local"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_concurrent_appends_all_land_once(place: str, shared: bool, tmp_path: Path) -> None:
-    """8 tasks, over one RunLog or one each, with refreshes in between: every request once, no gap, an intact chain."""
+def test_concurrent_appends_are_each_written_once(place: str, shared: bool, tmp_path: Path) -> None:
+    """8 tasks share one RunLog or have one each, with refreshes. Each request is written once, without gaps."""
 
     async def scenario() -> None:
         store: Any = MemoryStore() if place == "memory" else LocalStore(f"file://{tmp_path}/run", writable=True)
@@ -544,8 +545,8 @@ def test_concurrent_appends_all_land_once(place: str, shared: bool, tmp_path: Pa
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_acquire_gives_every_job_an_epoch_of_its_own_and_fences_the_others() -> None:
-    """Of jobs that race for a run, only the newest may append; the epoch exceeds the floor and all before."""
+def test_acquire_gives_unique_terms_and_fences_others() -> None:
+    """When jobs race for a run, only the newest may append. Its term exceeds the floor and all earlier terms."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -560,13 +561,13 @@ def test_acquire_gives_every_job_an_epoch_of_its_own_and_fences_the_others() -> 
                 with pytest.raises(FencedError):
                     await log.append(kept(checkpoint(1, 1), f"{one.term}"), owner=one)
         again = await commits.acquire(logs[0], owners[0].nonce)
-        assert again == owners[0]  # the same request twice is one record
+        assert again == owners[0]  # the same request twice makes one record
 
     asyncio.run(scenario())
 
 
-def test_a_new_epoch_leaves_room_for_one_that_was_damaged() -> None:
-    """No two jobs ever have one epoch, though the record of one of them is lost; and the gap is left once only."""
+def test_new_term_skips_terms_of_damaged_records() -> None:
+    """Two jobs never get the same term, even if the record of one is lost. The gap is left only once."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -584,7 +585,7 @@ def test_a_new_epoch_leaves_room_for_one_that_was_damaged() -> None:
 
 
 def test_commit_after_abort_is_refused() -> None:
-    """An attempt that was ended stays ended: SaveError, no record."""
+    """An aborted checkpoint stays aborted: SaveError, and no record."""
 
     async def scenario() -> None:
         log, mine = await new_log(MemoryStore())
@@ -597,8 +598,8 @@ def test_commit_after_abort_is_refused() -> None:
     asyncio.run(scenario())
 
 
-def test_a_record_of_a_newer_version_stays_an_error() -> None:
-    """Reading again must not step over it: an older version would fork the chain behind a record it cannot read."""
+def test_record_of_newer_version_is_never_skipped() -> None:
+    """A second read must not skip it: an older version would fork the chain behind a record it cannot read."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -613,8 +614,8 @@ def test_a_record_of_a_newer_version_stays_an_error() -> None:
     asyncio.run(scenario())
 
 
-def test_a_stray_name_far_off_is_not_waited_for() -> None:
-    """A file called like record number 10**12 - 1 is reported and passed over; the run goes on below it."""
+def test_stray_record_with_huge_number_is_skipped() -> None:
+    """A file named like record number 10**12 - 1 is reported and skipped; the log continues below it."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -627,14 +628,14 @@ def test_a_stray_name_far_off_is_not_waited_for() -> None:
     asyncio.run(scenario())
 
 
-# -- several ranks --
+# -- multi-rank --
 
 WORLD = 3
-ROWS = 7  # of "w", that each rank has
+ROWS = 7  # of "w" on each rank
 
 
 def share_of(rank: int, world: int = WORLD, *, at: int | None = None, rows: int = ROWS, dtype: str = "F32") -> Layout:
-    """What one rank stages of a tensor that all hold alike, and rank 0 of a number besides."""
+    """Return the layout of one rank's share of a sharded tensor; rank 0 also has a replicated number."""
     start = rank * ROWS if at is None else at
     pieces = (TensorSpec("w", dtype, (rows,), whole=(world * ROWS,), offsets=(start,)),)
     components = [{"path": [], "kind": "x", "facts": {}, "names": ["w", "n"]}]
@@ -644,7 +645,7 @@ def share_of(rank: int, world: int = WORLD, *, at: int | None = None, rows: int 
 
 
 def data_of(named: CheckpointId, layout: Layout) -> bytes:
-    """The bytes say which attempt and rank they belong to."""
+    """Return bytes that contain the checkpoint id and the rank."""
     return f"{named.nonce}{named.step:016d}{layout.rank:04d}".encode().ljust(layout.arrangement.data_size, b".")
 
 
@@ -658,12 +659,12 @@ async def write_share(
 
 @dataclass
 class Ranks:
-    """The writers of one job, each with a log of its own over the same store. `told`: who appended what."""
+    """The writers of one job, each with its own log over the same store. `appended`: records by rank."""
 
     store: Any
     mine: Acquire
     logs: list[RunLog]
-    told: list[tuple[int, str]] = field(default_factory=list)
+    appended: list[tuple[int, str]] = field(default_factory=list)
 
     @classmethod
     async def open(cls, world: int = WORLD, store: Any = None) -> Ranks:
@@ -671,7 +672,7 @@ class Ranks:
         _, mine = await new_log(store)
         ranks = cls(store, mine, [])
         for rank in range(world):
-            ranks.logs.append(await reopened(Heard(store, rank, ranks.told)))
+            ranks.logs.append(await reopened(Heard(store, rank, ranks.appended)))
         return ranks
 
     def checkpoint(self, step: int = 1) -> CheckpointId:
@@ -689,27 +690,27 @@ class Ranks:
         await self.settle(await self.write(rank, **details))
 
     async def check(self, step: int = 1) -> Commit:
-        """The checkpoint: committed once, and whole."""
+        """Return the checkpoint after checking that it was committed once and is complete."""
         state = (await reopened(self.store)).state
         found = state.commits[self.checkpoint(step)]
         assert found.whole and state.damaged == []
-        assert [kind for _, kind in self.told].count("COMMIT") == len(state.commits)
+        assert [kind for _, kind in self.appended].count("COMMIT") == len(state.commits)
         assert await verify(self.store, found) == []
         (await load_manifest(self.store, found)).saved()
         return found
 
     async def reason(self, step: int = 1) -> str:
-        """Why there is no such checkpoint, as whoever looks later finds it."""
+        """Return why there is no such checkpoint, as a later reader finds it."""
         state = (await reopened(self.store)).state
         assert self.checkpoint(step) not in state.commits and not state.damaged
         return state.reasons[self.checkpoint(step)]
 
 
 class Heard:
-    """The store as one rank uses it: notes which records it appended."""
+    """Wraps the store for one rank, and records which log records it appended."""
 
-    def __init__(self, inner: Any, rank: int, told: list[tuple[int, str]]) -> None:
-        self.inner, self.rank, self.told, self.url = inner, rank, told, inner.url
+    def __init__(self, inner: Any, rank: int, appended: list[tuple[int, str]]) -> None:
+        self.inner, self.rank, self.appended, self.url = inner, rank, appended, inner.url
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -717,43 +718,43 @@ class Heard:
     async def put(self, key: str, data: Any, *, create: bool = False) -> None:
         await self.inner.put(key, data, create=create)
         if key.startswith("log/"):
-            self.told.append((self.rank, json.loads(bytes(data))["type"]))
+            self.appended.append((self.rank, json.loads(bytes(data))["type"]))
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writers look often; each further rank waits so long that only the first commits."""
+    """Make writers poll often, and delay further ranks so long that only the first one commits."""
     monkeypatch.setattr(settling, "POLL_S", (0.001, 0.005))
     monkeypatch.setattr(settling, "STAGGER_S", 1000.0)
 
 
 def refused(results: list[Any]) -> list[str]:
-    """What the writers say that all had a SaveError."""
+    """Return the messages of writers that all failed with SaveError."""
     assert all(type(result) is SaveError for result in results), results
     return [str(result) for result in results]
 
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(WORLD))))
-def test_parts_in_any_order_are_one_checkpoint(order: tuple[int, ...]) -> None:
-    """Whoever is first or last: one COMMIT, of the writer of the first rank, and every writer hears of it."""
+def test_manifests_in_any_order_make_one_checkpoint(order: tuple[int, ...]) -> None:
+    """In any order there is one COMMIT, by the writer of rank 0, and every writer is notified."""
 
     async def scenario() -> None:
         ranks, tasks = await Ranks.open(), list[asyncio.Task[None]]()
         for rank in order:
-            assert not any(task.done() for task in tasks), "settled before all parts were there"
+            assert not any(task.done() for task in tasks), "committed before all manifests existed"
             tasks.append(asyncio.create_task(ranks.settle(await ranks.write(rank))))
             await asyncio.sleep(0.02)
         await asyncio.wait_for(asyncio.gather(*tasks), 30)
         assert [rank for rank, _ in (await ranks.check()).parts] == [0, 1, 2]
-        assert ranks.told == [(0, "COMMIT")]
+        assert ranks.appended == [(0, "COMMIT")]
 
     asyncio.run(scenario())
 
 
 @pytest.mark.usefixtures("hasty")
-def test_slow_rank_is_reported_once_by_name_and_its_checkpoint_lands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be in a long evaluation: only the first writer reports it, and nothing is given up."""
+def test_slow_rank_is_reported_once_and_then_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank may be in a long evaluation: only the first writer reports it, and nothing is aborted."""
     monkeypatch.setattr(settling, "REPORT_S", 0.0)
     monkeypatch.setattr(settling, "FAR_REPORT_S", 0.0)
     reports: list[str] = []
@@ -773,8 +774,8 @@ def test_slow_rank_is_reported_once_by_name_and_its_checkpoint_lands(monkeypatch
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_part_that_never_comes_ends_the_attempt() -> None:
-    """After the deadline ABORT names the rank; who comes later, or was waiting, hears why."""
+def test_missing_manifest_aborts_checkpoint_after_deadline() -> None:
+    """After the deadline, ABORT names the rank. Writers that wait or come later get the reason."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -784,7 +785,7 @@ def test_a_part_that_never_comes_ends_the_attempt() -> None:
         assert "ranks 2 did not come" in await ranks.reason()
         said += refused(await asyncio.gather(ranks.save(2), return_exceptions=True))
         assert "was given up: the parts of ranks 2" in said[-1]
-        assert [kind for _, kind in ranks.told] == ["ABORT"]
+        assert [kind for _, kind in ranks.appended] == ["ABORT"]
         await asyncio.gather(*(ranks.save(rank, step=2) for rank in range(WORLD)))
         await ranks.check(2)
 
@@ -793,8 +794,8 @@ def test_a_part_that_never_comes_ends_the_attempt() -> None:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("who", range(WORLD))
-def test_a_rank_that_gives_up_need_not_be_waited_for(who: int) -> None:
-    """Its ABORT ends the waiting of all others, with its reason, though their deadline is far."""
+def test_abort_of_one_rank_ends_waiting_of_others(who: int) -> None:
+    """Its ABORT ends the waiting of all others with its reason, long before their deadline."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -812,8 +813,8 @@ def test_a_rank_that_gives_up_need_not_be_waited_for(who: int) -> None:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_that_commit_at_once_make_one_record(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any stagger, and with requests that take their time: one COMMIT, and everybody's save has succeeded."""
+def test_concurrent_commits_of_ranks_make_one_record(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any stagger, and with slow requests, there is one COMMIT, and the save of every rank succeeds."""
 
     async def scenario() -> None:
         monkeypatch.setattr(settling, "STAGGER_S", 0.0)
@@ -828,8 +829,8 @@ def test_ranks_that_commit_at_once_make_one_record(seed: int, monkeypatch: pytes
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("where", ["before it looks", "after the index", "after the record"])
-def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer of the next rank commits after a while what the first one could not, or finds that it did."""
+def test_next_rank_commits_after_committer_dies(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while, the writer of the next rank commits instead, or finds that the first one did."""
 
     async def scenario() -> None:
         monkeypatch.setattr(settling, "STAGGER_S", 0.05)
@@ -842,13 +843,13 @@ def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.M
                 await ranks.settle(parts[0])
         await asyncio.wait_for(asyncio.gather(*others), 30)
         await ranks.check()
-        assert ranks.told == [(0 if where == "after the record" else 1, "COMMIT")]
+        assert ranks.appended == [(0 if where == "after the record" else 1, "COMMIT")]
 
     asyncio.run(scenario())
 
 
 class Dying:
-    """Stores files until the first one of a kind, and is cancelled after that one."""
+    """Wraps a store, and raises CancelledError after it stores the first file of one kind."""
 
     def __init__(self, inner: Any, kind: str) -> None:
         self.inner, self.kind, self.url = inner, kind, inner.url
@@ -864,8 +865,8 @@ class Dying:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("wrong", ["another attempt", "another rank", "damaged", "empty", "no data file"])
-def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
-    """A file of the right name is not enough: no checkpoint, and ABORT names the rank whose part is missing."""
+def test_wrong_or_damaged_manifest_does_not_count(wrong: str) -> None:
+    """A file with the right name is not enough: there is no checkpoint, and ABORT names the rank without a manifest."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -891,9 +892,10 @@ def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("left", ["data", "manifest", "other values", "a damaged manifest"])
-def test_next_writer_of_a_rank_never_mixes_files_with_the_last(left: str) -> None:
-    """The last writer has died, perhaps after it stored its manifest. The next one uses other names for its data. The
-    manifest that is there counts if it has the same content. Otherwise the save fails by name and nothing changes."""
+def test_next_writer_never_mixes_files_with_previous(left: str) -> None:
+    """The previous writer died, perhaps after storing its manifest. The next one uses other names for its data files.
+    The stored manifest counts if its content is the same. Otherwise the save fails and names it, and nothing
+    changes."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -924,8 +926,8 @@ def test_next_writer_of_a_rank_never_mixes_files_with_the_last(left: str) -> Non
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("there", ["the same", "changed", "longer", "shorter"])
-def test_index_of_another_committer_must_have_the_same_bytes(there: str) -> None:
-    """The index is a function of the manifests. Other bytes under its name end the checkpoint, with their name."""
+def test_existing_index_must_have_identical_bytes(there: str) -> None:
+    """The index is a function of the manifests. Other bytes under its name fail the checkpoint, and are named."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -965,8 +967,8 @@ UNFIT: dict[str, tuple[Layout, str]] = {
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("how", UNFIT)
 @pytest.mark.parametrize("late", [False, True])
-def test_parts_that_do_not_fit_together_are_refused(how: str, late: bool) -> None:
-    """By whoever commits, or by recovery: no checkpoint of which something is there twice, or not at all."""
+def test_inconsistent_manifests_are_rejected(how: str, late: bool) -> None:
+    """Commit and recovery reject a checkpoint in which a piece exists twice or is missing."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -984,8 +986,8 @@ def test_parts_that_do_not_fit_together_are_refused(how: str, late: bool) -> Non
     asyncio.run(scenario())
 
 
-def test_negative_control_shares_that_fit_are_not_refused() -> None:
-    """The check that refuses the above accepts what they were made from."""
+def test_negative_control_consistent_manifests_are_accepted() -> None:
+    """The same check accepts the layouts that the bad ones were made from."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -995,8 +997,9 @@ def test_negative_control_shares_that_fit_are_not_refused() -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_who_waits_for_others_hears_that_the_run_was_taken_over() -> None:
-    """FencedError, and no ABORT: the new job decides about the attempt. Nobody of ours is fenced by ourselves."""
+def test_waiting_writer_is_fenced_by_new_job() -> None:
+    """The waiting writer raises FencedError without ABORT, since the new job decides about the checkpoint. A new
+    ACQUIRE of the same job does not fence it."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -1005,7 +1008,7 @@ def test_who_waits_for_others_hears_that_the_run_was_taken_over() -> None:
         await commits.acquire(await reopened(ranks.store), new_nonce())
         with pytest.raises(FencedError):
             await asyncio.wait_for(waiting, 30)
-        assert ranks.told == []
+        assert ranks.appended == []
 
         log = ranks.logs[1]
         await log.refresh()
@@ -1023,8 +1026,8 @@ def test_who_waits_for_others_hears_that_the_run_was_taken_over() -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_who_looks_late_finds_a_checkpoint_that_was_retired_meanwhile() -> None:
-    """That its part was committed, and newer ones have replaced it since, is a success."""
+def test_late_writer_accepts_retired_checkpoint() -> None:
+    """The save succeeds if its checkpoint was committed and newer ones have replaced it."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -1041,8 +1044,8 @@ def test_who_looks_late_finds_a_checkpoint_that_was_retired_meanwhile() -> None:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("committed", [False, True])
-def test_who_looks_late_hears_that_it_was_taken_back(committed: bool) -> None:
-    """A rank found that its snapshot was not of one moment, before the checkpoint was there or after: SaveError."""
+def test_late_writer_fails_on_retracted_checkpoint(committed: bool) -> None:
+    """A rank found that its snapshot mixes two steps, before or after the COMMIT: SaveError."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -1066,7 +1069,7 @@ HERE = Role((0, 1), 0, 4)
 
 
 async def held_here(step: int = 1) -> tuple[Ranks, WrittenPart]:
-    """The parts of two of four ranks, as their node has them."""
+    """Write the manifests of the two ranks of one node, out of four ranks."""
     ranks = await Ranks.open(4)
     own = await ranks.write(0, step)
     await ranks.write(1, step)
@@ -1074,8 +1077,8 @@ async def held_here(step: int = 1) -> tuple[Ranks, WrittenPart]:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
-    """HELD is said once, and is no checkpoint; `complete` makes it one, of the parts that are here."""
+def test_manifests_of_one_node_stay_held_until_completed() -> None:
+    """HELD is appended once, and does not make a checkpoint. `complete` makes one of the manifests on this disk."""
 
     async def scenario() -> None:
         (ranks, own), said = await held_here(), list[CheckpointId]()
@@ -1089,7 +1092,7 @@ def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
         for _ in range(2):
             await commits.complete(ranks.logs[2], ranks.mine, ranks.checkpoint())
         await asyncio.wait_for(asyncio.gather(waiting, neighbour), 30)
-        assert ranks.told == [(0, "HELD"), (2, "COMMIT")] and len(said) == 1
+        assert ranks.appended == [(0, "HELD"), (2, "COMMIT")] and len(said) == 1
         state = (await reopened(ranks.store)).state
         (found,) = state.lineage()
         assert (state.held, found.world, found.whole) == ({}, 4, False)
@@ -1102,8 +1105,9 @@ def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_what_is_held_outlives_a_deadline_and_is_given_up_by_abort_only() -> None:
-    """The other nodes may hold theirs all the same: SaveError for who waits, no ABORT. After one it is over."""
+def test_held_checkpoint_survives_deadline_until_abort() -> None:
+    """Other nodes may still have their files: at the deadline the waiting writer raises SaveError without ABORT. Only
+    an ABORT with `held=True` ends it."""
 
     async def scenario() -> None:
         ranks, own = await held_here()
@@ -1111,7 +1115,7 @@ def test_what_is_held_outlives_a_deadline_and_is_given_up_by_abort_only() -> Non
         assert "the disks of other nodes" in said
         log = await reopened(ranks.store)
         assert set(log.state.held) == {ranks.checkpoint()} and not log.state.aborted
-        await commits.abort(log, ranks.mine, ranks.checkpoint(), "who says that does not know of other places")
+        await commits.abort(log, ranks.mine, ranks.checkpoint(), "ABORT that does not end HELD")
         assert set(log.state.held) == {ranks.checkpoint()} and not log.state.aborted
         await commits.abort(log, ranks.mine, ranks.checkpoint(), "other nodes do not have their files", held=True)
         assert not log.state.held
@@ -1124,22 +1128,22 @@ def test_what_is_held_outlives_a_deadline_and_is_given_up_by_abort_only() -> Non
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_node_that_misses_a_part_holds_nothing() -> None:
-    """SaveError that names the rank, after the deadline; nothing is said about the attempt here."""
+def test_node_with_missing_manifest_appends_no_held() -> None:
+    """After the deadline, SaveError names the rank, and no record is appended."""
 
     async def scenario() -> None:
         ranks = await Ranks.open(4)
         own = await ranks.write(0)
         (said,) = refused(await asyncio.gather(ranks.settle(own, HERE, deadline_s=0.1), return_exceptions=True))
         assert "the parts of ranks 1 did not come" in said
-        assert ranks.told == []
+        assert ranks.appended == []
 
     asyncio.run(scenario())
 
 
 @pytest.mark.usefixtures("hasty")
-def test_the_files_of_what_is_held_stay() -> None:
-    """Clean-up takes nothing of an attempt that may still become a checkpoint, and all of one that was given up."""
+def test_retention_keeps_files_of_held_checkpoint() -> None:
+    """Cleanup keeps all files of a checkpoint that may still be committed, and removes all after its ABORT."""
 
     async def scenario() -> None:
         ranks, own = await held_here()
@@ -1153,7 +1157,7 @@ def test_the_files_of_what_is_held_stay() -> None:
             return sum(str(ranks.checkpoint()) in key for key in ranks.store.objects)
 
         assert await retention.retire(log, mine, Keep(last=1), checked) == {ranks.checkpoint(2)}
-        assert files() == 5  # a data file and a part of each rank, and the index
+        assert files() == 5  # a data file and a manifest of each rank, and the index
         await commits.abort(log, mine, ranks.checkpoint(), "other nodes do not have their files", held=True)
         await retention.retire(log, mine, Keep(last=1), checked)
         assert files() == 0
@@ -1166,11 +1170,11 @@ def test_the_files_of_what_is_held_stay() -> None:
 
 @dataclass
 class Left:
-    """What a crash has left of a checkpoint: the ranks that wrote, and what became of it."""
+    """The files a crash left of a checkpoint: the ranks that wrote, and the expected record."""
 
     ranks: tuple[int, ...]
-    shared: str  # in a place that all ranks see
-    partial: str  # in one that only ranks 0 and 1 see
+    shared: str  # on a disk that all ranks see
+    partial: str  # on a disk that only ranks 0 and 1 see
     damaged: tuple[int, ...] = ()
 
 
@@ -1196,8 +1200,8 @@ async def leave(ranks: Ranks, step: int, left: Left) -> None:
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", LEFT)
-def test_recovery_decides_about_everything_that_a_crash_left(name: str, partial: bool) -> None:
-    """Whole: COMMIT. Else ABORT; where other nodes may have the rest, HELD with what is sound."""
+def test_recovery_decides_every_unfinished_checkpoint(name: str, partial: bool) -> None:
+    """A complete checkpoint gets COMMIT, others ABORT. If other nodes may have the rest, intact manifests get HELD."""
 
     async def scenario() -> None:
         ranks, left = await Ranks.open(), LEFT[name]
@@ -1223,8 +1227,8 @@ def test_recovery_decides_about_everything_that_a_crash_left(name: str, partial:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_recovery_leaves_what_is_being_written(partial: bool) -> None:
-    """Our own writer may still be at it; everything else is decided."""
+def test_recovery_skips_checkpoint_being_written(partial: bool) -> None:
+    """A checkpoint that our own writer may still write is left open; all others are decided."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -1232,15 +1236,15 @@ def test_recovery_leaves_what_is_being_written(partial: bool) -> None:
             await leave(ranks, step, LEFT["some parts"])
         log = ranks.logs[0]
         await commits.recover(log, ranks.mine, frozenset({ranks.checkpoint(2)}), partial=partial)
-        assert (ranks.checkpoint() in (log.state.held if partial else log.state.aborted)) and len(ranks.told) == 1
+        assert (ranks.checkpoint() in (log.state.held if partial else log.state.aborted)) and len(ranks.appended) == 1
         await commits.recover(log, ranks.mine, partial=partial)
-        assert len(ranks.told) == 2
+        assert len(ranks.appended) == 2
 
     asyncio.run(scenario())
 
 
-def test_a_part_that_is_stored_is_found_again_without_its_memory() -> None:
-    """The writer that follows a dead one commits by it; of a rank that stored nothing, or damage, there is none."""
+def test_stored_manifest_is_found_without_its_snapshot() -> None:
+    """The next writer commits with the stored manifest of a dead one. A missing or damaged manifest returns None."""
 
     async def scenario() -> None:
         ranks = await Ranks.open()
@@ -1272,7 +1276,7 @@ def of_two(mine: Acquire, step: int) -> RankSnapshot:
 
 @dataclass
 class Chain:
-    """A run with a full checkpoint, step 1, and what can be built on it."""
+    """A run with a full checkpoint, step 1, and increments built on it."""
 
     store: Any
     log: RunLog
@@ -1290,11 +1294,11 @@ class Chain:
         return CheckpointId(self.mine.term, step, self.mine.nonce)
 
     async def build(self, step: int, base: WrittenPart | None = None) -> WrittenPart:
-        """The part of an increment."""
+        """Write the manifest of an increment."""
         return await write_increment(self.store, of_two(self.mine, step), base or self.base, ["f"])
 
     async def lose(self, *steps: int) -> None:
-        """These are taken back."""
+        """Retract the checkpoints of these steps."""
         for step in steps:
             await commits.retract(self.log, self.mine, self.checkpoint(step), "it mixes two moments")
 
@@ -1303,7 +1307,7 @@ class Chain:
         return [json.loads(self.store.objects[key])["type"] for key in keys]
 
     async def sound(self) -> list[int]:
-        """The steps that are live; every one of them is whole."""
+        """Return the live steps after checking that each is complete."""
         state = (await reopened(self.store)).state
         assert not state.damaged
         for found in state.commits.values():
@@ -1311,8 +1315,8 @@ class Chain:
         return sorted(found.step for found in state.commits.values())
 
 
-def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
-    """It can be read, and goes on being whole when what it was built on is retired and its files are gone."""
+def test_increment_stays_complete_without_its_base() -> None:
+    """It can be read, and stays complete when its base is retired and the base's other files are deleted."""
 
     async def scenario() -> None:
         chain = await Chain.open()
@@ -1328,7 +1332,7 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
         assert await chain.sound() == [3]
         left = [key for key in chain.store.objects if owner(key) == chain.checkpoint(1)]
         assert left == [data_key(chain.checkpoint(1), 0)]
-        fourth = await chain.build(4, third)  # what it builds on is live, though a data file is of one that is not
+        fourth = await chain.build(4, third)  # its base is live, but one data file is of a retired checkpoint
         await commits.commit(chain.log, chain.mine, [fourth])
         assert await chain.sound() == [3, 4]
 
@@ -1337,8 +1341,8 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
 
 @pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
 @pytest.mark.parametrize("how", ["retired", "aborted", "never there"])
-def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, how: str) -> None:
-    """SaveError that names the file; no record, and nothing is damaged."""
+def test_increment_on_missing_base_is_not_committed(kind: str, how: str) -> None:
+    """SaveError names the missing file, no record is appended, and nothing is damaged."""
 
     async def scenario() -> None:
         chain = await Chain.open()
@@ -1363,8 +1367,8 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
 
 
 @pytest.mark.parametrize("late", ["before the index", "before the record"])
-def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
-    """However late a base is taken back: the COMMIT that comes next does not land."""
+def test_commit_rechecks_base_right_before_record(late: str) -> None:
+    """However late the base is retracted, the following COMMIT is not written."""
 
     class Late(MemoryStore):
         then: Any = None
@@ -1392,8 +1396,8 @@ def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("partial", [False, True])
-def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
-    """SaveError though the deadline is far, and the attempt has ended: nothing stays open."""
+def test_waiting_writer_fails_early_without_base(partial: bool) -> None:
+    """SaveError is raised long before the deadline, and an ABORT ends the checkpoint."""
 
     async def scenario() -> None:
         chain = await Chain.open()
@@ -1414,8 +1418,9 @@ def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("gone", [False, True])
-def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None:
-    """`complete` refuses and ends it, and who waits for it hears why; while the base is there it completes it."""
+def test_held_increment_without_base_is_aborted(gone: bool) -> None:
+    """If the base is gone, `complete` fails and ends the checkpoint, and the waiting writer gets the reason. While the
+    base exists, it commits."""
 
     async def scenario() -> None:
         chain = await Chain.open()
@@ -1439,7 +1444,7 @@ def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None
         (said,) = refused(await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 30))
         assert "step 1, which was retired" in said
         assert not other.state.held and await chain.sound() == []
-        await commits.complete(other, chain.mine, chain.checkpoint(2))  # there is nothing to do any more
+        await commits.complete(other, chain.mine, chain.checkpoint(2))  # nothing is left to do
 
     asyncio.run(scenario())
 
@@ -1447,9 +1452,8 @@ def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize("lost", [False, True])
-def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
-    """Rolled forward while what they were built on is there, else ended, with its files there or not; once and for
-    all."""
+def test_recovery_rolls_forward_increments_with_base(lost: bool, swept: bool, partial: bool) -> None:
+    """Increments are rolled forward if their base exists, else aborted, with or without their files. This is final."""
 
     async def scenario() -> None:
         chain = await Chain.open()
@@ -1475,8 +1479,8 @@ def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None:
-    """SaveError, and no record: what is not older, and too many of them."""
+def test_invalid_bases_are_rejected_before_any_write() -> None:
+    """A base that is not older, or too many bases, raise SaveError without a record."""
 
     async def scenario() -> None:
         chain = await Chain.open()
@@ -1491,9 +1495,9 @@ def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None
     asyncio.run(scenario())
 
 
-def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
-    """The data files of what it was built on came with it. Refused if one may be deleted at any moment: of an attempt
-    that has ended there, unless a checkpoint there uses it, at the time of the record."""
+def test_copied_increment_needs_no_base_checkpoint() -> None:
+    """The copy brought the data files of the base along. It is rejected if such a file may be deleted at any time: when
+    its checkpoint has ended there, and no live checkpoint uses the file at commit time."""
 
     async def scenario() -> None:
         for how in ("unknown", "aborted", "in use", "in use no more", "its own"):
@@ -1522,7 +1526,7 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
                 continue
             found = await commits.commit(log, mine, [third], used=used)
             assert found.needs == (chain.checkpoint(1),) and await verify(store, found) == []
-            await commits.recover(log, mine)  # what is there of others is ended, and their data files stay
+            await commits.recover(log, mine)  # the other checkpoints end there, and their data files stay
             for step in (8, 9):
                 last = await save(log, mine, step)
             await retention.retire(log, mine, Keep(last=3), {last})
@@ -1531,8 +1535,8 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
     asyncio.run(scenario())
 
 
-def test_a_table_that_names_other_packs_than_its_part_does_not_count() -> None:
-    """Nobody would know of what it uses: CorruptError, and recovery ends the attempt."""
+def test_chunk_table_with_other_data_files_is_rejected() -> None:
+    """Its use of those files would go unnoticed: loading raises CorruptError, and recovery aborts the checkpoint."""
 
     async def scenario() -> None:
         chain = await Chain.open()

@@ -1,4 +1,4 @@
-"""Long logs: a reader needs the newest snapshot and what follows, and sees the same as by all of it."""
+"""Tests of long logs: the newest snapshot and the records after it give the same state as the whole log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVERY = 8
 
 
 class Counted(MemoryStore):
-    """Counts what is read of the log."""
+    """Counts the reads of log files."""
 
     def __init__(self, objects: dict[str, bytes] | None = None) -> None:
         super().__init__(objects=objects)
@@ -52,7 +52,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def grow(log: RunLog, owner: Any, to: int) -> None:
-    """Commits, some built on older ones, aborts, what is retired and kept, and other owners."""
+    """Append commits (some built on older ones), aborts, retirements, KEEPs, and new owners."""
     while log.state.next_seq < to:
         step = log.state.next_seq
         one = checkpoint(owner.term, step)
@@ -81,9 +81,9 @@ def record_types(store: MemoryStore) -> dict[int, str]:
     return {seq: unseal(store.objects[key], key)["type"] for seq, key in enumerate(keys)}
 
 
-def test_every_so_many_records_say_all_that_was_before() -> None:
-    """At each multiple of SNAPSHOT_EVERY, and nowhere else. Whoever starts at one knows the same as who has read all,
-    and so do those who read on, and they write the same snapshots."""
+def test_snapshots_contain_all_earlier_records() -> None:
+    """SNAPSHOTs are at multiples of SNAPSHOT_EVERY only. A reader that starts at one has the same state as one that
+    read all, and both write the same snapshots."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -105,8 +105,8 @@ def test_every_so_many_records_say_all_that_was_before() -> None:
     asyncio.run(scenario())
 
 
-def test_a_long_log_is_opened_by_few_reads() -> None:
-    """The two newest snapshots and what follows, however long it is; and what is new costs its own records only."""
+def test_long_log_opens_with_few_reads() -> None:
+    """Opening reads the two newest snapshots and later records. A refresh reads only the new records."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -126,8 +126,8 @@ def test_a_long_log_is_opened_by_few_reads() -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "missing", "other"])
-def test_a_damaged_snapshot_is_done_without(damage: str) -> None:
-    """The one before it is used, and it is told of; nothing that was in the log is lost."""
+def test_damaged_snapshot_is_skipped_and_reported(damage: str) -> None:
+    """The previous one is used, the damage is reported, and no record of the log is lost."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -149,8 +149,8 @@ def test_a_damaged_snapshot_is_done_without(damage: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_snapshot_that_says_something_else_is_damage() -> None:
-    """Whoever has read what was before compares; a run with such a record is never cleaned up."""
+def test_contradictory_snapshot_is_damage() -> None:
+    """A reader of the earlier records compares; a run with such a record is never cleaned up."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -165,8 +165,8 @@ def test_a_snapshot_that_says_something_else_is_damage() -> None:
     asyncio.run(scenario())
 
 
-def test_no_snapshot_is_made_of_a_log_with_damage() -> None:
-    """What cannot be read now may be read later: an ordinary record takes its place; readers go further back."""
+def test_damaged_log_gets_no_snapshot() -> None:
+    """Damage may be temporary, so an ordinary record takes its place; readers go further back."""
 
     async def scenario() -> None:
         store = MemoryStore()
@@ -183,8 +183,8 @@ def test_no_snapshot_is_made_of_a_log_with_damage() -> None:
     asyncio.run(scenario())
 
 
-def test_a_lost_reply_is_looked_up() -> None:
-    """A store that loses replies: every request lands exactly once, whether the lost one had landed or not."""
+def test_requests_with_lost_replies_are_recorded_once() -> None:
+    """With a store that loses replies, every request is recorded once, whether the lost one succeeded or not."""
 
     class Lossy(MemoryStore):
         remote = True
@@ -210,8 +210,8 @@ def test_a_lost_reply_is_looked_up() -> None:
 
 @given(data=st.data())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_impossible_snapshots_are_damage(data: st.DataObject) -> None:
-    """Whatever a SNAPSHOT says, if it cannot be it is a CorruptError of ours, and nothing else."""
+def test_impossible_snapshots_raise_corrupt_error(data: st.DataObject) -> None:
+    """Any impossible SNAPSHOT raises CorruptError, and nothing else."""
 
     async def grown() -> dict[str, Any]:
         log, mine = await new_log(MemoryStore())

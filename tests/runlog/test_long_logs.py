@@ -1,4 +1,4 @@
-"""A log that has become long is trimmed by the writer beside training: killed meanwhile, and with a late one."""
+"""Tests of a long log that the writer trims during training: kills during that, and a delayed writer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from processes import eventually, writers
 
 
 async def talk(log: RunLog, mine: Acquire, until: int, trimmer: Trimmer | None = None) -> None:
-    """Records that say nothing of what there is."""
+    """Append records without effect."""
     body = {"checkpoint": str(CheckpointId(mine.term, 1, mine.nonce)), "note": "", "keep": False}
     while log.state.next_seq < until:
         await log.append(lambda state: Record("KEEP", body, f"said:{mine.nonce}:{state.next_seq}"), owner=mine)
@@ -30,7 +30,7 @@ async def talk(log: RunLog, mine: Acquire, until: int, trimmer: Trimmer | None =
 
 
 def long_run(folder: str, count: int) -> None:
-    """A run whose log has so many records, of which none is deleted."""
+    """Create a run whose log has this many records, none deleted."""
 
     async def grown() -> dict[str, bytes]:
         store = MemoryStore()
@@ -60,9 +60,9 @@ def numbers(folder: str) -> list[int]:
     return sorted(int(path.stem) for path in Path(folder, "log").glob("*.json"))
 
 
-def test_a_writer_killed_while_it_trims_the_log(run_dir: str, own_sockets: Path) -> None:
-    """Half of the old records are deleted: the next writer deletes the rest, training notices nothing, and no record
-    that counts is lost. A stranger reads the run by the document."""
+def test_writer_killed_while_trimming_loses_no_record(run_dir: str, own_sockets: Path) -> None:
+    """Half of the old records are deleted: the next writer deletes the rest, training is unaffected, and no valid
+    record is lost. A reader written from docs/format.md alone can read the run."""
     long_run(run_dir, 3 * SNAPSHOT_EVERY + SNAPSHOT_EVERY - 10)
     before = whole(run_dir).state
     chain = Chain(run_dir, Told())
@@ -99,10 +99,10 @@ except Exception as error:
 """
 
 
-def test_a_writer_that_was_suspended_is_told_that_it_came_too_late(run_dir: str, own_sockets: Path) -> None:
-    """It stands still with a COMMIT on its way. Meanwhile the run is taken over, goes far, and what was at that number
-    is deleted. When the writer goes on its record finds its place free; and yet it is no checkpoint, for
-    nobody, and the trainer is told that it has lost the run."""
+def test_suspended_writer_loses_run_after_trimming(run_dir: str, own_sockets: Path) -> None:
+    """The trainer is suspended during a COMMIT. Another job acquires the run, and the record with its number is
+    deleted. The late record is created, but is not a checkpoint for any reader, and the trainer learns that it lost the
+    run."""
     with Trainer(SAVE, run_dir, fail="writer/log.synced:stop:2") as trainer:
         assert trainer.line() == "staged"
         (writer,) = writers(own_sockets)
@@ -123,6 +123,6 @@ def test_a_writer_that_was_suspended_is_told_that_it_came_too_late(run_dir: str,
         assert at < SNAPSHOT_EVERY and not Path(run_dir, record_key(at)).exists()
         writer.send_signal(signal.SIGCONT)
         assert trainer.line() == "FencedError"
-        assert Path(run_dir, record_key(at)).exists(), "it must have put it, or this shows nothing"
+        assert Path(run_dir, record_key(at)).exists(), "the record must exist, or the test proves nothing"
     found = whole(run_dir).state
     assert not found.damaged and not found.commits and summary(found) == expected

@@ -1,11 +1,11 @@
-"""Real servers on this machine, as processes of whoever makes them; `install.sh` installs what they run.
+"""Real servers on this machine, each a child process; `install.sh` installs their programs.
 
     with Rgw() as server:
         server.make_bucket("bucket")
         remember_options("s3://bucket/run", server.storage_options)
 
-`Rgw` does as it is told, nearly; `Rclone` ignores conditions. `Azurite` is Azure's blob storage. What can hold no run
-is in `misfits`. For moto and a proxy of faults see `s3_server`.
+`Rgw` honours most conditions of requests, and `Rclone` ignores them. `Azurite` is Azure's blob storage. `misfits` has
+servers that cannot hold a run. For moto and a fault proxy see `s3_server`.
 """
 
 from servers.azure import Azurite

@@ -1,4 +1,4 @@
-"""Azurite, Microsoft's own stand-in for Azure's blob storage: its state is in memory."""
+"""Azurite, Microsoft's emulator of Azure's blob storage, with state in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from servers.process import Server
 
-ACCOUNT = "devstoreaccount1"  # the one that Azurite has, with its well-known key
+ACCOUNT = "devstoreaccount1"  # Azurite's built-in account and public key
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 

@@ -12,17 +12,17 @@ from servers.process import Server, free_port
 
 GIB = 1 << 30
 
-# Settings that come from the monitor replace what a program knows of the cluster while it is already asking: now and
-# then a request goes out without the cluster's name, and is refused. All settings are in the file, so that daemons need
-# not ask for any; the command `ceph` asks in any case.
+# Settings from the monitor replace a program's knowledge of the cluster while it already sends requests: sometimes one
+# is sent without the cluster's name and rejected. All settings are in the file, so that daemons need not request them;
+# the command `ceph` always does.
 ENVIRONMENT = {"CEPH_ARGS": "--no-mon-config"}
 TRIES = 20
 
 
 class Rgw(Server):
-    """`size`: bytes that the OSD may hold; memory is used as objects come. What is deleted is freed within seconds.
+    """`size`: capacity of the OSD in bytes; memory is used as objects arrive. Deleted objects are freed within seconds.
 
-    It honours conditions on a plain PUT, and ignores those on the end of a multipart upload.
+    It supports conditions on a plain PUT, and ignores those at the end of a multipart upload.
     """
 
     def __init__(self, *, size: int = 8 * GIB) -> None:
@@ -41,7 +41,7 @@ class Rgw(Server):
         self._serve("radosgw", "-n", "client.rgw")
 
     def collect(self) -> None:
-        """Free at once what was deleted."""
+        """Free deleted objects immediately."""
         self._run("radosgw-admin", "gc", "process", "--include-all")
 
     @property
@@ -52,7 +52,7 @@ class Rgw(Server):
         return self.call(program, "-c", str(self._conf), *arguments, **ENVIRONMENT)
 
     def _ask(self, *arguments: str) -> str:
-        """Of the monitor, by a command that may be given twice."""
+        """Query the monitor, with a command that may be repeated."""
         for _ in range(TRIES):
             try:
                 return self._run("ceph", "--connect-timeout", "60", *arguments)

@@ -1,4 +1,4 @@
-"""Real servers of places that cannot hold a run, each a process of its own over a folder: FTP, SFTP, WebDAV, two toys.
+"""Real servers that cannot hold a run, each a separate process over a folder: FTP, SFTP, WebDAV, two toys.
 
 python misfits.py ftp|sftp|webdav PORT FOLDER
 """
@@ -18,7 +18,7 @@ USER = "someone"
 
 
 class Misfit(Server):
-    """`scheme`: of its URLs; `driver`: fsspec's class for it; `bucket`: what their paths begin with."""
+    """`scheme`: of its URLs; `driver`: its fsspec class; `bucket`: the beginning of paths."""
 
     scheme = driver = ""
     bucket = "bucket"
@@ -28,7 +28,7 @@ class Misfit(Server):
         return self.folder / "served"
 
     def left(self) -> list[str]:
-        """The files it holds."""
+        """Return the files that the server holds."""
         return sorted(str(path.relative_to(self.served)) for path in self.served.rglob("*") if path.is_file())
 
     def _start(self) -> None:
@@ -63,7 +63,7 @@ class WebDav(Misfit):
 
 
 class ToyGcs(Misfit):
-    """An emulator of Google's storage that forgets what the answer to a conditional upload or a range should be."""
+    """An emulator of Google's storage with wrong replies to conditional uploads and ranges."""
 
     scheme, driver = "gs", "GCSFileSystem"
 
@@ -79,11 +79,11 @@ class ToyGcs(Misfit):
         return {"endpoint_url": self.url, "token": "anon", "project": "toy"}
 
     def left(self) -> list[str]:
-        return [name for name in super().left() if "/_softdelete/" not in name]  # where it puts what was deleted
+        return [name for name in super().left() if "/_softdelete/" not in name]  # deleted files are moved there
 
 
 class S3rver(Misfit):
-    """A stand-in for S3 that knows no conditions."""
+    """A stand-in for S3 without support for conditions."""
 
     scheme, driver = "s3", "S3FileSystem"
     key = secret = "S3RVER"
@@ -98,7 +98,7 @@ class S3rver(Misfit):
         return Server.storage_options.__get__(self)
 
     def left(self) -> list[str]:
-        return [name for name in super().left() if not name.split("/")[-1].startswith("._")]  # its own notes
+        return [name for name in super().left() if not name.split("/")[-1].startswith("._")]  # its internal files
 
 
 def serve_ftp(port: int, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""What these servers have in common: processes that end with their parent, a folder, keys and buckets."""
+"""Shared code of these servers: processes that end with their parent, a folder, keys and buckets."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import psutil
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-START_S = 90.0  # a busy machine with few cores takes long
+START_S = 90.0  # a busy machine with few cores is slow
 STOP_S = 10.0
 
 
 class NotInstalledError(Exception):
-    """The server's program is not on this machine: `make test-s3` installs it."""
+    """Raised when the server's program is not installed: `make test-s3` installs it."""
 
 
 class Server:
-    """One server, with a folder of its own that goes with it. It listens at `url` from when it is made until `stop`.
+    """One server, with its own temporary folder. It listens at `url` from its creation until `stop`.
 
-    Make it in a thread that stays: processes are killed when the thread that started them ends, however it ends.
+    Create it in a long-lived thread: processes are killed when the thread that started them ends, however it ends.
     """
 
     key = secret = "testing"
@@ -49,7 +49,7 @@ class Server:
             raise
 
     def stop(self) -> None:
-        """Kill what was started, and remove its folder: it holds nothing that anybody needs."""
+        """Kill its processes, and remove its folder."""
         for process in reversed(self._running):
             process.kill()
         for process in self._running:
@@ -65,12 +65,12 @@ class Server:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """How fsspec reaches it."""
+        """Return the options with which fsspec connects."""
         return {"endpoint_url": self.url, "key": self.key, "secret": self.secret}
 
     @property
     def client(self) -> Any:
-        """A boto3 client, which neither waits long nor tries twice."""
+        """Return a boto3 client with short timeouts and without retries."""
         return boto3.client(
             "s3",
             endpoint_url=self.url,
@@ -97,7 +97,7 @@ class Server:
         return False
 
     def spawn(self, program: str, *arguments: str, **environment: str) -> None:
-        """A process with no descriptor of ours but its log file."""
+        """Start a process that inherits no descriptor except its log file."""
         with open(self.folder / f"{program}.out", "ab") as out:
             command = ["setpriv", "--pdeathsig", "KILL", find(program), *arguments]
             self._running.append(
@@ -112,7 +112,7 @@ class Server:
             )
 
     def call(self, program: str, *arguments: str, **environment: str) -> str:
-        """Run a command to its end; what it said. RuntimeError if it fails."""
+        """Run a command and return its output. Raise RuntimeError if it fails."""
         result = subprocess.run(
             [find(program), *arguments],
             env={**os.environ, **environment},
@@ -127,7 +127,7 @@ class Server:
         return result.stdout
 
     def wait_until(self, true: Callable[[], bool], what: str) -> None:
-        """RuntimeError, with the end of what it said, if a process dies or the time is up first."""
+        """Wait until `true()` holds. Raise RuntimeError with the last output if a process ends or the time is up."""
         end = time.monotonic() + START_S
         while not true():
             dead = [process.args for process in self._running if process.poll() is not None]
@@ -139,7 +139,7 @@ class Server:
 
 
 def new_folder() -> Path:
-    """In memory, if possible. What was left by whoever was killed is removed."""
+    """Create a folder, in memory if possible. Remove folders of killed processes."""
     home = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     for left in home.glob("ckpt-s3-*"):
         if not psutil.pid_exists(int(left.name.split("-")[2])):
@@ -148,7 +148,7 @@ def new_folder() -> Path:
 
 
 def find(program: str) -> str:
-    """Beside Python, where pip puts programs, or on the path."""
+    """Return a program next to Python, where pip installs programs, or on the path."""
     beside = Path(sys.executable).parent / program
     found = str(beside) if beside.exists() else shutil.which(program)
     if found is None:

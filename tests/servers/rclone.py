@@ -1,4 +1,4 @@
-"""A folder served as S3 by rclone, which ignores the conditions of a request: whoever asks may overwrite anything."""
+"""A folder that rclone serves as S3. It ignores conditions of requests, so clients can overwrite anything."""
 
 from __future__ import annotations
 

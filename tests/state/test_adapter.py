@@ -1,4 +1,4 @@
-"""The port for kinds of state that the core does not know, and what the core reads without any adapter."""
+"""The port for kinds of state that the core does not support, and state that needs no adapter."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_core_alone_writes_the_same_layout(request: pytest.FixtureRequest) -> No
 
 
 class Bare:
-    """Has state that it does not tell."""
+    """An object without access to its state."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -79,7 +79,7 @@ class BareNode(StatefulNode):
 
 
 def test_object_is_restored_by_the_adapter_that_owns_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within lists; negative control: without the adapter it cannot be saved."""
+    """Objects in lists are restored too. Negative control: without the adapter they cannot be saved."""
     state, twin = {"bare": [Bare(3)]}, {"bare": [Bare(0)]}
     with pytest.raises(StateError, match="Bare"):
         Capture(state).read()

@@ -1,4 +1,4 @@
-"""A state is read as it lies: what modules and optimizers are asked for, and what is read of them."""
+"""Capture reads state in place: calls of modules and optimizers, and the values that it reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_promise_state import Container, Fused, State
 
 
 class Turned(nn.Module):
-    """Its hook says a copy of its weight, turned."""
+    """A module whose hook returns a transposed copy of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ def turn(module: Any, state: dict[str, Any], prefix: str, _: object) -> None:
 
 
 class Asked(nn.Linear):
-    """Counts how often it is asked for its state."""
+    """Count the calls of state_dict()."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -39,8 +39,8 @@ class Asked(nn.Linear):
         self.asked += 1
 
 
-def test_a_module_is_asked_once_and_read_as_it_lies(caplog: pytest.LogCaptureFixture) -> None:
-    """Hooks that only divide or turn are not run at every reading; where they make copies, that is said once."""
+def test_capture_calls_a_module_once_and_reads_in_place(caplog: pytest.LogCaptureFixture) -> None:
+    """Hooks that only divide or transpose run once. Hooks that make copies give one warning."""
     state: State = {"net": nn.ModuleList([Fused(), Turned(), Turned(), Asked()])}
     capture = Capture(state)
     with caplog.at_level(logging.WARNING, "ckpt"):
@@ -48,14 +48,12 @@ def test_a_module_is_asked_once_and_read_as_it_lies(caplog: pytest.LogCaptureFix
         Capture(state).read()
     assert set(layouts[0].by_name) == {"net.0.wqkv", "net.1.weight", "net.2.weight", "net.3.weight", "net.3.bias"}
     assert all(layout is layouts[0] for layout in layouts)
-    assert state["net"][3].asked == 2  # by each of the two
+    assert state["net"][3].asked == 2  # once for each of two readings
     said = [r.getMessage() for r in caplog.records if "rearranges" in r.getMessage()]
     assert len(said) == 1 and said[0].startswith("net.1 and 1 more (Turned)")
 
 
-def test_what_an_optimizer_keeps_and_cannot_be_saved_is_refused_by_name() -> None:
-    """Rather than left out."""
-
+def test_optimizer_entry_that_cannot_be_saved_is_refused() -> None:
     class Odd(Container):
         def state_dict(self) -> dict[str, Any]:
             return {"scaler": object()}
@@ -64,9 +62,8 @@ def test_what_an_optimizer_keeps_and_cannot_be_saved_is_refused_by_name() -> Non
         Capture({"optim": Odd([[nn.Parameter(torch.ones(2))]])}).read()
 
 
-def test_slices_of_what_the_state_holds_are_not_saved_again() -> None:
-    """Parameters that are views of one tensor of the state, with or without gradients; and once it is another tensor,
-    they are."""
+def test_slices_of_saved_tensors_are_not_saved_again() -> None:
+    """Parameters are views of one tensor of the state, with or without gradients. Views of another tensor are saved."""
     flat = torch.randn(12)
     slices = [nn.Parameter(flat[:8]), nn.Parameter(flat[8:])]
     state: State = {"masters": flat, "optim": torch.optim.SGD(slices, 0.1)}

@@ -1,4 +1,4 @@
-"""What a fingerprint of tensors sees, and which optimizers are trusted to have stepped."""
+"""Tests of fingerprints: which writes to tensors they detect, and which optimizers are trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.core.state.tensors import as_bytes, spec
 
 
 def kinds() -> dict[str, Tensor]:
-    """Tensors of all widths and forms. What follows `odd` lies at odd places of a slot."""
+    """Return tensors of all widths and forms. Those after `odd` have odd offsets in a slot."""
     wide = torch.arange(60_000.0).view(200, 300)
     raw = torch.arange(41, dtype=torch.uint8)
     return {
@@ -35,7 +35,7 @@ def kinds() -> dict[str, Tensor]:
 
 
 def staged(layout: Layout, tensors: list[Tensor]) -> Tensor:
-    """A slot with these tensors in it."""
+    """Return a slot with these tensors."""
     slot = torch.zeros(layout.arrangement.data_size, dtype=torch.uint8)
     for tensor, offset in zip(tensors, layout.arrangement.offsets, strict=True):
         slot[offset : offset + tensor.nbytes].copy_(as_bytes(tensor.contiguous()))
@@ -44,9 +44,9 @@ def staged(layout: Layout, tensors: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", [name for name, tensor in kinds().items() if tensor.numel()])
 @pytest.mark.parametrize("where", [0, -1, None], ids=["first", "last", "all"])
-def test_whichever_tensor_is_written_to_is_named(name: str, where: int | None) -> None:
-    """By the first of its elements, by the last, and by all: in the tensor, in its copy, at every turn; and nothing is
-    said of any other, nor while nothing has changed."""
+def test_written_tensor_is_named(name: str, where: int | None) -> None:
+    """Writes to the first, the last or all elements are detected in the tensor and in its copy.
+    No other tensor is reported, and none without a change."""
     live = kinds()
     layout = Layout(tuple(spec(key, tensor) for key, tensor in live.items()), {}, [])
     spots = SampledPlaces(layout, range(len(live)), list(live.values()))
@@ -67,9 +67,8 @@ def test_whichever_tensor_is_written_to_is_named(name: str, where: int | None) -
         tensor.copy_(was)
 
 
-def test_a_hundredth_of_the_elements_is_met() -> None:
-    """Where there are few tensors, so many of their elements are looked at that writes to some are seen; each time at
-    other places, and all of them inside the tensor."""
+def test_write_to_one_percent_is_detected() -> None:
+    """With few tensors, the sample is large enough to detect them. Samples change, and stay inside the tensor."""
     tensor = torch.zeros(1000, 1000)
     layout = Layout((spec("t", tensor),), {}, [])
     spots, met = SampledPlaces(layout, [0], [tensor]), 0
@@ -84,13 +83,13 @@ def test_a_hundredth_of_the_elements_is_met() -> None:
 
 
 def _looked_at(spots: SampledPlaces, tensor: Tensor) -> set[int]:
-    """The elements that one fingerprint has, by writing each element's number into it."""
+    """Return the elements in one fingerprint, found by writing each element's number into it."""
     tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view_as(tensor))
     return {int(value) for found in spots.look()._found for value in found.view(torch.float32)}
 
 
-def test_the_other_half_of_a_complex_number_is_looked_at() -> None:
-    """A write to imaginary parts alone, past torch's counters, is seen in every complex type."""
+def test_write_to_imaginary_part_is_detected() -> None:
+    """A write only to imaginary parts, without torch's counters, is detected in every complex type."""
     for dtype in (torch.complex64, torch.complex128):
         tensor = torch.randn(100, 50, dtype=dtype).t()
         state = {"w": tensor}
@@ -102,8 +101,8 @@ def test_the_other_half_of_a_complex_number_is_looked_at() -> None:
         assert seen.changed() == {0} and seen.differing(staged(reading.layout, reading.tensors)) == {0}
 
 
-def test_a_step_saved_by_hand_behind_it_is_as_much_guarded() -> None:
-    """save() right after step() is of the same step: the optimizer has announced itself for both."""
+def test_save_after_step_is_guarded_too() -> None:
+    """save() right after step() saves the same step, for which the optimizer has announced itself."""
     run = adamw()
     capture = Capture(run.state)
     run.move(run.state, 1)

@@ -1,4 +1,4 @@
-"""A tensor with elements outside of its storage is refused by name: nothing reads memory that is not there."""
+"""A tensor with elements outside its storage is refused by name. Unallocated memory is never read."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.usefixtures("one_rank")
 def test_freed_tensor_is_refused_by_name_wherever_it_is(place: str, left: int) -> None:
-    """At the first reading and at a later one, in a restore, and saved again once it has its memory."""
+    """It is refused in the first reading, later readings and a restore, and saved again after reallocation."""
     build, name = PLACES[place]
     state, tensor = build()
     capture = Capture(state)
@@ -125,8 +125,8 @@ def test_freed_tensor_is_refused_by_name_wherever_it_is(place: str, left: int) -
     Saved(capture.read()).restore(state)
 
 
-def test_storage_that_shrank_at_its_old_address_is_noticed() -> None:
-    """The allocator may give the same address again."""
+def test_storage_that_shrank_at_its_old_address_is_detected() -> None:
+    """The allocator may return the same address again."""
     for _ in range(100):
         tensor = torch.ones(256)
         capture = Capture({"net": holder(tensor)})
@@ -152,7 +152,7 @@ def test_view_beyond_its_storage_is_refused() -> None:
     whole = torch.ones(100)
     view = whole[50:60]
     whole.untyped_storage().resize_(50 * 4)
-    assert view.data_ptr(), "it has an address, though nothing is there"
+    assert view.data_ptr(), "it has an address without storage"
     with pytest.raises(StateError, match=f"view: .*{FREED}"):
         Capture({"view": view}).read()
 
@@ -188,10 +188,10 @@ def test_fingerprint_does_not_read_memory_that_was_freed() -> None:
 
 
 def test_saving_leaves_storages_resizable(tmp_path: Path) -> None:
-    """A buffer may grow, or be freed and filled again, after it was saved."""
+    """A buffer may grow after a save, or be freed and refilled."""
     net = holder(torch.ones(1 << 20))
     with ckpt.Checkpointer({"net": net}, tmp_path / "run", every=1) as cp:
-        for step in range(1, 7):  # it is copied, then recognised as unchanged
+        for step in range(1, 7):  # it is copied, then detected as unchanged
             cp.step(step)
             if step > 3:
                 size = net.w.untyped_storage().nbytes()  # type: ignore[operator, union-attr]
@@ -203,8 +203,8 @@ def test_saving_leaves_storages_resizable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 1500])
-def test_tensor_freed_right_after_a_step_is_an_error_and_no_crash(size: int, tmp_path: Path) -> None:
-    """What only optimizers change is copied while training goes on. Torch does not free what is being read."""
+def test_tensor_freed_right_after_a_step_is_an_error(size: int, tmp_path: Path) -> None:
+    """Tensors that only optimizers change are copied during training. torch does not free a tensor during a read."""
     net, optim = trained(size)
     weight: Any = net[0].weight  # type: ignore[index]
     with pytest.raises((StateError, SaveError, RuntimeError), match=r"net\.0\.weight|not resizable"):

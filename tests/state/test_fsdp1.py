@@ -1,4 +1,4 @@
-"""What divides its state behind our back is refused, and moves to `fully_shard` as the refusal says, bit for bit."""
+"""Tests that FSDP1 and ZeRO optimizers are rejected, and that the suggested move to `fully_shard` is exact."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, number: int) -> None:
 
 
 def whole(value: Any) -> Any:
-    """A tensor of all ranks. torch's own way to whole states of FSDP1 (`full_state_dict`) crashes on the CPU."""
+    """Gather a whole tensor. torch's own way to whole states of FSDP1 (`full_state_dict`) crashes on the CPU."""
     if isinstance(value, ShardedTensor):
         full = torch.empty(value.size()) if dist.get_rank() == 0 else None
         value.gather(0, full)
@@ -54,7 +54,7 @@ def by_name(weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
 
 
 def begin(kind: str, folder: Path) -> None:
-    """Trains, is refused, leaves by the way that the refusal names; and what it had, whole, in KIND-had.pt."""
+    """Train, get rejected, and save in the suggested way; store the whole state in KIND-had.pt."""
     model: Any
     if kind == "fsdp1":
         model = FullyShardedDataParallel(net(0), device_id=torch.device("cpu"), use_orig_params=True)
@@ -87,7 +87,7 @@ def begin(kind: str, folder: Path) -> None:
 
 
 def go_on(kind: str, folder: Path) -> None:
-    """Restores into `fully_shard`, from other weights; what it has then, whole, in KIND-has.pt; and trains on."""
+    """Restore into `fully_shard` from other weights, store the whole state in KIND-has.pt, and train on."""
     model = net(1)
     fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     optim = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -124,7 +124,7 @@ def refusals(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def started(folder: Path, refusals: list[str]) -> list[str]:
-    """What three ranks say, after the commands that the refusals name."""
+    """Return the output of three ranks, after the commands that the errors suggest."""
     if not SHARDS_HERE:
         pytest.skip("this torch shards on a GPU only")
     for words in (
@@ -138,8 +138,8 @@ def started(folder: Path, refusals: list[str]) -> list[str]:
     return [line for line in done[0].stdout.splitlines() if line.startswith("started")]
 
 
-def test_the_refusal_names_the_object_and_the_way(refusals: list[str], folder: Path) -> None:
-    """What is to be used, and by which call and command a training that has begun gets there; nothing was made."""
+def test_rejection_names_object_and_remedy(refusals: list[str], folder: Path) -> None:
+    """The error names the replacement, and the call and command to move a running training; nothing was created."""
     fsdp1, zero = refusals
     assert "model: FullyShardedDataParallel" in fsdp1 and "fully_shard" in fsdp1
     assert "ckpt.dcp.StorageWriter(OLD)" in fsdp1 and "`ckpt export OLD --to NEW --format run`" in fsdp1
@@ -149,8 +149,8 @@ def test_the_refusal_names_the_object_and_the_way(refusals: list[str], folder: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_under_fully_shard(kind: str, started: list[str], folder: Path) -> None:
-    """With three ranks where there were two: step, weights, moments, counts and learning rate are what they were."""
+def test_training_continues_with_fully_shard(kind: str, started: list[str], folder: Path) -> None:
+    """Three ranks instead of two: step, weights, moments, counts and learning rate are equal."""
     assert f"started {kind} {STEPS} 0.01" in started
     had, has = (torch.load(folder / f"{kind}-{word}.pt", weights_only=True) for word in ("had", "has"))
     assert len(had) == 4 + 4 * 3 and had.keys() == has.keys()

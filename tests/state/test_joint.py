@@ -1,4 +1,4 @@
-"""Optimizers of several parts of a model, saved as the one that they are elsewhere."""
+"""Optimizers of several parts of a model, saved as one optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS = 4
 
 
 class Job:
-    """A model whose layers are divided among so many optimizers, which have names of parameters."""
+    """A model whose layers are divided among several optimizers with parameter names."""
 
     def __init__(self, parts: int, rate: float = 0.1, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -42,9 +42,10 @@ class Job:
 
 
 @pytest.mark.parametrize(("saved", "restored"), [(2, 1), (1, 2), (2, 4), (2, 2)])
-def test_any_number_of_optimizers_takes_over_from_any_other(run_dir: str, saved: int, restored: int) -> None:
-    """Weights, moments and settings come back, bit for bit, and each optimizer keeps the names of its own parameters.
-    Both go on to the same numbers, and the new one's steps are saved as well."""
+def test_joint_optimizers_restore_into_any_number_of_optimizers(run_dir: str, saved: int, restored: int) -> None:
+    """Weights, moments and settings are restored bit for bit, and each optimizer keeps its parameter names.
+
+    Both continue with equal numbers, and steps of the new one are saved too."""
     first, other = Job(saved), Job(restored, rate=0.5, seed=1)
     with ckpt.Checkpointer(first.state, run_dir, every=1) as cp:
         cp.restore(default=0)
@@ -73,8 +74,8 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-def test_a_copy_may_overlap_training_only_where_all_of_them_say_that_they_step() -> None:
-    """As of a single optimizer: one that steps without a hook, as in the replay of a graph, would tear the copy."""
+def test_copy_overlaps_training_only_if_all_optimizers_announce_steps() -> None:
+    """An optimizer that steps without a hook, as in a graph replay, would tear the copy."""
     job = Job(2)
     job.step()
     capture = Capture(job.state)
@@ -83,8 +84,8 @@ def test_a_copy_may_overlap_training_only_where_all_of_them_say_that_they_step()
         assert set(capture.read().guarded) == {may}, announced
 
 
-def test_optimizers_that_are_not_alike_are_not_one() -> None:
-    """Groups that have no counterpart would have no name elsewhere."""
+def test_joint_refuses_optimizers_with_different_groups() -> None:
+    """Unmatched groups would have no name in other divisions."""
     first, other = nn.Linear(2, 2), nn.Linear(2, 2)
     more = torch.optim.SGD([{"params": [other.weight]}, {"params": [other.bias], "lr": 1.0}], lr=0.1)
     with pytest.raises(ValueError, match="numbers of groups"):

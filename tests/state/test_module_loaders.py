@@ -1,4 +1,4 @@
-"""What a module's own loader accepts is restored through it; modules with torch's loader stay strict."""
+"""Modules with their own loaders are restored through them. Modules with torch's loader stay strict."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class InOwnOfOneParameter(Grows):
 
 
 class OfParent(nn.Module):
-    """The one above resizes, and has the tensors in its hands alone."""
+    """A module whose parent resizes and replaces its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class OfParent(nn.Module):
 
 
 class FromNone(Grows):
-    """Has no buffer before there is something to put into it."""
+    """A module whose buffer is None until it has a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class GrowsWeights(Grows):
 
 
 class Observed(nn.Module):
-    """Torch's per-channel observers have no statistics before they have seen something."""
+    """Like torch's per-channel observers, it has no statistics before the first batch."""
 
     def __init__(self, kind: Callable[..., nn.Module], **settings: Any) -> None:
         super().__init__()
@@ -176,8 +176,8 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("grown", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
-def test_module_whose_loader_takes_another_size_is_restored(kind: str, grown: bool) -> None:
-    """Into a fresh one, and into one that has grown in another way; then it is saved and restored once more."""
+def test_module_whose_loader_accepts_another_size_is_restored(kind: str, grown: bool) -> None:
+    """The target is fresh or has grown differently. Then it is saved and restored again."""
     saved, fresh, last = KINDS[kind](), KINDS[kind](), KINDS[kind]()
     saved.grow()
     if grown:
@@ -192,7 +192,7 @@ def test_module_whose_loader_takes_another_size_is_restored(kind: str, grown: bo
 
 
 class Careful(Grows):
-    """Has a loader of its own, which accepts no other size."""
+    """Its own loader accepts no other size."""
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         self.log.append(prefix)
@@ -223,7 +223,7 @@ def test_module_with_the_loader_of_torch_stays_strict() -> None:
 
 
 class Parts(nn.Module):
-    """Its loader appends to a ParameterList, and to a ModuleList, until there is room for all that was saved."""
+    """A module whose loader appends to a ParameterList and a ModuleList until all saved entries fit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class Parts(nn.Module):
 
 
 class Renamed(nn.Module):
-    """Was saved as q, k and v, and with a submodule of another name; has a buffer more."""
+    """A module that was saved as q, k and v, with another submodule name and without one buffer."""
 
     def __init__(self, now: bool) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def fuse(module: Any, state: State, prefix: str, *rest: Any) -> None:
 
 
 class Listed(nn.Module):
-    """Has a list of tensors in its state_dict(), as metrics have, if there are any."""
+    """A module whose state_dict() has a list of tensors, as for metrics, unless it is empty."""
 
     def __init__(self, size: int = 0) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def metric(size: int = 0) -> nn.Module:
 
 
 class Forgiving(nn.Module):
-    """Does not miss its second layer."""
+    """Its loader accepts a missing second layer."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Forgiving(nn.Module):
 
 
 class OtherName(nn.Module):
-    """Was saved as `old`; hooks that keep something take that name."""
+    """A module that was saved as `old`. Hooks that retain entries use that name."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ class Old(nn.Module):
 
 
 class Lenient(nn.Module):
-    """Loads what fits, and returns the rest."""
+    """Load entries that fit, and return the others."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -397,13 +397,13 @@ ACCEPTED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
 @pytest.mark.parametrize("kind", ACCEPTED)
 @pytest.mark.filterwarnings("ignore")
 def test_module_is_restored_if_its_loader_accepts_other_names(kind: str, nested: bool) -> None:
-    """As by load_state_dict(), and what lies next to it too; then it is saved and restored once more."""
+    """The result equals that of load_state_dict(), neighbours included. Then it is saved and restored again."""
     saved, fresh, twin, last = (
         {"m": nn.Sequential(nn.Linear(2, 2), make()) if nested else make()}
         for make in (ACCEPTED[kind][0], *[ACCEPTED[kind][1]] * 3)
     )
     twin["m"].load_state_dict(copy.deepcopy(saved["m"].state_dict()))
-    if kind == "missing":  # what was not saved stays as it is
+    if kind == "missing":  # missing entries stay unchanged
         twin["m"].load_state_dict(fresh["m"].state_dict() | saved["m"].state_dict())
     capture = Capture(fresh)
     capture.read()
@@ -413,7 +413,7 @@ def test_module_is_restored_if_its_loader_accepts_other_names(kind: str, nested:
     assert differences(freeze(last["m"]), freeze(twin["m"])) == []
 
 
-def test_run_goes_on_with_a_list_that_was_empty(tmp_path: Path) -> None:
+def test_run_continues_with_a_list_that_was_empty(tmp_path: Path) -> None:
     saved, fresh = Listed(2), Listed()
     with ckpt.Checkpointer({"m": saved}, tmp_path / "run", every=1) as cp:
         cp.step(1)
@@ -426,7 +426,7 @@ def test_run_goes_on_with_a_list_that_was_empty(tmp_path: Path) -> None:
 
 
 class Fitting(Parts):
-    """Also leaves out what has another shape; children of another module are not loaded by it."""
+    """Also omit entries of another shape. Children of other modules do not use this loader."""
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
         own = self.state_dict()
@@ -457,8 +457,8 @@ class Resizing(nn.Module):
     ("kind", "saved", "here"),
     [(Lenient, "a", "b"), (LenientInHook, "a", "b"), (Resizing, 3, 2), (partial(parts, kind=Fitting), 2, 1)],
 )
-def test_load_state_dict_of_a_module_in_another_does_not_count(kind: Any, saved: Any, here: Any) -> None:
-    """As torch does not call it: what torch refuses is refused."""
+def test_load_state_dict_of_an_inner_module_is_ignored(kind: Any, saved: Any, here: Any) -> None:
+    """torch does not call it, so entries that torch refuses are refused."""
     moment = Saved(Capture({"m": nn.Sequential(kind(saved))}).read())
     fresh = nn.Sequential(kind(here))
     before = freeze(fresh)
@@ -470,7 +470,7 @@ def test_load_state_dict_of_a_module_in_another_does_not_count(kind: Any, saved:
 
 
 class Says(Old):
-    """Says more than it has, so that it is asked at every save."""
+    """Report more than the module's tensors, so that each save calls state_dict()."""
 
     def state_dict(self, *rest: Any, **more: Any) -> Any:
         return {**super().state_dict(*rest, **more), "version": torch.tensor(3)}
@@ -480,7 +480,7 @@ class Says(Old):
 
 
 class Late(Old):
-    """Its loader creates a parameter and a buffer."""
+    """A module whose loader creates a parameter and a buffer."""
 
     def __init__(self, size: int = 0) -> None:
         super().__init__()
@@ -494,7 +494,7 @@ class Late(Old):
 
 
 class Buffers(OtherName):
-    """Has a buffer, which was called otherwise too."""
+    """A module with a buffer that also had another name."""
 
     def __init__(self, before: bool) -> None:
         super().__init__("self")
@@ -510,7 +510,7 @@ class Buffers(OtherName):
 
 
 def of_two_ranks(module: nn.Module) -> SavedState:
-    """What two ranks have saved of a module, with other bytes in all of its tensors."""
+    """Return what two ranks saved of a module, with different bytes in all tensors."""
     readings = [Capture({"m": module}, Seat(rank, 2)).read() for rank in range(2)]
     layouts = [Layout.from_json(json.loads(json.dumps(reading.layout.to_json()))) for reading in readings]
     tables = [
@@ -530,8 +530,8 @@ def of_two_ranks(module: nn.Module) -> SavedState:
         (lambda: Buffers(True), lambda: Buffers(False), {"old.weight", "old.bias"}),
     ],
 )
-def test_differing_weights_of_ranks_are_refused_whatever_loads_them(saved: Any, here: Any, weights: set[str]) -> None:
-    """On another number of ranks. Buffers may differ."""
+def test_differing_weights_of_ranks_are_refused_by_all_loaders(saved: Any, here: Any, weights: set[str]) -> None:
+    """They are refused on another number of ranks. Buffers may differ."""
     moment = of_two_ranks(saved())
     problems = Capture({"m": here()}).place(moment).problems
     named = {text.split()[0].removeprefix("m.") for text in problems if "different values on ranks" in text}
@@ -541,7 +541,7 @@ def test_differing_weights_of_ranks_are_refused_whatever_loads_them(saved: Any, 
 
 
 class Logs(Parts):
-    """Notes what it loads in a list of its own and in the one of a hook, and accepts no more children."""
+    """Record loaded names in its own list and in that of a hook. It accepts no more children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -555,7 +555,7 @@ class Logs(Parts):
 
 
 class Silent(Parts):
-    """Its loader does not return what it misses."""
+    """A module whose loader does not return missing keys."""
 
     def load_state_dict(self, state: Any) -> None:  # type: ignore[override]
         nn.Module.load_state_dict(self, state, strict=False)
@@ -605,7 +605,7 @@ SCRIPTED: dict[str, Callable[[Path], nn.Module]] = {
 @pytest.mark.parametrize("kind", SCRIPTED)
 @pytest.mark.filterwarnings("ignore")
 def test_script_module_is_trained_saved_and_restored(kind: str, tmp_path: Path) -> None:
-    """With its optimizer, at several steps, and the same as the module that it was made of."""
+    """It is restored with its optimizer at several steps, and equals its source module."""
 
     def build() -> tuple[nn.Module, State]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Wrappers of torch add nothing to names, and only their classes count: other modules keep everything they have."""
+"""Wrappers of torch add nothing to names. Modules that only resemble wrappers keep all their entries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shuffled(module: nn.Module) -> nn.Module:
 
 
 def inside(wrap: Callable[[Any], nn.Module]) -> Callable[[Net], nn.Module]:
-    """Wraps one of the layers, not the whole."""
+    """Wrap one of the layers, not the whole model."""
 
     def wrapped(net: Net) -> nn.Module:
         net.layers[1] = wrap(net.layers[1])
@@ -81,7 +81,7 @@ NESTINGS: dict[str, Callable[[Any], nn.Module]] = {
 @pytest.mark.parametrize("around", ["whole", "parts"])
 @pytest.mark.usefixtures("one_rank")
 def test_wrappers_add_nothing_to_names_in_any_nesting(nesting: str, around: str) -> None:
-    """A run may be wrapped in another way after a restart, and in none."""
+    """A run may use a different wrapper after a restart, or none."""
     wrap = NESTINGS[nesting] if around == "whole" else inside(NESTINGS[nesting])
     plain, wrapped = Net(), wrap(Net())
     assert names_of({"m": plain}) == names_of({"m": wrapped})
@@ -96,14 +96,14 @@ def test_wrappers_add_nothing_to_names_in_any_nesting(nesting: str, around: str)
 
 @pytest.mark.usefixtures("one_rank")
 def test_module_is_recognised_in_its_wrappers() -> None:
-    """The same module twice is refused, whatever is around it."""
+    """The same module twice is refused, whatever its wrappers."""
     net = Net()
     with pytest.raises(StateError, match="b is the same object as a"):
         Capture({"a": net, "b": checkpoint_wrapper(DistributedDataParallel(torch.compile(net)))})  # type: ignore[arg-type]
 
 
 class Adapter(nn.Module):
-    """Has attributes that are named like those of wrappers, and weights next to them."""
+    """A module with attributes named like those of wrappers, and with weights next to them."""
 
     def __init__(self, attribute: str, beside: bool = True) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Adapter(nn.Module):
 
 
 class Forwarding(nn.Module):
-    """Forwards what it does not have to a compiled model, as PEFT's and other wrappers do."""
+    """Forward missing attributes to a compiled model, as PEFT's and other wrappers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_module_with_attributes_of_a_wrapper_is_saved_completely(kind: str) -> N
 
 
 class OwnWords(nn.Module):
-    """Has a state_dict() of its own, with a number in it."""
+    """A module with its own state_dict(), which contains a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_two_tensors_of_one_name_are_refused(kind: Callable[[], nn.Module]) -> N
         Capture({"m": kind()}).read()
 
 
-def test_fabric_module_has_the_names_of_the_module_in_it() -> None:
+def test_fabric_module_has_names_of_its_inner_module() -> None:
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     net, compiled = fabric.setup(Net()), fabric.setup(torch.compile(Net()))
     assert names_of({"m": net}) == names_of({"m": compiled}) == names_of({"m": Net()})
@@ -212,7 +212,7 @@ def test_fabric_module_has_the_names_of_the_module_in_it() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_tensors_below_a_nested_ddp_are_replicated() -> None:
-    """DDP may lie in another module; what it is told to ignore, and what lies outside of it, is the rank's own."""
+    """DDP may be nested in another module. Ignored tensors and tensors outside DDP belong to the rank."""
     net = Net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net.layers, ["0.bias"])
     whole = nn.Sequential(DistributedDataParallel(net.layers), nn.Linear(2, 2), DistributedDataParallel(Norm()))

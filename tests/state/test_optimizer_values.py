@@ -1,4 +1,4 @@
-"""Optimizers of every form: a restored optimizer continues like the saved one, or is refused with the reason."""
+"""Tests of optimizers of every form: a restored one continues like the saved one, or is rejected with the reason."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def halved(x: float) -> float:
 
 
 class Projector:
-    """A helper object without a state_dict(), as GaLore keeps one for each parameter."""
+    """A helper object without state_dict(), like those of GaLore for each parameter."""
 
     def __init__(self, param: Tensor) -> None:
         self.basis = torch.ones_like(param, dtype=torch.float64)
@@ -96,7 +96,7 @@ class Counting:
 
 
 class Base(torch.optim.Optimizer):
-    """Scales the gradient by a number that depends on everything that it keeps."""
+    """Scales the gradient by a number that depends on all its state."""
 
     settings: dict[str, Any] = {}  # noqa: RUF012
 
@@ -142,7 +142,7 @@ class OtherKeys(Base):
 
 @form
 class NoDicts(Base):
-    """Keeps something other than a dict for each parameter."""
+    """Stores something other than a dict for each parameter."""
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state: Any = self.state
@@ -177,7 +177,7 @@ class Collections(Base):
 
 @form
 class TypedDicts(Base):
-    """Keeps a dict of another type than dict for each parameter."""
+    """Stores a dict of another type than dict for each parameter."""
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state: Any = self.state
@@ -213,7 +213,7 @@ class Settings(Base):
 
 @form
 class Helpers(Base):
-    """Makes helper objects in the first step: of a class with a dict, of one with slots, and one inside another."""
+    """Creates helper objects in the first step: with a dict, with slots, and nested."""
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state = self.state[p]
@@ -229,7 +229,7 @@ class Helpers(Base):
 
 @form
 class SharedHelper(Base):
-    """Keeps one object for all parameters, which refers to a parameter and to itself."""
+    """Stores one object for all parameters, which refers to a parameter and to itself."""
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         first = self.param_groups[0]["params"][0]
@@ -243,7 +243,7 @@ class SharedHelper(Base):
 
 @form
 class EarlyHelper(Base):
-    """Makes objects in its constructor that a restore can only fill."""
+    """Creates objects in its constructor that a restore can only fill."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -268,7 +268,7 @@ class Generators(Base):
 
 @form
 class OtherGenerators(Base):
-    """Makes generators of Python and of numpy in the first step. One of them belongs to all parameters."""
+    """Creates Python and numpy generators in the first step. One of them belongs to all parameters."""
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state = self.state[p]
@@ -283,7 +283,7 @@ class OtherGenerators(Base):
 
 @form
 class Namespaces(Base):
-    """Keeps a namespace for all parameters, with a tensor and another namespace in it."""
+    """Stores a namespace for all parameters, with a tensor and another namespace in it."""
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         shared = group.setdefault("shared", SimpleNamespace(n=0, sum=torch.zeros(1), inner=SimpleNamespace(last=[])))
@@ -308,7 +308,7 @@ class OddValues(Base):
 
 @form
 class Expanded(Base):
-    """Keeps a row, and an expanded view of it that follows it."""
+    """Stores a row, and an expanded view of it."""
 
     def scale(self, p: Tensor, group: dict[str, Any]) -> float:
         state = self.state[p]
@@ -373,12 +373,12 @@ def continues_alike(make: Callable[[int], State]) -> tuple[State, State]:
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_optimizer_continues_alike_after_restore(kind: str) -> None:
-    """Every form of state and settings comes back with its type, in a fresh optimizer and in one that has stepped."""
+def test_optimizer_continues_exactly_after_restore(kind: str) -> None:
+    """Every form of state and settings returns with its type, in a new optimizer and in one that has stepped."""
     continues_alike(lambda seed: made(FORMS[kind], seed))
 
 
-def test_optimizers_of_all_forms_continue_alike_through_a_checkpointer(tmp_path: Path) -> None:
+def test_optimizers_continue_exactly_through_checkpointer(tmp_path: Path) -> None:
     """The same through files. Readers without the optimizer get plain values, and torch.load reads an export."""
     torch.set_num_threads(1)
 
@@ -414,7 +414,7 @@ def test_optimizers_of_all_forms_continue_alike_through_a_checkpointer(tmp_path:
     assert float(fresh.state["global"]["k"]) == 12
 
 
-# -- what cannot be saved --
+# -- unsupported state --
 
 
 class Deleting(Projector):
@@ -454,8 +454,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_optimizer_state_is_refused_with_the_reason(kind: str) -> None:
-    """The error names the path and the one reason, at the first reading that finds the value."""
+def test_unsupported_optimizer_state_is_rejected(kind: str) -> None:
+    """The error names the path and the reason, at the first capture that finds the value."""
     make, reason = REFUSED[kind]
     state = made(torch.optim.AdamW, 0)
     capture = Capture(state)
@@ -473,8 +473,8 @@ class OwnDict(dict[str, Any]):
 
 
 @pytest.mark.parametrize(("make", "name"), [(OwnDict, "OwnDict"), (lambda: defaultdict(lambda: 0), "defaultdict")])
-def test_state_in_a_dict_of_an_unknown_type_is_refused(make: Callable[[], Any], name: str) -> None:
-    """It would come back as a plain dict."""
+def test_state_in_unknown_dict_type_is_rejected(make: Callable[[], Any], name: str) -> None:
+    """It would return as a plain dict."""
     state = made(torch.optim.AdamW, 0)
     first = next(iter(state["net"].parameters()))
     state["opt"].state[first] = make()
@@ -482,8 +482,8 @@ def test_state_in_a_dict_of_an_unknown_type_is_refused(make: Callable[[], Any], 
         Capture(state).read()
 
 
-def test_object_of_another_package_is_refused() -> None:
-    """A class that the optimizer's package neither defines nor imports is not made again."""
+def test_object_of_another_package_is_rejected() -> None:
+    """A class that the optimizer's package neither defines nor imports is not created."""
     state = made(torch.optim.AdamW, 0)
     train(state, range(1))
     next(iter(state["opt"].state.values()))["x"] = Projector(torch.ones(1))
@@ -491,8 +491,8 @@ def test_object_of_another_package_is_refused() -> None:
         Capture(state).read()
 
 
-def test_state_of_a_foreign_tensor_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """The Checkpointer is not created, and the reason is not that keys must be tensors."""
+def test_state_of_foreign_tensor_is_rejected_at_start(tmp_path: Path) -> None:
+    """The Checkpointer is not created, and the error does not claim that keys must be tensors."""
     state = made(torch.optim.SGD, 0)
     state["opt"].state[nn.Parameter(torch.ones(1))] = {"m": torch.ones(1)}
     with pytest.raises(StateError, match="state of a tensor that is in none of its groups"):
@@ -516,8 +516,8 @@ def test_state_of_a_foreign_tensor_is_refused_before_the_first_step(tmp_path: Pa
         ("SharedHelper", '"v": "net.0.weight"', '"v": "net.9.weight"', r"refers to a parameter 'net\.9\.weight'"),
     ],
 )
-def test_object_from_a_forged_checkpoint_is_never_made(kind: str, old: str, new: str, error: str) -> None:
-    """A name in a file leads to no class of another package and to no function. Nothing is changed."""
+def test_object_of_forged_checkpoint_is_never_created(kind: str, old: str, new: str, error: str) -> None:
+    """A name in a file leads to no class of another package and to no function. Nothing changes."""
     state = made(FORMS[kind], 0)
     Capture(state).read()
     train(state, range(1))
@@ -532,8 +532,8 @@ def test_object_from_a_forged_checkpoint_is_never_made(kind: str, old: str, new:
     assert all(torch.equal(a, b) for a, b in zip(weights(twin), before, strict=True))
 
 
-def test_helper_of_a_resized_job_is_refused_if_ranks_saved_different_ones() -> None:
-    """With the same number of ranks each takes its own."""
+def test_different_helpers_of_ranks_are_rejected_on_resize() -> None:
+    """With the same number of ranks, each restores its own."""
     from ckpt.core.format.values import SavedNode, joined
 
     def node(names: list[str], more: list[Any]) -> SavedNode:
@@ -547,7 +547,7 @@ def test_helper_of_a_resized_job_is_refused_if_ranks_saved_different_ones() -> N
     assert found.values["more"] == [own, [{"key": "g"}, 5], [{"param": "b"}, 3]]
 
 
-# -- optimizers whose state_dict() says more --
+# -- optimizers with more entries in state_dict() --
 
 
 class Forwarding(torch.optim.Optimizer):
@@ -581,7 +581,7 @@ class Forwarding(torch.optim.Optimizer):
 
 
 class Nesting(Forwarding):
-    """The same, with the state of the inner optimizer in an entry of its own."""
+    """The same, with the state of the inner optimizer in its own entry."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"inner": self.inner.state_dict(), "ema": self.ema, (0, "hist"): self.hist}  # type: ignore[dict-item]
@@ -592,7 +592,7 @@ class Nesting(Forwarding):
 
 
 class Momentum(torch.optim.Optimizer):
-    """Keeps moments in float32, whatever the dtype of the weights is, and some of them in lists."""
+    """Stores moments in float32 for any dtype of the weights, some of them in lists."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
@@ -609,7 +609,7 @@ class Momentum(torch.optim.Optimizer):
 
 
 class Subclass(Momentum):
-    """An optimizer with an entry of its own in its state_dict()."""
+    """An optimizer with its own entry in its state_dict()."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -631,7 +631,7 @@ class Subclass(Momentum):
 
 
 def hooked(params: Any) -> torch.optim.Optimizer:
-    """An optimizer of torch with hooks that add an entry and take it back."""
+    """Return an optimizer of torch with hooks that add an entry and remove it."""
     inner = Momentum(params)
     held = Forwarding(inner)
 
@@ -689,7 +689,7 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def accelerator() -> Iterator[None]:
-    """Accelerate's wrapper needs the state that an Accelerator makes."""
+    """Create an Accelerator, whose state Accelerate's wrapper needs."""
     Accelerator(cpu=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -698,7 +698,7 @@ def accelerator() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_entries_of_state_dict_survive_next_to_exact_moments(kind: str, dtype: torch.dtype) -> None:
-    """No entry of a state_dict() is lost, and moments keep a dtype that torch's own loader would cast."""
+    """No entry of a state_dict() is lost, and moments keep a dtype that PyTorch's own loader would cast."""
 
     state, twin = continues_alike(lambda seed: made(WRAPPED[kind], seed, dtype))
     dtypes = [
@@ -709,7 +709,7 @@ def test_entries_of_state_dict_survive_next_to_exact_moments(kind: str, dtype: t
 
 
 class Deriving(torch.optim.SGD):
-    """Its learning rate comes from a count that is no part of its state_dict()."""
+    """Its learning rate comes from a count outside of its state_dict()."""
 
     count = 0
 
@@ -736,7 +736,7 @@ class DerivesInSetstate(Deriving):
 
 
 class MakesStateInLoader(Momentum):
-    """Keeps fp32 moments, which its loader casts back, and a sum of them that its loader makes."""
+    """Stores fp32 moments, which its loader casts, and a sum of them that its loader creates."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -753,7 +753,7 @@ class MakesStateInLoader(Momentum):
 
 
 def derives_in_hooks(params: Any) -> torch.optim.Optimizer:
-    """An optimizer whose hooks write the count into the groups before they are saved, and take it from there."""
+    """Return an optimizer whose hooks write the count into the groups before a save, and read it from there."""
     opt: Any = torch.optim.Adam(params)
     opt.count = 0
 
@@ -789,13 +789,13 @@ DERIVING: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", DERIVING)
-def test_optimizer_that_derives_when_loaded_continues_alike(kind: str) -> None:
-    """What its hooks, its loader or its __setstate__() make of the saved state is made after a restore, too."""
+def test_optimizer_with_derived_state_continues_exactly(kind: str) -> None:
+    """Changes that its hooks, its loader or its __setstate__() make to saved state are made after a restore too."""
     continues_alike(lambda seed: made(DERIVING[kind], seed))
 
 
-def test_loader_keeps_exact_moments_and_what_it_makes() -> None:
-    """fp32 moments next to bf16 weights keep their bits, although the loader casts them. What it changes stays so."""
+def test_loader_keeps_exact_moments_and_own_changes() -> None:
+    """fp32 moments of bf16 weights keep their bits, though the loader casts them. Other changes of the loader stay."""
     state, twin = (made(MakesStateInLoader, seed, torch.bfloat16) for seed in (0, 1))
     shared = state["opt"].param_groups[0]["params"][0]
     state["opt"].param_groups[0]["anchor"] = shared
@@ -822,7 +822,7 @@ def test_state_is_restored_with_a_warning_if_the_loader_fails(caplog: pytest.Log
 
 
 def test_entries_without_a_loader_here_are_a_mismatch() -> None:
-    """A plain optimizer cannot take what a wrapper saved, and strict=False leaves it out."""
+    """A plain optimizer cannot restore a wrapper's entries, and strict=False skips them."""
     state, twin = made(WRAPPED["forwarding"], 0), made(Momentum, 1)
     train(state, range(2))
     saved = Saved(Capture(state).read())
@@ -833,7 +833,7 @@ def test_entries_without_a_loader_here_are_a_mismatch() -> None:
 
 
 class Holding(torch.optim.Optimizer):
-    """An optimizer around one for each layer, with the state_dict() of torch."""
+    """An optimizer that contains one per layer, with torch's state_dict()."""
 
     def __init__(self, net: nn.Sequential, hold: Callable[[list[torch.optim.Optimizer]], State], share: bool) -> None:
         inner = [torch.optim.Adam(layer.parameters(), 0.1) for layer in net]
@@ -854,8 +854,8 @@ HOLDS: dict[str, tuple[Callable[[list[torch.optim.Optimizer]], State], str]] = {
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("kind", HOLDS)
-def test_each_optimizer_that_another_holds_must_be_in_the_state(kind: str, share: bool) -> None:
-    """Also the second of two."""
+def test_inner_optimizers_must_be_in_the_state(kind: str, share: bool) -> None:
+    """This includes the second of two."""
     hold, where = HOLDS[kind]
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optim = Holding(net, hold, share)

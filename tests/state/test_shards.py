@@ -1,5 +1,4 @@
-"""`ckpt.state.Shards`: tensors that ranks divide in ways of their own, saved, restored by others,
-and refused if wrong."""
+"""Tests of `ckpt.state.Shards`: tensors with custom sharding are saved and restored on other ranks, errors rejected."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ FULL = torch.arange(20.0)
 
 
 def said(pieces: Any, **settings: Any) -> str:
-    """What is said of pieces that one rank of two names."""
+    """Return the error about the pieces of one of two ranks."""
     with pytest.raises(StateError) as error:
         Capture({"s": ckpt.state.Shards(pieces, **settings)}, Seat(0, 2)).read()
     return str(error.value)
@@ -69,13 +68,13 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_one_rank_can_see_is_refused_at_once(name: str) -> None:
-    """StateError names the tensor, what is wrong with it, and what to do."""
+def test_wrong_shards_of_one_rank_are_rejected(name: str) -> None:
+    """StateError names the tensor, the error and the remedy."""
     pieces, words = WRONG[name]
     assert words in said({"w": pieces})
 
 
-def test_other_mistakes_are_refused() -> None:
+def test_other_wrong_arguments_are_rejected() -> None:
     assert "a dict by name, not <class 'list'>" in said([ckpt.state.Shard(FULL, (20,))])
     assert "ranks=[1] must be ranks of this job and include this rank, 0" in said(
         {"w": ckpt.state.Shard(FULL, (20,))}, ranks=(1,)
@@ -83,8 +82,8 @@ def test_other_mistakes_are_refused() -> None:
     assert "must be a str" in said({1: ckpt.state.Shard(FULL, (20,))})
 
 
-def test_memory_that_moves_is_followed_and_memory_that_stays_is_not_looked_at_again() -> None:
-    """New views of the same memory make no new layout; other memory, or another place, does."""
+def test_moved_memory_changes_the_layout() -> None:
+    """New views of the same memory keep the layout; other memory or another offset changes it."""
     flat, start = torch.arange(20.0), [0]
     pieces = ckpt.state.Shards(lambda: {"w": ckpt.state.Shard(flat[start[0] : 10], (20,), start=start[0])})
     capture = Capture({"s": pieces}, Seat(0, 2))
@@ -97,8 +96,8 @@ def test_memory_that_moves_is_followed_and_memory_that_stays_is_not_looked_at_ag
     assert capture.read().layout.tensors[0].offsets == (3,)
 
 
-def test_a_copy_waits_for_the_optimizer_that_is_named() -> None:
-    """Guarded by it alone: a step of an optimizer that is not trusted makes the copy come early."""
+def test_copy_is_guarded_by_named_optimizer() -> None:
+    """Only that optimizer guards it: if it is not trusted, the copy is eager."""
     param = nn.Parameter(torch.zeros(20))
     optim = torch.optim.SGD([param], 0.1)
     for optimizer, guarded in ((optim, [True]), (None, [False])):
@@ -112,8 +111,8 @@ def test_a_copy_waits_for_the_optimizer_that_is_named() -> None:
     both.read()
 
 
-def test_two_names_of_one_shard_are_one_tensor(run_dir: str) -> None:
-    """Stored once; tied and untied states are told apart."""
+def test_two_names_of_one_shard_are_tied(run_dir: str) -> None:
+    """It is stored once; tied and untied states are distinguished."""
     flat = torch.arange(20.0)
     one = ckpt.state.Shard(flat, (4, 5), start=0)
     with ckpt.Checkpointer({"s": ckpt.state.Shards({"w": one, "tied": one})}, run_dir) as cp:
@@ -137,8 +136,8 @@ def test_two_names_of_one_shard_are_one_tensor(run_dir: str) -> None:
             cp.restore()
 
 
-def test_a_plain_tensor_is_the_ranks_own() -> None:
-    """Beside shards, and copied early, as anything else may write to it."""
+def test_plain_tensor_belongs_to_its_rank() -> None:
+    """It may be next to shards, and is copied eagerly, since other code may write to it."""
     pieces = {"w": ckpt.state.Shard(FULL[:10], (20,), start=0), "count": torch.ones(3)}
     optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
     reading = Capture({"s": ckpt.state.Shards(pieces, optimizer=optim)}, Seat(0, 2)).read()
@@ -146,8 +145,8 @@ def test_a_plain_tensor_is_the_ranks_own() -> None:
     assert reading.guarded == [True, False]
 
 
-def test_shards_and_a_module_of_the_same_names_restore_each_other(run_dir: str) -> None:
-    """Whoever saved it: the name and the shape decide."""
+def test_shards_and_module_restore_each_other(run_dir: str) -> None:
+    """Only the name and the shape matter, not what saved them."""
     net, flat = nn.Linear(3, 4), torch.arange(16.0)
     pieces = {
         "weight": ckpt.state.Shard(flat[:12], (4, 3), start=0),
@@ -179,7 +178,7 @@ def test_another_shape_is_a_mismatch_and_changes_nothing(run_dir: str) -> None:
 
 
 def stored(run: Path) -> int:
-    """Bytes of tensors in the newest checkpoint."""
+    """Return the bytes of tensors in the newest checkpoint."""
 
     async def load() -> read.Manifest:
         log = await read.open_run(str(run))
@@ -199,16 +198,16 @@ def lines(done: list[Any]) -> list[list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Runs by the number of ranks that saved them."""
+    """Return runs by the number of ranks that saved them."""
     return {}
 
 
 @pytest.mark.parametrize(("world", "to"), [(2, 2), (2, 1), (2, 3), (3, 2), (4, 3), (1, 4)])
-def test_every_way_of_dividing_comes_back_on_any_number_of_ranks(
+def test_every_sharding_restores_on_any_ranks(
     world: int, to: int, saved: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Bit for bit: runs, boxes with gaps in memory, several pieces of a name, replicas, runs of a box; also where a
-    rank has nothing of some. Each element is saved once, and whole tensors can be loaded."""
+    """Runs, boxes with gaps, several pieces per name, replicas, and ranks without a piece restore bit for bit.
+    Each element is saved once, and whole tensors can be loaded."""
     if world not in saved:
         saved[world] = tmp_path_factory.mktemp("shards") / "run"
         lines(launch(world, MAIN, "save", saved[world], port=free_port()))
@@ -230,8 +229,8 @@ REFUSED = {
 }
 
 
-def test_what_ranks_do_not_agree_about_is_never_a_checkpoint(tmp_path: Path) -> None:
-    """Every rank's save fails, and says of which tensor and why; what they agree about is saved."""
+def test_inconsistent_shards_of_ranks_are_not_committed(tmp_path: Path) -> None:
+    """Every rank's save fails with the tensor and the reason; consistent shards are saved."""
     found = lines(launch(2, MAIN, "refuse", tmp_path / "run", "agreed", *REFUSED, port=free_port()))
     for rank in found:
         assert rank[0] == {"case": "agreed", "said": ""}

@@ -1,7 +1,7 @@
-"""Reading a state, and what comes of it in a twin that was built differently: every bit, alias and type.
+"""Tests of capturing a state and restoring it into a differently built twin: every bit, alias and type.
 
-`freeze` and `differences` are the oracle here and in the tests of staging and restoring. They know nothing of the
-library: they ask modules and optimizers themselves, and compare bytes.
+`freeze` and `differences` are the oracle here and in the tests of staging and restoring. They are independent of the
+library: they query modules and optimizers directly, and compare bytes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from toy_states import Loader, State, differences, fill, freeze, raw
 
 
 def check_twin(state: State, twin: State) -> None:
-    """What is saved of `state` makes `twin`, which differs before, equal in every bit."""
+    """Check that a restore of `state` makes `twin`, which differs before, equal in every bit."""
     wanted = freeze(state)
     saved = Saved(Capture(state).read())
-    assert differences(freeze(twin), wanted), "the twin must differ, or this shows nothing"
+    assert differences(freeze(twin), wanted), "the twin must differ, or the test proves nothing"
     saved.restore(twin)
     assert differences(freeze(twin), wanted) == []
     assert differences(freeze(state), wanted) == []
@@ -50,8 +50,8 @@ def backward(module: nn.Module, *shape: int) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_NAME, key=str), ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_every_dtype_and_stride_returns(dtype: torch.dtype) -> None:
-    """Any dtype, 0-d, empty, transposed, channels_last and sliced: bytes, dtype and shape are what they were."""
+def test_every_dtype_and_stride_restores_exactly(dtype: torch.dtype) -> None:
+    """Any dtype, 0-d, empty, transposed, channels_last and sliced: bytes, dtype and shape are equal."""
 
     def build(seed: int) -> State:
         def make(*shape: int, k: int = 0) -> Tensor:
@@ -78,7 +78,7 @@ def test_every_dtype_and_stride_returns(dtype: torch.dtype) -> None:
 
 
 def test_views_of_one_tensor_stay_views() -> None:
-    """Two names of the same memory are saved once, and share memory in a twin that shares; `.T` of it is exact too."""
+    """Two names for one memory are saved once, and share memory in a twin that shares; `.T` is exact too."""
 
     def build(seed: int) -> State:
         torch.manual_seed(seed)
@@ -92,7 +92,7 @@ def test_views_of_one_tensor_stay_views() -> None:
     assert twin["a"].data_ptr() == twin["b"].data_ptr() == twin["view"].data_ptr()
 
 
-def test_conjugated_and_negated_views_return() -> None:
+def test_conjugated_and_negated_views_restore_exactly() -> None:
     """Lazy conj and neg bits are part of the value, in the source and in the target."""
     lazy = torch.randn(3, dtype=torch.complex64).conj()
     state: State = {"conj": lazy, "neg": torch.randn(3, dtype=torch.complex64).conj().imag, "into": torch.randn(3)}
@@ -126,7 +126,7 @@ REFUSED: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_whose_bytes_are_not_the_whole_truth_are_refused(kind: str) -> None:
+def test_unsupported_tensors_are_rejected_by_path(kind: str) -> None:
     """In a buffer, as a plain value, in a Stateful: the error names the path."""
     tensor = REFUSED[kind]()
     module = nn.Module()
@@ -141,7 +141,7 @@ def test_tensors_whose_bytes_are_not_the_whole_truth_are_refused(kind: str) -> N
     Capture({"deep": [0, {"x": torch.ones(3)}], "loader": Loader({"x": torch.ones(1, 3)})}).read()  # negative control
 
 
-def test_a_lazy_module_is_refused_until_it_has_a_shape() -> None:
+def test_lazy_module_is_rejected_until_initialized() -> None:
     """A parameter without a shape cannot be saved; after the first forward it can."""
     module = nn.LazyLinear(3)
     with pytest.raises(StateError, match=r"net\.weight: .*run the model once"):
@@ -177,7 +177,7 @@ def test_containers_of_every_kind_are_updated_in_place(kind: str) -> None:
 
 
 def test_containers_that_cannot_be_updated_in_place_are_replaced() -> None:
-    """A deque of another length limit, and a bytearray that something looks into."""
+    """A deque with another length limit, and a bytearray with an exported buffer."""
     state, twin = ({"p": {"q": deque([1], n), "b": bytearray(n)}} for n in (3, 4))
     with memoryview(twin["p"]["b"]):  # type: ignore[arg-type]
         Saved(Capture(state).read()).restore(twin)
@@ -202,8 +202,8 @@ class Tied(nn.Module):
         return found
 
 
-def test_a_module_says_what_its_state_dict_says() -> None:
-    """The same names, tied weights once; non-persistent buffers are left out. Into a tied twin it returns tied."""
+def test_module_is_saved_like_its_state_dict() -> None:
+    """Names match, tied weights are saved once, and non-persistent buffers are skipped. A tied twin stays tied."""
     state, twin = {"m": Tied()}, {"m": Tied()}
     layout = Capture(state).read().layout
     assert set(layout.by_name) | set(layout.aliases) == {f"m.{k}" for k in state["m"].state_dict()}
@@ -215,7 +215,7 @@ def test_a_module_says_what_its_state_dict_says() -> None:
 @pytest.mark.parametrize(("saved", "here"), [(True, False), (False, True)])
 @pytest.mark.parametrize("custom", [False, True])
 def test_tying_must_be_the_same_on_both_sides(saved: bool, here: bool, custom: bool) -> None:
-    """A tied checkpoint does not go into an untied model, nor the other way round, and nothing is changed."""
+    """A tied checkpoint does not restore into an untied model, or the reverse, and nothing changes."""
     kind = CustomTied if custom else Tied
     twin: State = {"m": kind(here)}
     before = freeze(twin)
@@ -225,7 +225,7 @@ def test_tying_must_be_the_same_on_both_sides(saved: bool, here: bool, custom: b
 
 
 class CustomTied(Tied):
-    """Speaks for itself through extra state of plain values, tensors and arrays."""
+    """Has extra state of plain values, tensors and arrays."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__(tied)
@@ -239,7 +239,7 @@ class CustomTied(Tied):
 
 
 class OwnStateDict(nn.Module):
-    """Stores its weight under another name, the other way up."""
+    """Stores its weight transposed under another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class OwnStateDict(nn.Module):
 
 
 def hooked() -> nn.Module:
-    """A hook adds an entry on saving; another takes it away on loading."""
+    """Return a module with a hook that adds an entry on saving, and one that removes it on loading."""
     module = nn.Linear(2, 2)
     module._register_state_dict_hook(lambda m, state, prefix, meta: state.update({prefix + "extra": torch.ones(1)}))
     module._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(prefix + "extra"))
@@ -262,8 +262,8 @@ def hooked() -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", [CustomTied, OwnStateDict, hooked], ids=["extra", "own", "hooks"])
-def test_modules_that_speak_for_themselves(kind: Callable[[], nn.Module]) -> None:
-    """Extra state and hooks that add to it come back in their own words; what is only turned round, as it lies."""
+def test_modules_with_custom_state_restore_exactly(kind: Callable[[], nn.Module]) -> None:
+    """Extra state and hook entries return through the module's own methods; a transposed weight is saved as stored."""
     state: State = {"m": nn.Sequential(kind())}
     if kind is CustomTied:
         state["m"][0].extra["seen"] = 7
@@ -273,8 +273,8 @@ def test_modules_that_speak_for_themselves(kind: Callable[[], nn.Module]) -> Non
     check_twin(state, {"m": nn.Sequential(kind())})
 
 
-def test_frozen_and_gradless_parameters_return() -> None:
-    """Frozen parameters and ones that never had a gradient are state like all others."""
+def test_frozen_and_gradless_parameters_restore() -> None:
+    """Frozen parameters and parameters without gradients are saved like all others."""
 
     def build(seed: int) -> State:
         torch.manual_seed(seed)
@@ -290,8 +290,8 @@ def test_frozen_and_gradless_parameters_return() -> None:
     check_twin(state, build(1))
 
 
-def test_parameters_may_thaw() -> None:
-    """What optimizer state is called does not depend on which parameters are frozen at the moment."""
+def test_frozen_parameters_may_be_unfrozen() -> None:
+    """Names of optimizer state do not depend on which parameters are frozen."""
 
     def build(frozen: bool) -> State:
         model = nn.Linear(3, 3)
@@ -350,12 +350,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_return(name: str) -> None:
-    """Into an optimizer that has stepped, and into one that never has; and two more steps from there give the same bits
-    as two more from the first one."""
+def test_optimizers_restore_exactly(name: str) -> None:
+    """They restore into an optimizer with and without state, and two more steps give the same bits."""
     build, fresh = trained(OPTIMIZERS[name], 3), trained(OPTIMIZERS[name], 0)
     check_twin(build(0), build(1))
-    check_twin(fresh(0), build(1))  # state that is not in the checkpoint goes
+    check_twin(fresh(0), build(1))  # state that is not in the checkpoint is removed
     state, twin = build(0), fresh(1)
     check_twin(state, twin)
     for one in (state, twin):
@@ -373,7 +372,7 @@ def test_optimizers_return(name: str) -> None:
 
 
 def test_moments_keep_their_own_dtype() -> None:
-    """Float32 moments of bfloat16 parameters are not cast: torch's own loader would."""
+    """Float32 moments of bfloat16 parameters are not cast, although PyTorch's own loader would."""
 
     def build(seed: int, stepped: bool) -> State:
         torch.manual_seed(seed)
@@ -394,7 +393,7 @@ def test_moments_keep_their_own_dtype() -> None:
 
 
 class LateState(torch.optim.Optimizer):
-    """Puts None where a tensor comes later, and tensors inside lists and dicts."""
+    """Has None where a tensor comes later, and tensors inside lists and dicts."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "limits": {"low": 0.5, 1: [torch.zeros(2)]}})
@@ -411,7 +410,7 @@ class LateState(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_state_that_was_none_may_become_a_tensor(watched: bool) -> None:
-    """Whether or not it was read while it was None, it returns, into fresh optimizers and used ones."""
+    """It returns into new and used optimizers, whether or not it was captured while it was None."""
 
     def build(seed: int, steps: int) -> tuple[State, Capture]:
         torch.manual_seed(seed)
@@ -432,8 +431,8 @@ def test_state_that_was_none_may_become_a_tensor(watched: bool) -> None:
         assert differences(freeze(twin), wanted) == []
 
 
-def test_groups_and_an_optimizer_of_parameters_that_nobody_names() -> None:
-    """Several groups with settings of their own; parameters in no module are called by their place."""
+def test_parameter_groups_and_unnamed_parameters_restore() -> None:
+    """Groups have their own settings; parameters outside of modules are named by position."""
 
     def build(seed: int) -> State:
         torch.manual_seed(seed)
@@ -476,8 +475,8 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore")
-def test_schedulers_return(name: str) -> None:
-    """Every scheduler of torch, with the learning rate it has set, and its next steps are the same."""
+def test_schedulers_restore_exactly(name: str) -> None:
+    """Every scheduler of PyTorch returns with its learning rate, and its next steps are the same."""
 
     def build(steps: int) -> State:
         torch.manual_seed(steps)
@@ -502,8 +501,8 @@ def test_schedulers_return(name: str) -> None:
     assert differences(freeze(twin), freeze(state)) == []
 
 
-def test_generators_scalers_and_loaders_return() -> None:
-    """Every generator gives the same next numbers; a GradScaler and a data loader say the same of themselves."""
+def test_generators_scalers_and_loaders_restore() -> None:
+    """Every generator returns the same next numbers; a GradScaler and a data loader return their state."""
 
     def build(seed: int) -> State:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + seed))
@@ -531,7 +530,7 @@ def test_generators_scalers_and_loaders_return() -> None:
 
     state, twin = build(1), build(2)
     for one in (random.gauss(0, 1), state["python"][0].gauss(0, 1), np.random.normal()):
-        assert one is not None  # leaves a second Gaussian number behind, which is state as well
+        assert one is not None  # leaves a second Gaussian number behind, which belongs to the state
     saved = Saved(Capture(state).read())
     loader = freeze(state["loader"])
     wanted = draw(state)
@@ -541,8 +540,8 @@ def test_generators_scalers_and_loaders_return() -> None:
     assert differences(freeze(twin["loader"]), loader) == []
 
 
-def test_an_object_that_repeats_a_tensor_of_the_model_returns() -> None:
-    """A Stateful whose state_dict gives out the model's own tensors is no case of untied weights."""
+def test_stateful_with_tensors_of_model_restores() -> None:
+    """A Stateful that returns the model's own tensors does not count as untied weights."""
 
     class Wrapper:
         def __init__(self, model: nn.Module) -> None:
@@ -574,28 +573,28 @@ def test_an_object_that_repeats_a_tensor_of_the_model_returns() -> None:
     ],
     ids=["dots", "int and str", "reserved", "escaped"],
 )
-def test_names_that_clash_are_refused(state: State) -> None:
-    """Two tensors never get one name, and none gets a name that no file can hold."""
+def test_clashing_names_are_rejected(state: State) -> None:
+    """Two tensors never get the same name, and none gets a name that files cannot have."""
     with pytest.raises(StateError, match="get this name"):
         Capture(state).read()
 
 
-def test_the_same_object_twice_is_refused() -> None:
-    """Restoring it twice would be ambiguous; the error names both places."""
+def test_same_object_twice_is_rejected() -> None:
+    """Restoring it twice would be ambiguous; the error names both paths."""
     model = nn.Linear(2, 2)
     with pytest.raises(StateError, match=r"b\.0 is the same object as a"):
         Capture({"a": model, "b": [model]})
 
 
 @pytest.mark.parametrize("state", [[nn.Linear(1, 1)], None, nn.Linear(1, 1), OrderedDict()], ids=lambda s: type(s))
-def test_the_state_is_a_dict(state: Any) -> None:
-    """Anything else is refused with an example of what is wanted."""
+def test_state_must_be_a_dict(state: Any) -> None:
+    """Anything else is rejected with an example."""
     with pytest.raises(StateError, match="must be a dict"):
         Capture(state)
 
 
 def test_wrong_values_name_their_path() -> None:
-    """Of plain values, group settings, optimizer state and what objects say of themselves."""
+    """This holds for plain values, group settings, optimizer state and values of objects."""
     p = nn.Parameter(torch.ones(1))
     optim = torch.optim.SGD([{"params": [p], "odd": object()}], lr=0.1)
     with pytest.raises(StateError, match=r"optim\.param_groups\.0\.odd"):
@@ -614,8 +613,8 @@ def test_wrong_values_name_their_path() -> None:
         Capture({"p": p, "optim": optim}).read()
 
 
-def test_a_state_inside_itself_is_refused() -> None:
-    """Without end, and without objects inside."""
+def test_state_containing_itself_is_rejected() -> None:
+    """With and without objects inside."""
     ring: State = {"m": nn.Linear(1, 1)}
     ring["again"] = ring
     with pytest.raises(StateError, match="containing itself"):
@@ -626,11 +625,11 @@ def test_a_state_inside_itself_is_refused() -> None:
         Capture(plain).read()
 
 
-# -- what makes it cheap --
+# -- the fast path --
 
 
 def everything() -> State:
-    """Modules, optimizers with state, and all that is read anew each time."""
+    """Return modules, optimizers with state, and everything that is captured again each time."""
     torch.manual_seed(0)
     model = Tied()
     optim = torch.optim.AdamW(model.parameters())
@@ -667,7 +666,7 @@ def untie(state: State) -> None:
 
 
 def exchange_states(state: State) -> None:
-    """Two parameters have each other's moments."""
+    """Swap the moments of two parameters."""
     first, second = list(state["optim"].state)[:2]
     mine = state["optim"].state[first]
     state["optim"].state[first] = state["optim"].state[second]
@@ -675,19 +674,19 @@ def exchange_states(state: State) -> None:
 
 
 def renew_states(state: State) -> None:
-    """Other dicts, in the same places, with more in them."""
+    """Replace the dicts by new ones with more entries."""
     kept = state["optim"].state
     kept.update({param: {**held, "late": torch.ones(1)} for param, held in kept.items()})
 
 
 def reorder_states(state: State) -> None:
-    """The same, but for the order in which they came."""
+    """Change only the order of entries."""
     first = next(iter(state["optim"].state))
     state["optim"].state[first] = state["optim"].state.pop(first)
 
 
 def moment(state: State) -> Tensor:
-    """A square one, of what Adam keeps."""
+    """Return a square moment of Adam."""
     found = state["optim"].state[state["model"].body[0].weight]["exp_avg"]
     assert isinstance(found, Tensor) and found.shape == (4, 4)
     return found
@@ -739,9 +738,9 @@ ANOTHER = ("weights untied", "loose shape", "loose dtype", "loose alias", "data 
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_structure_is_seen(change: str) -> None:
-    """After a change, a reading that was kept up is equal to one made from nothing, in names and in bits. Its layout
-    has another digest if it is another: by that snapshots of the two are told apart."""
+def test_every_structural_change_is_detected(change: str) -> None:
+    """After a change, an updated capture equals a new one in names and bits.
+    A different layout has a different digest, which distinguishes their snapshots."""
     state = everything()
     capture = Capture(state)
     before = capture.read().layout
@@ -758,16 +757,16 @@ def test_every_change_of_structure_is_seen(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", [name for name in CHANGES if name.startswith(("moment", "data"))])
-def test_forms_are_compared_also_where_torch_offers_no_guards(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's guards are private to it, and may go; they only spare time."""
-    assert nodes.guards([torch.ones(2)]) is not None, "with this torch they are there"
+def test_forms_are_compared_without_torch_guards(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's guards are private and may disappear; they only save time."""
+    assert nodes.guards([torch.ones(2)]) is not None, "this torch must have them"
     monkeypatch.setattr(nodes, "guards", lambda tensors: None)
-    test_every_change_of_structure_is_seen(change)
+    test_every_structural_change_is_detected(change)
 
 
 @pytest.mark.parametrize("number", [0, 255, 256, 599])
-def test_one_change_among_many_tensors_is_seen(number: int) -> None:
-    """They are asked in batches; each tensor of each counts, for its memory and for its form."""
+def test_one_change_among_many_tensors_is_detected(number: int) -> None:
+    """Tensors are checked in batches; the memory and form of each one count."""
     params = [nn.Parameter(torch.randn(2, 2)) for _ in range(600)]
     capture = Capture({"model": nn.ParameterList(params)})
     before = capture.read().layout
@@ -780,8 +779,8 @@ def test_one_change_among_many_tensors_is_seen(number: int) -> None:
     assert raw(capture.read().tensors[where]) == raw(torch.ones(2, 2))
 
 
-def test_a_conjugate_view_is_another_tensor() -> None:
-    """Same memory, shape and strides, and other values: both are stored, and both come back, into one memory too."""
+def test_conjugate_view_is_another_tensor() -> None:
+    """Equal memory, shape and strides with other values: both are saved and restored, also into one memory."""
     x = torch.randn(3, dtype=torch.complex64)
     state: State = {"a": x, "b": x.conj(), "c": x.imag.clone(), "d": [x.imag, x.conj().imag]}
     y = torch.zeros(3, dtype=torch.complex64)
@@ -796,8 +795,8 @@ def test_a_conjugate_view_is_another_tensor() -> None:
     assert [raw(t) for t in capture.read().tensors] == [raw(t) for t in Capture({"m": buffer}).read().tensors]
 
 
-def test_a_tensor_that_only_the_optimizer_holds_may_not_change_its_form_unseen() -> None:
-    """fp32 masters, say: the same as of moments."""
+def test_reshaped_parameter_of_optimizer_is_detected() -> None:
+    """For example fp32 master weights, like moments."""
     weight = nn.Parameter(torch.arange(16.0).view(4, 4))
     state: State = {"optim": torch.optim.SGD([weight])}
     capture = Capture(state)
@@ -806,7 +805,7 @@ def test_a_tensor_that_only_the_optimizer_holds_may_not_change_its_form_unseen()
     assert [raw(t) for t in capture.read().tensors] == [raw(t) for t in Capture(state).read().tensors]
 
 
-def test_only_what_optimizers_step_may_be_copied_late() -> None:
+def test_only_optimizer_owned_tensors_are_guarded() -> None:
     """Guarded: stepped parameters, optimizer state. Eager: buffers, loose tensors, others' and frozen parameters."""
     state = everything()
     reading = Capture(state).read()

@@ -1,4 +1,4 @@
-"""A value comes back with its type, or is refused by name at the first save."""
+"""A value returns with its type, or the first save refuses it by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from toy_states import Loader, freeze
 
 try:
     import ml_dtypes
-except ImportError:  # it is on few machines
+except ImportError:  # rarely installed
     ml_dtypes = None
 
 
@@ -86,7 +86,7 @@ class Scalar(np.float64):
 
 
 class Picture(Tensor):
-    """A subclass that torch handles by `__torch_function__` alone, as torchvision's are."""
+    """A subclass that torch handles by `__torch_function__` alone, like torchvision's."""
 
 
 Point = namedtuple("Point", "x y")
@@ -137,7 +137,7 @@ if ml_dtypes is not None:
 
 
 class Extra(nn.Module):
-    """Has any value as its extra state."""
+    """A module with any value as its extra state."""
 
     def __init__(self, value: Any = None) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Extra(nn.Module):
 
 
 def optimizer_with(values: dict[str, Any], settings: dict[str, Any], weight: Tensor | None = None) -> Any:
-    """Return an optimizer that has values in the state of its one parameter, and in its group."""
+    """Return an optimizer with values in the state of its one parameter and in its group."""
     param = nn.Parameter(torch.ones(3)) if weight is None else weight
     found: Any = torch.optim.SGD([param], 0.1)
     found.state[param] = values
@@ -234,7 +234,7 @@ RETURNED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("kind", RETURNED)
 def test_value_returns_with_its_type_and_bits(kind: str, fresh: bool) -> None:
-    """Into nothing, and into a value like it."""
+    """The target is empty, or has a similar value."""
     value = RETURNED[kind]()
     saved = Saved(Capture({"meta": {"v": value}}).read())
     state = {"meta": {"v": None if fresh else RETURNED[kind]()}}
@@ -256,7 +256,7 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def test_tensors_that_are_made_again_are_of_their_kind(tmp_path: Path) -> None:
+def test_recreated_tensors_have_their_original_kind(tmp_path: Path) -> None:
     values = {kind: make() for kind, make in KINDS.items()}
     loader = Loader({"x": dict(values), "again": [values["parameter"]]})
     with ckpt.Checkpointer({"meta": {"v": dict(values)}, "o": loader}, tmp_path / "run", every=1) as cp:
@@ -280,7 +280,7 @@ def is_buffer(tensor: Tensor) -> tuple[bool, bool | None]:
 
 @pytest.mark.parametrize("here", ["nothing", "the same", "plain tensors"])
 def test_tensors_of_optimizer_and_extra_state_return_with_their_kind(here: str) -> None:
-    """In a fresh state, and in one that has values of the same kind or of another kind."""
+    """The target state is fresh, or has values of the same kind or another."""
 
     def make(values: dict[str, Tensor]) -> dict[str, Any]:
         inside = {"list": list(values.values()), **values}
@@ -306,7 +306,7 @@ def test_tensors_of_optimizer_and_extra_state_return_with_their_kind(here: str) 
 
 
 def test_moment_of_the_class_of_its_parameter_returns_as_that_class() -> None:
-    """A subclass of Tensor is known if the parameter is one, and refused if it is not."""
+    """A subclass of Tensor is accepted if the parameter has it, and refused otherwise."""
     weight = nn.Parameter(torch.ones(3).as_subclass(Picture))
     assert type(weight) is Picture
     opt = optimizer_with({"m": torch.zeros_like(weight) + 2}, {}, weight)

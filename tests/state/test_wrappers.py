@@ -1,4 +1,4 @@
-"""Tensors that are made of other tensors: taken apart by what they say of themselves, and made whole again."""
+"""Tests of tensor subclasses made of other tensors: saved by their own description, and recreated from it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def trained(steps: int = 3) -> State:
     return state
 
 
-def test_a_wrapper_is_saved_as_what_it_is_made_of() -> None:
-    """By name, in the layout; no tensor there is the wrapper's own, and nothing is left out."""
+def test_wrapper_is_saved_as_its_inner_tensors() -> None:
+    """The layout has all inner tensors by name, and no entry for the wrapper itself."""
     layout = Capture(trained()).read().layout
     names = {spec.name for spec in layout.tensors}
     assert {"net.frozen.codes", "net.frozen.scale", "mine.1.shell.inner.codes", "mine.1.shell.shift"} <= names
@@ -41,8 +41,8 @@ def test_a_wrapper_is_saved_as_what_it_is_made_of() -> None:
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["an optimizer without moments", "in place"])
-def test_all_of_it_returns(stepped: bool) -> None:
-    """Bit for bit. What lives is filled in place; moments that are not there yet are made by their class."""
+def test_wrappers_restore_bit_for_bit(stepped: bool) -> None:
+    """All bits return. Existing wrappers are filled in place, and missing moments are created by their class."""
     state, twin = trained(), build(7)
     if stepped:
         train(twin, 9)
@@ -59,8 +59,8 @@ def test_all_of_it_returns(stepped: bool) -> None:
     assert differences(everything(twin), everything(state)) == []
 
 
-def test_plain_values_hold_new_ones_where_none_lived() -> None:
-    """A list that was empty here gets wrappers that are made again."""
+def test_missing_wrappers_in_values_are_created() -> None:
+    """An empty list gets recreated wrappers."""
     state: State = {"mine": [Quantised.of(torch.randn(5), ("a", 3, torch.float16, torch.Size([2])))]}
     twin: State = {"mine": []}
     Saved(Capture(state).read()).restore(twin)
@@ -68,8 +68,8 @@ def test_plain_values_hold_new_ones_where_none_lived() -> None:
 
 
 @pytest.mark.parametrize("write", ["through it", "past it", "replaced within"])
-def test_a_write_is_seen_wherever_it_is_made(write: str) -> None:
-    """A reading after it has what was written; its counters differ, or it reads another memory."""
+def test_write_to_wrapper_is_captured(write: str) -> None:
+    """The next capture has the written values; its counters differ, or it reads other memory."""
     state = trained()
     capture = Capture(state)
     capture.read()
@@ -101,8 +101,8 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_what_lives_otherwise_is_refused_by_name(kind: str) -> None:
-    """Nothing is changed; a restore that is not strict leaves the whole wrapper as it is, and fills the others."""
+def test_different_wrapper_is_rejected_by_name(kind: str) -> None:
+    """Nothing changes. A restore that is not strict skips the whole wrapper and fills the others."""
     make, message = DIFFERENT[kind]
     state: State = {"net": Net()}
     twin: State = {"net": Net(make)}
@@ -116,14 +116,14 @@ def test_what_lives_otherwise_is_refused_by_name(kind: str) -> None:
     assert torch.equal(twin["net"].body.weight, state["net"].body.weight)
 
 
-def test_a_plain_tensor_does_not_fill_a_wrapper() -> None:
-    """The other way round."""
+def test_plain_tensor_does_not_fill_wrapper() -> None:
+    """A plain tensor in the checkpoint does not match a wrapper here."""
     with pytest.raises(MismatchError, match=r"frozen is a plain tensor in the checkpoint and a wrapped_toy\.Quantised"):
         Saved(Capture({"net": Net(Tensor.clone)}).read()).restore({"net": Net()})
 
 
-def test_moments_of_another_kind_begin_anew_where_that_is_allowed() -> None:
-    """Strict, it is refused; else that parameter's state begins anew and the rest is restored."""
+def test_moments_of_another_kind_are_reset_unless_strict() -> None:
+    """A strict restore raises an error. Otherwise that parameter's state is reset, and the rest is restored."""
     state, twin = trained(), build(7, label=(2, "n"))
     train(twin, 1)
     saved = Saved(Capture(state).read())
@@ -135,8 +135,8 @@ def test_moments_of_another_kind_begin_anew_where_that_is_allowed() -> None:
     train(twin, 2)
 
 
-def test_a_class_that_nobody_imported_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, with what to do. What lives needs no class to be found."""
+def test_class_not_imported_yet_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the class and the remedy. Existing wrappers are filled without finding the class."""
     state = trained()
     saved = Saved(Capture(state).read())
     twin, filled = build(7), build(8)
@@ -148,8 +148,8 @@ def test_a_class_that_nobody_imported_is_not_imported(monkeypatch: pytest.Monkey
     assert differences(everything(filled), everything(state)) == []
 
 
-def test_a_context_that_is_not_plain_is_filled_and_not_made() -> None:
-    """Whoever lives is filled in place; anew it cannot be made, which is said."""
+def test_wrapper_with_object_context_is_only_filled() -> None:
+    """An existing wrapper is filled in place; creating a new one raises an error."""
     state: State = {"mine": [Shell(Quantised.of(torch.randn(4)), torch.randn(4), Odd())]}
     twin: State = {"mine": [Shell(Quantised.of(torch.randn(4)), torch.randn(4), Odd())]}
     saved = Saved(Capture(state).read())
@@ -161,7 +161,7 @@ def test_a_context_that_is_not_plain_is_filled_and_not_made() -> None:
 
 
 class Slotted:
-    """Tells nothing of what it holds."""
+    """Has no description of its attributes."""
 
     __slots__ = ("held",)
 
@@ -171,14 +171,14 @@ class Slotted:
 
 @pytest.mark.parametrize("around", [lambda v: v, lambda v: {"in": [v]}, Slotted, lambda v: functools.partial(print, v)])
 @pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)], ids=["tensor", "array"])
-def test_values_that_would_not_be_saved_are_refused(around: Callable[[Any], Any], value: Any) -> None:
-    """A tensor or an array in a context is state that nobody told us of: better no checkpoint than a torn one."""
+def test_tensor_in_wrapper_context_is_rejected(around: Callable[[Any], Any], value: Any) -> None:
+    """A tensor or array in a context would be missing from the checkpoint, so saving fails instead."""
     with pytest.raises(StateError, match=r"mine\.0: .* keeps a tensor or an array in its context"):
         Capture({"mine": [Quantised.of(torch.ones(4), around(value))]}).read()
 
 
-def test_what_an_object_in_a_context_holds_is_compared() -> None:
-    """A scale in an object, say: codes are not filled beside another one. Cycles and functions end somewhere."""
+def test_objects_in_wrapper_context_are_compared() -> None:
+    """For example a scale: codes are not filled if the scale differs. Cycles and functions are handled."""
     saved = Saved(Capture({"mine": [Quantised.of(torch.ones(4), Slotted(3.0))]}).read())
     saved.restore({"mine": [Quantised.of(torch.zeros(4), Slotted(3.0))]})
     with pytest.raises(MismatchError, match=r"mine\.0: its .* has settings"):
@@ -190,7 +190,7 @@ def test_what_an_object_in_a_context_holds_is_compared() -> None:
 
 
 class Liar(Quantised):
-    """Makes another tensor of what it is given."""
+    """Creates a different tensor than the one given."""
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Quantised:
@@ -198,7 +198,7 @@ class Liar(Quantised):
 
 
 class Thrower(Quantised):
-    """Takes nothing back."""
+    """Raises an error in its unflatten method."""
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Quantised:
@@ -208,8 +208,8 @@ class Thrower(Quantised):
 @pytest.mark.parametrize(
     ("kind", "said"), [(Liar, "creates a different tensor"), (Thrower, "does not accept its saved parts")]
 )
-def test_a_class_that_does_not_keep_its_word_is_refused(kind: type[Quantised], said: str) -> None:
-    """Tensors that nobody fills, or an error of its own: an error of ours, by name, and nothing is changed."""
+def test_class_with_wrong_unflatten_is_rejected(kind: type[Quantised], said: str) -> None:
+    """If the class creates unfilled tensors or raises, the restore fails by name, and nothing changes."""
     twin: State = {"mine": []}
     with pytest.raises(MismatchError, match=rf"mine\.0: .*{said}"):
         Saved(Capture({"mine": [kind.of(torch.randn(4))]}).read()).restore(twin)
@@ -217,14 +217,14 @@ def test_a_class_that_does_not_keep_its_word_is_refused(kind: type[Quantised], s
 
 
 class Mixed(Quantised):
-    """Says that something is a tensor in it which is none."""
+    """Lists an attribute as a tensor that is not one."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "label"], None
 
 
-def test_a_part_that_is_no_tensor_is_refused() -> None:
-    """By the name of the wrapper."""
+def test_part_that_is_not_a_tensor_is_rejected() -> None:
+    """The error names the wrapper."""
     with pytest.raises(StateError, match=r"mine\.0: this Mixed lists an attribute that is not a tensor"):
         Capture({"mine": [Mixed.of(torch.randn(4))]}).read()
 
@@ -232,8 +232,8 @@ def test_a_part_that_is_no_tensor_is_refused() -> None:
 @pytest.mark.parametrize(
     "damage", [{"class": 3}, {"tensors": 3}, {"size": [-1]}, {"tensors": [[1, 2]]}, {"name": None}]
 )
-def test_forms_that_no_one_wrote_are_refused(damage: dict[str, Any]) -> None:
-    """As damage of the file, wherever they lie: among the facts, and among the values."""
+def test_damaged_wrapper_forms_are_rejected(damage: dict[str, Any]) -> None:
+    """They count as damage of the file, among the facts and among the values."""
     state: State = {"net": Net(), "mine": [Quantised.of(torch.randn(4))]}
     reading = Capture(state).read()
     found = Saved(reading)
@@ -265,8 +265,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_killed_and_back_from_memory(run_dir: str) -> None:
-    """Each step is staged while training goes on; what comes back is the last one, bit for bit."""
+def test_killed_training_restores_wrappers_from_memory(run_dir: str) -> None:
+    """Each step is staged while training continues; the last one is restored, bit for bit."""
     assert killed(run_script(LIFE, run_dir))
     wanted, twin = build(0), build(3)
     for step in range(1, 6):
@@ -281,8 +281,8 @@ def test_killed_and_back_from_memory(run_dir: str) -> None:
 
 
 @pytest.mark.skipif(not SHARDS_HERE, reason="this torch shards on a GPU only")
-def test_shares_of_ranks_return_to_the_same_ranks_only(tmp_path: Path) -> None:
-    """Codes of four and scales are no elements: two ranks get theirs back, one or three are told why they do not."""
+def test_shares_restore_only_on_same_ranks(tmp_path: Path) -> None:
+    """Codes and scales cannot be resharded: two ranks get theirs back, and one or three get an error."""
     code = "import wrapped_toy; wrapped_toy.main()"
     first = reports(launch(2, code, tmp_path / "run", port=free_port()))["wrapped"]
     assert (

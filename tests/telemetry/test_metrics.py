@@ -1,4 +1,4 @@
-"""Metrics out of the writer: what is served and recorded is what the training did, before and after it was killed."""
+"""Tests of metrics from the writer: served and recorded values match the training, before and after a kill."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Sample = dict[tuple[str, ...], float]
 
 
 def scrape(port: int) -> dict[str, Sample]:
-    """By name, and by the values of the labels but run: {} if nobody answers."""
+    """Return samples by name and by label values except run; {} if the endpoint does not respond."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
@@ -90,7 +90,7 @@ def scrape(port: int) -> dict[str, Sample]:
 
 
 def scraped(port: int, condition: Callable[[dict[str, Sample]], bool]) -> dict[str, Sample]:
-    """What is served, once it is so."""
+    """Wait until the condition is true, and return the served samples."""
     last: dict[str, Sample] = {}
 
     def look() -> bool:
@@ -106,7 +106,7 @@ def scraped(port: int, condition: Callable[[dict[str, Sample]], bool]) -> dict[s
 
 
 def scalars(folder: Path, tag: str, rank: int = 0) -> list[tuple[int, float]]:
-    """Steps and values, as TensorBoard itself reads them."""
+    """Return steps and values, as TensorBoard reads them."""
     if not (folder / f"rank{rank}").is_dir():
         return []
     found = EventAccumulator(str(folder / f"rank{rank}"))
@@ -122,7 +122,7 @@ def look_at(run_dir: str, number: int = 0) -> RankStatus:
 
 @contextmanager
 def training(run_dir: str, **options: Any) -> Iterator[tuple[ckpt.Checkpointer, Callable[[int], int]]]:
-    """A trainer in this process, and how to have it do steps."""
+    """Yield a Checkpointer in this process, and a function that trains steps."""
     state = toy.build()
     with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=10), options=ckpt.Options(**options)) as cp:
         step = cp.restore(default=0)
@@ -134,7 +134,7 @@ def training(run_dir: str, **options: Any) -> Iterator[tuple[ckpt.Checkpointer, 
                 step += 1
                 save = cp.step(step)
                 if step == 1 and save is not None:
-                    save.wait_staged(PATIENCE_S)  # memory is there from now on, and nothing is left out
+                    save.wait_staged(PATIENCE_S)  # memory is ready from now on, and no step is skipped
             cp.wait(PATIENCE_S)
             return step
 
@@ -143,7 +143,7 @@ def training(run_dir: str, **options: Any) -> Iterator[tuple[ckpt.Checkpointer, 
 
 @contextmanager
 def child(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[int], Any]]]:
-    """A trainer in a process of its own, and how to have it do steps."""
+    """Yield a trainer in its own process, and a function that trains steps."""
     command = [sys.executable, "-c", CHILD, *map(str, arguments)]
     with start_python(
         command,
@@ -165,7 +165,7 @@ def child(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.P
             process.kill()
 
 
-# -- what the user says --
+# -- the user's configuration --
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": (lambda: Metrics(), "Metrics() has no destination"),
@@ -191,16 +191,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_makes_no_sense_is_refused(name: str) -> None:
-    """With words that say what would."""
+def test_invalid_metrics_options_are_rejected(name: str) -> None:
+    """The error states which values are allowed."""
     wrong, words = REFUSED[name]
     with pytest.raises(UsageError) as caught:
         wrong()
     assert words in str(caught.value)
 
 
-def test_a_number_is_a_port() -> None:
-    """And None is nothing; ports follow each other on a node; a folder is absolute: the writer works elsewhere."""
+def test_number_as_metrics_is_a_port() -> None:
+    """None disables metrics. A node's ports are consecutive. A folder path becomes absolute for the writer."""
     assert as_metrics(None) is None and as_metrics(9400) == Metrics(prometheus_port=9400)
     assert Metrics(9400).port(3) == 9403 and Metrics(tensorboard="x").port(3) is None
     assert Metrics(tensorboard=Path("x")).tensorboard == str(Path.cwd() / "x")
@@ -209,8 +209,10 @@ def test_a_number_is_a_port() -> None:
     )
 
 
-def test_a_missing_package_is_said_at_once(run_dir: str, own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything was begun: no writer, no folder."""
+def test_missing_metrics_package_fails_before_start(
+    run_dir: str, own_sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is raised before anything starts: no writer and no folder exist."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for metrics in (9400, Metrics(tensorboard=run_dir)):
         with pytest.raises(UsageError, match=r"pip install 'everystep\[metrics\]'"):
@@ -218,7 +220,7 @@ def test_a_missing_package_is_said_at_once(run_dir: str, own_sockets: Path, monk
     assert not writers(own_sockets) and not Path(run_dir).exists()
 
 
-# -- looks and metrics as values --
+# -- status and metrics as values --
 
 FULL = RankStatus(
     run="file:///data/run",
@@ -252,8 +254,8 @@ FULL = RankStatus(
 )
 
 
-def test_every_metric_says_what_a_high_value_means() -> None:
-    """Names follow the conventions, none is without help, and a look that knows everything gives all of them."""
+def test_every_metric_has_name_and_help() -> None:
+    """Names follow the conventions, each has help text, and a complete status gives all of them."""
     found = {one.name for one in gauges(FULL)}
     assert found == set(KINDS)
     for name, kind in KINDS.items():
@@ -267,8 +269,8 @@ def test_every_metric_says_what_a_high_value_means() -> None:
     assert all(s.labels["run"] == FULL.run and s.labels["rank"] == "3" for f in text.values() for s in f.samples)
 
 
-def test_a_look_crosses_to_other_versions() -> None:
-    """There and back it is the same; unknown fields are left out, missing ones have their defaults."""
+def test_status_is_readable_across_versions() -> None:
+    """A round trip changes nothing; unknown fields are ignored, and missing ones get defaults."""
     data = json.loads(json.dumps(FULL.to_json(), allow_nan=False))
     assert RankStatus.from_json(data) == FULL
     assert (
@@ -283,14 +285,14 @@ def test_a_look_crosses_to_other_versions() -> None:
 
 
 def test_urls_have_no_secrets() -> None:
-    """No user, no password, no signature; folders stay what they are, whatever is in their names."""
+    """User, password and signature are removed; folders stay unchanged, whatever is in their names."""
     assert shown("s3://bucket/run") == "s3://bucket/run"
     assert shown("https://AKIA:pw@host:9/run?sig=abc#x") == "https://host:9/run"
     assert shown("file:///data/a?b@c") == "file:///data/a?b@c" and shown("memory:me@here") == "memory:me@here"
 
 
 class Nvml:
-    """A driver with two devices, of which the second runs process 7."""
+    """A driver with two devices, the second of which runs process 7."""
 
     def __init__(self, count: int = 2, broken: str = "") -> None:
         self.count, self.broken, self.calls = count, broken, 0
@@ -323,8 +325,8 @@ class Nvml:
         return [SimpleNamespace(pid=7, usedGpuMemory=5)] * (handle == 1)
 
 
-def test_devices_as_the_driver_sees_them() -> None:
-    """That of the process; the only one there is, where the driver counts processes otherwise; else none is guessed."""
+def test_device_of_process_is_found_by_driver() -> None:
+    """The device of the process is reported, or the only one if the driver lists no process. Otherwise none."""
     assert Devices(Nvml()).look(7) == DeviceStatus("device 1", 0.8, 5, 11, 100)
     assert Devices(Nvml()).look(8) is None
     assert Devices(Nvml(1)).look(8) == DeviceStatus("device 0", 0.8, None, 10, 100)
@@ -339,9 +341,9 @@ def torch_in(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_what_is_told_is_what_was_done(run_dir: str, tmp_path: Path) -> None:
-    """Steps, saves and stalls are those of the trainer, in a look, at the endpoint and in TensorBoard; the writer needs
-    no torch for it; only this machine is served; at the end the port is free, and the last step is recorded."""
+def test_metrics_match_the_training(run_dir: str, tmp_path: Path) -> None:
+    """Steps, saves and stalls match the trainer in the status, at the endpoint and in TensorBoard. The writer does not
+    import torch. Only this machine is served. At the end the port is free, and the last step is recorded."""
     port, folder = free_port(), tmp_path / "tb"
     metrics = Metrics(port, tensorboard=folder, every_s=0.2, samples_per_step=8, flops_per_step=1e9, peak_flops=1e12)
     url = normalise(run_dir)
@@ -351,10 +353,14 @@ def test_what_is_told_is_what_was_done(run_dir: str, tmp_path: Path) -> None:
         look = look_at(run_dir)
         assert torch_in(os.getpid()) and not torch_in(look.writer)
         assert (look.trainer, look.doing, look.step, look.calls, look.pid) == ("alive", "training", 30, 30, os.getpid())
-        assert look.saves == cp.stats.saves - 1 == 29 and look.stalled_s == pytest.approx(  # as of the call of step()
-            cp.stats.stalled_s - cp.stats.stalls[-1], abs=1e-6
+        assert (
+            look.saves == cp.stats.saves - 1 == 29
+            and look.stalled_s
+            == pytest.approx(  # as of the last call of step()
+                cp.stats.stalled_s - cp.stats.stalls[-1], abs=1e-6
+            )
         )
-        # One that is being written may be older than those beside it.
+        # A slot being written may have an older step than its neighbors.
         assert [slot.state for slot in look.slots] == ["sealed"] * 4 and max(slot.step for slot in look.slots) == 30
         assert look.in_memory == 30 and look.memory_lag == 0 and look.started is None and not look.serves.endswith(":0")
         tier = look.tiers[0]
@@ -377,7 +383,7 @@ def test_what_is_told_is_what_was_done(run_dir: str, tmp_path: Path) -> None:
         assert eventually(lambda: (30, 30.0) in scalars(folder, "steps"), PATIENCE_S)
         go(3)
     assert eventually(lambda: not scrape(port), PATIENCE_S)
-    assert eventually(lambda: (33, 33.0) in scalars(folder, "steps"), PATIENCE_S)  # the last thing that it does
+    assert eventually(lambda: (33, 33.0) in scalars(folder, "steps"), PATIENCE_S)  # its last action
     for tag, wanted in (("step", 33), ("tier_saves/" + url, 4), (f"tier_raw_bytes/{url}", None)):
         steps = scalars(folder, tag)
         assert [step for step, _ in steps] == sorted(step for step, _ in steps)
@@ -385,10 +391,10 @@ def test_what_is_told_is_what_was_done(run_dir: str, tmp_path: Path) -> None:
     assert all(value == step for step, value in scalars(folder, "step"))
 
 
-def test_it_goes_on_when_the_trainer_is_killed_and_comes_back(run_dir: str, tmp_path: Path, own_sockets: Path) -> None:
-    """After SIGKILL the endpoint says so, counts the fault, and sees the tier catch up; the next trainer is served at
-    the same port, with what its restore took; what TensorBoard shows goes forwards only, and each step comes once but
-    for those at which something ended."""
+def test_metrics_continue_after_trainer_is_killed(run_dir: str, tmp_path: Path, own_sockets: Path) -> None:
+    """After SIGKILL the endpoint reports the dead trainer, counts the fault, and shows the tier catching up.
+    The next trainer is served at the same port, with its restore time. Steps in TensorBoard never go back, and repeat
+    only where a trainer or a writer ended."""
     port, folder, url = free_port(), tmp_path / "tb", normalise(run_dir)
     with child(run_dir, port, folder) as (process, go):
         assert go(25) == {"step": 25, "saves": 25}
@@ -414,22 +420,22 @@ def test_it_goes_on_when_the_trainer_is_killed_and_comes_back(run_dir: str, tmp_
         assert look.writer == first and look.started == 25 and look.restored_from == "memory"
         assert look.pid == os.getpid() and look.serves == f"http://127.0.0.1:{port}/metrics"
         assert eventually(lambda: (29, 29.0) in scalars(folder, "step"), PATIENCE_S)
-        # And when its writer is killed, the next one serves.
+        # When its writer is killed, the next one serves.
         psutil.Process(first).kill()
         scraped(port, lambda all: all.get("ckpt_step") == {("0",): 29})
         assert look_at(run_dir).writer != first
         cp.wait(PATIENCE_S)
         go(1)
         new = scraped(port, lambda all: all["ckpt_step"][("0",)] == 30)
-        assert new["ckpt_restore_seconds"] == again["ckpt_restore_seconds"]  # it was told
+        assert new["ckpt_restore_seconds"] == again["ckpt_restore_seconds"]  # the new writer has received it
         assert eventually(lambda: (30, 30.0) in scalars(folder, "step"), PATIENCE_S)  # it loads TensorBoard first
-    assert eventually(lambda: scalars(folder, "step")[-1] == (30, 30.0), PATIENCE_S)  # the last thing that it does
+    assert eventually(lambda: scalars(folder, "step")[-1] == (30, 30.0), PATIENCE_S)  # its last action
     steps = [step for step, _ in scalars(folder, "step")]
     assert steps == sorted(steps) and {step for step in steps if steps.count(step) > 1} <= {25, 29, 30}  # ends
 
 
-def test_a_port_that_is_taken_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warning says what to do, once; when the port is free it is served."""
+def test_port_in_use_is_served_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning explains the remedy, and once the port is free, it is served."""
     for name in ("PATIENCE_S", "SOON_S", "AGAIN_S"):
         monkeypatch.setattr(exporter, name, 0.01)
     said, served = list[str](), list[str]()
@@ -460,13 +466,11 @@ def test_a_port_that_is_taken_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         asyncio.run(main(taken))
 
 
-def test_a_folder_that_cannot_be_written_harms_nothing(
-    run_dir: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning; steps are saved; when it can be written to, scalars come, also after it was deleted."""
+def test_unwritable_folder_only_logs_a_warning(run_dir: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning is logged and steps are saved. In a writable folder scalars are written, even if it was deleted."""
     blocked = tmp_path / "blocked"
     blocked.write_text("a file")
-    taken = socket.create_server(("127.0.0.1", 0))  # and beside it a port that cannot be had
+    taken = socket.create_server(("127.0.0.1", 0))  # also a port that is in use
     metrics = Metrics(taken.getsockname()[1], tensorboard=blocked / "tb", every_s=0.05)
     with taken, training(run_dir, metrics=metrics) as (_, go), caplog.at_level(logging.WARNING, "ckpt"):
         go(10)
@@ -479,14 +483,14 @@ def test_a_folder_that_cannot_be_written_harms_nothing(
         assert look_at(run_dir).tiers[0].committed == 10
         blocked.unlink()
         assert eventually(lambda: (10, 10.0) in scalars(blocked / "tb", "step"), PATIENCE_S)
-        shutil.rmtree(blocked)  # somebody tidies up
+        shutil.rmtree(blocked)  # a cleanup by another process
         go(1)
         assert eventually(lambda: (11, 11.0) in scalars(blocked / "tb", "step"), PATIENCE_S)
         assert len(said()) == 1
 
 
-def test_what_each_tier_was_given_is_counted(run_dir: str, tmp_path: Path) -> None:
-    """Bytes of states and bytes stored, in the nearest tier and in the one that is filled from it, by its rhythm."""
+def test_bytes_of_each_tier_are_counted(run_dir: str, tmp_path: Path) -> None:
+    """Raw and stored bytes are counted in the nearest tier and in the one filled from it, with its own interval."""
     tiers = [ckpt.Tier(run_dir, every=1, compression="none"), ckpt.Tier(str(tmp_path / "far"), every=2)]
     tensor = torch.randn(1 << 20)
     with ckpt.Checkpointer({"tensor": tensor}, tiers) as cp:
@@ -504,8 +508,8 @@ def test_what_each_tier_was_given_is_counted(run_dir: str, tmp_path: Path) -> No
         assert far.stored > 0 and not far.failed and not far.left_out and not far.error
 
 
-def test_a_tier_that_fails_says_why(run_dir: str, tmp_path: Path) -> None:
-    """How often, and with which words, until a save has succeeded again; the nearest tier is not to blame."""
+def test_failing_tier_reports_its_error(run_dir: str, tmp_path: Path) -> None:
+    """The status has the count and the last error until a save succeeds again; the nearest tier is unaffected."""
     far, away = tmp_path / "far", tmp_path / "away"
     tiers = [ckpt.Tier(run_dir, every=1), ckpt.Tier(str(far), every=1)]
     with ckpt.Checkpointer(toy.build(), tiers, options=ckpt.Options(on_error="warn")) as cp:
@@ -554,8 +558,8 @@ print(failed)
 """
 
 
-def test_a_disk_that_is_full_leaves_whole_records(tmp_path: Path) -> None:
-    """What a record lacks would spoil those after it: it is taken back, and the file goes on when there is room."""
+def test_full_disk_leaves_complete_records(tmp_path: Path) -> None:
+    """A partial record would damage later ones: it is removed, and writing continues when there is space."""
     folder = tmp_path / "rank0"
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, folder], capture_output=True, text=True, timeout=60, check=False
@@ -567,8 +571,8 @@ def test_a_disk_that_is_full_leaves_whole_records(tmp_path: Path) -> None:
     assert all(value == step / 2 for step, value in scalars(tmp_path, "half"))
 
 
-def test_each_rank_has_a_port_and_a_folder(run_dir: str, tmp_path: Path, own_sockets: Path) -> None:
-    """Of two ranks on a node each is served by its own writer; no rank is seen twice."""
+def test_each_rank_has_own_port_and_folder(run_dir: str, tmp_path: Path, own_sockets: Path) -> None:
+    """With two ranks on a node, each is served by its own writer, and none appears twice."""
     folder, meet = tmp_path / "tb", free_port()
     port = next(found for found in iter(free_port, 0) if not scrape(found + 1))
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meet)}
@@ -582,8 +586,8 @@ def test_each_rank_has_a_port_and_a_folder(run_dir: str, tmp_path: Path, own_soc
             assert {look_at(run_dir, n).rank for n in (0, 1)} == {0, 1}
 
 
-def test_negative_control_nothing_is_served_unasked(run_dir: str, own_sockets: Path) -> None:
-    """Without metrics= no writer listens at any port, and neither package is loaded."""
+def test_negative_control_nothing_is_served_without_metrics(run_dir: str, own_sockets: Path) -> None:
+    """Without metrics= no writer listens on a port."""
     with training(run_dir) as (_, go):
         go(3)
         (writer,) = writers(own_sockets)

@@ -1,4 +1,4 @@
-"""The recipe for torchft: two replica groups, one killed, a folder each, with the real lighthouse and manager."""
+"""The recipe for torchft: two replica groups with a folder each, one killed, with the real lighthouse and manager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KILLED = 4
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """An interpreter that has torchft beside our packages."""
+    """Return an interpreter with torchft and our packages."""
     return python_with("torchft")
 
 
@@ -38,7 +38,7 @@ def lighthouse(python: Path) -> Iterator[str]:
 
 
 def start(python: Path, lighthouse: str, *words: object) -> subprocess.Popen[str]:
-    """One group, which has a store of its own."""
+    """Start one group, which has its own store."""
     own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = {**os.environ, **own, "PYTHONPATH": PYTHONPATH, "TORCHFT_LIGHTHOUSE": lighthouse}
     command = [str(python), str(LIB / "torchft_toy.py"), *map(str, words)]
@@ -58,9 +58,10 @@ def same(folder: Path, one: str, other: str) -> bool:
     return first.keys() == second.keys() and len(first) > 2 and all(torch.equal(first[k], second[k]) for k in first)
 
 
-def test_a_group_dies_and_comes_back(python: Path, lighthouse: str, tmp_path: Path) -> None:
-    """The survivor steps on and saves; the other one restores its own last step from memory, bit for bit, is healed
-    by torchft, and both end alike. Started anew, each has what it ended with, the manager's step too."""
+def test_killed_replica_group_restores_and_rejoins(python: Path, lighthouse: str, tmp_path: Path) -> None:
+    """The killed group restores its last step from memory bit for bit, and torchft heals it. Both end equal.
+
+    A new start restores the final state, with the manager's step."""
     groups = [start(python, lighthouse, "train", tmp_path, number, KILLED) for number in (0, 1)]
     try:
         assert said(groups[1], -signal.SIGKILL)[-1]["step"] == KILLED

@@ -1,5 +1,4 @@
-"""`ckpt.torchtitan` under the real trainer of torchtitan, on CPU ranks: killed and gone on, on other ranks, and begun
-with what others have written."""
+"""Tests of `ckpt.torchtitan` with its real trainer on CPU ranks: kills, other ranks, and other initial checkpoints."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ Said = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[Path]:
-    """An interpreter that has torchtitan beside our packages, whose versions it would change."""
-    # Not its trainer: pyarrow, which that imports, starts a thread.
+    """Return an interpreter with torchtitan and our packages, whose versions it would change."""
+    # Without its trainer: pyarrow, which that imports, starts a thread.
     parts = (f"torchtitan.{name}" for name in ("models.llama3", "components.checkpointer", "components.metrics"))
     yield from warmed("torchtitan", "titan_on_cpu", *parts)
 
@@ -38,7 +37,7 @@ def folder(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(python: Path, folder: Path) -> Said:
-    """What two ranks said under torchtitan's own manager, and then under ours, until they were killed."""
+    """Return the output of two ranks with torchtitan's own manager, and then with ours until they were killed."""
     codes, said = said_by(python, 2, MAIN, "kill", folder)
     assert codes == [-signal.SIGKILL] * 2
     return said
@@ -68,7 +67,7 @@ def begun(python: Path, folder: Path, by_four: Said) -> Said:
 
 @pytest.fixture(scope="module")
 def piped(python: Path, folder: Path) -> Said:
-    """Two parts of the model on each of two ranks: without saving, and then saved until they were killed."""
+    """Return the output of two ranks with two model parts each: without saving, saved until killed, and resumed."""
     codes, said = said_by(python, 2, MAIN, "pipeline", folder)
     assert codes == [-signal.SIGKILL] * 2
     return said + said_by(python, 2, MAIN, "pipeline_on", folder)[1]
@@ -76,12 +75,12 @@ def piped(python: Path, folder: Path) -> Said:
 
 @pytest.fixture(scope="module")
 def replicated(python: Path, folder: Path, by_four: Said) -> Said:
-    """The model on two ranks, and on two others again (HSDP): without saving, saved until they were killed, and on."""
+    """Return the output of the model on two by two ranks (HSDP): without saving, saved until killed, and resumed."""
     return by_four + said_by(python, 4, MAIN, "replicated_on", folder)[1]
 
 
 def of(said: Said, case: str) -> Said:
-    """Without the name of the case."""
+    """Return the lines of a case, without its name."""
     return [{key: one for key, one in line.items() if key != "case"} for line in said if line["case"] == case]
 
 
@@ -93,9 +92,9 @@ def _steps(run: Path) -> list[int]:
     return sorted(one.step for one in ckpt.Run(str(run)).list())
 
 
-def test_killed_it_goes_on_as_if_nothing_had_been(killed: Said, resumed: Said) -> None:
-    """From the last step before SIGKILL, out of memory: weights, moments, learning rates and counts are equal then,
-    and losses, gradient norms, tokens and all of these at every step after it."""
+def test_killed_training_continues_exactly(killed: Said, resumed: Said) -> None:
+    """Training continues from memory at the last step before SIGKILL. Weights, moments, learning rates and counts are
+    equal then, and these, losses, gradient norms and tokens at every later step."""
     untouched, (first, *later) = of(killed, "theirs")[1:], of(resumed, "ours")
     assert of(killed, "ours")[1:] == untouched[: KILLED + 1]
     assert (first["loaded"], first["tier"], first["found"]) == (KILLED, "memory", True)
@@ -104,14 +103,13 @@ def test_killed_it_goes_on_as_if_nothing_had_been(killed: Said, resumed: Said) -
     assert len({one["weights"] for one in untouched}) == len({one["loss"] for one in untouched}) == STEPS
 
 
-def test_the_folders_hold_every_interval_and_keep_latest_k(steps_kept: dict[str, list[int]]) -> None:
-    """Two of the steps that the interval names, in its folder and in further ones."""
+def test_folders_have_interval_steps_and_keep_latest_k(steps_kept: dict[str, list[int]]) -> None:
+    """Its folder and further ones have the last two steps of the interval."""
     assert steps_kept == {"ours/checkpoint": [6, 8], "also": [6, 8]}
 
 
-def test_to_save_gathers_nothing(killed: Said, folder: Path, steps_kept: Any) -> None:
-    """No collective runs in any save, and fused weights are saved as they lie; torchtitan's own manager divides them,
-    for which it gathers them."""
+def test_save_runs_no_collective(killed: Said, folder: Path, steps_kept: Any) -> None:
+    """No save runs a collective, and fused weights are saved as stored. torchtitan's own manager gathers them."""
     ours, theirs = of(killed, "ours, saved"), of(killed, "theirs, saved")
     assert [(one["step"], one["collectives"]) for one in ours] == [(step + 1, 0) for step in range(KILLED)]
     assert [one["step"] for one in ours if one["done"]] == [2, 4]
@@ -120,21 +118,21 @@ def test_to_save_gathers_nothing(killed: Said, folder: Path, steps_kept: Any) ->
 
 
 def test_load_only_writes_nothing(by_four: Said, resumed: Said) -> None:
-    """It loads on four ranks what two have saved, but for what is excluded, and trains; no file there has changed."""
+    """Four ranks load a checkpoint of two, except excluded entries, and train. No file there changes."""
     loaded, stepped, said = of(by_four, "looked at")
     assert loaded["loaded"] == STEPS and stepped["step"] == STEPS + 1 and said == {"unchanged": True}
     ended = of(resumed, "ours")[-1]
     assert loaded["weights"] == ended["weights"] and loaded["moments"] != ended["moments"]
 
 
-def test_batches_of_another_number_of_shares_are_refused(by_four: Said) -> None:
-    """torchtitan's loader cannot divide them; the message says how to go on."""
+def test_loader_state_of_other_ranks_is_rejected(by_four: Said) -> None:
+    """torchtitan's loader cannot reshard them; the message explains the remedy."""
     (said,) = of(by_four, "refused")
     assert "exclude_from_loading=['dataloader']" in said["error"]
 
 
-def test_tensor_parallel_ranks_take_over_and_give_back(by_four: Said, begun: Said, resumed: Said) -> None:
-    """Whole weights and moments are those with which the others ended, and so is where the data is."""
+def test_tensor_parallel_ranks_restore_and_return(by_four: Said, begun: Said, resumed: Said) -> None:
+    """Whole weights and moments, and the data position, equal the final ones of the previous ranks."""
     ended = of(resumed, "ours")[-1]
     for said, case, step in ((by_four, "tensor parallel", STEPS), (begun, "taken back", STEPS + 2)):
         loaded, *later = of(said, case)
@@ -143,9 +141,8 @@ def test_tensor_parallel_ranks_take_over_and_give_back(by_four: Said, begun: Sai
     assert ended["step"] == STEPS + 3
 
 
-def test_replicas_of_divided_ranks(replicated: Said) -> None:
-    """HSDP: killed, it goes on as if nothing had been; four ranks that all divide the model take over, and no save runs
-    a collective."""
+def test_hsdp_training_continues_after_kill(replicated: Said) -> None:
+    """With HSDP, training continues exactly, four fully sharded ranks restore it, and no save runs a collective."""
     untouched, said = of(replicated, "untouched")[1:], of(replicated, "replicated")
     resumed = said[KILLED + 2 :]
     assert resumed[0]["loaded"] == KILLED and resumed[0]["tier"] == "memory"
@@ -156,9 +153,9 @@ def test_replicas_of_divided_ranks(replicated: Said) -> None:
     assert not any(one["collectives"] for one in of(replicated, "replicated, saved"))
 
 
-def test_parts_of_a_pipeline(piped: Said) -> None:
-    """Killed, it goes on as if nothing had been. Ranks that hold all layers take over all weights and moments, and give
-    them back, though each part has an optimizer of its own; and no save runs a collective."""
+def test_pipeline_parts_continue_after_kill(piped: Said) -> None:
+    """Killed training continues exactly. Ranks with all layers restore all weights and moments, and vice versa, though
+    each part has its own optimizer. No save runs a collective."""
     untouched, said = of(piped, "alone")[1:], of(piped, "pipeline")
     again, *later = said[KILLED + 2 :]
     assert said[1 : KILLED + 2] == untouched[: KILLED + 1] and later == untouched[KILLED:]
@@ -172,8 +169,8 @@ def test_parts_of_a_pipeline(piped: Said) -> None:
     assert {one["collectives"] for one in of(piped, "pipeline, saved")} == {0}
 
 
-def test_it_begins_with_what_torchtitan_has_written(begun: Said, killed: Said) -> None:
-    """Of a checkpoint of torchtitan's own manager with all that is in it: as if that one had gone on."""
+def test_training_starts_from_torchtitan_checkpoint(begun: Said, killed: Said) -> None:
+    """A full checkpoint of torchtitan's own manager continues as that training would."""
     untouched = of(killed, "theirs")[1:]
     loaded, *later = of(begun, "from theirs")
     assert loaded["loaded"] == 4 and _digests(loaded) == _digests(untouched[3])
@@ -181,17 +178,16 @@ def test_it_begins_with_what_torchtitan_has_written(begun: Said, killed: Said) -
 
 
 @pytest.mark.parametrize("source", ["a run", "Hugging Face"])
-def test_it_begins_with_the_weights_alone(source: str, begun: Said, resumed: Said) -> None:
-    """Of another run of ours, and of what was exported in the form of Hugging Face: the same numbers, at step 0."""
+def test_training_starts_from_weights_alone(source: str, begun: Said, resumed: Said) -> None:
+    """Weights of another run of ours, or of a Hugging Face export, are equal at step 0."""
     loaded, stepped = of(begun, f"from {source}")
     assert (loaded["loaded"], loaded["found"], stepped["step"]) == (0, True, 1)
     assert loaded["weights"] == of(resumed, "ours")[-1]["weights"]
 
 
-def test_what_its_own_tests_ask_of_a_manager(python: Path, tmp_path: Path) -> None:
-    """Which calls save, what an empty folder gives, that a step which is asked for and not there is an error and no
-    fresh start, that a folder with a run is preferred to `initial_load_path`, and that it does nothing
-    when it is off."""
+def test_manager_passes_checks_of_torchtitan(python: Path, tmp_path: Path) -> None:
+    """Covered: which calls save, an empty folder, an error for a missing step, a run before `initial_load_path`, and no
+    effect when disabled."""
     path = {"PYTHONPATH": PYTHONPATH}
     script = [python, REPO / "tests/lib/titan_manager.py", tmp_path]
     ended = subprocess.run(script, env={**os.environ, **path}, capture_output=True, text=True)
@@ -210,8 +206,8 @@ def test_what_its_own_tests_ask_of_a_manager(python: Path, tmp_path: Path) -> No
     }
 
 
-def test_what_it_does_not_know_is_refused(python: Path) -> None:
-    """Another version at import, with the range that is known; and where there is none, what to install."""
+def test_unsupported_torchtitan_version_fails_at_import(python: Path) -> None:
+    """An unsupported version fails at import with the supported range; a missing package, with what to install."""
     code = """
 import sys, torchtitan
 for torchtitan.__version__ in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""A state for which memory has no room is written from the live tensors, range by range."""
+"""A state without room in memory is written from the live tensors, range by range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def odd_state() -> dict[str, object]:
-    """Tensors that are large, small, empty, strided, conjugated and of odd sizes."""
+    """Return tensors that are large, small, empty, strided, conjugated and of odd sizes."""
     torch.manual_seed(0)
     return {
         "large": torch.randn(3 * MIB + 5),
@@ -33,7 +33,7 @@ def odd_state() -> dict[str, object]:
 
 
 def expected(reading: object) -> bytearray:
-    """The bytes of a slot: each tensor, row by row, at its offset."""
+    """Return the bytes of a slot: each tensor, row by row, at its offset."""
     data = bytearray(reading.layout.arrangement.data_size)  # type: ignore[attr-defined]
     offsets = reading.layout.arrangement.offsets  # type: ignore[attr-defined]
     for tensor, offset in zip(reading.tensors, offsets, strict=True):  # type: ignore[attr-defined]

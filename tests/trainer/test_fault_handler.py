@@ -1,4 +1,4 @@
-"""One rank and what befalls it: signals, exceptions, crashes, hangs, requests. What is saved, said, left behind."""
+"""Tests of faults on a single rank (signals, exceptions, crashes, hangs, requests): saves, reports, cleanup."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ANSWER_S = 60.0
 
 
 class Training:
-    """The toy run, step by step. `at`: the last step done; `faults`: what on_fault was told."""
+    """The toy run, step by step. `at`: the last finished step; `faults`: the arguments of on_fault."""
 
     def __init__(self, cp: ckpt.Checkpointer, state: dict[str, Any], faults: list[Fault]) -> None:
         self.cp, self.state, self.faults = cp, state, faults
@@ -57,15 +57,15 @@ class Training:
         return save
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Train until something comes true."""
+        """Train until the condition is true."""
         end = time.monotonic() + ANSWER_S
         while not condition():
-            assert time.monotonic() < end, "what the test waits for does not come"
+            assert time.monotonic() < end, "the condition did not become true"
             self.go()
             time.sleep(0.01)
 
     def fault(self, kind: str, number: int = 1) -> Fault:
-        """The account of so many faults of this kind, trained for until it is there."""
+        """Train until this many faults of this kind were reported, and return the last of them."""
         self.until(lambda: len(self.of(kind)) >= number)
         return self.of(kind)[number - 1]
 
@@ -75,7 +75,7 @@ class Training:
 
 @contextlib.contextmanager
 def training(run: str, *, memory: int = 1, on_fault: Any = None, **settings: Any) -> Iterator[Training]:
-    """A Checkpointer that by itself saves to disk at its end only."""
+    """Open a Checkpointer that saves to disk only at its end."""
     state, faults = toy.build(), list[Fault]()
 
     def note(fault: Fault) -> None:
@@ -91,7 +91,7 @@ def training(run: str, *, memory: int = 1, on_fault: Any = None, **settings: Any
 
 
 def durable(run: str) -> list[int]:
-    """The steps that the disk holds."""
+    """Return the durable steps on disk."""
 
     async def look() -> list[int]:
         store = open_store(run, writable=False)
@@ -104,7 +104,7 @@ def durable(run: str) -> list[int]:
 
 
 def reports(run: str) -> list[Fault]:
-    """The accounts that the run holds, in order."""
+    """Return the fault reports of the run, in order."""
     found = sorted(Path(run, "faults").glob("*.json"))
     return [Fault.from_json(json.loads(path.read_text())) for path in found]
 
@@ -115,7 +115,7 @@ def saved_on_disk(fault: Fault) -> list[int]:
 
 @pytest.fixture
 def handlers() -> Iterator[Callable[[int, Any], None]]:
-    """Installs handlers of the user, and takes them away again."""
+    """Install handlers of the user, and remove them afterwards."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 
     def install(number: int, handler: Any) -> None:
@@ -164,7 +164,7 @@ def later(seconds, action, *arguments):
 
 @contextlib.contextmanager
 def trainer(run: str, code: str, fail: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A training process that the test acts upon while it runs."""
+    """Start a training process that the test acts upon while it runs."""
     path = PYTHONPATH
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": path}
     process = start_python(
@@ -184,14 +184,14 @@ def trainer(run: str, code: str, fail: str = "") -> Iterator[subprocess.Popen[st
 
 
 def await_line(process: subprocess.Popen[str], wanted: str) -> list[str]:
-    """Everything it says until this line, which must come."""
+    """Return all lines up to this one; fail if it does not appear."""
     assert process.stdout is not None
     lines: list[str] = []
     for line in process.stdout:
         lines.append(line.strip())
         if lines[-1] == wanted:
             return lines
-    raise AssertionError(f"{wanted!r} did not come: {lines}")
+    raise AssertionError(f"{wanted!r} did not appear: {lines}")
 
 
 def steps_of(output: str) -> list[int]:
@@ -199,15 +199,15 @@ def steps_of(output: str) -> list[int]:
 
 
 def is_exact(run: Training) -> bool:
-    """Whether the state is bit for bit that of an uninterrupted run."""
+    """Return True if the state equals that of an uninterrupted run, bit for bit."""
     return toy.digest(run.state) == toy.reference(run.at)
 
 
 # -- signals --
 
 
-def test_sigusr1_saves_and_goes_on(run_dir: str) -> None:
-    """The last step or the next becomes durable, the account says so, training goes on, the state is not touched."""
+def test_sigusr1_saves_and_training_continues(run_dir: str) -> None:
+    """The last or the next step becomes durable and is reported. Training continues with an unchanged state."""
     with training(run_dir) as run:
         for number in (1, 2):
             run.go(3)
@@ -222,8 +222,8 @@ def test_sigusr1_saves_and_goes_on(run_dir: str) -> None:
     assert [fault.kind for fault in reports(run_dir)] == ["signal", "signal"]
 
 
-def test_negative_control_a_signal_that_is_no_trigger_saves_nothing(run_dir: str, handlers: Any) -> None:
-    """With another signal among the triggers, SIGUSR1 is the user's alone."""
+def test_negative_control_signal_without_trigger_saves_nothing(run_dir: str, handlers: Any) -> None:
+    """If only SIGUSR2 is a trigger, SIGUSR1 reaches only the user's handler."""
     calls: list[int] = []
     handlers(signal.SIGUSR1, lambda number, frame: calls.append(number))
     with training(run_dir, triggers=[ckpt.triggers.on_signal("SIGUSR2")]) as run:
@@ -237,8 +237,8 @@ def test_negative_control_a_signal_that_is_no_trigger_saves_nothing(run_dir: str
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_the_users_own_handler_decides_about_sigterm(run_dir: str, handlers: Any, when: str) -> None:
-    """It runs, the process goes on, and the state is saved; whether it was there before ours or came later."""
+def test_sigterm_with_user_handler_saves_and_continues(run_dir: str, handlers: Any, when: str) -> None:
+    """The handler runs, the process continues and the state is saved, whether it was installed before or after ours."""
     calls: list[int] = []
 
     def mine(number: int, frame: Any) -> None:
@@ -259,8 +259,8 @@ def test_the_users_own_handler_decides_about_sigterm(run_dir: str, handlers: Any
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
-def test_ctrl_c_is_what_it_always_was(run_dir: str) -> None:
-    """KeyboardInterrupt, no account of a fault, and the newest step durable."""
+def test_ctrl_c_raises_keyboard_interrupt_without_report(run_dir: str) -> None:
+    """Ctrl-C raises KeyboardInterrupt, writes no fault report, and makes the newest step durable."""
     with pytest.raises(KeyboardInterrupt):
         with training(run_dir) as run:
             run.go(3)
@@ -269,9 +269,9 @@ def test_ctrl_c_is_what_it_always_was(run_dir: str) -> None:
     assert run.faults == [] and reports(run_dir) == [] and durable(run_dir) == [3]
 
 
-def test_sigterm_saves_leaves_and_the_next_start_goes_on(run_dir: str) -> None:
-    """Exit code 143, the last finished step durable, and a bit-exact continuation. A restore that is hit by SIGTERM
-    costs nothing, before and after it has begun to fill the state."""
+def test_sigterm_saves_exits_and_next_start_continues(run_dir: str) -> None:
+    """The exit code is 143, the last finished step is durable, and the next start continues bit for bit.
+    SIGTERM during a restore loses nothing, before and after it has begun to fill the state."""
     with trainer(run_dir, "train(opened(), 10_000)\n") as process:
         await_line(process, "step 5")
         process.send_signal(signal.SIGTERM)
@@ -279,7 +279,7 @@ def test_sigterm_saves_leaves_and_the_next_start_goes_on(run_dir: str) -> None:
     assert process.returncode == SIGTERM_CODE, output
     (fault,) = reports(run_dir)
     last = max(steps_of(output), default=5)
-    assert eventually(lambda: durable(run_dir)[-1] >= last)  # steps that were made meanwhile come after the account
+    assert eventually(lambda: durable(run_dir)[-1] >= last)  # steps finished after the report may become durable later
     newest = durable(run_dir)[-1]
     assert newest <= last + 1
     assert (fault.kind, fault.exit_code, fault.advice) == ("signal", SIGTERM_CODE, "resubmit")
@@ -296,14 +296,14 @@ def test_sigterm_saves_leaves_and_the_next_start_goes_on(run_dir: str) -> None:
         assert durable(run_dir)[-1] == newest
     with training(run_dir) as run:
         assert run.at == newest and is_exact(run)
-        assert run.cp.faults == []  # they left as announced: that is no news
+        assert run.cp.faults == []  # they exited as announced, so the next start reports nothing
         run.go(3)
         assert is_exact(run)
 
 
-def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
-    """In C code that nothing interrupts: what is in memory becomes durable, and the process leaves. A second SIGTERM
-    makes it neither quicker nor worse."""
+def test_sigterm_saves_while_main_thread_is_blocked(run_dir: str) -> None:
+    """The main thread is blocked in C code that no signal interrupts: the snapshot in memory becomes durable, and the
+    process exits. Further SIGTERMs change nothing."""
     with trainer(
         run_dir, "cp = opened(); train(cp, 5); cp._saver.last.copied.wait(); say('blocked'); block()\n"
     ) as process:
@@ -317,8 +317,8 @@ def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
         assert run.at == 5 and is_exact(run)
 
 
-def test_sigterm_to_two_runs_in_one_process(run_dir: str) -> None:
-    """Both have their last step, also the one that has more to do; the process ends with 143."""
+def test_sigterm_saves_two_runs_in_one_process(run_dir: str) -> None:
+    """Both runs save their last step, also the slower one, and the process exits with 143."""
     code = """
 from ckpt.core.run.closing import EmergencySaver
 other = toy.build()
@@ -349,8 +349,8 @@ block()
             assert again.at == 5
 
 
-def test_sigterm_before_the_first_step_and_with_its_own_leave(run_dir: str) -> None:
-    """There is nothing to save, and it is said so: exit code 143 and an empty run."""
+def test_sigterm_before_first_step_saves_nothing(run_dir: str) -> None:
+    """The report states that nothing was saved; the exit code is 143 and the run is empty."""
     with trainer(run_dir, "opened(); say('open'); block()\n") as process:
         await_line(process, "open")
         process.send_signal(signal.SIGTERM)
@@ -362,9 +362,8 @@ def test_sigterm_before_the_first_step_and_with_its_own_leave(run_dir: str) -> N
         assert run.at == 0
 
 
-def test_sigterm_while_closing(run_dir: str) -> None:
-    """While close() waits for a disk that is slow, here a writer that stands still for a while: the newest step becomes
-    durable, or stays in memory, and the process leaves."""
+def test_sigterm_while_closing_loses_no_step(run_dir: str) -> None:
+    """On a slow disk (a suspended writer), the newest step is durable or in memory, then the process exits."""
     code = """
 cp = opened()
 train(cp, 5)
@@ -382,8 +381,8 @@ block()
         assert run.at == 5 and is_exact(run)
 
 
-def test_sigterm_while_the_fault_handler_stops_is_not_lost(run_dir: str) -> None:
-    """close() waits for an incident that is being dealt with; a SIGTERM that comes then ends the process even so."""
+def test_sigterm_while_fault_handler_stops_ends_process(run_dir: str) -> None:
+    """close() waits while a fault is being handled; a SIGTERM during that wait still ends the process."""
     code = """
 began = threading.Event()
 def slow(fault):
@@ -403,13 +402,13 @@ time.sleep(1)
     assert result.returncode in (SIGTERM_CODE, -signal.SIGTERM), result.stdout
 
 
-def test_a_deadline_that_is_too_short_is_not_called_a_save(run_dir: str, handlers: Any) -> None:
-    """The disk does not answer within the grace: memory has the step, nothing is said to be durable. Later it is."""
+def test_save_beyond_grace_period_is_not_reported_durable(run_dir: str, handlers: Any) -> None:
+    """The disk does not respond within the grace period: the report lists the step in memory only, later as durable."""
     handlers(signal.SIGTERM, lambda number, frame: None)
     with training(run_dir, triggers=[ckpt.triggers.on_signal("SIGTERM", grace_s=1.0)]) as run:
         run.go(3)
         send(signal.SIGTERM)
-        assert saved_on_disk(run.fault("signal"))  # negative control: it is quick enough as a rule
+        assert saved_on_disk(run.fault("signal"))  # negative control: normally the disk is fast enough
         (writer,) = writers(Path(os.environ["CKPT_RUNTIME_DIR"]))
         writer.suspend()
         try:
@@ -424,7 +423,7 @@ def test_a_deadline_that_is_too_short_is_not_called_a_save(run_dir: str, handler
     assert durable(run_dir)[-1] == run.at
 
 
-# -- what is put back --
+# -- what close() restores --
 
 
 def surroundings() -> dict[str, object]:
@@ -440,7 +439,7 @@ def surroundings() -> dict[str, object]:
 
 
 def threads() -> list[str]:
-    """One thread for subscribers of events stays as long as the process, whoever started it."""
+    """Return the threads of ckpt. The one for event subscribers lives as long as the process and does not count."""
     names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt"))
     return [name for name in names if name != "ckpt-events"]
 
@@ -451,12 +450,12 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["faulthandler", "no faulthandler"])
-def test_everything_is_put_back(run_dir: str, enabled: bool, own_sockets: Path) -> None:
+def test_close_restores_handlers_threads_and_descriptors(run_dir: str, enabled: bool, own_sockets: Path) -> None:
     """After close(): handlers, wakeup descriptor, faulthandler, excepthook, threads and descriptors are as before."""
     was = faulthandler.is_enabled()
     (faulthandler.enable if enabled else faulthandler.disable)()
     try:
-        with training(f"{run_dir}-first") as run:  # what torch and Python open once for all
+        with training(f"{run_dir}-first") as run:  # PyTorch and Python open some descriptors only once
             run.go(2)
         before, fds = surroundings(), descriptors()
         with training(run_dir) as run:
@@ -474,11 +473,11 @@ def test_everything_is_put_back(run_dir: str, enabled: bool, own_sockets: Path) 
 
 
 @pytest.mark.parametrize("where", ["signal.set_wakeup_fd", "ckpt.guard.preemption.NoticeWatch.start"])
-def test_ctrl_c_while_it_arms_leaves_nothing_armed(run_dir: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """Whoever catches it goes on with the handlers that were there, and may open the run again."""
-    with training(f"{run_dir}-first") as run:  # what torch and Python open once for all
+def test_ctrl_c_while_opening_leaves_no_handlers(run_dir: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """After the exception is caught, the previous handlers are active again, and the run can be opened again."""
+    with training(f"{run_dir}-first") as run:  # PyTorch and Python open some descriptors only once
         run.go(2)
-    assert eventually(lambda: not threads(), 20.0), threads()  # of that one, whose writer may be slow to leave
+    assert eventually(lambda: not threads(), 20.0), threads()  # those of the first run, whose writer may exit slowly
     before, fds = surroundings(), descriptors()
     owner, _, method = where.rpartition(".")
     place = pkgutil.resolve_name(owner)
@@ -502,15 +501,14 @@ def test_ctrl_c_while_it_arms_leaves_nothing_armed(run_dir: str, monkeypatch: py
     assert eventually(lambda: surroundings() == before, 20.0)
 
 
-def test_no_triggers_arm_nothing(run_dir: str) -> None:
-    """Everything stays as it was, no descriptor is left, and nothing is saved out of turn; request() says why it
-    cannot."""
-    with training(f"{run_dir}-first", triggers=[]) as run:  # what torch and Python open once for all
+def test_run_without_triggers_installs_nothing(run_dir: str) -> None:
+    """Handlers stay as they were, no descriptor leaks, and no emergency save happens; a request raises UsageError."""
+    with training(f"{run_dir}-first", triggers=[]) as run:  # PyTorch and Python open some descriptors only once
         run.go(2)
     assert eventually(lambda: not threads(), 20.0), threads()
     before, fds = surroundings(), descriptors()
     with training(run_dir, triggers=[]) as run:
-        run.go(2)  # memory for the state as it is after a step may still be on its way
+        run.go(2)  # memory for the state may still be allocated in the background
         assert eventually(lambda: run.cp._run.stager.arena is not None)
         during = surroundings()
         there = [name for name in threads() if name not in ("ckpt-stage", "ckpt-receive")]
@@ -527,8 +525,8 @@ def test_no_triggers_arm_nothing(run_dir: str) -> None:
 # -- exceptions --
 
 
-def test_an_exception_is_accounted_for(run_dir: str) -> None:
-    """Kind, summary, stack from the innermost frame, advice and exit code; the last step is durable."""
+def test_exception_is_reported_with_stack_and_advice(run_dir: str) -> None:
+    """The report has kind, summary, stack from the innermost frame, advice and exit code; the last step is durable."""
 
     def break_down() -> None:
         raise ValueError("the data are broken")
@@ -544,8 +542,8 @@ def test_an_exception_is_accounted_for(run_dir: str) -> None:
     assert run.faults == [fault] and saved_on_disk(fault) == durable(run_dir) == [4]
 
 
-def test_what_is_caught_in_the_loop_is_no_fault(run_dir: str) -> None:
-    """Also if it would be one outside: an exception, an allocation that fails. SystemExit is no fault either."""
+def test_exception_caught_in_the_loop_is_no_fault(run_dir: str) -> None:
+    """This includes a failed allocation. SystemExit is not a fault either."""
     with pytest.raises(SystemExit), training(run_dir) as run:
         run.go(2)
         with contextlib.suppress(ValueError):
@@ -558,8 +556,8 @@ def test_what_is_caught_in_the_loop_is_no_fault(run_dir: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["torch", "python"])
-def test_no_memory_is_a_kind_of_its_own(run_dir: str, how: str) -> None:
-    """What torch raises on the host, and what Python does; the advice is to try again."""
+def test_out_of_memory_is_reported_as_oom(run_dir: str, how: str) -> None:
+    """This covers errors of PyTorch on the host and MemoryError of Python; the advice is to retry."""
     with pytest.raises((RuntimeError, MemoryError)), training(run_dir) as run:
         run.go(2)
         if how == "torch":
@@ -570,8 +568,8 @@ def test_no_memory_is_a_kind_of_its_own(run_dir: str, how: str) -> None:
     assert "ran out of memory" in fault.summary and durable(run_dir) == [2]
 
 
-def test_only_the_kinds_that_were_asked_for(run_dir: str) -> None:
-    """on_oom() alone says nothing of other exceptions, and the other way round."""
+def test_only_configured_exception_triggers_report(run_dir: str) -> None:
+    """on_oom() alone does not report other exceptions, and on_exception() does not report MemoryError."""
     errors: list[tuple[Any, Exception, list[str]]] = [
         (ckpt.triggers.on_oom(), ValueError(), []), (ckpt.triggers.on_oom(), MemoryError(), ["oom"]),
         (ckpt.triggers.on_exception(), MemoryError(), []), (ckpt.triggers.on_exception(), ValueError(), ["exception"]),
@@ -583,8 +581,8 @@ def test_only_the_kinds_that_were_asked_for(run_dir: str) -> None:
         assert [fault.kind for fault in run.faults] == kinds
 
 
-def test_an_exception_inside_the_optimizer_takes_what_memory_has(run_dir: str) -> None:
-    """The state is half changed then, so that it must not be copied."""
+def test_exception_inside_optimizer_saves_snapshot_in_memory(run_dir: str) -> None:
+    """At that point the state is only partly updated, so it must not be copied."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("inside the optimizer")
@@ -592,7 +590,7 @@ def test_an_exception_inside_the_optimizer_takes_what_memory_has(run_dir: str) -
     with pytest.raises(RuntimeError, match="inside"), training(run_dir, memory=10) as run:
         save = run.go(10)
         assert save is not None
-        save.wait_staged(60)  # a later step, where memory was not there in time
+        save.wait_staged(60)  # a later step if memory was not ready in time
         run.go(3)
         run.state["optim"].register_step_post_hook(fail)
         run.go()
@@ -602,8 +600,8 @@ def test_an_exception_inside_the_optimizer_takes_what_memory_has(run_dir: str) -
         assert run.at == 10 and is_exact(run)
 
 
-def test_an_exception_that_nobody_catches(run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a `with` block too: exit code 1, the traceback as ever, an account, and a word to torchrun."""
+def test_uncaught_exception_reaches_torchrun(run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without a `with` block: exit code 1, the usual traceback, a report, and torchrun's error file."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     result = run_script(HEAD + "cp = opened(); train(cp, 3); cp.stage(); raise ValueError('boom')\n", run_dir)
     assert result.returncode == 1 and result.stderr.rstrip().endswith("ValueError: boom")
@@ -615,11 +613,11 @@ def test_an_exception_that_nobody_catches(run_dir: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("caught", [False, True], ids=["uncaught", "caught"])
-def test_what_keeps_a_run_from_being_opened_is_told(
+def test_error_while_opening_is_reported_to_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caught: bool
 ) -> None:
-    """To torchrun, with the caller's frame; and on the screen once, without ours. Control: who catches it says nothing,
-    and the next exception is the cause."""
+    """torchrun's error file has the caller's frame, and stderr shows the error once, without frames of ckpt.
+    Control: a caught error is not reported, and the next exception is the cause."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     opening = "def opening(): ckpt.Checkpointer({'n': torch.zeros(1)}, '/proc/no/run')\n"
     calling = (
@@ -637,7 +635,7 @@ def test_what_keeps_a_run_from_being_opened_is_told(
     assert said.count("file:///proc/no/run") == 1 and "errors.py" not in said and said.startswith("Traceback")
 
 
-# -- deaths --
+# -- crashes --
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -645,10 +643,11 @@ def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("how", ["crash", "kill"])
-def test_the_next_start_knows_how_the_last_one_died(run_dir: str, how: str) -> None:
-    """cp.faults[0] and on_fault say it, with the stack of a crash, even if another Checkpointer was closed before; the
-    step in memory is restored. A crash is told on stderr as ever. Nobody can trigger a dead trainer."""
-    if how == "crash":  # faulthandler is on before, as in `python -X faulthandler`
+def test_next_start_reports_how_trainer_died(run_dir: str, how: str) -> None:
+    """cp.faults[0] and on_fault report it, with the stack of a crash, even if another Checkpointer was closed before.
+    The step in memory is restored. A crash still prints its stack to stderr. `ckpt trigger` fails for a dead
+    trainer."""
+    if how == "crash":  # faulthandler is enabled before, as in `python -X faulthandler`
         code = "faulthandler.enable()\ndef crash(): ctypes.string_at(1)\n"
         code += "other = ckpt.Checkpointer({'n': torch.zeros(1)}, options=ckpt.Options(name='other'))\n"
         code += "cp = opened(); train(cp, 5)\n"
@@ -673,12 +672,12 @@ def test_the_next_start_knows_how_the_last_one_died(run_dir: str, how: str) -> N
             assert any(" in crash" in line for line in reports(run_dir)[0].stacks["0"])
         else:
             assert "SIGKILL" in fault.summary
-    with training(run_dir) as run:  # it is said once
+    with training(run_dir) as run:  # the next start does not report it again
         assert run.cp.faults == []
 
 
-def test_sigterm_while_the_interpreter_is_held_up(run_dir: str) -> None:
-    """No thread of the trainer can act: the writer hears the signal, and makes durable what is in memory."""
+def test_sigterm_while_interpreter_is_blocked_saves_snapshot(run_dir: str) -> None:
+    """No thread of the trainer can run: the writer receives the signal and makes the snapshot in memory durable."""
     code = """
 cp = opened()
 train(cp, 5)
@@ -690,7 +689,7 @@ held.pthread_mutex_lock(mutex)
 """
     with trainer(run_dir, code) as process:
         await_line(process, "held")
-        time.sleep(0.5)  # else the fault handler may just take the signal before the lock is held for ever
+        time.sleep(0.5)  # else the fault handler may receive the signal before the lock blocks it
         process.send_signal(signal.SIGTERM)
         assert eventually(lambda: bool(reports(run_dir)))
         (fault,) = reports(run_dir)
@@ -702,12 +701,11 @@ held.pthread_mutex_lock(mutex)
 # -- hangs --
 
 
-def test_a_hang_is_reported_and_a_pause_is_none(run_dir: str) -> None:
-    """The same standstill twice: nothing is logged inside cp.not_training(), and one line outside it, while
-    it still lasts."""
+def test_hang_is_reported_but_declared_pause_is_not(run_dir: str) -> None:
+    """Inside cp.not_training() nothing is reported; outside it, one fault is, during the pause."""
     with training(run_dir, triggers=[ckpt.triggers.on_hang(**QUICK_HANG)]) as run:
         end = time.monotonic() + 1.5
-        run.until(lambda: time.monotonic() > end)  # so that the usual pace is known
+        run.until(lambda: time.monotonic() > end)  # so that the usual step time is known
         with run.cp.not_training():
             time.sleep(3.5)
         assert run.faults == []
@@ -715,7 +713,7 @@ def test_a_hang_is_reported_and_a_pause_is_none(run_dir: str) -> None:
         run.until(lambda: time.monotonic() > end)
         assert run.faults == []
         hung = run.at
-        assert eventually(lambda: bool(run.faults))  # negative control: this thread does nothing else meanwhile
+        assert eventually(lambda: bool(run.faults))  # negative control: this thread does nothing else
         time.sleep(1.0)
         (fault,) = run.faults
         assert fault.kind == "hang" and fault.exit_code is None and fault.steps == {"0": hung}
@@ -725,8 +723,8 @@ def test_a_hang_is_reported_and_a_pause_is_none(run_dir: str) -> None:
         assert is_exact(run)
 
 
-def test_a_trainer_that_was_stopped_does_not_report_it_again(run_dir: str) -> None:
-    """Who is stopped by SIGSTOP is reported as that by its writer; let go on, it trains, and says of no hang."""
+def test_stopped_trainer_is_reported_only_by_writer(run_dir: str) -> None:
+    """The writer reports a trainer stopped by SIGSTOP. After SIGCONT it trains, and reports no hang itself."""
     code = "cp = opened(triggers=[ckpt.triggers.on_hang(min_s=1, factor=2)])\nwhile True: train(cp, 20)\n"
     with trainer(run_dir, code) as process:
         await_line(process, "step 120")
@@ -738,8 +736,8 @@ def test_a_trainer_that_was_stopped_does_not_report_it_again(run_dir: str) -> No
         assert (fault.kind, fault.by) == ("hang", "writer") and "kill -CONT" in fault.summary
 
 
-def test_a_hang_may_end_the_process(run_dir: str) -> None:
-    """action="exit": the last step is durable, and the exit code tells the launcher to start it again."""
+def test_hang_with_exit_action_ends_process(run_dir: str) -> None:
+    """action="exit": the last step is durable, and the exit code makes the launcher restart the process."""
     code = "cp = opened(triggers=[ckpt.triggers.on_hang(action='exit', min_s=1, factor=2)]); train(cp, 120); block()\n"
     result = run_script(HEAD + code, run_dir, timeout_s=ANSWER_S)
     assert result.returncode == 75, result.stderr
@@ -747,14 +745,14 @@ def test_a_hang_may_end_the_process(run_dir: str) -> None:
     assert (fault.kind, fault.exit_code, fault.advice) == ("hang", 75, "retry")
     assert eventually(
         lambda: durable(run_dir)[-1:] == [120]
-    )  # memory has it in any case, so nobody waited for the disk
+    )  # memory has it already, so the exit does not wait for the disk
     assert any("block" in frame for frame in fault.stacks["0"])
     with training(run_dir) as run:
         assert run.at == 120 and is_exact(run) and run.cp.faults == []
 
 
-def test_a_pause_inside_a_pause(run_dir: str) -> None:
-    """An evaluation that pauses by itself, called inside a pause: until the outer one ends it is no training."""
+def test_nested_pause_lasts_until_outer_ends(run_dir: str) -> None:
+    """An evaluation that pauses is called inside a pause: the run stays paused until the outer one ends."""
     with training(run_dir) as run:
         run.go()
         with run.cp.not_training():
@@ -766,8 +764,8 @@ def test_a_pause_inside_a_pause(run_dir: str) -> None:
 # -- requests --
 
 
-def test_a_request_saves_one_of_the_next_steps(run_dir: str) -> None:
-    """From any thread, at once, and as often as asked for; the account says who wanted it, and why."""
+def test_request_saves_one_of_the_next_steps(run_dir: str) -> None:
+    """Requests return immediately, from any thread, repeatedly; the report has their source and reason."""
     with training(run_dir) as run:
         run.go(2)
         run.cp.request_save("before the upgrade")
@@ -783,8 +781,8 @@ def test_a_request_saves_one_of_the_next_steps(run_dir: str) -> None:
         run.cp.request_save("too late")
 
 
-def test_a_request_after_going_back(run_dir: str) -> None:
-    """The same step number as of an earlier request is another step after restore(step=...)."""
+def test_request_after_rollback_saves_same_step_again(run_dir: str) -> None:
+    """After restore(step=...), a step with the number of an earlier request is saved again."""
     with training(run_dir, memory=10) as run:
         run.go(4)
         run.cp.save().wait_durable(ANSWER_S)
@@ -792,7 +790,7 @@ def test_a_request_after_going_back(run_dir: str) -> None:
         for _ in range(2):
             run.cp.request_save("now")
             assert eventually(lambda: run.cp._run.intervals.plan._ordered == [7], 5.0)
-            time.sleep(0.3)  # the second time it is 7 already
+            time.sleep(0.3)  # the second time it contains 7 already
             save = run.go()
             assert save is not None and save.tiers
             if not run.of("request"):
@@ -802,8 +800,9 @@ def test_a_request_after_going_back(run_dir: str) -> None:
                 run.go(2)
 
 
-def test_a_shell_can_ask_for_a_save(run_dir: str) -> None:
-    """`ckpt trigger` says whom it told; the account has its words, `ckpt ls` why it is there. No run: an error."""
+def test_trigger_command_requests_a_save(run_dir: str) -> None:
+    """`ckpt trigger` prints which trainer it notified; the report has its reason, and `ckpt ls` marks the checkpoint.
+    Without a running trainer it fails."""
     missing = cli("trigger", f"{run_dir}-elsewhere")
     assert missing.returncode != 0 and "this run has no writer on this machine" in missing.stderr
     with training(run_dir) as run:
@@ -820,8 +819,8 @@ def test_a_shell_can_ask_for_a_save(run_dir: str) -> None:
     assert closed.returncode != 0 and "no writer" in closed.stderr
 
 
-def test_a_run_without_triggers_cannot_be_asked(run_dir: str) -> None:
-    """It says so, instead of promising a save."""
+def test_run_without_triggers_rejects_save_request(run_dir: str) -> None:
+    """The request fails, instead of promising a save."""
     with training(run_dir, triggers=[]) as run:
         run.go()
         with pytest.raises(UsageError, match="has no triggers"):
@@ -829,10 +828,10 @@ def test_a_run_without_triggers_cannot_be_asked(run_dir: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
-def test_an_on_fault_that_raises_harms_nothing(
+def test_on_fault_exception_is_logged_and_ignored(
     run_dir: str, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
-    """It is logged, sys.exit() too; later faults are dealt with and told as before."""
+    """The exception is logged, also SystemExit; later faults are handled and reported as before."""
 
     def fail(fault: Fault) -> None:
         raise kind("of the hook")
@@ -848,9 +847,9 @@ def test_an_on_fault_that_raises_harms_nothing(
 # -- forked children --
 
 
-def test_a_signal_to_a_dataloader_worker_is_its_own(run_dir: str) -> None:
-    """The worker ends as ever (torch answers its parent's SIGTERM by leaving with 0); the trainer saves nothing, stays,
-    and can still be asked to save."""
+def test_signal_to_dataloader_worker_spares_trainer(run_dir: str) -> None:
+    """The worker ends as usual (on SIGTERM from its parent it exits with 0). The trainer saves nothing, continues, and
+    still accepts save requests."""
     code = """
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 1000
@@ -867,7 +866,7 @@ with opened(options=ckpt.Options(on_fault=faults.append)) as cp:
             worker.join(20)
             time.sleep(0.2)
         except RuntimeError:
-            pass  # torch tells its user so
+            pass  # PyTorch raises it when a worker is killed
         say("worker", worker.exitcode, faults)
         batches._shutdown_workers()
     os.kill(me, signal.SIGUSR1)
@@ -884,7 +883,7 @@ os._exit(0)
 
 
 def in_child(action: Callable[[], object]) -> int:
-    """The status of a forked child that does this, and nothing else."""
+    """Return the exit status of a forked child that runs only this action."""
     child = os.fork()
     if not child:
         try:
@@ -896,8 +895,8 @@ def in_child(action: Callable[[], object]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def test_a_forked_child_can_do_nothing_and_break_nothing(run_dir: str) -> None:
-    """ClosedError for what it may not do; SIGTERM ends it, and the parent hears of none of that."""
+def test_forked_child_cannot_use_or_break_checkpointer(run_dir: str) -> None:
+    """Forbidden calls raise ClosedError; SIGTERM ends the child, and the parent reports nothing."""
 
     def pause() -> None:
         with run.cp.not_training():
@@ -905,7 +904,7 @@ def test_a_forked_child_can_do_nothing_and_break_nothing(run_dir: str) -> None:
 
     with training(run_dir) as run:
         run.go(2)
-        assert in_child(pause) in (0, 7 << 8)  # it does nothing, or is refused
+        assert in_child(pause) in (0, 7 << 8)  # it does nothing, or raises ClosedError
         for action in (lambda: run.cp.step(3), lambda: run.cp.request_save(), lambda: run.cp.restore()):
             assert in_child(action) == 7 << 8
         assert in_child(run.cp.close) == 1 << 8  # harmless
@@ -917,12 +916,12 @@ def test_a_forked_child_can_do_nothing_and_break_nothing(run_dir: str) -> None:
 # -- memory --
 
 
-def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
-    """Slot by slot down to two; pages return to the system, no step is skipped, and what is saved then restores."""
+def test_freed_memory_slots_keep_saving_exact(run_dir: str) -> None:
+    """Slots are freed one by one, down to two. Pages return to the system, no step is skipped, and saves restore."""
     with training(run_dir) as run:
         first = run.go()
         assert first is not None
-        first.wait_staged(ANSWER_S)  # steps before there is memory are left out
+        first.wait_staged(ANSWER_S)  # steps before memory is ready are skipped
         run.go(9)
         skipped, arena = run.cp.stats.skipped, run.cp._run.stager.arena
         assert arena is not None
@@ -950,18 +949,18 @@ def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
 
 
 def is_sealed_newest(run: Training) -> bool:
-    """Whether memory still holds the newest step."""
+    """Return True if memory still has the newest step."""
     assert run.cp._saver.last is not None
     run.cp._saver.last.copied.wait(ANSWER_S)
     return max(checkpoint.step for checkpoint in run.cp._run.supervisor.held.sealed()) == run.at
 
 
-def test_pressure_is_accounted_for(run_dir: str) -> None:
-    """What the writer says of memory frees a slot, and the account says how much."""
+def test_memory_pressure_frees_slot_and_is_reported(run_dir: str) -> None:
+    """A memory warning from the writer frees a slot, and the report states how much."""
     with training(run_dir) as run:
         run.go(5)
         arena = run.cp._run.stager.arena
-        assert arena is not None and eventually(lambda: arena.ready == arena.slots)  # else there is no slot to spare
+        assert arena is not None and eventually(lambda: arena.ready == arena.slots)  # else no slot can be freed
         run.cp._run.supervisor._on_note(PressureNote(1, 2, "little is left"))
         fault = run.fault("memory")
         assert "little is left" in fault.summary and "of snapshots" in fault.summary

@@ -1,4 +1,4 @@
-"""A save waits until its memory is made, at the first step and after the state has grown. No step is lost to that."""
+"""Tests that a save waits for its memory, at the first step and after the state has grown, and no step is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Memory is made, but does not arrive before this is set."""
+    """Delay new memory until the returned event is set."""
     come, wait = threading.Event(), NextArena.wait
 
     def wait_until_set(self: NextArena, timeout_s: float) -> Any:
@@ -73,7 +73,7 @@ def restored(tiers: Any, step: int | None = None, *, grown: bool = False) -> tup
 
 @pytest.mark.parametrize("every", [1, 1000])
 def test_first_step_waits_for_its_memory(run_dir: str, slow: threading.Event, every: int) -> None:
-    """Whether or not a tier has scheduled it. The step that is saved is the one at which step() was called."""
+    """It waits whether or not a tier has scheduled the step. The saved step is the one for which step() was called."""
     state = build()
     with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=every, keep=9), triggers=None) as cp:
         cp.restore(default=0)
@@ -138,7 +138,7 @@ def test_grown_state_waits_for_new_memory(run_dir: str, slow: threading.Event, d
 
 
 def test_interrupted_wait_for_memory_leaves_the_step_to_close(run_dir: str, slow: threading.Event) -> None:
-    """Ctrl-C while step() waits for memory: the save fails, and close() saves the step, since nothing has moved on."""
+    """Ctrl-C while step() waits for memory: the save fails, and close() saves the step, since training has stopped."""
     state = build()
     cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), triggers=None)
     cp.restore(default=0)
@@ -155,7 +155,7 @@ def test_interrupted_wait_for_memory_leaves_the_step_to_close(run_dir: str, slow
 
 
 def test_close_in_a_signal_handler_ends_the_wait_for_memory(run_dir: str, slow: threading.Event) -> None:
-    """The handler comes into step(), and its close() saves that step. The step() then raises ClosedError."""
+    """The handler interrupts step(), and its close() saves that step. step() then raises ClosedError."""
     state = build()
     cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1), triggers=None)
     cp.restore(default=0)
@@ -176,7 +176,7 @@ def test_close_in_a_signal_handler_ends_the_wait_for_memory(run_dir: str, slow: 
     assert step == 1 and same(found, weights(state))
 
 
-def test_memory_that_does_not_come_fails_the_step_in_time(run_dir: str, slow: threading.Event) -> None:
+def test_missing_memory_fails_the_step_in_time(run_dir: str, slow: threading.Event) -> None:
     state = build()
     tiers = ckpt.Tier(run_dir, every=1)
     with ckpt.Checkpointer(state, tiers, triggers=None, options=ckpt.Options(busy_timeout_s=0.5)) as cp:
@@ -214,9 +214,8 @@ def arenas_open() -> list[str]:
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["closed", "left by an exception"])
-def test_a_state_that_has_just_grown_leaves_no_memory_open(run_dir: str, raises: bool) -> None:
-    """Of the arena that was outgrown, too, whose step is still being written: who still has the Checkpointer in his
-    hands has no descriptor of its memory."""
+def test_grown_state_leaves_no_memory_open(run_dir: str, raises: bool) -> None:
+    """After close, no descriptor of an arena stays open, even of an outgrown one whose step is being written."""
     state, before = build(), arenas_open()
     with (
         contextlib.suppress(ZeroDivisionError),
@@ -234,9 +233,8 @@ def test_a_state_that_has_just_grown_leaves_no_memory_open(run_dir: str, raises:
     assert cp.writer_pid == 0 and set(arenas_open()) <= set(before)  # an earlier test may have left some
 
 
-def test_slots_that_are_not_ready_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arena is handed out with its first slot: no other is offered before its memory is there, and one that it is
-    not there for is given up."""
+def test_unready_slots_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arena works with its first slot: other slots are not offered until ready, and unavailable ones dropped."""
     arena, slots = Arena.create(3, 1 << 20, ready=1), Slots()
     assert (arena.slots, arena.ready, slots.unpinned(arena)) == (3, 1, [0])
     arena.make_ready()
@@ -272,8 +270,8 @@ with ckpt.Checkpointer({"w": weight, "o": optim}, ckpt.Tier(sys.argv[1], every=1
 
 
 @pytest.mark.parametrize("when", ["returned", "staged"])
-def test_killed_right_after_the_first_step(run_dir: str, when: str) -> None:
-    """Promised is what staged() has said: that is there. Before it there is the step or none, and never a torn one."""
+def test_kill_right_after_first_step_loses_nothing_staged(run_dir: str, when: str) -> None:
+    """A step reported as staged exists. Before that there is the step or none, and never a torn one."""
     assert killed(run_script(KILLED, run_dir, when, "SIGKILL"))
     weight = nn.Parameter(torch.zeros(1 << 22))
     optim = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
@@ -283,8 +281,8 @@ def test_killed_right_after_the_first_step(run_dir: str, when: str) -> None:
     assert bool((weight == step).all())
 
 
-def test_terminated_right_after_the_first_step(run_dir: str) -> None:
-    """SIGTERM leaves time: the step is there afterwards."""
+def test_sigterm_right_after_first_step_saves_it(run_dir: str) -> None:
+    """SIGTERM leaves time to save: the step exists afterwards."""
     run_script(KILLED, run_dir, "returned", "SIGTERM")
     weight = nn.Parameter(torch.zeros(1 << 22))
     optim = torch.optim.SGD([weight], lr=1.0, momentum=0.9)

@@ -1,7 +1,7 @@
-"""Ranks change their save intervals together, by orders.
+"""Tests that ranks change their save intervals together, by orders.
 
 Ranks are threads here, each with its own `Orders` and `Intervals`, over one store. Their writers and training loops are
-played. All orders of events are in `tests/model/test_orders_at_random.py`.
+simulated. `tests/model/test_orders_at_random.py` covers all orders of events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ URL = "file:///tmp/x"
 
 
 class PlayedSupervisor:
-    """What `Intervals` sends to the writer."""
+    """Records the requests of `Intervals` to the writer."""
 
     def __init__(self) -> None:
         self.standing = self
@@ -80,7 +80,7 @@ class Ranks(list[Rank]):
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    """Three ranks that have met, at steps 100 to 102. Rank 2 reads no orders until `orders.start()`."""
+    """Yield three connected ranks, at steps 100 to 102. Rank 2 reads no orders until `orders.start()`."""
     monkeypatch.setattr(channel, "LOOK_S", 0.02)
     store, size = HashStore(), 3
     with ThreadPoolExecutor(size) as pool:
@@ -93,8 +93,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         rank.orders.stop()
 
 
-def test_all_ranks_change_at_one_step_well_ahead(ranks: Ranks) -> None:
-    """Until then the old intervals hold. Every writer is told."""
+def test_all_ranks_change_interval_at_one_step(ranks: Ranks) -> None:
+    """Until then the old intervals apply. Every writer is notified."""
     ranks[2].orders.start()
     assert all(rank.newest == Change(-1, 4, (100,)) for rank in ranks)
     ranks.propose(10, 500)
@@ -106,7 +106,7 @@ def test_all_ranks_change_at_one_step_well_ahead(ranks: Ranks) -> None:
     assert not any(rank.late for rank in ranks)
 
 
-def test_changes_follow_each_other_in_order(ranks: Ranks) -> None:
+def test_interval_changes_are_applied_in_order(ranks: Ranks) -> None:
     ranks[2].orders.start()
     for number in range(1, 4):
         ranks.propose(number, 100 * number)
@@ -114,8 +114,8 @@ def test_changes_follow_each_other_in_order(ranks: Ranks) -> None:
     assert [[told["every"]["memory"] for told in rank.supervisor.told] for rank in ranks] == [[1, 2, 3]] * 3
 
 
-def test_a_late_rank_finds_the_steps_that_differ(ranks: Ranks) -> None:
-    """Only steps that one interval saves durably and the other does not. What both save, or neither, stays."""
+def test_late_rank_finds_differing_steps(ranks: Ranks) -> None:
+    """It finds only steps that one interval saves durably and the other does not. All others stay."""
     ranks.propose(10, 30)
     assert eventually(lambda: ranks[1].newest.step >= 0)
     step, plan = ranks[0].newest.step, ranks[2].intervals.plan
@@ -129,8 +129,8 @@ def test_a_late_rank_finds_the_steps_that_differ(ranks: Ranks) -> None:
     assert not ranks[0].late and not ranks[1].late
 
 
-def test_a_restore_brings_the_last_change_to_all_ranks(ranks: Ranks) -> None:
-    """Rank 2 has not read the order. After the restore it holds from any step on, and is not executed again."""
+def test_restore_applies_last_change_on_all_ranks(ranks: Ranks) -> None:
+    """Rank 2 has not read the order. After the restore it applies from any step on, and is not executed again."""
     ranks.propose(10, 500)
     assert eventually(lambda: ranks[0].newest.step >= 0 and ranks[1].newest.step >= 0)
     assert ranks[2].newest == Change(-1, 4, (100,))
@@ -143,8 +143,8 @@ def test_a_restore_brings_the_last_change_to_all_ranks(ranks: Ranks) -> None:
     assert ranks.agree(20)
 
 
-def test_one_rank_changes_at_its_next_step() -> None:
-    """No other rank has to be told."""
+def test_single_rank_changes_at_next_step() -> None:
+    """No other rank must be notified."""
     rank = Rank(World(0, 1))
     rank.intervals.propose(CadenceNote(asdict(Decision(0, {"memory": 1, URL: 50}))))
     assert eventually(lambda: rank.newest == Change(101, 1, (50,)))

@@ -1,4 +1,4 @@
-"""The moment before an update, also of a step that is compiled."""
+"""The hook before an update, also in compiled steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ckpt.core.snapshot import stage
 from ckpt.core.snapshot.stage import UpdateHook
 
 
-def test_a_compiled_step_is_waited_for_as_any_other() -> None:
-    """What comes before an update runs each time, as it is: the compiler neither traces it, where locks are constants,
-    nor compiles the step anew for what it finds there."""
+def test_compiled_step_waits_like_any_other() -> None:
+    """The hook runs uncompiled each time. The compiler does not trace it, since locks would become constants.
+
+    Its values cause no recompilation."""
     weight, traced, asked, own = nn.Parameter(torch.ones(4)), list[bool](), list[int](), threading.Lock()
 
     def before() -> None:
@@ -36,5 +37,5 @@ def test_a_compiled_step_is_waited_for_as_any_other() -> None:
     assert torch.equal(weight, torch.full((4,), -11.0))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     looked_at = [found() for found in torch._dynamo.convert_frame.input_codes.seen]
-    assert looked_at, "what the compiler looks at is found"
+    assert looked_at, "the values that the compiler guards are found"
     assert not [code for code in looked_at if code is not None and code.co_filename == stage.__file__]

@@ -1,4 +1,4 @@
-"""Saves out of turn beside those of the cadence: neither takes anything from the other."""
+"""Tests of emergency saves next to scheduled ones: neither affects the other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def order(cp: ckpt.Checkpointer, step: int) -> None:
 
 
 def test_an_order_for_a_passed_step_uses_memory(run_dir: str, trained: Any) -> None:
-    """Memory has step 7, but not step 6 any more, which fails. Step 5 was saved on purpose, and stays."""
+    """Memory has step 7, but no longer step 6, which fails. Step 5 was saved before, and stays."""
     weight, optimizer = trained
     tiers = [ckpt.Tier(run_dir, every=1000, keep=9)]
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
@@ -71,8 +71,8 @@ def test_an_order_for_a_passed_step_uses_memory(run_dir: str, trained: Any) -> N
         assert cp.restore(step=7) == 7 and torch.equal(weight, at_7)
 
 
-def test_a_request_returns_what_became_of_it(run_dir: str, trained: Any) -> None:
-    """The step, where it is, and when it was there; nothing before the first step, nor after the run was closed."""
+def test_request_save_returns_result(run_dir: str, trained: Any) -> None:
+    """The result has the step, its location and times. Before the first step and after close it is empty."""
     weight, optimizer = trained
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, ckpt.Tier(run_dir, every=1000)) as cp:
         cp.restore(default=0)
@@ -92,8 +92,8 @@ def test_a_request_returns_what_became_of_it(run_dir: str, trained: Any) -> None
     assert cp._emergency.request_save("too late", time.monotonic() + 1).durable_s is None
 
 
-def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, trained: Any) -> None:
-    """A preempted machine takes its memory along: a broken step alone would be no use."""
+def test_newest_finite_step_is_saved_with_newest(run_dir: str, trained: Any) -> None:
+    """A preempted machine loses its memory, so a diverged step alone would be useless."""
     weight, optimizer = trained
     tiers = [ckpt.Tier(run_dir, every=1000)]
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
@@ -107,8 +107,8 @@ def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, t
             assert [checkpoint.step for checkpoint in checkpoints] == [8, 5]
 
 
-def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: Any) -> None:
-    """A handler that came later decides to go on: the account says so, to the writer too, and no exit code is in it."""
+def test_trainer_that_continues_reports_no_exit(run_dir: str, trained: Any) -> None:
+    """A later handler decides to continue: the report states that, to the writer too, without an exit code."""
     weight, optimizer = trained
     told: list[Any] = []
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, run_dir) as cp:

@@ -1,4 +1,4 @@
-"""What is said of a restore."""
+"""Tests of log lines and errors of a restore."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ckpt.errors import FencedError
 from processes import run_script
 
 
-def test_what_is_said_of_a_restore() -> None:
-    """From where, which step, how long; what is lost by all that is known of the end; nothing where nothing is."""
+def test_restore_log_line() -> None:
+    """The line has the source, the step, the duration and the known lost steps, and says nothing unknown."""
     found = Restored(7, tier="memory", seconds=0.5)
     assert restoring._line(found, 0) == "restored step 7 from memory in 500 ms"
     assert restoring._line(found, 9).endswith("; training had come to step 9: 2 steps are lost")
@@ -22,8 +22,8 @@ def test_what_is_said_of_a_restore() -> None:
     assert restoring._line(found, 0).endswith("; newer ones that cannot be used, see above: 1")
 
 
-def test_a_restore_that_the_end_of_the_script_comes_upon(run_dir: str) -> None:
-    """In a thread that nobody joins: one of our errors, which says what to do."""
+def test_restore_during_interpreter_exit_fails(run_dir: str) -> None:
+    """In a thread that is not joined, it raises one of our errors, which explains the remedy."""
     code = """
 import sys, threading, time, torch, ckpt
 cp = ckpt.Checkpointer({"n": torch.zeros(1)}, sys.argv[1])
@@ -38,8 +38,8 @@ threading.Thread(target=restore).start()
     )
 
 
-def test_a_run_that_was_lost_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """However many saves fail of it; and every call raises it."""
+def test_lost_run_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """However many saves fail, it is logged once, and every call raises it."""
     errors = BackgroundErrors("raise")
     for _ in range(3):
         errors.note(FencedError("process 7 has taken this run over"))

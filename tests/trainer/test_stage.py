@@ -1,7 +1,7 @@
-"""A snapshot is the step boundary and nothing later, whatever training does while it is copied.
+"""Tests that a snapshot is exactly the step boundary, whatever training does while it is copied.
 
-Every test here reads the snapshot back out of shared memory into a twin, and compares all of it, bit for bit, with a
-copy that was made at the boundary by other means.
+Every test here reads the snapshot from shared memory into a twin, and compares all of it, bit for bit, with a copy
+made at the boundary by other means.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["gate", "open_run"]  # fixtures
 
 @pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}], ids=str)
 def test_snapshot_has_no_later_updates_if_training_continues_immediately(settings: Any, open_run: Any) -> None:
-    """The next update comes right after step(): it waits for the copy, and every snapshot is its boundary."""
+    """The next update right after step() waits for the copy, and every snapshot equals its boundary."""
     run = adamw(**settings)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 25) == []
 
 
-def test_negative_control_without_waiting_the_update_leaks_in(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the wait taken out, a fused update, which leaves no trace in version counters, tears snapshots."""
+def test_negative_control_update_without_wait_tears_snapshots(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the wait, a fused update, which does not change version counters, tears snapshots."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     monkeypatch.setattr(Stager, "before_update", lambda self, timeout_s=0.0: 0.0)
     assert any("optim" in line or "model" in line for line in check_boundaries(cp, run, 25))
 
 
-def test_version_counters_are_a_second_guard(
+def test_version_counters_detect_ordinary_updates(
     open_run: Any, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the wait, an ordinary update is still noticed: the snapshot is dropped, not torn."""
+    """Without the wait, an ordinary update is still detected: the snapshot is dropped, not torn."""
     run = adamw(foreach=False)
     cp = open_run(run.state)
     monkeypatch.setattr(Stager, "before_update", lambda self, timeout_s=0.0: 0.0)
@@ -61,8 +61,8 @@ def test_version_counters_are_a_second_guard(
         save.wait_staged(30.0)
 
 
-def test_several_optimizers_wait_each(open_run: Any) -> None:
-    """Two optimizers take turns, as in adversarial training: the first to step waits, whichever it is."""
+def test_each_of_several_optimizers_waits(open_run: Any) -> None:
+    """Two optimizers alternate, as in adversarial training: the first to step waits, whichever it is."""
 
     def build() -> State:
         models = [nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE)]
@@ -81,8 +81,8 @@ def test_several_optimizers_wait_each(open_run: Any) -> None:
     assert check_boundaries(open_run(run.state), run, 20) == []
 
 
-def test_an_optimizer_that_is_not_in_the_state_waits_too(open_run: Any) -> None:
-    """The hook is on all optimizers: one that nobody listed may step the same parameters."""
+def test_optimizer_outside_of_the_state_waits(open_run: Any) -> None:
+    """The hook is on all optimizers, since an unlisted one may step the same parameters."""
     hidden: dict[int, torch.optim.Optimizer] = {}
 
     def build() -> State:
@@ -100,7 +100,7 @@ def test_an_optimizer_that_is_not_in_the_state_waits_too(open_run: Any) -> None:
 
 @pytest.mark.parametrize("place", ["argument", "keyword"])
 def test_closures_run_before_the_wait_and_updates_after_it(place: str, open_run: Any) -> None:
-    """With a closure the pre-step hook comes before forward: the copy overlaps that, and the update waits."""
+    """With a closure, the pre-step hook runs before forward: the copy overlaps with it, and the update waits."""
 
     def build() -> State:
         model = nn.Sequential(nn.Linear(LARGE, LARGE), nn.BatchNorm1d(LARGE))
@@ -118,8 +118,8 @@ def test_closures_run_before_the_wait_and_updates_after_it(place: str, open_run:
     assert check_boundaries(open_run(run.state), run, 15) == []
 
 
-def test_lbfgs_evaluates_its_closure_many_times(open_run: Any) -> None:
-    """Updates and evaluations alternate inside one step of LBFGS; its state holds lists of tensors."""
+def test_lbfgs_with_many_evaluations_is_exact(open_run: Any) -> None:
+    """Updates and evaluations alternate within a step of LBFGS; its state has lists of tensors."""
 
     def build() -> State:
         model = nn.Linear(600, 600)
@@ -140,10 +140,8 @@ def test_lbfgs_evaluates_its_closure_many_times(open_run: Any) -> None:
     assert check_boundaries(open_run(run.state), run, 14) == []
 
 
-def test_an_optimizer_that_changes_weights_before_its_closure_is_found_out(
-    open_run: Any, gate: threading.Event
-) -> None:
-    """Sharpness-aware steps climb first and evaluate then: such snapshots are dropped, later ones copied eagerly."""
+def test_weights_changed_before_closure_are_detected(open_run: Any, gate: threading.Event) -> None:
+    """Sharpness-aware steps change weights before the loss: such snapshots are dropped, later ones copied eagerly."""
 
     class Climbing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -175,8 +173,8 @@ def test_an_optimizer_that_changes_weights_before_its_closure_is_found_out(
     assert check_boundaries(cp, run, 12, first=2) == []
 
 
-def test_buffers_of_the_next_forward_stay_out(open_run: Any) -> None:
-    """BatchNorm's means, in-place plain tensors and arrays change right after step(): they were copied before."""
+def test_buffer_changes_after_step_stay_out(open_run: Any) -> None:
+    """BatchNorm means, plain tensors and arrays that change right after step() were copied before."""
 
     def build() -> State:
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
@@ -198,7 +196,7 @@ def test_buffers_of_the_next_forward_stay_out(open_run: Any) -> None:
 
 
 def busy(cp: ckpt.Checkpointer) -> threading.Event:
-    """The staging thread does nothing until this is set."""
+    """Block the staging thread until the returned event is set."""
     opened = threading.Event()
     cp._run.stager._worker.put(lambda: opened.wait(30.0))
     return opened
@@ -214,9 +212,9 @@ def small_buffers() -> State:
     }
 
 
-def test_a_step_waits_for_no_thread_if_little_may_change(open_run: Any) -> None:
-    """What may change before the next update is taken by step() itself, so later writes stay out, whenever the rest
-    is copied; and step() returns while the staging thread is busy with something else."""
+def test_step_with_few_eager_bytes_does_not_wait(open_run: Any) -> None:
+    """step() itself copies the few tensors that may change before the next update, so later writes stay out.
+    It returns while the staging thread is busy."""
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
     cp.step(1).wait_staged(30.0)
@@ -231,10 +229,8 @@ def test_a_step_waits_for_no_thread_if_little_may_change(open_run: Any) -> None:
     assert read_back(cp, 2, twin) == wanted
 
 
-def test_negative_control_without_the_clone_later_writes_leak_in(
-    open_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is the clone that keeps them out."""
+def test_negative_control_writes_leak_without_clone(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the clone keeps later writes out."""
     monkeypatch.setattr(NewSnapshot, "clone_early", lambda self, files: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
@@ -248,10 +244,8 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     assert read_back(cp, 2, twin) != wanted
 
 
-def test_a_write_into_a_copy_under_way_is_noticed_over_several_steps(
-    open_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps without an update between them (a scaler skips it), then a write by hand: no torn snapshot is left."""
+def test_write_during_copy_is_detected_across_steps(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without an update between them (a scaler skips it), then a manual write: no torn snapshot remains."""
     opened, put = threading.Event(), SlotDigests.put
     opened.set()
 
@@ -284,8 +278,8 @@ def test_a_write_into_a_copy_under_way_is_noticed_over_several_steps(
             assert len({p.unique().item() for p in twin["model"]}) == 1
 
 
-def test_steps_do_not_pile_up_behind_a_full_ring(open_run: Any) -> None:
-    """Without an optimizer between them, a step that finds the one before still waiting for a slot waits itself."""
+def test_steps_wait_for_a_full_ring(open_run: Any) -> None:
+    """Without an optimizer between them, a step waits while the previous one waits for a slot."""
     cp = open_run({"t": torch.zeros(4)}, busy_timeout_s=0.5)
     cp.step(1).wait_staged(30.0)
     arena = cp._run.stager.arena
@@ -301,12 +295,12 @@ def test_steps_do_not_pile_up_behind_a_full_ring(open_run: Any) -> None:
 
 def write(state: State, step: int) -> None:
     with torch.no_grad():
-        state["model"].weight.mul_(0.5)  # weight clipping, say, in the middle of the copy
+        state["model"].weight.mul_(0.5)  # for example weight clipping during the copy
 
 
-def test_a_write_that_the_copy_overtakes_is_noticed_too(open_run: Any) -> None:
-    """A version is counted up after the write: a copy that ends meanwhile must not pass for a whole one. One that had
-    ended before is whole."""
+def test_write_at_end_of_copy_is_detected(open_run: Any) -> None:
+    """The version changes after the write: a copy that ends in between must not count as complete. A copy that ended
+    earlier is complete."""
 
     def build() -> State:
         model = nn.Linear(LARGE, LARGE)
@@ -330,7 +324,7 @@ def test_a_write_that_the_copy_overtakes_is_noticed_too(open_run: Any) -> None:
             assert "model.weight" in str(error)
         else:
             assert differences(read_back(cp, step, run.twin), boundary) == []
-        for later in (step + 100, step + 200):  # what was seen is copied before it returns from now on
+        for later in (step + 100, step + 200):  # a detected tensor is copied before step() returns from now on
             move(run.state, step)
             save = cp.save(later)
             boundary = freeze(run.state)
@@ -344,10 +338,10 @@ def test_a_write_that_the_copy_overtakes_is_noticed_too(open_run: Any) -> None:
         close(cp)
 
 
-def test_writes_outside_an_optimizer_are_noticed_then_copied_eagerly(
+def test_write_outside_optimizer_makes_copies_eager(
     open_run: Any, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The snapshot is dropped and the user told which tensor it was; from then on the copy comes before training."""
+    """The snapshot is dropped with a warning that names the tensor; later copies come before training continues."""
 
     def build() -> State:
         model, average = nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE).requires_grad_(False)
@@ -371,8 +365,8 @@ def test_writes_outside_an_optimizer_are_noticed_then_copied_eagerly(
     assert caplog.text.count("was dropped") == 1 and "model.weight" in caplog.text
 
 
-def test_an_optimizer_whose_steps_run_no_hooks_is_copied_eagerly(open_run: Any) -> None:
-    """As inside a captured graph: once that is known, its tensors are copied before training goes on."""
+def test_optimizer_without_hooks_is_copied_eagerly(open_run: Any) -> None:
+    """As in a captured graph: once detected, its tensors are copied before training continues."""
 
     def build() -> State:
         model = nn.Linear(LARGE, LARGE)
@@ -381,7 +375,7 @@ def test_an_optimizer_whose_steps_run_no_hooks_is_copied_eagerly(open_run: Any) 
     def move(state: State, step: int) -> None:
         gradients(state["model"], abs(step))
         for p in state["model"].parameters():
-            p.data += step  # leaves no trace in version counters
+            p.data += step  # does not change version counters
 
     run = Run(build, move)
     gradients(run.state["model"], 1)
@@ -393,8 +387,8 @@ def test_an_optimizer_whose_steps_run_no_hooks_is_copied_eagerly(open_run: Any) 
     assert check_boundaries(cp, run, 10) == []
 
 
-def test_weights_swapped_through_data_are_not_seen(open_run: Any) -> None:
-    """`p.data = other` right after step(), which no counter shows: the snapshot holds the memory that was there."""
+def test_weights_swapped_through_data_stay_out(open_run: Any) -> None:
+    """`p.data = other` right after step() changes no counter: the snapshot has the previous memory."""
 
     def build() -> State:
         model = nn.Linear(LARGE, LARGE)
@@ -408,8 +402,8 @@ def test_weights_swapped_through_data_are_not_seen(open_run: Any) -> None:
     assert check_boundaries(open_run(run.state), run, 15) == []
 
 
-def test_tensors_deleted_while_they_are_copied(open_run: Any) -> None:
-    """The user may drop or replace anything after step(): the copy holds on to what it reads, then lets go of it."""
+def test_tensors_deleted_during_copy_are_exact(open_run: Any) -> None:
+    """Users may drop or replace tensors after step(): the copy keeps its sources alive until it ends."""
 
     def build() -> State:
         model = nn.ModuleList([nn.Linear(LARGE, LARGE)])
@@ -421,18 +415,18 @@ def test_tensors_deleted_while_they_are_copied(open_run: Any) -> None:
         del state["model"][0].weight
         del state["extra"]["t"]
         gc.collect()
-        torch.full((LARGE, LARGE), 7.0)  # takes the memory, if it was given back
+        torch.full((LARGE, LARGE), 7.0)  # takes the memory, if it was freed
         state["model"][0].weight = nn.Parameter(torch.full((LARGE, LARGE), float(step)))
         state["extra"]["t"] = torch.full((LARGE, LARGE), float(step))
         state["optim"].param_groups[0]["params"] = list(state["model"].parameters())
 
     run = Run(build, move)
-    move(run.twin, 0)  # the order of names is as in the state from the first move on
+    move(run.twin, 0)  # the names are in the order of the state from the first move on
     assert check_boundaries(open_run(run.state), run, 4) == []
 
 
-def test_a_scaler_is_not_disturbed(open_run: Any) -> None:
-    """GradScaler skips steps with infinite gradients; scale, weights and skipping are as in a run without us."""
+def test_grad_scaler_is_not_affected(open_run: Any) -> None:
+    """GradScaler skips steps with infinite gradients: scale, weights and skips equal those of a run without us."""
 
     def build() -> State:
         model = nn.Linear(16, 16)
@@ -461,8 +455,8 @@ def test_a_scaler_is_not_disturbed(open_run: Any) -> None:
     assert {int(s["step"]) for s in alone["optim"].state.values()} == {18}  # of 24: six were skipped
 
 
-def test_a_layout_that_changes_every_step(open_run: Any) -> None:
-    """Parameters added and groups growing while snapshots are taken: whatever is staged is exact."""
+def test_layout_changing_every_step_is_exact(open_run: Any) -> None:
+    """Parameters and groups are added while snapshots are taken: every staged one is exact."""
 
     def build(count: int = 1) -> State:
         model = nn.ModuleList([nn.Linear(64, 64) for _ in range(count)])
@@ -486,15 +480,15 @@ def test_a_layout_that_changes_every_step(open_run: Any) -> None:
         try:
             save.wait_staged(30.0)
         except ckpt.errors.SkippedError:
-            memory_ready(cp)  # for more was on its way
+            memory_ready(cp)  # more memory was being allocated
             continue
         staged += 1
         assert differences(read_back(cp, step, build(step)), boundary) == []
     assert staged >= 6
 
 
-def test_a_hundred_saves_without_pause(open_run: Any) -> None:
-    """A ring, reused a hundred times without pause: snapshots are whole, and older ones give way in order."""
+def test_hundred_saves_without_pause_are_exact(open_run: Any) -> None:
+    """A ring is reused a hundred times: snapshots are complete, and the oldest ones are replaced in order."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     for step in range(1, 101):
@@ -510,8 +504,8 @@ def test_a_hundred_saves_without_pause(open_run: Any) -> None:
     assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
 
 
-def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
-    """A job that is done keeps no tensor of the state alive."""
+def test_finished_copy_keeps_no_tensors(open_run: Any) -> None:
+    """A finished job keeps no tensor of the state alive."""
     state: State = {"t": torch.zeros(LARGE, LARGE)}
     cp = open_run(state)
     save = cp.step(1)
@@ -521,8 +515,8 @@ def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
     assert cp._saver.last.sources == [] == cp._saver.last.overlapped
 
 
-def test_interrupt_at_the_moment_of_sealing_loses_no_step(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends step() right after its snapshot was sealed: the snapshot stays, and close() writes it."""
+def test_interrupt_after_sealing_loses_no_step(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends step() right after its snapshot was sealed: it stays, and close() writes it."""
     state: State = {"t": torch.zeros(LARGE, LARGE)}  # too large to be cloned, so that step() waits
     cp = ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), triggers=None)
     cp.restore(default=0)

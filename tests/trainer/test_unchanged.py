@@ -1,7 +1,7 @@
-"""What a slot holds already is left out of the copy, on proof only: every snapshot is its boundary, bit for bit.
+"""Tests that unchanged tensors are skipped only with proof: every snapshot equals its step, bit for bit.
 
-The first half is whole runs, read back out of shared memory after each step; the second is `SlotDigests` by itself,
-with slots that are plain tensors.
+The first half runs whole trainings, read back from shared memory after each step. The second tests `SlotDigests` alone, with
+plain tensors as slots.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ckpt.core.state.capture import Capture
 from ckpt.errors import SaveError
 from toy_states import State, differences, freeze
 
-SIDE = 600  # a square of this side is just large enough to be tried
+SIDE = 600  # a square of this size is just large enough to be considered
 CALM = 8  # steps after which every slot is known
 
 
 @pytest.fixture
 def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
-    """A Checkpointer in memory only, closed at the end whatever became of it."""
+    """Open a Checkpointer in memory only, and always close it at the end."""
     with contextlib.ExitStack() as stack:
 
         def open_run(state: State, *, every: int = 1, **settings: Any) -> ckpt.Checkpointer:
@@ -55,12 +55,12 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is digested again soon after it has changed, so that more is skipped in a short run."""
+    """Digest a tensor again soon after it has changed, so that more is skipped in a short run."""
     monkeypatch.setattr(fill_module, "PAUSE", 4)
 
 
 def adapter(*, all_params: bool = False, **optim: Any) -> State:
-    """A frozen model and a little one that is trained."""
+    """Return a frozen model and a small trained one."""
     base, lora = nn.Linear(SIDE, SIDE).requires_grad_(False), nn.Linear(16, 16)
     params = [*base.parameters(), *lora.parameters()] if all_params else list(lora.parameters())
     return {"base": base, "lora": lora, "optim": torch.optim.AdamW(params, lr=0.1, **optim)}
@@ -72,7 +72,7 @@ def train(state: State, step: int) -> None:
 
 
 def follow(cp: ckpt.Checkpointer, state: State, twin: State, steps: range, move: Callable[[State, int], None]) -> Any:
-    """Move, save and read back; what differs from the boundaries."""
+    """Change, save and read back; return the differences from the training state."""
     found: list[str] = []
     for step in steps:
         move(state, step)
@@ -80,7 +80,7 @@ def follow(cp: ckpt.Checkpointer, state: State, twin: State, steps: range, move:
         assert save is not None
         try:
             save.wait_staged(30.0)
-        except ckpt.errors.SkippedError:  # more memory, for optimizer state, is on its way
+        except ckpt.errors.SkippedError:  # more memory, for optimizer state, is being allocated
             memory_ready(cp)
             continue
         found += [f"step {step}: {d}" for d in differences(read_back(cp, step, twin), freeze(state))]
@@ -101,13 +101,13 @@ def large(state: State) -> int:
 
 
 @pytest.mark.parametrize("all_params", [False, True], ids=["eager", "guarded"])
-def test_frozen_weights_are_copied_once_a_slot(all_params: bool, open_run: Any) -> None:
-    """Once each slot has been filled with them they are skipped, also if an optimizer has them and never steps them."""
+def test_frozen_weights_are_copied_once_per_slot(all_params: bool, open_run: Any) -> None:
+    """Once in every slot they are skipped, also if an optimizer owns them but never updates them."""
     state, twin = adapter(all_params=all_params), adapter(all_params=all_params)
     train(state, 1)
     cp = open_run(state)
     assert follow(cp, state, twin, range(1, 21), train) == []
-    # The first fill shows how it begins; each slot is then filled once.
+    # The first fill finds the initial values; each slot is then filled once.
     assert cp._run.stager._filler.digests.skipped_bytes == (20 - 1 - slots(cp)) * large(state) > 0
 
 
@@ -144,7 +144,7 @@ def by_other_memory(state: State) -> None:
 
 
 def by_zero_sign(state: State) -> None:
-    """0.0 and -0.0, which compare equal."""
+    """Swap 0.0 and -0.0, which compare equal."""
     weight = state["base"].weight.data
     weight.copy_(torch.where(weight == 0, -weight, 0.0))
 
@@ -156,7 +156,7 @@ WRITES = [
 
 
 def written(how: Callable[[State], None], open_run: Any) -> list[str]:
-    """Calm, one write, calm, two writes in turn, calm: what differs from the boundaries."""
+    """Alternate unchanged steps with one and two writes; return the differences from the training state."""
     state, twin = adapter(), adapter()
     train(state, 1)
 
@@ -172,22 +172,24 @@ def written(how: Callable[[State], None], open_run: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("how", WRITES, ids=lambda how: how.__name__)
-def test_a_frozen_tensor_that_is_written_is_copied(how: Any, open_run: Any) -> None:
-    """However somebody writes, and whether or not torch counts it."""
+def test_written_frozen_tensor_is_copied(how: Any, open_run: Any) -> None:
+    """Any kind of write is detected, whether or not torch counts it."""
     assert written(how, open_run) == []
 
 
 @pytest.mark.parametrize(
     "how", [by_data, by_last_byte, by_storage, by_alias, by_zero_sign], ids=lambda how: how.__name__
 )
-def test_negative_control_versions_prove_nothing(how: Any, open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an unchanged version counter were enough, what it does not count would be missing in the snapshots."""
+def test_negative_control_version_counters_miss_writes(
+    how: Any, open_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the version counter were the proof, uncounted writes would be missing in the snapshots."""
     monkeypatch.setattr(fill_module, "chunk_digest", lambda data: b"")
     assert any("base" in line for line in written(how, open_run))
 
 
 def woken(settings: dict[str, Any], open_run: Any) -> list[str]:
-    """Weights of an optimizer that get no gradient, then some for two steps, then none."""
+    """Train weights without gradients, then with some for two steps, then without."""
 
     def build() -> State:
         model = nn.Linear(SIDE, SIDE)
@@ -210,20 +212,22 @@ def woken(settings: dict[str, Any], open_run: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_weights_without_gradients_that_get_some(settings: Any, open_run: Any) -> None:
-    """An optimizer that wakes up is seen, in the weights and in its own state, also a fused one."""
+def test_weights_that_receive_gradients_are_copied(settings: Any, open_run: Any) -> None:
+    """A resuming optimizer is detected, in the weights and in its own state, also a fused one."""
     assert woken(settings, open_run) == []
 
 
-def test_negative_control_a_fused_update_leaves_no_trace(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With versions for a proof, updates of a fused optimizer are lost."""
+def test_negative_control_versions_miss_fused_updates(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With versions as proof, updates of a fused optimizer are lost."""
     monkeypatch.setattr(fill_module, "chunk_digest", lambda data: b"")
-    monkeypatch.setattr(NewSnapshot, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
+    monkeypatch.setattr(
+        NewSnapshot, "check_copies", lambda self, slot: None
+    )  # else the snapshot is detected and dropped
     assert woken({"fused": True}, open_run)
 
 
-def test_frozen_thawed_and_frozen_again(open_run: Any) -> None:
-    """The optimizer takes a layer in, trains it and lets it go: layouts come and go, and every snapshot is exact."""
+def test_layer_frozen_unfrozen_and_frozen_again(open_run: Any) -> None:
+    """The optimizer adds a layer, trains it and removes it: layouts change, and every snapshot is exact."""
     state, twin = adapter(fused=True), adapter(fused=True)
     train(state, 1)
     cp = open_run(state)
@@ -245,8 +249,8 @@ def test_frozen_thawed_and_frozen_again(open_run: Any) -> None:
     assert cp._run.stager._filler.digests.skipped_bytes > before
 
 
-def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
-    """An average that is updated in place at every step, and at once after step(), with or without a change."""
+def test_averages_of_weights_are_exact(open_run: Any) -> None:
+    """An average is updated in place at every step, and right after step(), with and without a change."""
 
     def build() -> State:
         state = adapter()
@@ -271,7 +275,7 @@ def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
     assert cp._run.stager._filler.digests.skipped_bytes > 0
 
 
-def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trained_weights_are_rarely_digested(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that changes without a counted write is digested twice, and then not during the pause."""
     digested: list[int] = []
     monkeypatch.setattr(fill_module, "PAUSE", 64)
@@ -292,8 +296,8 @@ def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatc
     assert len(digested) <= 2 * 3  # weights and two moments
 
 
-def test_tensors_of_all_kinds(open_run: Any) -> None:
-    """Transposed, conjugate, negated, tied, overlapping and empty tensors, arrays, and those of inference mode."""
+def test_tensors_of_all_kinds_are_exact(open_run: Any) -> None:
+    """Transposed, conjugate, negated, tied, overlapping and empty tensors, arrays, and tensors of inference mode."""
 
     def build() -> State:
         whole, numbers = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.complex64)
@@ -338,19 +342,19 @@ def given_up_and_taken_again(open_run: Any) -> list[str]:
     return found + follow(cp, state, twin, range(18, 24), train)
 
 
-def test_a_slot_that_was_given_up_and_is_taken_again(open_run: Any) -> None:
-    """Its memory went back to the system: it holds zeros, and nothing is known of it."""
+def test_freed_and_reused_slot_is_filled(open_run: Any) -> None:
+    """Its memory was returned to the system: it has zeros, and nothing is known about it."""
     assert given_up_and_taken_again(open_run) == []
 
 
-def test_negative_control_what_is_not_forgotten_is_missing(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If what was known of that slot were kept, its snapshots would have zeros for the frozen weights."""
+def test_negative_control_freed_slot_is_not_forgotten(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the knowledge about that slot were kept, its snapshots would have zeros for the frozen weights."""
     monkeypatch.setattr(SlotDigests, "forget", lambda self, slot: None)
     assert any("base" in line for line in given_up_and_taken_again(open_run))
 
 
 def failing(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every fifth fill writes rubbish over the slot and fails."""
+    """Make every fifth fill overwrite the slot with garbage and fail."""
     state, twin = adapter(), adapter()
     train(state, 1)
     cp = open_run(state, on_error="warn")
@@ -377,15 +381,13 @@ def failing(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_fill_that_fails_in_the_middle(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it left in the slot, the next snapshot there is whole."""
+def test_failed_fill_does_not_affect_next_snapshot(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it left in the slot, the next snapshot there is complete."""
     assert failing(open_run, monkeypatch) == []
 
 
-def test_negative_control_what_a_failed_fill_leaves_is_not_what_was_there(
-    open_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If what was known of a slot outlived the beginning of its next fill, rubbish would pass for weights."""
+def test_negative_control_failed_fill_is_not_forgotten(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the knowledge about a slot outlived the start of its next fill, garbage would count as weights."""
 
     def lenient(self: SlotDigests, slot: int, layout: Layout) -> None:
         self._layout = layout
@@ -396,8 +398,8 @@ def test_negative_control_what_a_failed_fill_leaves_is_not_what_was_there(
     assert any("base" in line for line in failing(open_run, monkeypatch))
 
 
-def test_restoring_an_older_step(open_run: Any) -> None:
-    """What restore() writes into frozen weights is staged like any other change."""
+def test_restore_of_older_step_is_staged(open_run: Any) -> None:
+    """Changes by restore() to frozen weights are staged like any other change."""
     state, twin = adapter(), adapter()
     train(state, 1)
     cp = open_run(state)
@@ -408,10 +410,8 @@ def test_restoring_an_older_step(open_run: Any) -> None:
     assert follow(cp, state, twin, range(10, 24), train) == []
 
 
-def test_a_write_in_the_middle_of_the_overlapped_part_is_noticed(
-    open_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights of an optimizer that are skipped are under the same guard as those that are copied."""
+def test_write_during_overlapped_copy_is_detected(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skipped weights of an optimizer are guarded like copied ones."""
     opened, fill = threading.Event(), SlotFiller.fill_guarded
     opened.set()
 
@@ -439,7 +439,7 @@ def test_a_write_in_the_middle_of_the_overlapped_part_is_noticed(
 
 
 def in_two_arenas() -> list[bool]:
-    """One reading staged into an arena until all its slots are known, then into another; which snapshots are exact."""
+    """Stage one state into an arena until all slots are known, then into another. Return which snapshots are exact."""
     reading, exact = Capture({"base": torch.randn(SIDE, SIDE)}).read(), list[bool]()
     size = reading.layout.arrangement.data_size
     stager = Stager()
@@ -460,22 +460,22 @@ def in_two_arenas() -> list[bool]:
     return exact
 
 
-def test_another_arena_holds_nothing() -> None:
-    """After a move to other memory every slot is filled anew."""
+def test_slots_of_another_arena_are_filled() -> None:
+    """After a move to other memory, every slot is filled again."""
     assert all(in_two_arenas())
 
 
-def test_negative_control_slots_of_another_arena_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If what was known of the first arena's slots went for the second's, they would hold zeros."""
+def test_negative_control_arena_change_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If knowledge about the first arena's slots applied to the second's, they would have zeros."""
     monkeypatch.setattr(SlotDigests, "clear", lambda self: None)
     assert not all(in_two_arenas())
 
 
-# -- by itself --
+# -- SlotDigests alone --
 
 
 def some_layout(size: int = 1) -> Layout:
-    """Only which object it is matters here."""
+    """Return a layout of which only the identity matters here."""
     return Layout((), {}, [{"size": size}])
 
 
@@ -486,8 +486,8 @@ def fill(digests: SlotDigests, slot: int, layout: Layout, targets: list[Tensor],
     digests.close(slot)
 
 
-def test_counted_writes_cost_no_digest_and_calm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor whose version moves is never digested. Once it is calm, it is skipped."""
+def test_tensor_with_counted_writes_is_not_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is skipped once its version counter stands still."""
     digested: list[int] = []
     monkeypatch.setattr(fill_module, "chunk_digest", lambda data: digested.append(data.nbytes) or chunk_digest(data))
     one, layout, source, target = SlotDigests(), some_layout(), torch.zeros(100_000), torch.empty(100_000)
@@ -500,7 +500,7 @@ def test_counted_writes_cost_no_digest_and_calm_is_found(monkeypatch: pytest.Mon
     assert one.skipped_bytes == 2 * source.nbytes and torch.equal(target, source)
 
 
-def test_silent_writes_are_found_and_pause_the_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncounted_write_pauses_digests() -> None:
     """A write that torch does not count is copied. Then the tensor is copied without a digest for some fills."""
     one, layout, source, target = SlotDigests(), some_layout(), torch.zeros(100_000), torch.empty(100_000)
     for _ in range(3):
@@ -515,8 +515,8 @@ def test_silent_writes_are_found_and_pause_the_digests(monkeypatch: pytest.Monke
     assert one.skipped_bytes == 2 * source.nbytes
 
 
-def test_a_digest_lets_other_threads_run() -> None:
-    """While a large tensor is digested, another thread gets to run, even if nobody has to give way otherwise."""
+def test_digest_lets_other_threads_run() -> None:
+    """While a large tensor is digested, another thread can run, even with a long switch interval."""
     data, seen, begun = torch.zeros(64 << 20, dtype=torch.uint8), list[int](), threading.Event()
 
     def run() -> None:
@@ -538,7 +538,7 @@ def test_a_digest_lets_other_threads_run() -> None:
 
 
 class Ring(RuleBasedStateMachine):
-    """Three tensors, three slots: after every fill the slot is what the tensors are, whatever came before."""
+    """Three tensors, three slots: after every fill the slot equals the tensors, whatever happened before."""
 
     @initialize()
     def begin(self) -> None:
@@ -604,8 +604,8 @@ TestRing = Ring.TestCase
 TestRing.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def test_negative_control_the_ring_finds_a_broken_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With versions for a proof, the same steps at random go red."""
+def test_negative_control_state_machine_detects_broken_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With versions as proof, the same random steps fail."""
     monkeypatch.setattr(fill_module, "chunk_digest", lambda data: b"")
     steps = settings(TestRing.settings, max_examples=200, derandomize=True, database=None, phases=[Phase.generate])
     with pytest.raises(AssertionError):

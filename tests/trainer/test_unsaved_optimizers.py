@@ -1,4 +1,4 @@
-"""One warning names the optimizers that train the state without being in it; others give no false alarm."""
+"""One warning names optimizers that train the state and are not saved. Others give no false alarm."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Container(torch.optim.Optimizer):
 
 
 class Holder:
-    """An object that is no optimizer of torch and saves one that it holds."""
+    """An object other than a torch optimizer that saves its inner optimizer."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -69,7 +69,7 @@ class Holder:
 
 
 class Warmup:
-    """A scheduler that is not one of torch's."""
+    """A scheduler other than torch's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -82,7 +82,7 @@ class Warmup:
 
 
 class Hidden(torch.optim.Optimizer):
-    """Holds another optimizer in an object."""
+    """An optimizer that holds another one in an object."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net.parameters(), {})
@@ -105,14 +105,14 @@ class Around(torch.optim.Optimizer):
 
 
 def layer_wise(net: nn.Module) -> Any:
-    """One optimizer for each parameter, stepped in hooks during the backward pass."""
+    """Create one optimizer for each parameter, stepped in hooks during the backward pass."""
     optimizers = {p: torch.optim.Adam([p]) for p in net.parameters()}
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())  # type: ignore[arg-type,return-value]
     return Nothing()
 
 
-Making = Callable[[nn.Sequential], tuple[dict[str, Any], list[Any]]]  # further state, and what steps
+Making = Callable[[nn.Sequential], tuple[dict[str, Any], list[Any]]]  # further state, and the optimizers that step
 
 FORGOTTEN: dict[str, tuple[Making, str]] = {
     "second": (
@@ -163,7 +163,7 @@ def trained(net: nn.Module, steppers: list[Any], cp: ckpt.Checkpointer, steps: i
 
 @pytest.fixture(autouse=True, scope="module")
 def accelerator() -> Any:
-    """Accelerate's wrapper needs the state that an Accelerator makes."""
+    """Create the state that Accelerate's wrapper needs."""
     Accelerator(cpu=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -207,7 +207,7 @@ SAVED: dict[str, Making] = {
 
 @pytest.mark.parametrize("kind", SAVED)
 def test_optimizer_that_is_saved_gives_no_warning(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither do wrappers and what they hold, nor optimizers of parameters that are not in the state."""
+    """Wrappers, their contents, and optimizers of parameters outside the state give no warning either."""
     net = two_layers()
     more, steppers = SAVED[kind](net)
     with (
@@ -221,7 +221,7 @@ def test_optimizer_that_is_saved_gives_no_warning(kind: str, tmp_path: Path, cap
 def test_optimizer_that_another_checkpointer_saves_gives_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Weights and optimizer may go to different runs. After the other one is closed, the warning comes."""
+    """Weights and optimizer may belong to different runs. The warning follows the close of the other one."""
     net = two_layers()
     opt = torch.optim.AdamW(net.parameters())
     with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer({"net": net}, tmp_path / "a") as weights:

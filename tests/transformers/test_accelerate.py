@@ -1,4 +1,5 @@
-"""The recipe for a loop of one's own with Accelerate: killed and started again, it ends as if it never had been."""
+"""The recipe for a custom loop with Accelerate: training that is killed and restarted ends like uninterrupted
+training."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SCRIPT = REPO / "examples" / "accelerate_loop.py"
 
 
 def start(ranks: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
-    """The script as so many ranks: of one no launcher says that there is a world."""
+    """Start the script on several ranks. One rank has no launcher."""
     code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     if ranks == 1:
         return [run_script(code, *arguments)]
@@ -29,8 +30,8 @@ def lines(ended: list[subprocess.CompletedProcess[str]], beginning: str) -> list
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_killed_and_resumed(run_dir: str, ranks: int) -> None:
-    """Every loss of every batch, and all weights, are those of a run that was not killed, in the second epoch too."""
+def test_killed_accelerate_training_continues_exactly(run_dir: str, ranks: int) -> None:
+    """All losses and weights equal those of an uninterrupted run, in the second epoch too."""
     with warm("accelerate"):
         ended = start(ranks, run_dir, "--kill-at", "17" if ranks == 2 else "29")
         assert all(one.returncode for one in ended) and any(map(killed, ended)), ended
@@ -65,7 +66,7 @@ for layer in model:
 fully_shard(model, mesh=mesh)
 optim = torch.optim.AdamW(model.parameters(), 1e-2)
 data = torch.randn(64, 9, generator=torch.Generator().manual_seed(1))
-generator = torch.Generator().manual_seed(2)  # else starting the loader anew draws from the global one
+generator = torch.Generator().manual_seed(2)  # else a restart of the loader draws from the global one
 loader = accelerator.prepare(DataLoader(data, batch_size=4, generator=generator))
 torch.manual_seed(accelerator.process_index)
 with ckpt.Checkpointer({"model": model, "optim": optim, "rng": ckpt.RNG()}, run, every=100) as cp:
@@ -91,9 +92,10 @@ dist.destroy_process_group()
 """
 
 
-def test_fully_shard_beside_it(run_dir: str) -> None:
-    """Killed, two ranks go on at the last step and end with the weights and moments of a run that was not; one rank
-    takes over with these. And the page is right: on the CPU FSDP2's plugin makes DDP of a model."""
+def test_fully_shard_without_accelerate_plugin_continues_exactly(run_dir: str) -> None:
+    """Two killed ranks continue at the last step and end like an uninterrupted run. One rank restores the result.
+
+    On the CPU, FSDP2's plugin wraps models with DDP as documented."""
 
     def sharded(ranks: int, place: str, steps: int, kill_at: int = 0) -> list[subprocess.CompletedProcess[str]]:
         return launch(ranks, SHARDED, place, steps, kill_at, port=free_port())

@@ -38,7 +38,7 @@ def one_thread() -> Any:
 
 
 class Stop(Exception):
-    """Ends a training as abruptly as an exception can."""
+    """End a training by an exception."""
 
 
 class StopAt(TrainerCallback):
@@ -98,7 +98,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-# -- the batch size that the Trainer finds --
+# -- batch sizes that the Trainer finds --
 
 
 class Fits(Trainer):
@@ -114,7 +114,7 @@ class Fits(Trainer):
 
 def test_found_batch_size_is_kept_after_restart(tmp_path: Path) -> None:
     class Roomier(Fits):
-        most = 6  # found sooner than 2: each size that is too large costs a collection of all garbage
+        most = 6  # found before 2: each size that is too large costs a garbage collection
 
     args, run = arguments(tmp_path, auto_find_batch_size=True), str(tmp_path / "run")
     whole = train(Roomier(llama(), args, train_dataset=Tokens()))
@@ -127,7 +127,7 @@ def test_found_batch_size_is_kept_after_restart(tmp_path: Path) -> None:
 def test_batch_size_that_shrinks_in_mid_training_continues_the_epoch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps 1 to 4 take 8 examples each. The 16 that are left of the epoch are trained on in batches of 2."""
+    """Steps 1 to 4 take 8 examples each. The 16 remaining examples of the epoch are trained in batches of 2."""
     data = Tokens()
     trainer = Fits(
         llama(),
@@ -151,11 +151,11 @@ def test_changed_batch_size_is_refused_without_auto_find(tmp_path: Path) -> None
         Trainer(llama(), other, train_dataset=Tokens(), callbacks=[callback(run)]).train()
 
 
-# -- objects that the Trainer does not know --
+# -- objects outside the Trainer --
 
 
 class Average(TrainerCallback):
-    """Averages the weights after each step, as many training scripts do."""
+    """Average the weights after each step, as many training scripts do."""
 
     def __init__(self, model: nn.Module) -> None:
         self.ema = copy.deepcopy(model)
@@ -182,7 +182,7 @@ def test_object_in_state_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 class Late(TrainerCallback):
-    """Makes the averages when training begins, in one of the forms that people use."""
+    """Create the averages when training begins, in one of the common forms."""
 
     def __init__(self, form: str) -> None:
         self.form, self.written = form, form != "untouched"
@@ -215,7 +215,7 @@ def test_averages_that_a_callback_makes_later_are_named_once(
 
 
 class Measuring(Trainer):
-    """Its metrics are of types that JSON lacks."""
+    """A trainer with metrics of types that JSON lacks."""
 
     def evaluation_loop(self, *given: Any, **more: Any) -> Any:
         found = super().evaluation_loop(*given, **more)
@@ -245,7 +245,7 @@ def test_metrics_that_json_lacks_are_logged_and_restored(tmp_path: Path) -> None
 
 
 class Reusing(Trainer):
-    """Keeps what TRL's GRPOTrainer keeps, under its names: generations that several steps reuse, counters, metrics."""
+    """Keep the attributes of TRL's GRPOTrainer: generations that several steps reuse, counters, metrics."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -295,7 +295,7 @@ def test_trl_generations_counters_and_metrics_are_restored(tmp_path: Path) -> No
 
 def test_reference_model_that_is_synchronised_is_restored(tmp_path: Path) -> None:
     class Referring(Reusing):
-        """Moves its reference model towards the model, as TRL does with `sync_ref_model=True`."""
+        """Move the reference model towards the model, as TRL does with `sync_ref_model=True`."""
 
         def __init__(self, *given: Any, **more: Any) -> None:
             super().__init__(*given, **more)
@@ -319,14 +319,14 @@ def test_reference_model_that_is_synchronised_is_restored(tmp_path: Path) -> Non
 
 
 class Allocate(TrainerCallback):
-    """Calls AdaLoRA's allocator where its documentation says: after backward, before the gradients go."""
+    """Call AdaLoRA's allocator as its documentation says: after backward, before zero_grad."""
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         model.base_model.update_and_allocate(state.global_step)
 
 
 def adapted(folder: Path, config: Any, run: str | None, stop: int) -> Trainer:
-    """Train an adapter until a step, or to the end; without our callback if `run` is None."""
+    """Train an adapter until a step, or to the end. `run` None: without our callback."""
     model = get_peft_model(llama(), config)
     ours = [] if run is None else [callback(run)]
     callbacks = [Allocate(), *ours, StopAt(stop)]
@@ -351,7 +351,7 @@ def test_adalora_allocator_is_restored(tmp_path: Path) -> None:
 
 
 class Clusters:
-    """In the place of sklearn's KMeans, with which PEFT makes the subspaces."""
+    """A replacement for sklearn's KMeans, which PEFT uses to create the subspaces."""
 
     def __init__(self, n_clusters: int, **_: Any) -> None:
         self.count = n_clusters
@@ -385,8 +385,8 @@ def test_adamss_averages_and_flags_are_restored(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", ["head", "second adapter", "token", "other base"])
-def test_random_weights_that_peft_freezes_are_no_other_base(tmp_path: Path, kind: str) -> None:
-    """A new head's frozen original and a reference adapter differ in each process, as no seed is set before them."""
+def test_random_weights_that_peft_freezes_are_accepted(tmp_path: Path, kind: str) -> None:
+    """A new head's frozen original and a reference adapter differ in each process, since no seed precedes them."""
 
     def start(number: int, stop: int = -1) -> Trainer:
         model = llama()
@@ -419,7 +419,7 @@ def test_random_weights_that_peft_freezes_are_no_other_base(tmp_path: Path, kind
 
 
 def test_base_that_peft_rewrites_at_random_is_restored(tmp_path: Path) -> None:
-    """Each process draws other numbers for it. A base that is the same each time is not stored."""
+    """Each process draws other numbers for it. A reproducible base is not stored."""
 
     def start(number: int, run: str | None, stop: int = -1) -> Trainer:
         model = llama()
@@ -438,11 +438,11 @@ def test_base_that_peft_rewrites_at_random_is_restored(tmp_path: Path) -> None:
     assert not any("base_layer" in name for name in trained(same))
 
 
-# -- what callbacks freeze and unfreeze --
+# -- parameters that callbacks freeze and unfreeze --
 
 
 class Switch(TrainerCallback):
-    """Freezes or unfreezes the first layer once, as fine-tuning scripts do."""
+    """Freeze or unfreeze the first layer once, as fine-tuning scripts do."""
 
     def __init__(self, flag: bool, at: int, *, begins: bool = False, back: int = -1) -> None:
         self.flag, self.at, self.begins, self.back = flag, at, begins, back
@@ -452,7 +452,7 @@ class Switch(TrainerCallback):
             model.model.layers[0].requires_grad_(not self.flag)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if self.begins and state.global_step < 6:  # also in the epoch that a restart begins again
+        if self.begins and state.global_step < 6:  # also in the epoch that a restart repeats
             model.model.layers[0].requires_grad_(not self.flag)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -482,8 +482,8 @@ class AllStepped(Trainer):
         ("only trained, older", 9),
     ],
 )
-def test_parameters_that_a_callback_froze_or_unfroze_stay_so(tmp_path: Path, kind: str, stop: int) -> None:
-    """Restarts in the epoch of the change, and in the next one."""
+def test_parameters_frozen_by_a_callback_stay_frozen(tmp_path: Path, kind: str, stop: int) -> None:
+    """Restarts happen in the epoch of the change and in the next one."""
 
     def start(run: str | None, stop: int = -1) -> Trainer:
         model = llama()
@@ -500,7 +500,7 @@ def test_parameters_that_a_callback_froze_or_unfroze_stay_so(tmp_path: Path, kin
     whole = start(None)
     first = ours_of(start(run, stop)).checkpointer
     assert first is not None
-    if kind == "only trained, older":  # the next start finds an older step only, from before the change
+    if kind == "only trained, older":  # the next start finds only an older step, from before the change
         first.close()
         for path in [path for step in range(3, 10) for path in data_files(tmp_path / "run", step)]:
             path.write_bytes(bytes(path.stat().st_size))

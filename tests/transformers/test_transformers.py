@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with our callback: killed anywhere, it goes on as if nothing had been."""
+"""Tests of Hugging Face's Trainer with our callback: killed anywhere, training continues exactly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def imported() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """As in the processes that are killed: OpenMP's threads starve each other where others use the cores."""
+    """Use one thread, as in the killed processes: OpenMP's threads starve each other on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,13 +58,13 @@ def one_thread() -> Iterator[None]:
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Weights, optimizer, random numbers and logs, bit for bit."""
+    """Return True if weights, optimizer, random numbers and logs are equal, bit for bit."""
     assert {k: found[k] for k in SAME} == {k: wanted[k] for k in SAME}
     return True
 
 
 def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """A script."""
+    """Run a script in its own process."""
     environment = {
         **os.environ,
         "PYTHONPATH": PYTHONPATH,
@@ -77,12 +77,12 @@ def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
-    """What becomes of the toy as it is, without us."""
+    """Return the result of the toy without everystep."""
     return hf_toy.run(None)
 
 
-def test_killed_at_a_step_in_accumulation_and_in_evaluation(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """SIGKILL at any of these leaves weights, logs, best metric and EarlyStopping as if it had never been."""
+def test_killed_training_continues_exactly_anywhere(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGKILL at any of these does not change weights, logs, best metric and EarlyStopping."""
     setting: dict[str, Any] = {"patience": 4, "epochs": 3}
     first = random.randrange(2, 8)
     print(f"killed after step {first}")
@@ -90,29 +90,29 @@ def test_killed_at_a_step_in_accumulation_and_in_evaluation(run_dir: str, caplog
         ended = start(TOY, json.dumps({"run": run_dir, "kill": [where, step], **setting}))
         assert killed(ended), ended.stdout + ended.stderr
     found = hf_toy.run(run_dir, **setting)
-    assert found["started_at"] == 11  # the evaluation belongs to step 12, and is done again with it
+    assert found["started_at"] == 11  # the evaluation belongs to step 12, and is repeated with it
     assert same(found, hf_toy.run(None, **setting))
     assert found["step"] == 20 < 3 * hf_toy.EPOCH, "stopped early"
-    assert found["read"] < 2 * hf_toy.EXAMPLES, "what was trained on is not read again"
+    assert found["read"] < 2 * hf_toy.EXAMPLES, "trained examples are not read again"
     again = hf_toy.run(run_dir, **setting)
     assert (again["read"], again["step"]) == (0, 20)
     assert torch.equal(again["weights"]["lm_head.weight"], found["weights"]["lm_head.weight"])
     assert "everystep continues at step 11 (from " in caplog.text and "finished at step 20" in caplog.text
 
 
-def test_sigterm_saves_and_leaves(run_dir: str) -> None:
-    """SIGTERM between two saves: the process leaves with 143, and nothing is done twice."""
+def test_sigterm_saves_and_exits(run_dir: str) -> None:
+    """SIGTERM between two saves: the process exits with 143, and no step is repeated."""
     ended = start(TOY, json.dumps({"run": run_dir, "every": 1000, "kill": ["term", 7], "epochs": 200}))
     assert ended.returncode == 128 + signal.SIGTERM, ended.stdout + ended.stderr
     step = ckpt.load(run_dir).step
     assert step >= 7
     found = hf_toy.run(run_dir, epochs=200, max_steps=step + 50)
-    # Steps that were done until it left are in memory, and perhaps not in the folder yet.
+    # Steps done until the exit are in memory, and may not be in the folder yet.
     assert step <= found["started_at"] < step + 50 and found["step"] == step + 50
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """Tokens without a length."""
+    """Tokens from a dataset without a length."""
 
     def __iter__(self) -> Any:
         data = hf_toy.Tokens(hf_toy.EXAMPLES)
@@ -135,8 +135,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_interrupted_in_the_second_epoch(run_dir: str, name: str) -> None:
-    """However batches are drawn, and whatever is due when, the run goes on exactly where it was."""
+def test_interrupted_epoch_continues_exactly(run_dir: str, name: str) -> None:
+    """With any sampler and any schedule, the run continues exactly where it was."""
     setting = dict(VARIANTS[name])
     at = setting.pop("stop", 11)
     assert hf_toy.run(run_dir, kill=("stop", at), **setting) == {}
@@ -145,16 +145,16 @@ def test_interrupted_in_the_second_epoch(run_dir: str, name: str) -> None:
     assert same(found, hf_toy.run(None, **setting))
 
 
-def test_stopped_at_the_end_of_an_epoch_and_prolonged(run_dir: str) -> None:
-    """A run that is finished goes on when it is to be longer, as if it had been so from the beginning."""
+def test_finished_run_continues_with_more_epochs(run_dir: str) -> None:
+    """A finished run with more epochs continues as if it had them from the start."""
     setting: dict[str, Any] = {"lr_scheduler_type": "constant", "eval_steps": 4, "logging_steps": 4}
     assert hf_toy.run(run_dir, kill=("stop", hf_toy.EPOCH), **setting) == {}
     assert hf_toy.run(run_dir, epochs=2, **setting)["step"] == 2 * hf_toy.EPOCH
     assert same(hf_toy.run(run_dir, epochs=3, **setting), hf_toy.run(None, epochs=3, **setting))
 
 
-def test_random_numbers_of_a_dataset_are_warned_of(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the run cannot be the same bit for bit, that is said, once; and not where it can."""
+def test_random_numbers_of_dataset_log_warning(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """If the run cannot be bit for bit the same, one warning is logged; otherwise none."""
 
     class Noisy(hf_toy.Tokens):
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -168,23 +168,23 @@ def test_random_numbers_of_a_dataset_are_warned_of(run_dir: str, caplog: pytest.
 
 
 class Interrupt(TrainerCallback):
-    """As Ctrl-C does in a notebook, at a step: nobody closes anything."""
+    """Raises KeyboardInterrupt at a step, as in a notebook, without closing anything."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 11:
             raise KeyboardInterrupt
 
 
-def test_interrupted_and_started_again_in_one_process(run_dir: str, undisturbed: dict[str, Any]) -> None:
-    """A training that an exception has ended does not hold its place: the next one goes on there, exactly."""
+def test_interrupted_training_restarts_in_one_process(run_dir: str, undisturbed: dict[str, Any]) -> None:
+    """A training ended by an exception does not keep its run locked: the next one continues there, exactly."""
     with pytest.raises(KeyboardInterrupt):
         hf_toy.run(run_dir, more=(Interrupt(),))
     found = hf_toy.run(run_dir)
     assert found["started_at"] == 11 and same(found, undisturbed)
 
 
-def test_a_training_inside_of_another_ends_only_itself(run_dir: str) -> None:
-    """Two Trainers in one thread, both under way: the outer one goes on saving."""
+def test_nested_training_does_not_end_outer(run_dir: str) -> None:
+    """The outer one of two active Trainers in a thread continues to save."""
 
     class Inner(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -195,8 +195,8 @@ def test_a_training_inside_of_another_ends_only_itself(run_dir: str) -> None:
     assert (ckpt.load(run_dir).step, ckpt.load(f"{run_dir}-inner").step) == (16, 8)
 
 
-def test_the_best_weights_do_not_take_the_place_of_the_last(run_dir: str, tmp_path: Path) -> None:
-    """load_best_model_at_end writes over the model when all is done: the last step is copied by then."""
+def test_loading_best_model_keeps_last_step(run_dir: str, tmp_path: Path) -> None:
+    """load_best_model_at_end overwrites the model at the end, after the last step was copied."""
     at = Weights(9)
     setting: dict[str, Any] = {
         "save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True, "output_dir": str(tmp_path / "out"),
@@ -213,8 +213,8 @@ def test_the_best_weights_do_not_take_the_place_of_the_last(run_dir: str, tmp_pa
     assert all(torch.equal(again["weights"][name], tensor) for name, tensor in found["weights"].items())
 
 
-def test_what_has_changed_is_refused(run_dir: str, undisturbed: dict[str, Any]) -> None:
-    """Other data or another model: an error that says what, and nothing is lost; strict=False goes on."""
+def test_changed_data_or_model_is_rejected(run_dir: str, undisturbed: dict[str, Any]) -> None:
+    """Other data or models raise an error which names the change, without loss; strict=False continues."""
     assert hf_toy.run(run_dir, kill=("stop", 7)) == {}
     for changed, words in (
         ({"examples": 32}, "examples: 30 then, 32 now"),
@@ -226,14 +226,14 @@ def test_what_has_changed_is_refused(run_dir: str, undisturbed: dict[str, Any]) 
         with pytest.raises(ckpt.errors.MismatchError, match=words) as caught:
             hf_toy.run(run_dir, **changed)
         ours = [f.name for f in traceback.extract_tb(caught.value.__traceback__) if "/ckpt/" in f.filename]
-        assert ours == ["entered"], "none of our frames except the wrapper's"
+        assert ours == ["entered"], "only the wrapper's frame of ckpt"
     assert same(hf_toy.run(run_dir), undisturbed)
     found = hf_toy.run(run_dir, examples=32, epochs=3, callback={"strict": False})
     assert (found["started_at"], found["step"]) == (16, 24)
 
 
-def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
-    """Before anything is trained, with an error that says what to do; `help()` names all arguments."""
+def test_second_callback_and_wrong_arguments_are_rejected(run_dir: str) -> None:
+    """The error is raised before training and explains the remedy; `help()` names all arguments."""
     made: Any = ckpt.transformers.CheckpointCallback.__init__
     named = inspect.signature(made).parameters.keys() - {"self", "arguments"}
     assert len(named) > 5 and all(f"`{word}" in made.__doc__ for word in named)
@@ -256,8 +256,8 @@ def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
     assert not Path(run_dir).exists()
 
 
-def test_beside_the_trainers_own_checkpoints(run_dir: str, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    """The Trainer may save and resume by itself: what is newer wins, and with nothing of ours its own is taken."""
+def test_newer_of_own_and_trainer_checkpoint_wins(run_dir: str, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """The Trainer may also save and resume: the newer checkpoint wins, and without ours its own is used."""
     setting: dict[str, Any] = {"save_strategy": "steps", "save_steps": 6, "output_dir": str(tmp_path / "out")}
     assert hf_toy.run(run_dir, kill=("stop", 14), **setting) == {}
     theirs = str(tmp_path / "out" / "checkpoint-12")
@@ -270,9 +270,9 @@ def test_beside_the_trainers_own_checkpoints(run_dir: str, tmp_path: Path, undis
         hf_toy.run(f"{run_dir}-3", resume=theirs, **setting)
 
 
-def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An adapter's run is small, exact, refuses another base, and peft reads what is exported. `ckpt export`, which
-    makes no adapter_config.json, says how to have one."""
+def test_lora_run_stores_only_adapter(run_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter's run is small and exact, rejects another base model, and peft reads its export.
+    `ckpt export` writes no adapter_config.json, and explains how to get one."""
     assert hf_toy.run(run_dir, lora=True, kill=("stop", 11)) == {}
     with pytest.raises(ckpt.errors.MismatchError, match="frozen base model differs"):
         hf_toy.run(run_dir, lora=True, base=1)
@@ -294,7 +294,7 @@ def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path, capsys: pytes
 
 
 def test_prompt_encoder_around_a_compiled_model_is_saved_and_exported() -> None:
-    """PEFT forwards attributes to its base model. That one may be a wrapper, or have wrappers in it."""
+    """PEFT forwards attributes to its base model, which may be a wrapper or contain wrappers."""
     base = hf_toy.model_of(0)
     config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=4)
     prompted = get_peft_model(torch.compile(base), config)
@@ -336,7 +336,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Weights(TrainerCallback):
-    """Copies them at a step."""
+    """Copies the weights at a step."""
 
     def __init__(self, step: int) -> None:
         self.step, self.found = step, dict[str, torch.Tensor]()
@@ -348,7 +348,7 @@ class Weights(TrainerCallback):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_from_pretrained_reads_an_export(run_dir: str, tmp_path: Path, tied: bool) -> None:
-    """Weights of any step, tied or not, cast or not, with config and tokenizer; nothing is ever replaced."""
+    """It reads weights of any step, tied or not, cast or not, with config and tokenizer. No file is ever replaced."""
     at = Weights(5)
     found = hf_toy.run(run_dir, tied=tied, epochs=1, tokenizer=tokenizer(), more=(at,))
     for step, wanted in ((None, found["weights"]), (5, at.found)):
@@ -370,8 +370,8 @@ import ckpt.transformers.__main__ as command
 sys.exit(command.main())"""
 
 
-def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
-    """It casts, and its errors are one line and exit code 2. Ctrl-C leaves nothing half. It needs no transformers."""
+def test_export_command_casts_and_reports_errors(run_dir: str, tmp_path: Path) -> None:
+    """Errors are one line with exit code 2. Ctrl-C leaves no partial file. transformers is not needed."""
     hf_toy.run(run_dir, epochs=1)
     with ckpt.Checkpointer({"x": 1}, f"{run_dir}-2") as cp:
         cp.step(1)
@@ -394,8 +394,8 @@ def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
-def test_two_ranks(run_dir: str) -> None:
-    """Two ranks with DDP: killed in the middle of accumulation in the second epoch, and the same in the end."""
+def test_two_ranks_continue_exactly(run_dir: str) -> None:
+    """Two ranks with DDP are killed during accumulation in the second epoch; the result is the same."""
     setting = {"ddp_backend": "gloo"}
 
     def ranks(*runs: dict[str, Any]) -> list[subprocess.CompletedProcess[str]]:
@@ -417,22 +417,22 @@ def lines(ended: subprocess.CompletedProcess[str], beginning: str) -> list[str]:
 
 
 @pytest.mark.parametrize("script", ["lora.py", pytest.param("hf_finetune.py", marks=pytest.mark.long)])
-def test_the_examples(run_dir: str, script: str) -> None:
-    """Killed and started again, they end with the weights that they have when they were never killed."""
+def test_examples_continue_after_a_kill(run_dir: str, script: str) -> None:
+    """Killed and restarted, they end with the weights of a run without kills."""
     short = ("--steps", "24")
     ended = start(EXAMPLES / script, run_dir, "--kill-at", "13", *short)
     assert killed(ended), ended.stderr
     resumed = start(EXAMPLES / script, run_dir, *short)
     assert resumed.returncode == 0, resumed.stderr
     (begun,) = lines(resumed, "starts at")
-    assert begun in ("starts at step 12", "starts at step 13"), "at most the step that was being staged is lost"
+    assert begun in ("starts at step 12", "starts at step 13"), "at most the step being staged is lost"
     alone = start(EXAMPLES / script, f"{run_dir}-2", *short)
     assert lines(resumed, "weights") == lines(alone, "weights") != []
     assert lines(resumed, "loss")[-1] == lines(alone, "loss")[-1]
 
 
 def best_of(log: list[dict[str, Any]], run: str, *, worst: bool = False) -> list[int]:
-    """The two best steps by the Trainer's own log, checked: just these stay in the run, with what they scored."""
+    """Return the two best steps of the Trainer's log, after checking that the run pins only these and their scores."""
     scores = {one["step"]: one["eval_loss"] for one in log if "eval_loss" in one and one["step"] > 0}
     first, second = sorted(scores, key=lambda step: scores[step], reverse=worst)[:2]
     assert len(scores) > 2 and {one.step: one.pinned for one in ckpt.Run(run).list() if one.pinned} == {
@@ -443,15 +443,15 @@ def best_of(log: list[dict[str, Any]], run: str, *, worst: bool = False) -> list
     return [first, second]
 
 
-def test_the_best_by_evaluation_stay(run_dir: str) -> None:
-    """Whatever `keep` says; by the numbers of the Trainer's own log. An evaluation before the first step is of none."""
+def test_best_steps_by_evaluation_stay(run_dir: str) -> None:
+    """The best by the Trainer's log stay, whatever `keep` is. An evaluation before the first step does not count."""
     best = {"monitor": "eval_loss", "mode": "max", "keep": 2}
     found = hf_toy.run(run_dir, every=1, best=best, callback={"keep": 2}, eval_on_start=True)
     assert best_of(found["log"], run_dir, worst=True)
 
 
-def test_the_best_survive_kills(run_dir: str) -> None:
-    """In a step and in an evaluation, of steps that no cadence wanted; the weights are those that were evaluated."""
+def test_best_steps_survive_kills(run_dir: str) -> None:
+    """Kills in a step and in an evaluation, with unscheduled best steps: the weights are the evaluated ones."""
     constant = {"lr_scheduler_type": "constant"}
     setting: dict[str, Any] = {
         "every": 7,
@@ -467,7 +467,7 @@ def test_the_best_survive_kills(run_dir: str) -> None:
     whole = hf_toy.run(None, max_steps=best, **constant)["weights"]
     kept = ckpt.load(run_dir, best=True)
     assert all(torch.equal(kept[f"model.{name}"], tensor) for name, tensor in whole.items())
-    model = hf_toy.model_of(1)  # as the guide has it, instead of load_best_model_at_end
+    model = hf_toy.model_of(1)  # as in the guide, instead of load_best_model_at_end
     model.load_state_dict(ckpt.load(run_dir, best=True).sub("model").all())
     export_pretrained(f"{run_dir}@best", f"{run_dir}-best")
     exported = AutoModelForCausalLM.from_pretrained(f"{run_dir}-best").state_dict()

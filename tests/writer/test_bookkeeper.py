@@ -1,4 +1,4 @@
-"""The bookkeeper by itself: fed by a heartbeat that a test writes, over places that fail when they are told to."""
+"""Tests of the bookkeeper alone: with a test heartbeat, and tiers that fail on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt.tiers import Tier
 
 
 class Books:
-    """A bookkeeper, the heartbeat of its trainer, and the places that it files to."""
+    """A bookkeeper, the heartbeat of its trainer, and the tiers that it writes to."""
 
     def __init__(self, places: list[OpenTier]) -> None:
         self.places = places
@@ -66,9 +66,8 @@ def played(test: Callable[[Books], Coroutine[Any, Any, None]], tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_restore_is_no_part_of_the_step_after_it(tmp_path: Path) -> None:
-    """Also when the step was done before anybody heard of the restore; and what was paused or waited before counts
-    before."""
+def test_restore_does_not_count_as_step_time(tmp_path: Path) -> None:
+    """This also holds if the step ended before the restore was reported. Earlier pauses and waits count before it."""
 
     async def test(books: Books) -> None:
         books.begin()
@@ -91,8 +90,8 @@ def test_a_restore_is_no_part_of_the_step_after_it(tmp_path: Path) -> None:
     played(test, tmp_path)
 
 
-def test_a_new_writer_goes_on_with_the_count(tmp_path: Path) -> None:
-    """However many steps come between: none twice, and what was known is there, also what came in meanwhile."""
+def test_new_writer_continues_the_step_count(tmp_path: Path) -> None:
+    """No step counts twice, and known values are kept, also those that arrived since."""
 
     async def test(books: Books) -> None:
         books.begin()
@@ -103,11 +102,11 @@ def test_a_new_writer_goes_on_with_the_count(tmp_path: Path) -> None:
                 books.keeper.look()
         books.keeper.look()
         await books.keeper.finish()  # it dies now
-        for step in range(900, 2900):  # more than the ring holds
+        for step in range(900, 2900):  # more than the ring has room for
             books.beat(step, saves=step)
         books.keeper = Bookkeeper(lambda: books.places, lambda message: None)
         books.begin(again=True)
-        books.keeper.ended("died")  # before what was known has been read
+        books.keeper.ended("died")  # before the known values were read
         await asyncio.sleep(0.3)
         await books.keeper.finish()
         found = books.stored()
@@ -118,8 +117,8 @@ def test_a_new_writer_goes_on_with_the_count(tmp_path: Path) -> None:
     played(test, tmp_path)
 
 
-def test_a_place_that_cannot_be_read_just_now_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new writer waits for what the old one had put, and overwrites nothing until it knows."""
+def test_unreadable_tier_loses_no_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new writer waits for the old one's ledger, and overwrites nothing before it has read it."""
     monkeypatch.setattr(lease, "AGAIN_S", 0.1)
 
     async def test(books: Books) -> None:
@@ -148,8 +147,8 @@ def test_a_place_that_cannot_be_read_just_now_loses_nothing(tmp_path: Path, monk
     played(test, tmp_path)
 
 
-def test_what_is_said_late_of_a_death_belongs_to_who_died(tmp_path: Path) -> None:
-    """The account of a fault may be finished when the next trainer is there already; of strangers nothing is kept."""
+def test_late_fault_report_belongs_to_dead_trainer(tmp_path: Path) -> None:
+    """A fault report may be finished when the next trainer has started; faults of unknown processes are dropped."""
 
     async def test(books: Books) -> None:
         books.begin()
@@ -167,8 +166,8 @@ def test_what_is_said_late_of_a_death_belongs_to_who_died(tmp_path: Path) -> Non
     played(test, tmp_path)
 
 
-def test_a_far_place_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nearest place gets the ledger, steps are counted, and the end comes in time."""
+def test_hanging_tier_does_not_delay_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest tier gets the ledger, steps are counted, and the end is not delayed."""
     monkeypatch.setattr(bookkeeper, "LOOK_S", 0.02)
     monkeypatch.setattr(bookkeeper, "PATIENCE_S", 0.3)
     monkeypatch.setattr(lease, "KEEP_S", 0.05)
@@ -192,8 +191,8 @@ def test_a_far_place_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: py
     played(test, tmp_path)
 
 
-def test_the_newest_content_lands_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow put of an older content does not come after a newer one; failures are said, and tried again later."""
+def test_newest_ledger_content_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow put of older content does not overwrite newer content. Failures are logged, and retried later."""
 
     async def test(books: Books) -> None:
         put, said = books.places[0].log.store.put, list[bytes]()
@@ -221,8 +220,8 @@ def test_the_newest_content_lands_last(tmp_path: Path, monkeypatch: pytest.Monke
     played(test, tmp_path)
 
 
-def test_failed_writes_are_no_cost_of_the_next(tmp_path: Path) -> None:
-    """What slowed steps beside a write that failed is not charged to the one that worked."""
+def test_failed_writes_are_not_charged_to_next(tmp_path: Path) -> None:
+    """Slow steps during a failed write are not charged to the successful one."""
 
     async def test(books: Books) -> None:
         books.begin()

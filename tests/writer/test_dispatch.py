@@ -1,4 +1,4 @@
-"""Requests find the methods that deal with them, whichever objects those belong to."""
+"""Requests reach their handler methods, whichever objects define them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.core.writer.held_run import Caller, Dispatch, handles
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> object:
-    """An object that deals with all requests but one; nobody else does."""
+    """Return an object that handles all requests but one. No other object has handlers."""
     monkeypatch.setattr(held_run, "HANDLERS", {})
     methods = {}
     for kind in (kind for kind in Request.__subclasses__() if kind is not KeepSteps):
@@ -27,7 +27,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> object:
     return type("Others", (), methods)()
 
 
-def test_several_objects_deal_with_a_request_in_their_order_and_the_first_replies(others: object) -> None:
+def test_several_objects_handle_a_request_in_order(others: object) -> None:
     heard = []
 
     class Core:
@@ -50,6 +50,6 @@ def test_several_objects_deal_with_a_request_in_their_order_and_the_first_replie
     assert asyncio.run(Dispatch(others, plug_in).answer(request, caller)) == "plug-in"
 
 
-def test_a_request_that_nobody_deals_with_keeps_the_writer_from_starting(others: object) -> None:
+def test_writer_start_fails_on_a_request_without_handler(others: object) -> None:
     with pytest.raises(TypeError, match="nobody deals with KeepSteps"):
         Dispatch(others)

@@ -1,4 +1,4 @@
-"""As whom a writer acts: as the owner that the log names, or as the one that its own trainer is about to be."""
+"""Owner of a writer's actions: the owner in the log, or the next epoch of its own trainer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from logs import new_log
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_what_was_begun_goes_on_as_our_next_epoch_and_as_nobody_elses(ours: bool) -> None:
-    """A restore opens another epoch while a checkpoint is on its way: it is committed by that one. Another job's epoch
-    fences it."""
+def test_commit_continues_only_in_next_epoch_of_own_job(ours: bool) -> None:
+    """A restore starts another epoch during a commit and completes it. Another job's epoch fences the commit."""
 
     async def main() -> None:
         trainer: Any = SimpleNamespace(adoptions=0)
@@ -47,7 +46,7 @@ def test_what_was_begun_goes_on_as_our_next_epoch_and_as_nobody_elses(ours: bool
     asyncio.run(main())
 
 
-def test_nothing_is_done_for_a_trainer_after_another_has_come() -> None:
+def test_actions_for_a_trainer_end_when_another_connects() -> None:
     trainer: Any = SimpleNamespace(adoptions=3)
     run = HeldRun(trainer)
     run.check_still(3)
@@ -55,8 +54,8 @@ def test_nothing_is_done_for_a_trainer_after_another_has_come() -> None:
         run.check_still(2)
 
 
-def test_a_writer_does_not_start_with_a_request_that_no_object_deals_with() -> None:
-    """That a class somewhere has a method for it is not enough."""
+def test_writer_start_fails_if_a_request_has_no_handler() -> None:
+    """A handler method in another class does not suffice."""
     run: Any = HeldRun(SimpleNamespace(adoptions=0))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="nobody deals with"):
         Dispatch(run)

@@ -1,4 +1,4 @@
-"""What a writer does with its memory when another job has become the owner of the run, and which states follow."""
+"""State transitions of a writer, and its memory after another job owns the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = 4096
 
 
 class Slow(MemoryStore):
-    """Waits before it begins a data file."""
+    """Wait before the start of a data file."""
 
     def __init__(self) -> None:
         super().__init__("file:///near")
@@ -43,8 +43,9 @@ class Slow(MemoryStore):
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "negative control"])
 def test_write_fails_if_its_slot_is_released_meanwhile(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newer job owns the run, and the writer releases its memory in the middle of a write. Nothing of the released
-    slot gets a manifest, which the newer job would commit. Without both checks it does."""
+    """A newer job owns the run, and the writer releases its memory during a write.
+
+    No data of the released slot gets a manifest, which the newer job would commit. Without both checks it does."""
     if not checked:
         monkeypatch.setattr(PresentTrainer, "check_not_fenced", lambda self, channel=None: None)
         monkeypatch.setattr(Arena, "settled", lambda self, slot: label)
@@ -84,8 +85,8 @@ def test_write_fails_if_its_slot_is_released_meanwhile(checked: bool, monkeypatc
     assert bool(asyncio.run(main())) == (not checked)
 
 
-def test_states_follow_each_other_as_the_table_says() -> None:
-    """A move that the table does not have is an error, and nothing follows LEAVING."""
+def test_writer_states_change_as_in_the_table() -> None:
+    """Transitions outside the table are errors. LEAVING is final."""
     life: Any = SimpleNamespace(state=State.SERVING)
     for state in (State.DRAINING, State.LINGERING, State.SERVING, State.FENCED, State.LEAVING):
         Life._enter(life, state)

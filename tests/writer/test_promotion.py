@@ -1,4 +1,4 @@
-"""Checkpoints on their way to a far place that is slow, fails, or is given up by another rank: what a writer does."""
+"""A writer that promotes checkpoints to a slow or failing tier, or whose checkpoint another rank aborted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from run_files import MANIFEST, kind_of
 
 
 class Far(MemoryStore):
-    """An object store that may be down, and whose answers may be damaged once."""
+    """An object store that can be unreachable, and can return one damaged response."""
 
     remote = True
 
@@ -64,7 +64,7 @@ class Far(MemoryStore):
 
 
 class Writer:
-    """A persister of rank 0 of two, with a near and a far place, and slots that hold whatever one says."""
+    """A persister of rank 0 of two, with a source tier, a destination tier and simulated slots."""
 
     def __init__(self) -> None:
         self.told: list[Note] = []
@@ -86,7 +86,7 @@ class Writer:
         return CheckpointId(self.owner.term, step, self.owner.nonce)
 
     async def write(self, step: int) -> None:
-        """As if the near place had it already."""
+        """Write a step that the source tier has already."""
         one = self.checkpoint(step)
         label = SimpleNamespace(checkpoint=one, layout="x", data_size=0)
         arena: Any = SimpleNamespace(label=lambda slot: label, id=b"\xaa")
@@ -98,7 +98,7 @@ class Writer:
 
     @property
     def freed(self) -> set[int]:
-        """The steps whose memory is not needed any more."""
+        """Return the steps whose memory is no longer needed."""
         return {CheckpointId.parse(note.checkpoint).step for note in self.told if isinstance(note, SlotReadNote)}
 
 
@@ -116,8 +116,8 @@ def scenario(work: Callable[[Writer], Coroutine[Any, Any, None]]) -> Callable[[]
 
 
 @scenario
-async def test_what_another_rank_gave_up_is_no_success(writer: Writer) -> None:
-    """A step waits behind another one, and meanwhile another rank aborts it: an error, and not a checkpoint."""
+async def test_promotion_aborted_by_another_rank_fails(writer: Writer) -> None:
+    """While a step waits for another one, another rank aborts it: an error, and no checkpoint."""
     async with writer.far.busy:
         writing = asyncio.create_task(writer.write(10))
         await asyncio.sleep(0.01)
@@ -127,8 +127,8 @@ async def test_what_another_rank_gave_up_is_no_success(writer: Writer) -> None:
 
 
 @scenario
-async def test_what_was_taken_back_is_not_promoted(writer: Writer) -> None:
-    """A snapshot that was torn is retracted while it waits for the far place: it never gets there."""
+async def test_retracted_snapshot_is_not_promoted(writer: Writer) -> None:
+    """A torn snapshot is retracted while it waits for the destination tier: it is never promoted."""
     async with writer.far.busy:
         writing = asyncio.create_task(writer.write(10))
         await asyncio.sleep(0.01)
@@ -138,9 +138,9 @@ async def test_what_was_taken_back_is_not_promoted(writer: Writer) -> None:
 
 
 @scenario
-async def test_steps_that_are_left_out_hold_nothing(writer: Writer) -> None:
-    """The far place is down, and steps go on coming: all give their memory back at once, only the newest, which
-    wait, stay pinned in the near place, and the others are answered without waiting for the place that is down."""
+async def test_skipped_steps_free_memory_and_pins(writer: Writer) -> None:
+    """The destination is unreachable while new steps arrive: all free their memory immediately. Only the newest stay
+    pinned in the source tier. The others fail without waiting for the destination."""
     far: Any = writer.far.store
     async with writer.far.busy:
         far.up.clear()
@@ -158,10 +158,10 @@ async def test_steps_that_are_left_out_hold_nothing(writer: Writer) -> None:
 
 
 @pytest.mark.parametrize(("still_s", "advice"), [(10.0, "raise its every="), (-1.0, "check whether it responds")])
-def test_a_place_that_takes_nothing_is_not_called_slow(
+def test_unresponsive_tier_is_not_reported_as_slow(
     monkeypatch: pytest.MonkeyPatch, still_s: float, advice: str
 ) -> None:
-    """To save there less often would not help. Control: one that has not been silent for long is slow."""
+    """For an unresponsive tier, a longer save interval would not help. Control: after a short silence it is slow."""
     monkeypatch.setattr(promotion, "STILL_S", still_s)
 
     @scenario
@@ -178,8 +178,8 @@ def test_a_place_that_takes_nothing_is_not_called_slow(
 
 
 @scenario
-async def test_what_one_rank_leaves_out_stops_no_other(writer: Writer) -> None:
-    """The others are told that it was left out, which is a warning, and not that it failed. Control: a real failure."""
+async def test_skip_on_one_rank_is_warning_for_others(writer: Writer) -> None:
+    """The other ranks get a warning that the step was skipped, not a failure. Control: a real failure."""
     for step, reason, kind in (
         (10, f"step 10 {commits.LEFT_OUT} s3://far", SkippedError),
         (20, "disk full", SaveError),
@@ -192,8 +192,8 @@ async def test_what_one_rank_leaves_out_stops_no_other(writer: Writer) -> None:
 
 
 @scenario
-async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Writer) -> None:
-    """What a crash interrupted is taken up one by one: a damaged one is passed over, and the other ranks are told."""
+async def test_failed_resume_does_not_block_other_promotions(writer: Writer) -> None:
+    """Interrupted promotions are resumed one by one: a damaged one is skipped and aborted for the other ranks."""
     steps = (30, 20, 10)
     writer.persister.promoter.pending = lambda near, tier: [  # type: ignore[method-assign]
         Commit(writer.checkpoint(step), 2, ((0, "0" * 64),), "0" * 64) for step in steps
@@ -213,8 +213,8 @@ async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Wr
 
 
 @scenario
-async def test_two_far_places_pin_the_near_one_each(writer: Writer) -> None:
-    """The near place keeps a checkpoint until the last of them has it."""
+async def test_each_destination_tier_pins_source_checkpoint(writer: Writer) -> None:
+    """The source tier keeps a checkpoint until the last destination has it."""
     one = writer.checkpoint(10)
     writer.near.promoting[one] += 2
     writer.near.unpin(one)
@@ -223,8 +223,8 @@ async def test_two_far_places_pin_the_near_one_each(writer: Writer) -> None:
     assert one not in writer.near.promoting
 
 
-def test_one_that_is_cancelled_while_its_turn_comes_keeps_no_other_waiting() -> None:
-    """Its task hears of that only after the one before it has ended in the same round of the loop."""
+def test_cancelled_turn_does_not_block_next() -> None:
+    """It receives its cancellation only after the previous task has ended in the same round of the event loop."""
     turns, place, done = Turns(), cast(OpenTier, SimpleNamespace(url="memory://far")), list[int]()
 
     async def save(number: int, go: asyncio.Event) -> None:
@@ -238,16 +238,16 @@ def test_one_that_is_cancelled_while_its_turn_comes_keeps_no_other_waiting() -> 
         await asyncio.sleep(0)
         events[2].set()
         events[0].set()
-        two.cancel()  # the first was woken before, and so ends before this one hears of it
+        two.cancel()  # the first was woken before, so it ends before this one is cancelled
         await asyncio.wait(tasks, timeout=10.0)
         assert one.done() and two.cancelled() and three.done() and done == [1, 3]
 
     asyncio.run(work())
 
 
-def test_what_is_pending_does_not_depend_on_when_one_looks() -> None:
-    """Checkpoints of earlier epochs that are due and newer than what the far place has of them; what this epoch saves
-    meanwhile, in either place, changes nothing. Without any of them none."""
+def test_pending_promotions_ignore_current_term() -> None:
+    """Pending are scheduled checkpoints of earlier terms, newer than the destination's newest one of them.
+    Saves of the current term, in either tier, do not change the result."""
     term = [
         {"type": "ACQUIRE", "id": f"a{n}", "body": {"term": n, "nonce": f"{n:08x}", "restored": None}} for n in (1, 2)
     ]
@@ -268,11 +268,11 @@ def test_what_is_pending_does_not_depend_on_when_one_looks() -> None:
     assert promotion.pending(near, near, 10, before=2) == []
 
 
-# -- answers that are wrong, or come to nothing --
+# -- wrong or missing responses --
 
 
-def test_a_damaged_answer_does_not_damage_the_log() -> None:
-    """One flipped bit in one answer: it is asked again, the record counts, and what is written next fits for all."""
+def test_damaged_response_does_not_damage_log() -> None:
+    """After one flipped bit in one response, the log reads again. The record counts, and the next one is consistent."""
 
     async def main() -> None:
         store = Far()
@@ -291,9 +291,8 @@ def test_a_damaged_answer_does_not_damage_the_log() -> None:
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_lost_answer_to_the_probe_is_no_lie(failing: int) -> None:
-    """The store is honest, and one request fails, or is carried out without an answer: it is not refused. A store that
-    really creates twice is."""
+def test_probe_accepts_store_after_lost_reply(failing: int) -> None:
+    """One request to a correct store fails or has no reply: it is accepted. A store that creates twice is not."""
 
     class Once(Far):
         count = 0
@@ -318,9 +317,9 @@ def test_a_lost_answer_to_the_probe_is_no_lie(failing: int) -> None:
     asyncio.run(main())
 
 
-def test_not_being_let_in_is_not_damage() -> None:
-    """Credentials expire while a checkpoint is read back: clean-up waits, and nobody is told that it is damaged.
-    Control: of files that are gone they are."""
+def test_expired_credentials_are_not_reported_as_damage() -> None:
+    """If credentials expire while a checkpoint is verified, cleanup waits, and no damage is reported.
+    Control: missing files are reported."""
 
     class Shut(Far):
         error: Exception | None = AccessError("ExpiredToken. Renew the credentials")
@@ -348,9 +347,8 @@ def test_not_being_let_in_is_not_damage() -> None:
     asyncio.run(main())
 
 
-def test_new_credentials_reach_a_writer_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that comes back with other options has them used, by a writer that outlived the one before; with the
-    same ones nothing is opened anew."""
+def test_new_credentials_reach_running_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted trainer's new options reach the writer that outlived it. Equal options have no effect."""
     opened: list[Any] = []
     objects: dict[str, bytes] = {}
 
@@ -372,9 +370,9 @@ def test_new_credentials_reach_a_writer_that_is_there(monkeypatch: pytest.Monkey
     assert opened == [{"key": "expired"}, {"key": "renewed"}]
 
 
-def test_what_is_known_without_a_bucket_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start is refused whose bucket is out of reach, and hears which step it could go on from, and how. Control:
-    where nothing has a step there is nothing to say of one."""
+def test_unreachable_bucket_error_names_available_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a bucket is unreachable, startup fails, and the error names the step that could be restored. Control: without
+    a step it names none."""
 
     class Down(Far):
         async def get(self, key: str, **where: Any) -> memoryview:
@@ -397,9 +395,9 @@ def test_what_is_known_without_a_bucket_is_said(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(main())
 
 
-def test_a_new_writer_does_not_need_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer died while a far place was down: the next one goes on with the near one, and opens the other when it
-    is back. At a first start it is an error."""
+def test_new_writer_starts_without_unreachable_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer died while a tier was unreachable: the next one continues with the other tier and opens this one
+    later. At a first start this is an error."""
     down = [True]
 
     class Down(Far):

@@ -1,4 +1,4 @@
-"""A second copy of the memory on another node. Nodes are told apart by their folder of sockets: one machine will do."""
+"""Tests of a replica of the memory on another node. Nodes are distinguished by their socket folders, on one machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train(root: Path, world: int, nodes: int, action: str, replicas: int, fails:
 
 
 def lose(folder: Path) -> None:
-    """All processes of a node, and what they hold."""
+    """Kill all processes of a node, with their memory."""
     for process in writers(folder):
         process.kill()
     assert eventually(lambda: not writers(folder))
@@ -79,7 +79,7 @@ def lose(folder: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_memory_survives_the_loss_of_a_node(tmp_path: Path, replicas: int) -> None:
-    """With a second copy the survivors restore the last step from memory, on fewer ranks; without it they refuse."""
+    """With a replica, the survivors restore the last step from memory on fewer ranks; without it, restore fails."""
     for node in (0, 1):
         (tmp_path / f"node{node}").mkdir(mode=0o700)
     before = train(tmp_path, 4, 2, "die", replicas)
@@ -106,7 +106,7 @@ def test_memory_survives_the_loss_of_a_node(tmp_path: Path, replicas: int) -> No
     ],
 )
 def test_partners_are_on_other_nodes(nodes: tuple[int, ...], expected: list[int | None]) -> None:
-    """Each rank's copy is on the next node; with one node there is none."""
+    """Each rank's replica is on the next node; with one node there is none."""
     assert [partner(rank, nodes) for rank in range(len(nodes))] == expected
 
 
@@ -130,7 +130,7 @@ def layout_of(elements: int) -> Layout:
 
 
 def replicator() -> Replicator:
-    """One with a memory of its own, as far as it needs one."""
+    """Return a replicator with the required parts of a memory."""
     memory: Any = SimpleNamespace(arenas={}, copies={}, layouts={})
     memory.keep_layout = lambda layout: memory.layouts.update({layout.digest: layout})
     return Replicator(memory)
@@ -156,8 +156,8 @@ async def pushed(taker: Replicator, sender: Replicator, arena: Arena, layout: La
                 break
 
 
-def test_what_is_pushed_is_what_arrives() -> None:
-    """Data, plain values and label of each snapshot; old ones make room for new ones, as in the first ring."""
+def test_pushed_snapshots_arrive_unchanged() -> None:
+    """Data, plain values and label of each snapshot arrive; new ones replace old ones, as in the source."""
 
     async def work() -> None:
         taker, sender = replicator(), replicator()
@@ -177,8 +177,8 @@ def test_what_is_pushed_is_what_arrives() -> None:
     asyncio.run(work())
 
 
-def test_a_snapshot_that_is_overwritten_on_its_way_is_not_kept() -> None:
-    """The trainer goes round its ring meanwhile: what arrived is of two moments, and stays unsealed."""
+def test_snapshot_overwritten_during_transfer_is_dropped() -> None:
+    """The trainer reuses the slot during the transfer: the received snapshot mixes two steps, and stays unsealed."""
 
     async def work() -> None:
         taker, sender = replicator(), replicator()
@@ -203,8 +203,8 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_not_kept() -> None:
     asyncio.run(work())
 
 
-def test_strangers_are_hung_up_on() -> None:
-    """Without the token nothing is taken, and nobody else is disturbed."""
+def test_connections_without_token_are_closed() -> None:
+    """Without the token nothing is accepted, and other connections are unaffected."""
 
     async def work() -> None:
         taker, sender = replicator(), replicator()

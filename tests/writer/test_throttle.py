@@ -1,4 +1,4 @@
-"""When a place compresses by itself, and how background work is held back while the training waits for a core."""
+"""Tests of automatic compression, and of throttled background work while training waits for CPU cores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spinner(rest: str = "0") -> subprocess.Popen[str]:
 
 @pytest.fixture
 def crowded() -> Iterator[int]:
-    """A process that shares one core with two others that never rest."""
+    """Yield the PID of a process that shares one core with two other busy ones."""
     processes = [spinner() for _ in range(3)]
     yield processes[0].pid
     for process in processes:
@@ -47,7 +47,7 @@ def crowded() -> Iterator[int]:
 
 @pytest.fixture
 def alone() -> Iterator[int]:
-    """A process that has nothing to do, and so waits for no core."""
+    """Yield the PID of an idle process, which does not wait for a core."""
     process = spinner(rest="600")
     yield process.pid
     process.kill()
@@ -55,7 +55,7 @@ def alone() -> Iterator[int]:
 
 
 def starved(pid: int) -> bool:
-    """What a `Throttle` makes of a process, looked at for a second."""
+    """Return True if a `Throttle` considers the process starved within a second."""
     held = Throttle(lambda: pid)
     for look in range(5):
         held(0.0)
@@ -65,23 +65,23 @@ def starved(pid: int) -> bool:
     return False
 
 
-def test_a_trainer_that_waits_for_a_core_is_seen(crowded: int) -> None:
-    """Its threads are ready and do not run: the kernel counts that, and it is more than the limit."""
+def test_trainer_waiting_for_core_is_detected(crowded: int) -> None:
+    """The kernel counts the time of ready threads that do not run, and it exceeds the limit."""
     before = waiting_s(crowded)
     time.sleep(0.5)
     assert waiting_s(crowded) > before
     assert starved(crowded)
 
 
-def test_a_trainer_that_has_what_it_wants_holds_nothing_back(alone: int) -> None:
-    """One that waits for a network, a device or nothing at all; and one that is gone, or not known."""
+def test_trainer_without_core_shortage_is_not_starved(alone: int) -> None:
+    """It waits for a network, a device or nothing; it has ended, or is unknown."""
     assert not starved(alone)
     assert not starved(0)
     assert waiting_s(2**22 + 1) == 0.0
 
 
-def test_work_rests_while_the_trainer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In proportion to what was worked, and never long; not at all as soon as the trainer has its cores again."""
+def test_background_work_pauses_while_trainer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses are proportional to the work, short, and stop as soon as the trainer has its cores again."""
     waited, slept, clock = [0.0], list[float](), [0.0]
     monkeypatch.setattr(promotion, "waiting_s", lambda pid: waited[0])
     monkeypatch.setattr(promotion.time, "sleep", slept.append)
@@ -94,8 +94,8 @@ def test_work_rests_while_the_trainer_waits(monkeypatch: pytest.MonkeyPatch) -> 
     assert slept == [promotion.REST * 0.01, promotion.REST * 0.02, promotion.MOST_S]
 
 
-def test_threads_are_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least one, at most a few, and not more than the cores there are for each rank."""
+def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least one, at most a few, and not more than the cores per rank."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert threads() == promotion.MAX_THREADS
@@ -105,7 +105,7 @@ def test_threads_are_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPat
 
 
 def test_idle_cores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two questions; a machine of which the clock has not moved counts as idle."""
+    """The count covers the time between two calls. If the clock has not advanced, all cores count as idle."""
     times = type(promotion.psutil.cpu_times())
     now = dict.fromkeys(times._fields, 0.0)
     monkeypatch.setattr(promotion.psutil, "cpu_times", lambda: times(**now))
@@ -132,17 +132,17 @@ def encoder(**changes: object) -> Encoder:
     return found
 
 
-def test_auto_compresses_where_the_place_is_slower_than_encoding() -> None:
-    """A place that was never measured: a bucket is taken for slow, a folder for fast. One that was: by its speed."""
+def test_auto_compresses_for_slow_stores() -> None:
+    """Unmeasured buckets count as slow, and folders as fast. Measured stores count by their speed."""
     here, far = MemoryStore("memory://a"), Far("memory://b")
     assert not encoder()._decide(here, MANY) and encoder()._decide(far, MANY)
     assert encoder(sink=0.1 * ENCODED_A_SECOND)._decide(here, MANY)
     assert not encoder(sink=3 * ENCODED_A_SECOND)._decide(far, MANY)
-    assert not encoder()._decide(far, LITTLE - 1), "there is no time to be won"
+    assert not encoder()._decide(far, LITTLE - 1), "no time can be saved"
 
 
-def test_auto_does_not_waver() -> None:
-    """A place about as fast as encoding: what was done before goes on being done."""
+def test_auto_keeps_choice_near_threshold() -> None:
+    """With a store about as fast as encoding, the previous choice is kept."""
     between = encoder(sink=0.85 * ENCODED_A_SECOND)
     store = MemoryStore("memory://a")
     assert not between._decide(store, MANY)
@@ -154,8 +154,8 @@ def test_auto_does_not_waver() -> None:
     assert not between._decide(store, MANY)
 
 
-def test_auto_takes_no_core_from_the_training() -> None:
-    """However slow the place: on cores that are all in use there is nothing to compress with."""
+def test_auto_does_not_compress_without_idle_cores() -> None:
+    """However slow the store is, without idle cores nothing is compressed."""
     slow, store = encoder(sink=0.3 * ENCODED_A_SECOND, threads=4), MemoryStore("memory://a")
     slow.idle = lambda: 0.1
     assert not slow._decide(store, MANY)
@@ -163,15 +163,15 @@ def test_auto_takes_no_core_from_the_training() -> None:
     assert slow._decide(store, MANY)
 
 
-def test_what_is_said_is_done() -> None:
-    """Neither "none" nor "zstd" asks about speeds."""
+def test_configured_compression_is_always_used() -> None:
+    """ "none" and "zstd" do not depend on speeds."""
     store = Far("memory://b")
     assert not Encoder(Policy(compression="none"))._decide(store, MANY)
     assert Encoder(Policy(compression="zstd"), sink=1e12)._decide(store, 1)
 
 
-def test_speeds_are_learnt_from_what_was_really_done() -> None:
-    """The first measurement counts as it is, later ones bit by bit; little says nothing about a speed."""
+def test_speeds_are_learnt_from_large_writes() -> None:
+    """The first measurement counts fully, later ones gradually. Small amounts do not count."""
     one = encoder()
     one.learn(stored=10, upload_s=1.0, plain=10, encode_s=1.0)
     assert one.sink is None and one.rate == ENCODED_A_SECOND
@@ -181,8 +181,8 @@ def test_speeds_are_learnt_from_what_was_really_done() -> None:
     assert 100 << 20 < one.sink < 200 << 20
 
 
-def test_a_base_is_worth_it_where_it_saves_enough() -> None:
-    """For a kind of which any chunk gains by it; noise is left raw; and a choice is not given up for a trifle."""
+def test_delta_is_chosen_if_it_saves_enough() -> None:
+    """Deltas are used if any chunk gains enough, and noise stays raw. A small gain does not change the choice."""
     assert Learnt().choose([0.8, 0.8], []) == "whole"
     assert Learnt().choose([1.0, 0.99], []) == "raw"
     assert Learnt().choose([0.8, 0.8], [0.95, 0.3]) == "delta"

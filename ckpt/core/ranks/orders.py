@@ -20,7 +20,7 @@ saves use orders. Any rank can post one, and every rank executes it, including t
 
 The training loop calls none of these, and never waits for a thread that does.
 
-**Invariants.** `test_negative_control_the_model_finds_if` in `tests/model/test_orders_at_random.py` removes each rule
+**Invariants.** `test_negative_control_broken_rule_is_found` in `tests/model/test_orders_at_random.py` removes each rule
 in turn. The names of its cases are in parentheses.
 
 1. One number has one order, and every rank executes the numbers in order, each once (a number is executed twice).

@@ -1,12 +1,12 @@
-"""A CUDA device that is simulated, for a torch that is built without CUDA: `device="cuda"` works, late and in threads.
+"""A simulated CUDA device for a torch built without CUDA: `device="cuda"` works, asynchronously and in threads.
 
-It shows what goes wrong beside training: copies that are torn, memory that somebody else got, captures that are spoilt,
-streams that hang, kernels that fail, page-locking that takes long. Its rules are in `src/`: C++, one file a subject.
-What torch itself has in Python about CUDA is torch's own, and finds here what it calls (`bindings`).
+It reproduces problems of concurrent copies: torn copies, reused memory, invalid captures, hung streams, failing
+kernels and slow page-locking. The rules are C++ code in `src/`, one file per subject. The CUDA code in torch's Python
+is used unchanged, and `bindings` provides what it calls.
 
-torch asks for its device once, while it is imported, so `install` comes before that, and a process that has torch
-cannot have the device any more: tests run in processes of their own, with VARIABLE in the environment (../conftest.py).
-It is a model: what it lets pass may still break on a card, and its times mean nothing but what the knobs say.
+torch checks for its device once at import, so `install` must come first. A process that has imported torch cannot get
+the device: tests run in separate processes with VARIABLE in the environment (../conftest.py). The device is a model:
+code that passes may still fail on a GPU, and its times only reflect the knobs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 VARIABLE = "SIMULATED_DEVICE"
-"""Of the environment: processes of tests that have it have the device. Its value are knobs: "devices=2,d2h_gbs=1"."""
+"""Environment variable: test processes that have it use the device. Its value sets knobs: "devices=2,d2h_gbs=1"."""
 
 
 def wanted() -> bool:
@@ -26,15 +26,15 @@ def wanted() -> bool:
 
 
 def install() -> None:
-    """Have torch find the device. Builds it if nobody has yet."""
+    """Make torch find the device. Build it if necessary."""
     from simulated import build, imports
 
-    assert "torch" not in sys.modules, "torch has looked for a device already"
+    assert "torch" not in sys.modules, "torch has already checked for a device"
     imports.install(build.library())
 
 
 def core() -> Any:
-    """The C++ of it, in a process that has the device."""
+    """Return its C++ module, in a process that has the device."""
     return sys.modules["simulated_core"]
 
 
@@ -46,7 +46,7 @@ def turn(**knobs: float) -> None:
 
 @contextlib.contextmanager
 def turned(**knobs: float) -> Iterator[None]:
-    """Set knobs for a while; back to what they are at first, or were said to be in the environment."""
+    """Set knobs temporarily, then restore their values from the environment or the defaults."""
     turn(**knobs)
     try:
         yield
@@ -61,14 +61,14 @@ FIRST = {
 
 
 def from_environment() -> dict[str, float]:
-    """The knobs that a process begins with."""
+    """Return the knobs that a process starts with."""
     words = filter(None, os.environ.get(VARIABLE, "").split(","))
     return {name: float(value) for name, _, value in (word.partition("=") for word in words)}
 
 
 @contextlib.contextmanager
 def hung(stream: Any) -> Iterator[None]:
-    """A collective on this stream whose peer has died: nothing behind it runs until the end."""
+    """Hang a stream like a collective with a dead peer: later work runs only after the block."""
     moment = core().hang(stream.device_index, stream.stream_id)
     try:
         yield
@@ -78,7 +78,7 @@ def hung(stream: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """The calling thread spoils no captures of others, nor its own."""
+    """Prevent the calling thread from invalidating captures, its own or others."""
     before = core().exchange_mode(2)
     try:
         yield
@@ -88,7 +88,7 @@ def relaxed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def faulty(stream: Any) -> Iterator[None]:
-    """A kernel on this stream fails when its turn comes; from then on every call does, until the end."""
+    """Make the next kernel on this stream fail. From then on every call fails until the end of the block."""
     core().fault(stream.device_index, stream.stream_id)
     try:
         yield

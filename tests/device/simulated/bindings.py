@@ -1,4 +1,4 @@
-"""What a torch that is built with CUDA has in `torch._C`, as far as its Python calls it. The names are torch's."""
+"""The parts of `torch._C` in a CUDA build that torch's Python calls. The names are torch's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import simulated
 
 CUDA = 1  # the type of device
 SUCCESS = 0
-MEMORY = 64 << 30  # bytes that each device says it has
+MEMORY = 64 << 30  # bytes that each device reports
 
 
 def fill(C: Any, core: Any) -> None:
-    """`C`: torch._C, which has just been loaded; `core`: the C++ of the device."""
+    """Add the names. `C`: torch._C, just loaded. `core`: the C++ module of the device."""
     for name, value in simulated.from_environment().items():
         core.turn(name, value)
     atexit.register(core.end)
@@ -29,10 +29,10 @@ def fill(C: Any, core: Any) -> None:
 
 
 def _devices(core: Any) -> dict[str, Any]:
-    started: list[int] = []  # in which process
+    started: list[int] = []  # the process ids
 
     def resize(storage: Any, size: int) -> Any:
-        """torch's own is built without CUDA."""
+        """Resize a storage; torch's own function lacks CUDA here."""
         import torch
 
         if storage.device.type != "cuda":
@@ -55,7 +55,7 @@ def _devices(core: Any) -> dict[str, Any]:
         "_cuda_getDevice": core.get_device,
         "_cuda_setDevice": core.set_device,
         "_cuda_exchangeDevice": core.exchange_device,
-        "_cuda_maybeExchangeDevice": lambda device: core.exchange_device(device),  # torch.compile tells them apart
+        "_cuda_maybeExchangeDevice": lambda device: core.exchange_device(device),  # separate for torch.compile
         "_cuda_hasPrimaryContext": core.is_awake,
         "_cuda_canDeviceAccessPeer": lambda a, b: False,
         "_cuda_synchronize": lambda: core.synchronize(core.get_device()),
@@ -94,7 +94,7 @@ def _set_stream(core: Any) -> Any:
 
 def _stream_class(C: Any, core: Any) -> type:
     class CudaStreamBase(C.Stream):  # type: ignore[misc, name-defined]
-        """torch's own, for any device, asks the guard of the device; CUDA's says a bit more about itself."""
+        """A stream with CUDA's additional properties; torch's generic one queries the device guard."""
 
         def __new__(cls, priority: int = 0, stream_id: Any = None, stream_ptr: Any = None, **at: Any) -> Any:
             device = at.get("device_index", core.get_device())
@@ -184,20 +184,20 @@ def _others(core: Any) -> dict[str, Any]:
         "_nvtx": _ranges(),
         "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_getArchFlags": lambda: "",
-        # What the compiler imports for its trees of graphs, which are not made here.
+        # The compiler imports these for its graph trees, which are not used here.
         "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
         "_set_cached_tensors_enabled": lambda enabled: None,
     }
 
 
 class _Code(int):
-    """An error of CUDA's."""
+    """An error code of CUDA."""
 
     success = SUCCESS
 
 
 def _runtime(core: Any) -> ModuleType:
-    """CUDA's library, as torch hands it on. Pointers are numbers."""
+    """Return CUDA's library as torch exposes it. Pointers are numbers."""
     runtime: Any = ModuleType("torch._C._cudart")
 
     def make_stream(pointer: int) -> _Code:
@@ -216,7 +216,7 @@ def _runtime(core: Any) -> ModuleType:
 
 
 def _ranges() -> SimpleNamespace:
-    """The profiler's ranges, of which nothing is kept but how many are open."""
+    """Return the profiler's ranges, which only count how many are open."""
     local = threading.local()
 
     def push(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Load the device before torch, and fill in what torch's Python looks for before it looks."""
+"""Load the device before torch, and add the names that torch's Python requires before it uses them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from simulated.build import NAME
 
 
 def install(library: Path) -> None:
-    """torch's C++ finds the hooks, the kernels and the allocator when it is loaded; its Python what is put into
-    `torch._C` as soon as that is there, which is before `torch.cuda`."""
+    """Register the import hooks. torch's C++ finds hooks, kernels and allocator when it is loaded. Its Python finds the
+    additions to `torch._C` right after that module is loaded, before `torch.cuda`."""
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     sys.meta_path.insert(0, _Finder(library))
 

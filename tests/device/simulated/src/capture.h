@@ -1,8 +1,8 @@
-// Graph capture: what is put on a capturing stream is noted and not done, and which calls spoil that.
+// Graph capture: work on a capturing stream is recorded instead of done, and unsafe calls invalidate the capture.
 //
-// Two modes decide about a call that might not be safe (one that waits or asks, or that takes memory): that of the
-// capture, and that of the thread which calls. A capture in the mode "global" is spoilt by any thread that has not left
-// this mode itself; "thread_local" by its own thread only; "relaxed" by nobody. One capture at a time is played.
+// Two modes decide about an unsafe call (one that waits, queries or allocates): that of the capture and that of the
+// calling thread. A "global" capture is invalidated by any thread that has not left this mode itself, "thread_local"
+// only by its own thread, and "relaxed" by no thread. One capture at a time is simulated.
 #pragma once
 
 #include "driver.h"
@@ -18,7 +18,7 @@ inline thread_local int thread_mode = GLOBAL;
 using StreamKey = std::pair<int, int64_t>;  // device and number
 
 struct Graph {
-  int64_t pool;  // of the allocator, for what is allocated while it is captured
+  int64_t pool;  // of the allocator, for memory allocated during the capture
   std::vector<Work> nodes;
 };
 
@@ -39,7 +39,7 @@ class Capture {
     return done;
   }
 
-  // A call that might not be safe: refused, and the capture with it, unless the two modes allow it.
+  // An unsafe call: rejected, and the capture is invalidated, unless the two modes allow it.
   void refuse(const char* call) {
     std::lock_guard g(m_);
     if (!graph_ || thread_mode == RELAXED || mode_ == RELAXED) return;
@@ -48,7 +48,7 @@ class Capture {
     spoil(std::string(call) + (ours ? "" : " of another thread"));
     fail(CAPTURE_UNSUPPORTED, call);
   }
-  // Whether it was noted, as this stream is captured.
+  // Return true if the work was recorded because this stream is captured.
   bool take(StreamKey stream, Work& work) {
     std::lock_guard g(m_);
     if (!graph_ || !streams_.count(stream)) return false;
@@ -56,7 +56,7 @@ class Capture {
     graph_->nodes.push_back(std::move(work));
     return true;
   }
-  // Of which capture a stream is a part, null if it is of none: its address stands for it.
+  // The capture that a stream belongs to, null if none. Its address identifies it.
   const void* of(StreamKey stream) {
     std::lock_guard g(m_);
     return graph_ && streams_.count(stream) ? graph_.get() : nullptr;

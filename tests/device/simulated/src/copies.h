@@ -1,8 +1,8 @@
-// Copies between the host and a device, and among devices, by the rules of torch's Copy.cu.
+// Copies between the host and a device, and between devices, by the rules of torch's Copy.cu.
 //
-// A copy of page-locked memory is asynchronous; of other memory the call waits (to the host) or takes the bytes at once
-// (to the device). A range that is page-locked only in part is refused. What is not one piece of the same bytes on both
-// sides goes through temporaries.
+// A copy of page-locked memory is asynchronous. For other memory the call waits (to the host) or reads the bytes
+// immediately (to the device). A range that is only partly page-locked is rejected. Data that is not contiguous
+// with the same layout on both sides goes through temporaries.
 #pragma once
 
 #include "memory.h"
@@ -13,7 +13,7 @@ namespace simulated {
 
 using at::Tensor;
 
-// The memory of a tensor, seen by the CPU. It holds on to nothing, as a kernel in flight does not.
+// The memory of a tensor as seen by the CPU. It does not keep it alive, like a kernel in flight.
 inline Tensor host_view(const Tensor& t) {
   auto options = t.options().device(at::kCPU).requires_grad(false).pinned_memory(false);
   auto view = at::from_blob(t.mutable_data_ptr(), t.sizes(), t.strides(), options);
@@ -23,7 +23,7 @@ inline Tensor host_view(const Tensor& t) {
   return view;
 }
 
-// What leads to and from one device: an engine for each direction, and what they do to kernels.
+// The bus of one device: a copy engine for each direction, and the effect of copies on kernels.
 class Bus {
  public:
   enum Direction { DOWN = 0, UP = 1 };
@@ -42,9 +42,9 @@ class Bus {
     }
     if (direction == DOWN) going_down_--;
   }
-  // A kernel takes its time from the end of the one before it, slowed down while something is copied to the host.
+  // A kernel takes its time from the end of the one before it, and is slower during copies to the host.
   void spend(Stream& stream, double us) {
-    constexpr double SLICE_US = 50;  // then it is looked at the bus again
+    constexpr double SLICE_US = 50;  // then the bus is checked again
     auto end = std::max(stream.free_at, Clock::now() - seconds(1e-3));
     for (double left = us; left > 0 && !driver().ended; left -= SLICE_US) {
       end += seconds(std::min(left, SLICE_US) * 1e-6 * (going_down_ ? knobs().kernels_slowed.load() : 1.0));
@@ -62,7 +62,7 @@ inline Bus& bus(int device) {
   return all[device];
 }
 
-// Work of a kernel, with the time that it takes.
+// The work of a kernel, with its duration.
 inline void launch(int device, Work work) {
   StreamKey key = current(device);
   put(key, [key, work = std::move(work)] {
@@ -96,7 +96,7 @@ inline void copy_bytes(const Tensor& to, const Tensor& from, bool non_blocking) 
   if (!non_blocking || (down && locked == Locked::None)) synchronize(key);
 }
 
-// On the stream of the source; the target's stream is waited for before, and waits behind.
+// Runs on the stream of the source, which first waits for the target's stream. That stream then waits for the copy.
 inline void copy_on_devices(const Tensor& to, const Tensor& from) {
   int source = from.device().index(), target = to.device().index();
   if (source != target) wait_on_stream(current(source), record(current(target)));
@@ -114,7 +114,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     copy_on_devices(self, source);
   } else if (one_piece(self, source)) {
     copy_bytes(self, source, non_blocking);
-  } else {  // dtypes are changed on the device if nobody waits, else on the host, where memory is not short
+  } else {  // dtypes change on the device for asynchronous copies, else on the host, which has enough memory
     bool at_source = source.is_cuda() == non_blocking;
     auto dtype = at_source ? self.scalar_type() : source.scalar_type();
     Tensor from = source.to(dtype).resolve_conj().resolve_neg().expand_as(self).contiguous();

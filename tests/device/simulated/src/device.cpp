@@ -1,7 +1,7 @@
-// A CUDA device made of host memory and threads, for a torch that is built without CUDA; see ../__init__.py.
+// A CUDA device made of host memory and threads, for a torch built without CUDA; see ../__init__.py.
 //
-// What is played is what goes wrong beside training: order and lateness, memory that is given to somebody else,
-// captures that are spoilt, faults, waiting. What is not: how long kernels take, NCCL, more than one process.
+// It simulates problems of concurrent copies: order and delay, reused memory, invalidated captures, faults and waits.
+// It does not simulate the duration of kernels, NCCL, or more than one process.
 #include "torch_side.h"
 
 #include <torch/csrc/Generator.h>
@@ -23,7 +23,7 @@ static void set_device(int device) {
   current_device = device;
 }
 
-// What is queued is dropped; what runs comes to its end.
+// Queued work is dropped, and running work ends normally.
 static void end() {
   WithoutGil others;
   driver().ended = true;
@@ -100,13 +100,13 @@ static void bind_faults(py::module_& m) {
   py::class_<Moment, MomentPtr>(m, "Moment").def("reach", &Moment::reach);
   m.def("turn", &turn);
   m.def("end", &end);
-  // A collective whose peer has died: nothing behind it runs until the moment is reached.
+  // A collective with a dead peer: later work runs only after the moment is reached.
   m.def("hang", [](int device, int64_t id) {
     auto moment = std::make_shared<Moment>(nullptr);
     wait_on_stream({device, id}, moment);
     return moment;
   });
-  // A kernel that fails when its turn comes.
+  // A kernel that fails when it runs.
   m.def("fault", [](int device, int64_t id) { put({device, id}, [] { driver().fault = ILLEGAL_ADDRESS; }); });
   m.def("heal", [] { driver().fault = OK; });
 }
@@ -118,7 +118,7 @@ using SimulatedHooks = simulated::Hooks;
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, SimulatedHooks)
 }  // namespace at
 
-// Of CUDA's own library, whose names these answer to: who calls it past torch finds them here.
+// Functions with the names of CUDA's own library, for code that calls it without torch.
 #define OF_CUDA extern "C" __attribute__((visibility("default"))) int
 
 OF_CUDA cudaThreadExchangeStreamCaptureMode(int* mode) {

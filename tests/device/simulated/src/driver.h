@@ -1,4 +1,4 @@
-// What all of the simulated device shares: its knobs, how calls of its driver fail, and who has woken up which device.
+// Shared parts of the simulated device: its knobs, errors of driver calls, and which devices are in use.
 #pragma once
 
 #include <Python.h>
@@ -19,23 +19,23 @@ namespace simulated {
 constexpr int MOST_DEVICES = 8;
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
-using Work = std::function<void()>;  // what a stream does in its turn
+using Work = std::function<void()>;  // work of a stream
 
-// May be changed at any time. A rate of 0 takes no time at all.
+// May be changed at any time. A rate of 0 means no delay.
 struct Knobs {
   std::atomic<double> devices{1};
   std::atomic<double> d2h_gbs{0}, h2d_gbs{0};       // of one copy engine; there is one for each direction
-  std::atomic<double> chunk_bytes{256 << 10};       // of which a copy consists: between two of them it is torn
-  std::atomic<double> kernel_us{0};                 // that a kernel takes at least
-  std::atomic<double> kernels_slowed{1};            // by this factor while something is copied to the host
-  std::atomic<double> clock_ghz{2};                 // of cycles that a kernel sleeps
+  std::atomic<double> chunk_bytes{256 << 10};       // pieces of a copy: it may be torn between two of them
+  std::atomic<double> kernel_us{0};                 // minimum duration of a kernel
+  std::atomic<double> kernels_slowed{1};            // factor while data is copied to the host
+  std::atomic<double> clock_ghz{2};                 // for kernels that sleep a number of cycles
   std::atomic<double> lock_gbs{0};                  // of page-locking
-  std::atomic<double> lock_call_bytes{1e18};        // more than that in one call is refused
-  std::atomic<double> lock_bytes{1e18};             // more than that in all
-  std::atomic<double> poison{1};                    // freed memory, and what a copy has not written yet
+  std::atomic<double> lock_call_bytes{1e18};        // larger calls are rejected
+  std::atomic<double> lock_bytes{1e18};             // a larger total is rejected
+  std::atomic<double> poison{1};                    // fill freed memory and unwritten parts of copies
 };
 inline Knobs& knobs() {
-  static Knobs* one = new Knobs;  // like all that is shared here never destroyed: threads of streams outlive `exit`
+  static Knobs* one = new Knobs;  // never destroyed, like all shared objects here: stream threads outlive `exit`
   return *one;
 }
 inline void turn(const std::string& name, double value) {
@@ -51,7 +51,7 @@ inline void turn(const std::string& name, double value) {
 }
 inline int device_count() { return static_cast<int>(knobs().devices); }
 
-// Error numbers as CUDA has them.
+// CUDA's error numbers.
 enum Code { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, ILLEGAL_ADDRESS = 700, ALREADY_LOCKED = 712, NOT_LOCKED = 713,
             CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_ISOLATION = 905, CAPTURED_EVENT = 907 };
 inline const char* text_of(int code) {
@@ -75,12 +75,12 @@ inline const char* text_of(int code) {
 
 class Driver {
  public:
-  std::atomic<int> fault{OK};         // once a kernel has failed, every call does
-  std::atomic<bool> ended{false};     // the process is about to: nothing is done any more
+  std::atomic<int> fault{OK};         // once a kernel has failed, every call fails
+  std::atomic<bool> ended{false};     // the process is about to end: no more work is done
   std::atomic<bool> awake[MOST_DEVICES] = {};  // devices that have a context
-  std::mutex alone;                   // held by a call that stops all others meanwhile
+  std::mutex alone;                   // held by a call that blocks all others
 
-  // Every call comes through here.
+  // Every call starts here.
   void enter(const char* call) {
     { std::lock_guard wait(alone); }
     if (fault) fail(fault, call);
@@ -92,7 +92,7 @@ inline Driver& driver() {
   return *one;
 }
 
-// CUDA keeps the last error of a thread until somebody asks for it; torch does after each kernel that it launches.
+// CUDA keeps a thread's last error until it is read. torch reads it after each kernel launch.
 inline thread_local int last_error = OK;
 inline int returned(int code) {
   if (code != OK) last_error = code;
@@ -106,7 +106,7 @@ inline void check_launch() {
 inline void sleep_until(Clock::time_point end) { std::this_thread::sleep_until(end); }
 inline Clock::duration seconds(double s) { return std::chrono::duration_cast<Clock::duration>(Seconds(s)); }
 
-// Around whatever waits for the device: other Python threads go on.
+// Wraps code that waits for the device, so that other Python threads can run.
 class WithoutGil {
  public:
   WithoutGil() { if (Py_IsInitialized() && PyGILState_Check()) held_ = PyEval_SaveThread(); }

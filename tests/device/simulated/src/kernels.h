@@ -1,7 +1,7 @@
-// Every operator that is not a view or a copy: run by the CPU on the memory of the device, in the order of its stream.
+// Every operator except views and copies: the CPU runs it on the memory of the device, in the order of its stream.
 //
-// The shapes of what comes out are found by torch's own rules (device "meta") when the operator is called, so that the
-// host need not wait. Where they depend on values, as of `nonzero` or `item`, it has to, as with a real device.
+// torch's own rules (device "meta") give the shapes of the results at the call, so the host need not wait. If shapes
+// depend on values, as for `nonzero` or `item`, the host waits, as with a real device.
 #pragma once
 
 #include "random.h"
@@ -19,7 +19,7 @@ inline void call(const c10::OperatorHandle& op, Stack& stack) {
   op.callBoxed(&stack);
 }
 
-// The same value with other tensors in the places of its own, and another device in the place of one.
+// The same value with other tensors, and with another device.
 template <class Replace>
 IValue replaced(const IValue& value, c10::DeviceType device, Replace replace) {
   if (value.isTensor()) return value.toTensor().defined() ? IValue(replace(value.toTensor())) : value;
@@ -54,7 +54,7 @@ inline Tensor as_number_of(const Tensor& made, const Tensor& of) {
 }
 inline Tensor for_kernel(const Tensor& t) {
   if (t.is_cuda()) return host_view(t);
-  return t.is_cpu() && t.dim() == 0 ? as_number_of(t.clone(), t) : t;  // a number is read when a kernel is launched
+  return t.is_cpu() && t.dim() == 0 ? as_number_of(t.clone(), t) : t;  // a number is read at launch
 }
 inline Tensor for_shapes(const Tensor& t) {
   auto options = t.options().device(at::kMeta).requires_grad(false).pinned_memory(false);
@@ -108,7 +108,7 @@ class Launch {
         if (is_written(argument) && *argument.alias_info() == *result.alias_info()) stack_.push_back(args_[i]);
       }
   }
-  // An empty tensor that is given as `out` becomes as large as the result.
+  // An empty tensor passed as `out` is resized to the result.
   void grow_results() {
     bool some = false;
     for (size_t i = 0; i < args_.size(); i++)
@@ -137,7 +137,7 @@ class Launch {
     shapes_ = shapes_of_args();
     try {
       call(op_, shapes_);
-    } catch (const std::exception&) {  // they depend on values; or it is an error, which the CPU will say
+    } catch (const std::exception&) {  // shapes depend on values, or the CPU will report an error
       return false;
     }
     return true;

@@ -1,4 +1,4 @@
-// Memory of the device, as torch's caching allocator gives it out, and memory of the host that is page-locked.
+// Memory of the device, as torch's caching allocator provides it, and page-locked memory of the host.
 #pragma once
 
 #include "streams.h"
@@ -10,18 +10,18 @@
 
 namespace simulated {
 
-constexpr unsigned char POISON = 0xCB;  // as a float -2.7e7: seen at once, and no NaN, which would spread
+constexpr unsigned char POISON = 0xCB;  // as a float -2.7e7: easily detected, and not NaN, which would spread
 
 struct Block {
   void* at;
   size_t size;
-  StreamKey owner;  // on which it was allocated: the next tensor there gets it at once when it is freed
-  int64_t pool;     // of a graph, 0 if of none
-  std::set<int64_t> users;  // other streams that were told of it by record_stream
+  StreamKey owner;  // its stream: the next tensor there reuses the memory immediately after it is freed
+  int64_t pool;     // of a graph, 0 if none
+  std::set<int64_t> users;  // other streams, registered by record_stream
 };
 
-// A block that is freed goes to the next tensor of the *same stream* at once, whatever other streams still read from
-// it, unless record_stream has told of these. What was in it is gone as soon as its stream comes to the freeing.
+// The next tensor of the *same stream* reuses a freed block immediately, even if other streams still read it, unless
+// record_stream was called for them. The old data is lost when the stream reaches the release.
 class DeviceMemory final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t n) override {
@@ -36,7 +36,7 @@ class DeviceMemory final : public c10::Allocator {
     return {n ? block->at : nullptr, block, &drop, c10::Device(c10::DeviceType::CUDA, current_device)};
   }
   void record(const c10::DataPtr& ptr, int64_t stream) {
-    if (ptr.get_deleter() != &drop) return;  // memory of somebody else
+    if (ptr.get_deleter() != &drop) return;  // foreign memory
     auto* block = static_cast<Block*>(ptr.get_context());
     std::lock_guard g(m_);
     if (block && block->owner.second != stream) block->users.insert(stream);
@@ -72,7 +72,7 @@ class DeviceMemory final : public c10::Allocator {
     return found;
   }
   Block* grow(StreamKey owner, int64_t pool, size_t size) {
-    if (!pool) capture().refuse("cudaMalloc");  // for its own graph torch relaxes the thread meanwhile
+    if (!pool) capture().refuse("cudaMalloc");  // for its own graph, torch relaxes the thread's mode
     void* at = nullptr;
     TORCH_CHECK_WITH(OutOfMemoryError, posix_memalign(&at, 512, size) == 0, "CUDA out of memory");
     if (knobs().poison) memset(at, POISON, size);
@@ -91,14 +91,14 @@ class DeviceMemory final : public c10::Allocator {
     waiting_.push_back({block, std::move(ends)});
   }
   void put_back(Block* block) {
-    // A graph that is being captured on this stream would poison it at every replay.
+    // A graph captured on this stream would poison it at every replay.
     bool foreign = capture().of(block->owner) && capture().pool_of(block->owner) != block->pool;
     if (knobs().poison && !driver().fault && !driver().ended && !foreign)
       put(block->owner, [at = block->at, size = block->size] { memset(at, POISON, size); });
     std::lock_guard g(m_);
     free_[{block->owner, block->pool, block->size}].push_back(block);
   }
-  void collect() {  // blocks whose other users have come to an end
+  void collect() {  // frees blocks whose other users have finished
     std::vector<Block*> over;
     {
       std::lock_guard g(m_);
@@ -126,16 +126,16 @@ inline void DeviceMemory::drop(void* block) {
   if (!block) return;
   try {
     device_memory().release(static_cast<Block*>(block));
-  } catch (const std::exception&) {  // of a device that fails just now: there is nobody to tell
+  } catch (const std::exception&) {  // the device has just failed, and no caller can handle it
   }
 }
 
 enum class Locked { None, Whole, Part };
 
-// Ranges of host memory that the driver knows, one a call. A copy must lie within one of them, or in none.
+// Ranges of host memory registered with the driver, one per call. A copy must be within one of them or outside of all.
 class PageLocks {
  public:
-  // What cudaHostRegister returns. It takes time, and all other calls wait meanwhile.
+  // Return the result of cudaHostRegister. It takes time, and all other calls wait.
   int add(uintptr_t at, size_t size) {
     WithoutGil others;
     std::lock_guard alone(driver().alone);
@@ -150,7 +150,7 @@ class PageLocks {
   }
   int remove(uintptr_t at) {
     std::lock_guard g(m_);
-    bool known = ranges_.erase(at);  // also of a device that has failed: it may be healed, and the memory be another's
+    bool known = ranges_.erase(at);  // also after a fault: the device may be healed, and the memory reused
     return driver().fault ? driver().fault.load() : known ? OK : NOT_LOCKED;
   }
   Locked look(uintptr_t at, size_t size) {
@@ -162,7 +162,7 @@ class PageLocks {
     }
     return some ? Locked::Part : Locked::None;
   }
-  // torch's own, for pin_memory=True: from its cache mostly, so it takes no time.
+  // torch's own pinned memory (pin_memory=True) mostly comes from its cache, so it takes no time.
   void note(uintptr_t at, size_t size) {
     std::lock_guard g(m_);
     ranges_[at] = size;
@@ -196,7 +196,7 @@ class PinnedMemory final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
 
  private:
-  // torch keeps it until no copy uses it any more; here it is simply never given back while the device may write to it.
+  // torch keeps it until no copy uses it. Here it is never released while the device may write to it.
   static void drop(void* at) {
     page_locks().remove(reinterpret_cast<uintptr_t>(at));
     for (int device = 0; device < device_count(); device++)

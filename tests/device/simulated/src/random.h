@@ -1,4 +1,4 @@
-// Random numbers of the device: a seed, and how many kernels have drawn some, as CUDA keeps them (16 bytes).
+// Random numbers of the device: a seed and the number of kernels that have drawn numbers, as in CUDA (16 bytes).
 #pragma once
 
 #include "driver.h"
@@ -33,7 +33,7 @@ class DeviceGenerator final : public c10::GeneratorImpl {
     words[0] = seed_, words[1] = offset_;
     return state.getIntrusivePtr();
   }
-  // For a kernel that is launched now; it runs later, when others have been launched.
+  // For a kernel launched now. It runs later, after others have been launched.
   at::Generator next() {
     std::lock_guard g(mutex_);
     return at::detail::createCPUGenerator(seed_ * 0x9E3779B97F4A7C15ull + ++offset_);

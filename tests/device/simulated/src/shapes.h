@@ -1,4 +1,4 @@
-// What a tensor on the device is made of, and views of it: no kernel has to run for these.
+// Storage and shape of tensors on the device, and views: these need no kernel.
 #pragma once
 
 #include "copies.h"
@@ -29,7 +29,7 @@ inline Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::o
   return at::detail::empty_strided_generic(size, stride, &device_memory(), ON_DEVICE, c10::dtype_or_default(dtype));
 }
 
-// Other memory for what a tensor lies in, or none; what was there goes along, as far as there is room.
+// Replace the memory of a tensor, or release it. Old data is kept as far as it fits.
 inline void resize_storage(const Tensor& self, size_t size) {
   auto* storage = self.storage().unsafeGetStorageImpl();
   c10::DeviceGuard there(self.device());

@@ -1,4 +1,4 @@
-// Streams that run late and in order, each in a thread of its own, and events.
+// Streams that run late and in order, each in its own thread, and events.
 #pragma once
 
 #include "capture.h"
@@ -8,11 +8,11 @@
 
 namespace simulated {
 
-// A point in the work of a stream: what an event stands for since it was recorded last.
+// A point in the work of a stream: the last recording of an event.
 class Moment {
  public:
   explicit Moment(const void* captured) : captured(captured) {}
-  const void* const captured;  // the capture in which it was recorded, null if in none
+  const void* const captured;  // the capture in which it was recorded, null if none
   Clock::time_point when;
 
   void reach() {
@@ -23,7 +23,7 @@ class Moment {
     std::lock_guard g(m_);
     return reached_;
   }
-  void wait() {  // ends with the device, too
+  void wait() {  // also ends with the device
     std::unique_lock l(m_);
     while (!reached_ && !driver().fault && !driver().ended) changed_.wait_for(l, std::chrono::milliseconds(20));
   }
@@ -39,7 +39,7 @@ class Stream {
  public:
   Stream(int device, int64_t id) : key(device, id) { std::thread([this] { run(); }).detach(); }
   const StreamKey key;
-  Clock::time_point free_at{};  // when the last kernel that takes time is over; for its own thread only
+  Clock::time_point free_at{};  // when the last timed kernel ends; used only by its own thread
 
   void push(Work work) {
     { std::lock_guard g(m_); queue_.push_back(std::move(work)); begun_++; }
@@ -86,8 +86,8 @@ class Stream {
   uint64_t begun_ = 0, done_ = 0;
 };
 
-// All streams that there are. Number 0 is the default one of a device; torch has 32 of each priority, given out in
-// turn, so the 33rd is the first again; above these are the ones that somebody has made for himself.
+// All existing streams. Number 0 is the default stream of a device. torch has 32 of each priority, used in rotation,
+// so the 33rd is the first again. Higher numbers are streams created outside of torch.
 class Streams {
  public:
   Stream& at(StreamKey key) {
@@ -126,7 +126,7 @@ inline Streams& streams() {
   return *one;
 }
 
-// What is current in a thread: any begins with the first device, and the default streams.
+// The current device and streams of a thread: each starts with the first device and the default streams.
 inline thread_local int current_device = 0;
 inline thread_local int64_t current_stream[MOST_DEVICES] = {};
 inline StreamKey current(int device) { return {device, current_stream[device]}; }
@@ -143,7 +143,7 @@ inline MomentPtr record(StreamKey key) {
 }
 inline void wait_on_stream(StreamKey key, const MomentPtr& moment) {
   capture().depend(key, moment->captured);
-  if (moment->captured) return;  // the nodes of a graph are done in turn anyway
+  if (moment->captured) return;  // the nodes of a graph run in order anyway
   put(key, [moment] { moment->wait(); }, "cudaStreamWaitEvent");
 }
 inline bool query(const MomentPtr& moment) {

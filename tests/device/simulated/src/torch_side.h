@@ -1,4 +1,4 @@
-// What torch's own code asks a device for: a guard (autograd, streams and events of Python) and hooks (who there is).
+// The interface of torch to a device: a guard (autograd, streams and events in Python) and hooks (available devices).
 #pragma once
 
 #include "kernels.h"
@@ -44,7 +44,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool isStreamCapturing(const c10::Stream& s) const override { return capture().of(key(s)); }
   void* getStreamNativeHandle(const c10::Stream s) const override { return reinterpret_cast<void*>(s.id()); }
 
-  // An event is a pointer to the moment at which it was recorded last.
+  // An event is a pointer to the moment of its last recording.
   void record(void** event, const c10::Stream& s, c10::DeviceIndex, c10::EventFlag) const override {
     if (!*event) *event = new MomentPtr;
     *static_cast<MomentPtr*>(*event) = simulated::record(key(s));

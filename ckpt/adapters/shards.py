@@ -91,7 +91,7 @@ class ShardsNode(StateNode):
     def __init__(self, path: Path, target: Shards) -> None:
         super().__init__(path)
         self.target, self.optimizer = target, target.optimizer
-        self._said: Pieces | None = None
+        self._last: Pieces | None = None
         self._forms: list[object] = []
         self._memories = Memories()
         self._contents: Contents | None = None
@@ -102,9 +102,9 @@ class ShardsNode(StateNode):
         return isinstance(value, Shards)
 
     def read(self, names: Names) -> Contents:
-        said = self.target.pieces()
-        if self._contents is None or said is not self._said or self._memories.changed():
-            pieces = self._checked(said)
+        given = self.target.pieces()
+        if self._contents is None or given is not self._last or self._memories.changed():
+            pieces = self._checked(given)
             owners: dict[tuple[int, ...], str] = {}  # the owner of each further name
             forms: list[object] = [
                 (name, owners.setdefault(tuple(map(id, own)), name), [_form(one) for one in own])
@@ -113,7 +113,7 @@ class ShardsNode(StateNode):
             if self._contents is None or forms != self._forms:
                 self._contents = None  # in case it fails
                 self._contents = self._divide(pieces)
-            self._said, self._forms = said, forms
+            self._last, self._forms = given, forms
             self._memories = Memories([_memory(one) for own in pieces.values() for one in own])
         return self._contents
 
@@ -131,12 +131,12 @@ class ShardsNode(StateNode):
     def _name(self, name: str) -> str:
         return show((*self.path, name))
 
-    def _checked(self, said: Pieces) -> dict[str, Sequence[Shard | Tensor]]:
+    def _checked(self, given: Pieces) -> dict[str, Sequence[Shard | Tensor]]:
         """Return this rank's parts of each tensor as a list. StateError if they are invalid or cannot be saved."""
         found: dict[str, Sequence[Shard | Tensor]] = {}
-        if not isinstance(said, Mapping):
-            raise StateError(f"{show(self.path)}: the pieces of a Shards must be a dict by name, not {type(said)}")
-        for name, each in said.items():
+        if not isinstance(given, Mapping):
+            raise StateError(f"{show(self.path)}: the pieces of a Shards must be a dict by name, not {type(given)}")
+        for name, each in given.items():
             own = [each] if isinstance(each, Shard | Tensor) else each
             odd = not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own if s is not each)
             if type(name) is not str or odd:

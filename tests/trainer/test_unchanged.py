@@ -1,7 +1,7 @@
 """Tests that unchanged tensors are skipped only with proof: every snapshot equals its step, bit for bit.
 
-The first half runs whole trainings, read back from shared memory after each step. The second tests `SlotDigests` alone, with
-plain tensors as slots.
+The first half runs whole trainings, read back from shared memory after each step. The second tests `SlotDigests`
+alone, with plain tensors as slots.
 """
 
 from __future__ import annotations

@@ -57,13 +57,6 @@ def _library() -> Any:
     return None
 
 
-def relax_capture() -> None:
-    """Let this thread wait while another thread captures a graph. Without this, waiting fails and breaks the graph."""
-    library = _library()
-    if library is not None:
-        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
-
-
 def new_stream(device: torch.device) -> Any:
     """Return a stream that is not in torch's pool of 32, because a hanging collective may block any of those. If that
     is not possible, return a stream of torch."""
@@ -133,25 +126,14 @@ def begin_thread(devices: Iterable[torch.device]) -> None:
     """Prepare one of our threads for these devices. Otherwise it would allocate memory on the first device."""
     for device in devices:
         torch.get_device_module(device).set_device(device)
-        if device.type == "cuda":
-            relax_capture()
+        if device.type == "cuda" and (library := _library()) is not None:
+            # Otherwise waiting while another thread captures a graph fails, and breaks the graph.
+            library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 def is_capturing() -> bool:
     """Return True if the calling thread captures its kernels into a graph."""
     return device_in_use() and torch.cuda.is_current_stream_capturing()
-
-
-def begin_range(name: str) -> bool:
-    """Begin a range in NVTX timelines. Return False if no device is in use."""
-    if device_in_use():
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-        return True
-    return False
-
-
-def end_range() -> None:
-    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -280,7 +262,12 @@ class Packs:
         with self._lock:
             if layout is not self._layout or guarded is not self._guarded:
                 self._layout, self._guarded, self._free = layout, guarded, {}
-                self._numbers = _small(layout, guarded, captured.tensors)
+                small: dict[Kind, list[int]] = {}
+                for number, (spec, source) in enumerate(zip(layout.tensors, captured.tensors, strict=True)):
+                    plain = not (source.is_conj() or source.is_neg())
+                    if source.device.type == "cuda" and 0 < spec.nbytes < SMALL and plain:
+                        small.setdefault((source.device, guarded[number]), []).append(number)
+                self._numbers = {key: numbers for key, numbers in small.items() if len(numbers) >= LEAST}
             found = []
             for key, numbers in self._numbers.items():
                 if key[1] is late:
@@ -295,15 +282,6 @@ class Packs:
                 for key, numbers in self._numbers.items():
                     if pack.numbers is numbers:
                         self._free.setdefault(key, []).append(pack)
-
-
-def _small(layout: Layout, guarded: list[bool], sources: Sequence[Tensor]) -> dict[Kind, list[int]]:
-    found: dict[Kind, list[int]] = {}
-    for number, (spec, source) in enumerate(zip(layout.tensors, sources, strict=True)):
-        plain = not (source.is_conj() or source.is_neg())
-        if source.device.type == "cuda" and 0 < spec.nbytes < SMALL and plain:
-            found.setdefault((source.device, guarded[number]), []).append(number)
-    return {key: numbers for key, numbers in found.items() if len(numbers) >= LEAST}
 
 
 # -- page locks --
@@ -423,11 +401,13 @@ class span:
         if profiler._is_profiler_enabled:
             self._recorded = torch.profiler.record_function(self._name)
             self._recorded.__enter__()
-        self._marked = begin_range(self._name)
+        self._marked = device_in_use()
+        if self._marked:
+            torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         if self._marked:
-            end_range()
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         if self._recorded is not None:
             self._recorded.__exit__(*error)
 

@@ -25,6 +25,7 @@ from ckpt.core.format.digest import chunk_hasher, file_digest
 from ckpt.core.format.layout import CHUNK
 from ckpt.core.format.manifest import CheckpointId, DataFile, data_key, folder_of, metadata_of
 from ckpt.core.state.capture import CapturedState
+from ckpt.core.state.sharding import slices
 from ckpt.core.state.tensors import as_bytes
 
 _NUMBER = re.compile(r"rank-(\d{5})(?:-(\d{5}))?\.safetensors")
@@ -141,9 +142,7 @@ def _copy(source: Tensor, start: int, target: Tensor) -> None:
     run = torch.empty(last - first, dtype=source.dtype)  # a range may begin and end inside an element
     done = 0
     for at, sizes in boxes_of_run(tuple(source.shape), first, last):
-        here = source
-        for dim, (begin, size) in enumerate(zip(at, sizes, strict=True)):
-            here = here.narrow(dim, begin, size)
+        here = source[slices((at, sizes))]
         count = here.numel()
         run[done : done + count].view(here.shape).copy_(here)
         done += count

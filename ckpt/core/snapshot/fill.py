@@ -31,6 +31,7 @@ from ckpt.core.ipc.arena import LOCK, Arena
 from ckpt.core.snapshot import device
 from ckpt.core.snapshot.device import PerDevice
 from ckpt.core.snapshot.snapshot import NewSnapshot
+from ckpt.core.state.sharding import slices
 from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes, version_of
 from ckpt.errors import SaveError
 
@@ -256,9 +257,6 @@ def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -
     flat = target.view(-1)  # a strided source is made contiguous first, one piece at a time
     for a, b in pairwise(bound // target.itemsize for bound in bounds):
         for at, sizes in boxes_of_run(tuple(target.shape), a, b):
-            box = source
-            for dim, (start, size) in enumerate(zip(at, sizes, strict=True)):
-                box = box.narrow(dim, start, size)
             count = prod(sizes)
-            yield flat[a : a + count].view(sizes), box, number
+            yield flat[a : a + count].view(sizes), source[slices((at, sizes))], number
             a += count

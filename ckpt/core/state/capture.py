@@ -376,8 +376,8 @@ class Structure:
                 self._cuts.setdefault(holding.name, []).append(place)
         self._fixed_count = len(cuts) - sum(map(len, self._cuts.values()))
 
-        # Who writes to them.
-        guards, steppers = _guards_of(nodes, entries, eager), _steppers_of(nodes, contents, entries)
+        # Who writes to them. A tensor that only optimizers change may be copied in the background.
+        guards, steppers = _writers(nodes, contents, entries, eager)
         self._names = [parts[cut.holding].holding.name for cut in cuts]
         self._around = {e.name: e.around for e in fixed if e.around}
         self._guarded, self._steppers = [guards[n] for n in self._names], [steppers[n] for n in self._names]
@@ -561,41 +561,41 @@ def _sampled_replicas(pieces: Sequence[LocalPiece]) -> list[SampledReplicas]:
     return found
 
 
-# -- which optimizer steps which tensors: a tensor that only optimizers change may be copied in the background --
+# -- which optimizer steps which tensors --
 
 
-def _guards_of(nodes: Sequence[StateNode], entries: Sequence[StateEntry], eager: set[str]) -> dict[str, bool]:
-    """Return by name whether only optimizer steps change the tensor. Other code, for example a moving average, may
-    write at any time. So may the writers of the `eager` tensors, and an optimizer whose steps run no hooks."""
-    optimizers = [node for node in nodes if node.optimizer is not None]
-    exposed = tuple(show(node.path) + "." for node in optimizers if node.unguarded)
-    stepped = {id(p) for node in optimizers if not node.unguarded for p in params_of(node.optimizer)}
+def _writers(
+    nodes: Sequence[StateNode], contents: Sequence[Contents], entries: Sequence[StateEntry], eager: set[str]
+) -> tuple[dict[str, bool], dict[str, frozenset[int]]]:
+    """Return by name whether only optimizer steps change the tensor, and the ids of the optimizers that change it.
 
-    def may_overlap(entry: StateEntry) -> bool:
-        if not entry.guarded or entry.name in eager or entry.name.startswith(exposed):
-            return False
-        whole = entry.owner.tensor
-        return not isinstance(whole, nn.Parameter) or id(whole) in stepped
-
-    return {entry.name: may_overlap(entry) for entry in entries}
-
-
-def _steppers_of(
-    nodes: Sequence[StateNode], contents: Sequence[Contents], entries: Sequence[StateEntry]
-) -> dict[str, frozenset[int]]:
-    """Return the ids of the optimizers that change each name."""
+    Other code, for example a moving average, may write at any time. So may the writers of the `eager` tensors, and an
+    optimizer whose steps run no hooks.
+    """
+    exposed: tuple[str, ...] = ()
+    hooked = set[int]()  # parameters of optimizers whose steps run hooks
     of_param: dict[int, set[int]] = {}
     of_name: dict[str, int] = {}
     for node, one in zip(nodes, contents, strict=True):
-        if node.optimizer is not None:
-            of_name.update((name, id(node.optimizer)) for name in one.names)
-            for param in params_of(node.optimizer):
-                of_param.setdefault(id(param), set()).add(id(node.optimizer))
-    found: dict[str, frozenset[int]] = {}
+        if node.optimizer is None:
+            continue
+        of_name.update((name, id(node.optimizer)) for name in one.names)
+        params = set(map(id, params_of(node.optimizer)))
+        for param in params:
+            of_param.setdefault(param, set()).add(id(node.optimizer))
+        if node.unguarded:
+            exposed += (show(node.path) + ".",)
+        else:
+            hooked |= params
+    guards: dict[str, bool] = {}
+    steppers: dict[str, frozenset[int]] = {}
     for entry in entries:
+        whole = entry.owner.tensor
+        guarded = entry.guarded and entry.name not in eager and not entry.name.startswith(exposed)
+        guards[entry.name] = guarded and (not isinstance(whole, nn.Parameter) or id(whole) in hooked)
         owner = {of_name[entry.name]} if entry.name in of_name else set[int]()
-        found[entry.name] = frozenset(owner | of_param.get(id(entry.owner.tensor), set()))
-    return found
+        steppers[entry.name] = frozenset(owner | of_param.get(id(whole), set()))
+    return guards, steppers
 
 
 def params_of(optimizer: Any) -> list[Any]:

@@ -516,7 +516,9 @@ class RNG:
             "numpy": (name, keys, int(position), int(has_gauss), float(cached)),
             "torch": torch.get_rng_state(),
         }
-        if _in_use():
+        # An accelerator that was not initialized by other code is left alone.
+        there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if there is not None and (there.type != "cuda" or device_in_use()):
             module = torch.get_device_module()
             state["accelerator"] = [module.get_rng_state(i) for i in range(torch.accelerator.device_count())]
         return state
@@ -560,12 +562,6 @@ class RNG:
                 module.set_rng_state(one.cpu(), i)
 
 
-def _in_use() -> bool:
-    """Return True if an accelerator was initialized by other code. A training on the CPU leaves it alone."""
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return there is not None and (there.type != "cuda" or device_in_use())
-
-
 def _mark(state: dict[str, Any]) -> bytes:
     """Return a digest that differs if two states differ."""
     found = hashlib.sha256(
@@ -586,7 +582,7 @@ class StatefulNode(StateNode):
     def __init__(self, path: Path, target: Stateful) -> None:
         super().__init__(path)
         self.target = target
-        self._said = ""  # the kind of value that it last returned
+        self._kind_here = ""  # the kind of value that it last returned
         self._tensors, self._values = True, None  # whether it had tensors, and its plain values
         # The settings of the script, to report which ones the checkpoint overrides.
         self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
@@ -596,7 +592,7 @@ class StatefulNode(StateNode):
 
     def _read(self, collect: Collector) -> Contents:
         values = encode(self.target.state_dict(), self.path, collect)
-        self._said, self._tensors, self._values = kind_of(values), bool(collect.entries), values
+        self._kind_here, self._tensors, self._values = kind_of(values), bool(collect.entries), values
         return Contents(_NOTHING, collect.entries, values)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
@@ -635,9 +631,9 @@ class StatefulNode(StateNode):
 
     def _is_alike(self, values: Json, placement: Placement) -> bool:
         """Return True if the saved value is of the kind that the object returns now, usually a dict."""
-        if (found := kind_of(values)) == self._said:
+        if (found := kind_of(values)) == self._kind_here:
             return True
-        placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._said} here")
+        placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._kind_here} here")
         return False
 
 

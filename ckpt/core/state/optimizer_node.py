@@ -142,14 +142,10 @@ class OptimizerNode(StateNode):
         }
         if self._more:
             values["more"] = [
-                [owner, encode(state[key], self._path_of_more(owner), collect)] for owner, key in self._more
+                [owner, encode(state[key], (*self.path, *_path_of_row(("more", _as_text(owner)))), collect)]
+                for owner, key in self._more
             ]
         return values
-
-    def _path_of_more(self, owner: Json) -> Path:
-        """Return the path of an entry of the state that is not a dict of a parameter."""
-        (name,) = owner.values()
-        return (*self.path, "more", name if type(name) is str else part_of(decode(name, as_plain)))
 
     def changed(self) -> bool:
         """Return True if the optimizer's tensors were replaced or moved since they were read."""
@@ -280,7 +276,7 @@ class OptimizerNode(StateNode):
         fresh: dict[str, dict[str, Any]] = {
             name: _DICTS.get(dicts.get(name, ""), dict)() for name in saved.facts["with_state"] if name in params
         }
-        self._begin_anew(fresh, params, placement)
+        self._drop_reshaped(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
         objects = self._decoder(saved.values)
         others = self._other_state(fresh, saved, placement, objects)
@@ -439,20 +435,18 @@ class OptimizerNode(StateNode):
         for key, value in saved.items():
             if key in IN_TURN:
                 continue
-            kinds = {kind_of(value), self._kind_of(live.get(key))} - {"None"}
+            here = encode(live.get(key), (*self.path, "param_groups", 0, "live"), Collector(self._new_encoder()))
+            kinds = {kind_of(value), kind_of(here)} - {"None"}
             if len(kinds) < 2 or kinds == {"a number", "a tensor"}:
                 found[key] = value
             else:
                 placement.problem(f"{show(self.path)}: {key} is {kind_of(value)} in the checkpoint, but not here")
         return found
 
-    def _kind_of(self, value: object) -> str:
-        return kind_of(encode(value, (*self.path, "param_groups", 0, "live"), Collector(self._new_encoder())))
-
     def _new_encoder(self) -> ObjectEncoder | None:
         return None
 
-    def _begin_anew(
+    def _drop_reshaped(
         self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
     ) -> None:
         """Drop the state of parameters whose shape has changed, because the next step would fail with it."""
@@ -470,7 +464,8 @@ class OptimizerNode(StateNode):
 
     def _compare_groups(self, here: list[list[str]], saved: list[list[str]], placement: Placement) -> None:
         """Compare the parameter groups. In a multi-rank job, one rank's groups may have only some of the parameters."""
-        if here == saved or (not placement.alone and _fit(here, saved)):
+        part = len(here) == len(saved) and all(set(a) <= set(b) for a, b in zip(here, saved, strict=True))
+        if here == saved or (part and not placement.alone):
             return
         have, want = {n for g in here for n in g}, {n for g in saved for n in g}
         if placement.strict:
@@ -522,8 +517,10 @@ class OptimizerNode(StateNode):
                 if not is_dtensor(live):
                     placement.filled(full, entry)
                 return live
-        if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
-            return param.detach()  # it was the weight itself, as SAM leaves it
+        if (held := placement.names.get(id(param))) is not None:
+            rank, canonical = placement.seat.rank, placement.saved.canonical
+            if canonical(full, rank) == canonical(held.name, rank):
+                return param.detach()  # it was the weight itself, as SAM leaves it
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # the problem is recorded
         like = None if self._lay_otherwise(full, param, placement) else local(param)
@@ -593,12 +590,10 @@ def _key(data: Json, objects: ObjectDecoder | None) -> Any:
 
 def _path_of_row(row: Row) -> Path:
     kind, text = row
-    if kind == "extra":
-        return (kind,)
-    if kind != "more":
-        return ("state", kind, part_of(decode(json.loads(text), as_plain)))
-    owner = json.loads(text)
-    return (kind, owner["param"] if "param" in owner else part_of(decode(owner["key"], as_plain)))
+    if kind == "more":
+        (name,) = json.loads(text).values()
+        return (kind, name if type(name) is str else part_of(decode(name, as_plain)))
+    return (kind,) if row == EXTRA else ("state", kind, part_of(decode(json.loads(text), as_plain)))
 
 
 def _first(names: list[str], count: int = 5) -> str:
@@ -658,16 +653,6 @@ def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas 
     return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: equal on all ranks
 
 
-def _fit(here: list[list[str]], saved: list[list[str]]) -> bool:
-    return len(here) == len(saved) and all(set(a) <= set(b) for a, b in zip(here, saved, strict=True))
-
-
-def _takes(live: Tensor, value: Tensor) -> bool:
-    """Return True if a tensor among the settings can be filled, and has the saved dtype and kind."""
-    kind = plain_kind(value)
-    return live.shape == value.shape and live.dtype == value.dtype and (not kind or kind == plain_kind(live))
-
-
 @torch.no_grad()
 def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: Container[int]) -> None:
     """Restore the settings of a group. `own`: the ids of the optimizer's parameters, to which a setting may refer."""
@@ -677,7 +662,12 @@ def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: C
             continue
         if id(value) in own:
             group[key] = value
-        elif isinstance(live, Tensor) and isinstance(value, Tensor) and _takes(live, value):
+        elif (
+            isinstance(live, Tensor)
+            and isinstance(value, Tensor)
+            and (live.shape, live.dtype) == (value.shape, value.dtype)
+            and plain_kind(value) in ({}, plain_kind(live))
+        ):
             live.copy_(value)  # a captured graph reads this tensor object
         elif isinstance(live, torch.device) and isinstance(value, torch.device):
             continue  # keep this rank's device, which may differ from the saved one

@@ -240,11 +240,6 @@ class Placement:
         if (key := self._key_for(name, entry)) is not None:
             self._filled.setdefault(key, entry.tensor)
 
-    def were_one(self, name: str, other: str) -> bool:
-        """Return True if two names were the same tensor when they were saved."""
-        rank = self.seat.rank
-        return self.saved.canonical(name, rank) == self.saved.canonical(other, rank)
-
     def fill(self, name: str, entry: StateEntry) -> None:
         """Fill this rank's part of a tensor."""
         key = self._key_for(name, entry)
@@ -353,10 +348,7 @@ class Placement:
                 self.problem(problem)
         self._reader = rank
         try:
-            forms = forms_in(values)
-            filled, live = self._filled_wrappers(forms, live)
-            tensors = self._tensors_of(values, live, like, guarded)
-            new = {form.name: self._wrapper(form, tensors) for form in forms if form.name not in filled}
+            wrappers, tensors, live = self._match(values, live, like, guarded)
         finally:
             self._reader = None
 
@@ -366,7 +358,7 @@ class Placement:
             if objects is not None and reference["$"] in OBJECT_TAGS:
                 return objects.decode(reference)
             if reference["$"] == "wrapper":
-                return (filled | new)[reference["name"]]
+                return wrappers[reference["name"]]
             if reference["$"] == "tensor":
                 tensor, have = tensors[reference["name"]], (live or {}).get(reference["name"])
                 if have is not None and have.tensor is tensor:
@@ -379,21 +371,54 @@ class Placement:
 
         return lambda: decode(values, extern)
 
-    def _filled_wrappers(
-        self, forms: list[WrapperForm], live: Mapping[str, StateEntry] | None
-    ) -> tuple[dict[str, Tensor], Mapping[str, StateEntry] | None]:
-        """Return the live wrappers that are filled in place, by name, and `live` without the tensors of all others."""
-        filled, others = dict[str, Tensor](), dict(live or {})
+    def _match(
+        self,
+        values: Json,
+        live: Mapping[str, StateEntry] | None,
+        like: Mapping[str, StateEntry] | None,
+        guarded: bool | Container[str],
+    ) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Mapping[str, StateEntry] | None]:
+        """Return all wrappers and tensors in plain values, live or new, and `live` without those that do not fit."""
+        wrappers: dict[str, Tensor | None] = {}
+        others = dict(live or {})
         wholes = {entry.owner.name: entry.owner for entry in others.values()}
-        for form in forms:
-            if (owner := wholes.get(form.name)) is None:
+        new: list[WrapperForm] = []
+        for one in _tagged(values, ("wrapper",)):
+            form = WrapperForm.from_json(one)
+            owner = wholes.get(form.name)
+            if owner is not None and self.parts_that_fit(form, owner) is not None:
+                wrappers[form.name] = owner.tensor
                 continue
-            if self.parts_that_fit(form, owner) is not None:
-                filled[form.name] = owner.tensor
-                continue
-            for part in take_apart(owner)[0]:
+            new.append(form)
+            for part in take_apart(owner)[0] if owner is not None else ():
                 others.pop(part.name, None)
-        return filled, None if live is None else others
+        tensors: dict[str, Tensor] = {}
+        for name in references(values):
+            of_optimizer = guarded if isinstance(guarded, bool) else name in guarded
+            have = others.get(name)
+            if have is not None and self._comparable(name, have):
+                self.fill(name, have)
+                tensors[name] = have.tensor
+            elif of_optimizer and like is None and (key := self.key_to_create(name, guarded=True)) in self._filled:
+                tensors[name] = self._filled[key]
+            else:
+                model = like[name].tensor if like and name in like else None
+                device = saved_device(self.spec(name))
+                tensors[name] = self.create(name, device, model, guarded=of_optimizer, like=model)
+                key = self.key_to_create(name, model, guarded=of_optimizer)
+                if live is None and key is not None:
+                    self._handed.add(key)
+        for form in new:
+            try:
+                if form.whole is not None:
+                    raise MismatchError(f"{form.name} was a rank's share of a DTensor and can only be filled in place")
+                wrappers[form.name] = remake(form, tensors)
+            except MismatchError as error:
+                if not self.strict:  # there is no other value to return
+                    raise
+                self.problem(str(error))
+                wrappers[form.name] = None
+        return wrappers, tensors, others
 
     def parts_that_fit(self, form: WrapperForm | None, live: StateEntry) -> list[StateEntry] | None:
         """Return the tensors of a live wrapper if all of it can be filled. Otherwise return None, and record a problem.
@@ -404,19 +429,6 @@ class Placement:
             return None
         fit = all(self._comparable(part.name, part) and self.fits(part.name, part) for part in parts)
         return parts if fit else None
-
-    def _wrapper(self, form: WrapperForm, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Build a wrapper around new tensors. If that is impossible, return None and record a problem, or raise with
-        strict=False, because there is no other value to return."""
-        try:
-            if form.whole is not None:
-                raise MismatchError(f"{form.name} was a rank's share of a DTensor and can only be filled in place")
-            return remake(form, tensors)
-        except MismatchError as error:
-            if not self.strict:
-                raise
-            self.problem(str(error))
-            return None
 
     def moment(
         self,
@@ -491,31 +503,6 @@ class Placement:
             raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
         return None
 
-    def _tensors_of(
-        self,
-        values: Json,
-        live: Mapping[str, StateEntry] | None,
-        like: Mapping[str, StateEntry] | None,
-        guarded: bool | Container[str],
-    ) -> dict[str, Tensor]:
-        tensors, weights = dict[str, Tensor](), guarded
-        for name in references(values):
-            guarded = weights if isinstance(weights, bool) else name in weights
-            have = (live or {}).get(name)
-            if have is not None and self._comparable(name, have):
-                self.fill(name, have)
-                tensors[name] = have.tensor
-            elif guarded and like is None and (key := self.key_to_create(name, guarded=True)) in self._filled:
-                tensors[name] = self._filled[key]
-            else:
-                model = like[name].tensor if like and name in like else None
-                device = saved_device(self.spec(name))
-                tensors[name] = self.create(name, device, model, guarded=guarded, like=model)
-                key = self.key_to_create(name, model, guarded=guarded)
-                if live is None and key is not None:
-                    self._handed.add(key)
-        return tensors
-
     def check(self) -> None:
         """Raise MismatchError listing every problem, unless strict is False."""
         if self.problems and self.strict:
@@ -551,11 +538,6 @@ def mismatch(problems: list[str]) -> MismatchError:
 def references(values: Json) -> list[str]:
     """Return the names of all tensors that plain values refer to."""
     return [str(one.get("name")) for one in _tagged(values, ("tensor", "ndarray"))]
-
-
-def forms_in(values: Json) -> list[WrapperForm]:
-    """Return the forms of all wrappers that plain values refer to."""
-    return [WrapperForm.from_json(one) for one in _tagged(values, ("wrapper",))]
 
 
 def _tagged(values: Json, tags: tuple[str, ...]) -> Iterator[dict[str, Any]]:

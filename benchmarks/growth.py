@@ -27,12 +27,12 @@ from torch import nn
 import ckpt
 import files_of_run
 from ckpt.core.checkpoint import commits as commits
-from ckpt.core.checkpoint import parts as parts_of
+from ckpt.core.checkpoint import manifests as manifests_of
 from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.write import RankSnapshot, write_part
 from ckpt.core.format.boxes import Seat
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import CheckpointId, Part
+from ckpt.core.format.manifest import CheckpointId, Manifest
 from ckpt.core.log.run_log import RunLog, Trimmer
 from ckpt.core.state.capture import Capture
 from ckpt.store import Store, open_store
@@ -73,7 +73,7 @@ def trained(mib: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]
 
 def metadata(root: Path, checkpoint: str) -> int:
     """Return the bytes on disk of a checkpoint without its tensors."""
-    part = Part.from_bytes(files_of_run.files(root, files_of_run.MANIFEST, of=checkpoint)[0].read_bytes(), "a part")
+    part = Manifest.from_bytes(files_of_run.files(root, files_of_run.MANIFEST, of=checkpoint)[0].read_bytes(), "a part")
     small = files_of_run.size(root, files_of_run.MANIFEST, files_of_run.INDEX, of=checkpoint)
     return small + sum(file.header_size for file in part.files)
 
@@ -184,7 +184,7 @@ def ranks(world: int, tensors: int) -> Json:
             await write_part(store, RankSnapshot(checkpoint, layout, data, values, finite=True))
         keys = [info.key async for info in store.list()]
         began = time.perf_counter()
-        parts = list((await parts_of.sound_parts(store, checkpoint, keys)).values())
+        parts = list((await manifests_of.intact_manifests(store, checkpoint, keys)).values())
         await commits.commit_or_end(log, mine, parts, kind="COMMIT")
         committed_s = time.perf_counter() - began
         await store.aclose()

@@ -33,7 +33,7 @@ sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent
 from ckpt.core.checkpoint import lease
 from ckpt.core.checkpoint.open_tier import open_place
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.messages import KeepBooks
+from ckpt.core.ipc.messages import Books, Introduce
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.tiers import Tier
 from figures import goal, machine
@@ -60,8 +60,7 @@ async def writer_s(folder: str) -> tuple[float, float, int]:
     place = await open_place(Tier(folder).spec())
     books = Bookkeeper(lambda: [place], lambda message: None)
     heartbeat, now = Heartbeat.create(), time.monotonic()
-    facts = KeepBooks("1.ab", 0, 1, place.url, opening=now, opened=now, places=[], versions={})
-    books.begin(facts, [os.dup(heartbeat.fd)], os.getpid())
+    books.begin(Introduce(place.url, 0, 1, 0, now, now), Books("1.ab", [], {}), os.dup(heartbeat.fd), os.getpid())
     books.look_by_hand()
     started = time.process_time()
     for step in range(STEPS):

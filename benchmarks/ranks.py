@@ -236,7 +236,7 @@ class Ours:
             log = await read.open_run(self.url)
             try:
                 commit = read.choose(log)
-                manifest = await read.load_manifest(log.store, commit)
+                manifest = await read.load_all(log.store, commit)
                 return manifest.layout(rank).arrangement.data_size, str(commit.checkpoint)
             finally:
                 await log.store.aclose()

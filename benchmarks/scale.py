@@ -54,7 +54,7 @@ import growth
 import long_log
 import looks
 from ckpt.core.checkpoint import commits as commits
-from ckpt.core.checkpoint import parts as parts_of
+from ckpt.core.checkpoint import manifests as manifests_of
 from ckpt.core.checkpoint import read, write
 from ckpt.core.format.boxes import GLOBAL, Dims, Holding, Seat, share
 from ckpt.core.format.digest import file_digest
@@ -285,7 +285,7 @@ async def write_rank(world: World, root: Path, rank: int, like: CapturedState, r
         file.truncate(data_file.size)
     store: Any = Folder(root)
     snapshot = write.RankSnapshot(CHECKPOINT, layout, memoryview(b""), like.values, finite=True)
-    await write.finish_part(store, snapshot, table, [data_file], reason="due")
+    await write.finish_manifest(store, snapshot, table, [data_file], reason="due")
     return (root / manifest_key(CHECKPOINT, rank)).stat().st_size
 
 
@@ -353,7 +353,7 @@ def take_over(root: Path) -> Json:
         mine = await commits.acquire(log, "0badcafe")
         clock, cpu = Clock(), time.process_time()
         keys = [info.key async for info in store.list()]
-        parts = list((await parts_of.sound_parts(store, CHECKPOINT, keys)).values())
+        parts = list((await manifests_of.intact_manifests(store, CHECKPOINT, keys)).values())
         clock.lap("read_s")
         await commits.commit_or_end(log, mine, parts, kind="COMMIT")
         clock.lap("merge_s")

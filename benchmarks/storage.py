@@ -212,8 +212,8 @@ class OurStore(WithState):
     async def _get(self) -> None:
         from ckpt.core.checkpoint import read
 
-        manifest = await read.load_manifest(self.store, read.choose(self.log))
-        table, header = manifest.table, manifest.parts[0].files[0].header_size
+        manifest = await read.load_all(self.store, read.choose(self.log))
+        table, header = manifest.table, manifest.manifests[0].files[0].header_size
 
         def sink(chunk: int, data: memoryview) -> None:
             at = int(table.offset[chunk]) - header

@@ -32,7 +32,7 @@ WRITER_POINTS = (
     "data_file.opened",
     "data_file.written",
     "data_file.synced",
-    "part.stored",
+    "manifest.stored",
     "index.stored",
     "log.synced",  # the record's temporary file is durable
     "log.linked",  # the record has its name, the directory is not synced

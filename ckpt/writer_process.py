@@ -70,7 +70,7 @@ async def serve(channel: Channel, listener: socket.socket, key: str, path: str, 
     watch = FaultReporter(key, trainer, run, memory, drain, books, background)
     life = Life(trainer, run, memory, parts, opener, persister, drain, books, watch, server, background)
     observers = Observers(trainer, run, memory, drain, books, watch)
-    core = (run, settler, promoter, persister, drain, opener, books, life, memory)
+    core = (run, settler, persister, drain, opener, life, memory)
     replicator = Replicator(memory)  # first, because it must copy a snapshot before its memory is released
     await server.run(Dispatch(replicator, *core, watch, observers))
     observers.exporter.stop_serving()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.core.checkpoint import commits, retention
 from ckpt.core.checkpoint.lease import check_free
+from ckpt.core.checkpoint.manifests import load_manifests
 from ckpt.core.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, OpenTier
-from ckpt.core.checkpoint.parts import load_parts
-from ckpt.core.checkpoint.write import WrittenPart
+from ckpt.core.checkpoint.write import WrittenManifest
 from ckpt.core.format.manifest import STEPS, CheckpointId
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState, live_files
@@ -295,7 +295,7 @@ async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Re
     """Write a rank's share to all its tiers. A tier that fails does not stop the others; if none remains, or the state
     cannot be saved at all, the checkpoint is aborted and the error raised."""
     checkpoint = CheckpointId.parse(share.checkpoint)
-    written: dict[str, WrittenPart] = {}
+    written: dict[str, WrittenManifest] = {}
     errors: dict[str, CheckpointError] = {}
     try:
         for tier in tiers:
@@ -382,7 +382,7 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
         raise SaveError(f"only {len(receipts)} of {saving.world} ranks sent a receipt")
     async with opened(tier) as log:
         try:
-            parts = await load_parts(log.store, checkpoint, [(r.rank, r.parts[url]) for r in receipts])
+            parts = await load_manifests(log.store, checkpoint, [(r.rank, r.parts[url]) for r in receipts])
         except NotFoundError as error:
             raise SaveError(
                 f"{error}: files that a rank wrote to {url} are not visible here. DCP needs a folder or bucket that "

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ckpt.core.checkpoint import read
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part, upload_from
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, build_table, finish_manifest, upload_from
 from ckpt.core.format.digest import chunk_hasher, file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import CheckpointId, DataFile, data_key, metadata_of
@@ -206,7 +206,7 @@ def _room(length: int) -> memoryview:
     return memoryview(made)[:length]
 
 
-async def write(store: Store, checkpoint: CheckpointId, content: Content, *, read_back: bool) -> WrittenPart:
+async def write(store: Store, checkpoint: CheckpointId, content: Content, *, read_back: bool) -> WrittenManifest:
     """Store a share, and read it back if requested. Raises CorruptError if it differs."""
     layout = content.layout
     key = data_key(checkpoint, layout.rank)
@@ -219,13 +219,13 @@ async def write(store: Store, checkpoint: CheckpointId, content: Content, *, rea
     snapshot = RankSnapshot(
         checkpoint, layout, memoryview(b""), [None]
     )  # its bytes are written, and it has no plain values
-    written = await finish_part(store, snapshot, table, [file], reason="due")
+    written = await finish_manifest(store, snapshot, table, [file], reason="due")
     if read_back:
         await read.fetch(store, table, read.plan_reads(table, range(table.owned), far=store.remote), None)
     return written
 
 
-def check_alike(written: Sequence[WrittenPart]) -> None:
+def check_alike(written: Sequence[WrittenManifest]) -> None:
     """Raise SaveError unless all tiers got the same bytes: otherwise the state changed during the write."""
     digests = {one.table.digest.tobytes() for one in written}
     if len(digests) > 1:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ckpt.core.ipc.messages import HangNote
+from ckpt.core.ipc.messages import Hang
 from ckpt.core.run.closing import EmergencySaver
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError
@@ -249,7 +249,7 @@ class FaultHandler:
             if seconds is not None:
                 fault.timings[name] = before_s + seconds
 
-    def _look_around(self, call: FaultCall, note: HangNote) -> None:
+    def _look_around(self, call: FaultCall, note: Hang) -> None:
         """Add to the report what every rank does, and decide whether this rank exits."""
         look_around(call, note, self._incidents)
         if next((t.action for t in self._triggers if isinstance(t, OnHang)), "") == "exit":

@@ -18,8 +18,7 @@ from typing import Any
 
 from ckpt.core.cadence.ledger import SeenFault
 from ckpt.core.ipc import channel, messages
-from ckpt.core.ipc import messages as watch
-from ckpt.core.ipc.messages import AskEvidence, Note, PeerDied
+from ckpt.core.ipc.messages import FaultNote, Look, Report
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Background, Caller, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
@@ -58,7 +57,6 @@ class FaultReporter:
     seen: int = 0
     last: Fault | None = None
     watchdog: Watchdog | None = None
-    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # set when the fault handler accepts the last note
 
     def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
         """Begin a report now."""
@@ -142,7 +140,7 @@ class FaultReporter:
 
     async def tell_siblings(self, fault: Fault) -> None:
         """Notify the other ranks of this node."""
-        about = PeerDied(fault.rank, fault.summary)
+        about = Report(fault.to_json(), peer=True)
         asked = [asyncio.to_thread(channel.ask_once, key, about, ASK_S) for key in self._others()]
         await asyncio.gather(*asked, return_exceptions=True)
 
@@ -151,22 +149,26 @@ class FaultReporter:
 
     # -- hangs --
 
-    async def evidence(self, watchdog: Watchdog, own: Evidence | None = None) -> list[Evidence]:
-        """Collect the evidence of every rank on this node."""
-        asked = [asyncio.to_thread(channel.ask_once, key, AskEvidence(), ASK_S) for key in self._others()]
+    async def evidence(self, own: Evidence | None = None, *, node: bool) -> list[Evidence]:
+        """Return what the trainer is doing, or nothing if it is not watched. `node`: also collect the evidence of the
+        other ranks of this node. `own`: evidence that is known already."""
+        if self.watchdog is None:
+            return []
+        others = self._others() if node else []
+        asked = [asyncio.to_thread(channel.ask_once, key, Look("own"), ASK_S) for key in others]
         replies = asyncio.gather(*asked, return_exceptions=True)
-        evidence = [await watchdog.sample() if own is None else own]
+        found = [await self.watchdog.sample() if own is None else own]
         for reply in await replies:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if isinstance(reply, list):  # otherwise it is gone, or refuses
-                    evidence += map(Evidence.from_json, reply)
-        return evidence
+                if isinstance(reply, dict):  # otherwise it is gone, or refuses
+                    found += map(Evidence.from_json, reply["evidence"])
+        return found
 
     async def hang(self, watchdog: Watchdog, stall: Stall) -> None:
         """Handle a hang of a trainer that does not respond: save, record, and end it if configured."""
         began = time.monotonic()
         fault = self.open(watchdog, "hang", how="step counter")
-        note_evidence(fault, await self.evidence(watchdog, stall.evidence), stall_text(stall))
+        note_evidence(fault, await self.evidence(stall.evidence, node=True), stall_text(stall))
         fault.timings |= stall.timings
         await self.save(fault, began, SAVE_S)
         leave = watchdog.hang is not None and watchdog.hang.action == "exit"
@@ -190,8 +192,8 @@ class FaultReporter:
 
     # -- a trainer that lives --
 
-    @handles(watch.Arm)
-    def arm(self, request: watch.Arm, caller: Caller) -> None:
+    @handles(messages.Arm)
+    def arm(self, request: messages.Arm, caller: Caller) -> None:
         self.stop()
         self.watchdog = Watchdog(self.trainer, request, caller.fds, self._on_signals, self._on_stall)
 
@@ -201,19 +203,15 @@ class FaultReporter:
             self.watchdog.stop()
             self.watchdog = None
 
-    @handles(watch.Heard)
-    def heard(self, request: watch.Heard) -> None:
-        self._heard.set()
-
-    async def _notify_trainer(self, note: Note, within_s: float) -> bool:
+    async def _notify_trainer(self, watchdog: Watchdog, note: FaultNote, within_s: float) -> bool:
         """Send a note to the fault handler. Return True if it responds."""
-        self._heard.clear()
+        handled, end = watchdog.heartbeat.handled, time.monotonic() + within_s
         self.trainer.tell(note)
-        try:
-            await asyncio.wait_for(self._heard.wait(), within_s)
-        except TimeoutError:
-            return False
-        return True
+        while time.monotonic() < end and watchdog.heartbeat.fd >= 0:
+            if watchdog.heartbeat.handled != handled:
+                return True
+            await asyncio.sleep(0.01)
+        return False
 
     # -- what is seen --
 
@@ -224,10 +222,10 @@ class FaultReporter:
         """Handle signals that the fault handler has not taken: it is late, or the interpreter lock is held."""
         watchdog, began = self.watchdog, time.monotonic()
         if not numbers or watchdog is None or self.trainer.dead:
-            self.trainer.tell(messages.SignalNote(raw, []))
+            self.trainer.tell(FaultNote("signal", raw=raw))
             return
         faults = [self.signal(watchdog, number) for number in numbers]
-        if not await self._notify_trainer(messages.SignalNote(raw, numbers), AWAKE_S):
+        if not await self._notify_trainer(watchdog, FaultNote("signal", raw=raw, numbers=numbers), AWAKE_S):
             for fault in faults:
                 await self.held_up(fault, watchdog, began)
 
@@ -239,9 +237,8 @@ class FaultReporter:
         watchdog = self.watchdog
         if watchdog is None or self.trainer.dead:
             return
-        evidence = stall.evidence.to_json()
-        note = messages.HangNote(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, evidence)
-        if not await self._notify_trainer(note, HEARD_S):
+        hang = messages.Hang(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, stall.evidence.to_json())
+        if not await self._notify_trainer(watchdog, FaultNote("hang", hang=hang), HEARD_S):
             await self.hang(watchdog, stall)
         elif watchdog.hang is not None and watchdog.hang.action == "exit":
             await asyncio.sleep(GOING_S)
@@ -251,36 +248,28 @@ class FaultReporter:
 
     # -- what is asked --
 
-    @handles(watch.Report)
-    async def report(self, request: watch.Report) -> str:
+    @handles(Report)
+    async def report(self, request: Report) -> str:
         fault = Fault.from_json(request.fault)
+        if request.peer:
+            seen = SeenFault(time.monotonic(), "death", fault.summary[:500], fault.rank, ends=True, by="writer")
+            self.books.fault(self.trainer.pid, seen)
+            self.trainer.tell(FaultNote("peer", fault.summary, fault.rank))
+            return fault.key
         if request.ends:
             self.trainer.announced = True
         await self.keep(fault, untold=False)
         return fault.key
 
-    @handles(AskEvidence)
-    async def on_evidence(self, request: AskEvidence) -> list[messages.Json]:
-        if self.watchdog is None:
-            return []
-        found = await self.evidence(self.watchdog) if request.node else [await self.watchdog.sample()]
-        return [one.to_json() for one in found]
-
-    @handles(watch.PeerDied)
-    def peer_died(self, request: watch.PeerDied) -> None:
-        seen = SeenFault(time.monotonic(), "death", request.summary[:500], request.rank, ends=True, by="writer")
-        self.books.fault(self.trainer.pid, seen)
-        self.trainer.tell(messages.PeerDiedNote(request.rank, request.summary))
-
-    @handles(watch.TriggerSave)
-    def trigger_save(self, request: watch.TriggerSave) -> watch.TriggerSaveReply:
+    @handles(messages.TriggerSave)
+    def trigger_save(self, request: messages.TriggerSave) -> messages.TriggerSaveReply:
         if self.trainer.dead or self.trainer.channel is None or self.watchdog is None:
             lives = self.trainer.state() == "alive"
             why = "is still starting, or has no triggers" if lives else "is not running"
             raise UsageError(f"the trainer of this run {why}: nothing to save")
-        self.trainer.tell(messages.TriggerNote(request.why[:200]))
+        self.trainer.tell(FaultNote("trigger", request.why[:200]))
         beat = self.watchdog.heartbeat.read()
-        return watch.TriggerSaveReply(self.trainer.pid, self.watchdog.rank, beat.step, beat.doing)
+        return messages.TriggerSaveReply(self.trainer.pid, self.watchdog.rank, beat.step, beat.doing)
 
 
 def _seen(fault: Fault) -> SeenFault:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.core.ipc.messages import HangNote, Report
+from ckpt.core.ipc.messages import Hang, Report
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.errors import CheckpointError
 from ckpt.events import log
@@ -33,7 +33,7 @@ class FaultCall:
     leave: int | None = None
     far: bool = False  # the machine may disappear: also save to tiers beyond the nearest
     signal: int = 0
-    note: HangNote | None = None  # for a hang
+    note: Hang | None = None  # for a hang
     seen: float = field(default_factory=time.monotonic)
 
     @property

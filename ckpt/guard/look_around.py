@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ckpt.core.ipc.messages import AskEvidence, HangNote
+from ckpt.core.ipc.messages import Hang, Look
 from ckpt.core.ranks.world import World
 from ckpt.errors import CheckpointError
 from ckpt.events import log
@@ -22,12 +22,12 @@ NODES_S = 2.0  # for other ranks to report
 EVIDENCE_S = 5.0
 
 
-def look_around(call: FaultCall, note: HangNote, incidents: Incidents) -> None:
+def look_around(call: FaultCall, note: Hang, incidents: Incidents) -> None:
     """Add the evidence and the suspects to the report of a hang."""
     world, client, step = incidents.world, incidents.supervisor.client, incidents.heartbeat.step
     found = dict[int, Evidence]()
     try:
-        for data in client.ask(AskEvidence(node=True), EVIDENCE_S):
+        for data in client.ask(Look("node"), EVIDENCE_S)["evidence"]:
             one = Evidence.from_json(data)
             found[one.rank] = one
     except (CheckpointError, ValueError, KeyError) as error:

@@ -14,8 +14,7 @@ import threading
 import time
 from typing import ClassVar
 
-from ckpt.core.ipc import messages
-from ckpt.core.ipc.messages import Arm, Heard
+from ckpt.core.ipc.messages import Arm, FaultNote
 from ckpt.guard import preemption, probe
 from ckpt.guard.incidents import SOFT_S, Incidents
 from ckpt.guard.signals import Wakeup
@@ -106,7 +105,7 @@ class Perception:
         self._supervisor.standing.tell(
             request, (self._incidents.heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr)
         )
-        self._listen()
+        self._supervisor.hear(FaultNote, self._on_note)
 
     def stop(self) -> None:
         """Stop receiving. A signal that would have ended the process does so after the handlers are restored."""
@@ -189,33 +188,24 @@ class Perception:
 
     # -- the writer --
 
-    def _listen(self) -> None:
-        """Subscribe to notes of the writer."""
-        subscribe, request = self._supervisor.hear, self._incidents.request
-        subscribe(messages.SignalNote, self._on_signal_note)
-        subscribe(
-            messages.TriggerNote, lambda note: request(f"requested by ckpt trigger: {note.why}", how="ckpt trigger")
-        )
-        subscribe(messages.HangNote, self._on_hang)
-        subscribe(messages.PressureNote, self._on_pressure)
-
-    def _on_signal_note(self, note: messages.SignalNote) -> None:
-        self.wakeup.pass_on(bytes(note.raw))
-        if note.numbers:
-            self._supervisor.writer.send(Heard())
-        for number in note.numbers:
-            self._on_signal(number, "writer")
-
-    def _on_hang(self, note: messages.HangNote) -> None:
-        self._supervisor.writer.send(Heard())
-        if note.evidence["state"] == "stopped":
-            return  # it came while we were stopped, and the writer has reported it
-        call = self._incidents.new("hang", "", how="step counter", grace_s=SOFT_S - 1)
-        call.note = note
-        self._incidents.queue.put(call)
-
-    def _on_pressure(self, note: messages.PressureNote) -> None:
-        what = f"{self._incidents.me}: {note.why}"
-        call = self._incidents.new("memory", what, how="memory", grace_s=SOFT_S)
-        call.fault.advice = "none"
-        self._incidents.queue.put(call)
+    def _on_note(self, note: FaultNote) -> None:
+        if note.kind == "trigger":
+            self._incidents.request(f"requested by ckpt trigger: {note.why}", how="ckpt trigger")
+        elif note.kind == "signal":
+            self.wakeup.pass_on(bytes(note.raw))
+            if note.numbers:
+                self._incidents.heartbeat.handle()
+            for number in note.numbers:
+                self._on_signal(number, "writer")
+        elif note.hang is not None:
+            self._incidents.heartbeat.handle()
+            if note.hang.evidence["state"] == "stopped":
+                return  # it came while we were stopped, and the writer has reported it
+            call = self._incidents.new("hang", "", how="step counter", grace_s=SOFT_S - 1)
+            call.note = note.hang
+            self._incidents.queue.put(call)
+        elif note.kind == "memory":
+            what = f"{self._incidents.me}: {note.why}"
+            call = self._incidents.new("memory", what, how="memory", grace_s=SOFT_S)
+            call.fault.advice = "none"
+            self._incidents.queue.put(call)

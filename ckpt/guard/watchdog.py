@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from ckpt.core.ipc.arena import MemoryRoom
 from ckpt.core.ipc.heartbeat import Heartbeat, Process
-from ckpt.core.ipc.messages import Arm, PressureNote
+from ckpt.core.ipc.messages import Arm, FaultNote
 from ckpt.core.writer.held_run import PresentTrainer
 from ckpt.events import log
 from ckpt.guard import memory_pressure, probe
@@ -239,7 +239,7 @@ class Watchdog:
 
     def _on_pressure(self, room: MemoryRoom, why: str) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._trainer.tell, PressureNote(room.available, room.total, why))
+            self._loop.call_soon_threadsafe(self._trainer.tell, FaultNote("memory", why))
 
     # -- afterwards --
 

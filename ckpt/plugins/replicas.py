@@ -5,7 +5,7 @@ That writer keeps it in a separate arena, labelled like the first copy. Training
 snapshots are sent. If the network is slower than the steps, some steps are skipped; the newest is always sent next.
 
 This is a plug-in: `ckpt.writer_process` creates a `Replicator` next to the core's writer. It handles its own requests
-(`Partner`, `Push`), and, like the core, `Retract`. The core sees the copies only as `HeldMemory.copies`, which
+(`Partner`), and, like the core, `Retract`. The core sees the copies only as `HeldMemory.copies`, which
 a restore may read.
 
     push:   token, then for each snapshot: header (JSON), data, plain values, one byte: complete, or overwritten
@@ -37,6 +37,7 @@ from ckpt.failpoints import point
 CHUNK = 4 << 20
 CONNECT_S = 5.0
 RETRY_S = 2.0
+POLL_S = 0.02  # interval between two checks for a new snapshot
 SILENCE_S = 120.0  # a peer that neither sends nor receives a byte for this long is considered lost
 MAX_HEADER = 64 << 20
 OLD_AFTER = 64  # snapshots of this rank without one of the other rank
@@ -48,15 +49,14 @@ class Replicator:
 
     def __init__(self, memory: HeldMemory) -> None:
         self._memory, self.arenas = memory, memory.copies
-        self._fresh: set[int] = set()  # ranks that have sent something since the last check in `push`
+        self._fresh: set[int] = set()  # ranks that have sent something since the last check
         self._pushed = 0
         self._token = secrets.token_hex(16)
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._partner: dict[str, Any] | None = None
         self._rank = 0
-        self._next: tuple[Arena, int, Label, Layout] | None = None
-        self._wake = asyncio.Event()
+        self._sent = -1  # the order of the last snapshot that was sent
         self._withdrawn: list[CheckpointId] = []
         self._warned = False
 
@@ -159,28 +159,22 @@ class Replicator:
 
     # -- sending --
 
-    @handles(messages.Push)
-    def push(self, request: messages.Push) -> None:
-        """Send this snapshot next, and skip one that is still waiting."""
-        slot, arena, layouts = request.slot, self._memory.arenas[request.arena], self._memory.layouts
-        label = arena.label(slot)
-        if label is None or str(label.checkpoint) != request.checkpoint or label.layout not in layouts:
-            return
-        self._next = (arena, slot, label, layouts[label.layout])
-        self._wake.set()
-        self._pushed += 1
-        if self._pushed % OLD_AFTER == 0:
-            self._drop_old()
+    def _newest(self) -> tuple[Arena, int, Label, Layout] | None:
+        """Return the newest snapshot of our trainer if the partner does not have it yet."""
+        memory = self._memory
+        for arena, slot, label in memory.ring():
+            if label.checkpoint in memory.retracted or arena.id.hex() in memory.foreign:
+                continue
+            if label.order <= self._sent or (layout := memory.layouts.get(label.layout)) is None:
+                return None
+            return arena, slot, label, layout
+        return None
 
     @handles(messages.Retract)
     def take_back(self, request: messages.Retract) -> None:
         """Drop a snapshot that turned out to be inconsistent, and its copy."""
-        checkpoint = CheckpointId.parse(request.checkpoint)
-        if self._next is not None and self._next[2].checkpoint == checkpoint:
-            self._next = None
         if self._partner is not None:
-            self._withdrawn.append(checkpoint)
-            self._wake.set()
+            self._withdrawn.append(CheckpointId.parse(request.checkpoint))
 
     async def _send(self) -> None:
         while True:
@@ -188,19 +182,23 @@ class Replicator:
                 sock, partner = await self._connect()
                 with contextlib.closing(sock):
                     while partner is self._partner:
-                        await self._wake.wait()
-                        self._wake.clear()
                         while self._withdrawn:
                             await self._send_drop(sock, self._withdrawn[0])
                             self._withdrawn.pop(0)
-                        if self._next is not None:
-                            await self._send_one(sock, *self._next)
+                        if (found := self._newest()) is None:
+                            await asyncio.sleep(POLL_S)
+                            continue
+                        await self._send_one(sock, *found)
+                        self._sent = found[2].order
+                        self._pushed += 1
+                        if self._pushed % OLD_AFTER == 0:
+                            self._drop_old()
             except (OSError, TimeoutError) as error:
                 warn = log.info if self._warned else log.warning
                 self._warned = True
                 warn("memory is currently not copied to another node: %s", error)
                 await asyncio.sleep(RETRY_S)
-                self._wake.set()  # send the interrupted one again
+                self._sent = -1  # the partner may be another one, or may have started again
 
     async def _send_drop(self, sock: socket.socket, checkpoint: CheckpointId) -> None:
         header = json.dumps({"rank": self._rank, "drop": str(checkpoint)}).encode()

@@ -28,9 +28,9 @@ import ckpt
 import toy
 from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import read, retention
-from ckpt.core.checkpoint.read import load_manifest, verify
+from ckpt.core.checkpoint.read import load_all, verify
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import CheckpointId, new_nonce, owner
 from ckpt.core.log.run_log import Acquire, RunLog
@@ -290,7 +290,7 @@ async def opened_run(store: Store) -> tuple[RunLog, Acquire]:
     return log, await commits.acquire(log, new_nonce())
 
 
-async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> WrittenPart:
+async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> WrittenManifest:
     snapshot = RankSnapshot(CheckpointId(mine.term, step, mine.nonce), of, memoryview(content(of, step)), [None])
     written = await write_part(log.store, snapshot)
     await commits.commit(log, mine, [written])
@@ -298,7 +298,7 @@ async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> WrittenPart
 
 
 async def restored(store: Store, log: RunLog, step: int) -> bytes:
-    manifest = await load_manifest(store, read.choose(log, step))
+    manifest = await load_all(store, read.choose(log, step))
     table, file = manifest.table, manifest.parts[0].files[0]
     found = bytearray(manifest.layout().arrangement.data_size)
 

@@ -29,14 +29,14 @@ from ckpt.core.checkpoint.encode import Encoder
 from ckpt.core.checkpoint.incremental import ChunkPlan, InMemory, Policy, Previous, bases_in, plan_chunks
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import DataFileWriter, Encoded, RankSnapshot, WrittenPart, digest_chunks
+from ckpt.core.checkpoint.write import DataFileWriter, Encoded, RankSnapshot, WrittenManifest, digest_chunks
 from ckpt.core.format import layout as plan
 from ckpt.core.format import table as tables
 from ckpt.core.format.codec import CODECS, DELTA, PLANES, RAW, word_of
 from ckpt.core.format.codec import encode as coded
 from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import BITS, Layout, TensorSpec
-from ckpt.core.format.manifest import CheckpointId, DataFile, Part, new_nonce, owner
+from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, new_nonce, owner
 from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
@@ -101,7 +101,7 @@ class Job:
         await log.open()
         return cls(log, await commits.acquire(log, new_nonce()), [Encoder(policy) for _ in range(world)])
 
-    async def write(self, step: int, state: State, rank: int = 0, number: int = 0) -> WrittenPart:
+    async def write(self, step: int, state: State, rank: int = 0, number: int = 0) -> WrittenManifest:
         checkpoint = CheckpointId(self.mine.term, step, self.mine.nonce)
         layout = layout_of(state, rank, len(self.encoders))
         data = data_of(layout, state)
@@ -128,7 +128,7 @@ class Job:
         await retention.retire(self.log, self.mine, Keep(last), {newest})
 
     async def table(self, commit: Commit) -> Table:
-        return (await read.load_manifest(self.log.store, commit)).table
+        return (await read.load_all(self.log.store, commit)).table
 
 
 async def fetched(store: MemoryStore, table: Table, chunks: Iterable[int]) -> dict[int, bytes]:
@@ -406,8 +406,8 @@ def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None
     return Previous(part_of(checkpoint, [DataFile(key, size or 8192 + layout.arrangement.data_size, 8192, "")]), table)
 
 
-def part_of(checkpoint: CheckpointId, files: list[DataFile]) -> Part:
-    return Part(str(checkpoint), 0, 1, {}, [], b"", write)
+def part_of(checkpoint: CheckpointId, files: list[DataFile]) -> Manifest:
+    return Manifest(str(checkpoint), 0, 1, {}, [], b"", write)
 
 
 @PURE
@@ -467,7 +467,7 @@ def test_changed_tensor_spec_prevents_reuse() -> None:
         assert (found.taken < 0).all() and (found.base < 0).all(), other
     cut = previous.table.length.copy()
     cut[:2] += [-4, 4]  # as another version might divide it
-    elsewhere = Previous(previous.part, replace(previous.table, length=cut))
+    elsewhere = Previous(previous.manifest, replace(previous.table, length=cut))
     found = plan_chunks(base, digests_of(base, noise(base, 1)), elsewhere)
     assert (found.taken < 0).all() and (found.base < 0).all()
     second = Layout((one,), {}, [], rank=1, world=2)
@@ -480,7 +480,7 @@ def test_mostly_unused_data_file_is_dropped() -> None:
     data = bytearray(noise(layout, 0))
     was = digests_of(layout, bytes(data))
     old = previous_of(layout, was)
-    newer = Previous(replace(old.part, checkpoint=checkpoint_id(2)), old.table)
+    newer = Previous(replace(old.manifest, checkpoint=checkpoint_id(2)), old.table)
     for count in range(11):
         now = digests_of(layout, noise(layout, 9)).copy()
         now[:count] = was[:count]
@@ -897,8 +897,8 @@ def test_manifest_records_the_checkpoint_it_builds_on() -> None:
         for step in range(1, 7):
             state["t0"] = ("F32", 5000, dice.bytes(20000))
             commit = await job.save(step, state)
-            ((rank, _),) = commit.parts
-            part = (await commits.load_part(job.log.store, commit.checkpoint, rank)).part
+            ((rank, _),) = commit.manifests
+            part = (await commits.load_manifest(job.log.store, commit.checkpoint, rank)).manifest
             assert part.needs == [str(a) for a in commit.needs]
             assert [a.step for a in commit.needs] == ([step - 1] if step > 2 else [])
             assert part.chain == max(0, step - 2)
@@ -1005,7 +1005,7 @@ def test_abort_keeps_files_of_a_copied_checkpoint() -> None:
         await log.open()
         mine = await commits.acquire(log, job.mine.nonce, floor=job.mine.term - 1)
         copied = [
-            await promotion.copy_part(job.log.store, far, first.checkpoint, r, expected=d) for r, d in first.parts
+            await promotion.copy_part(job.log.store, far, first.checkpoint, r, expected=d) for r, d in first.manifests
         ]
         await commits.commit(log, mine, copied, used={})
         tool = RunLog(far)
@@ -1040,7 +1040,9 @@ def test_save_fails_if_its_base_was_found_damaged() -> None:
         with pytest.raises(SaveError, match="step 5 builds on step 3, which is damaged: the next save will be whole"):
             await commits.commit_or_end(job.log, job.mine, parts[5], kind="COMMIT", distrusted=first.distrusted)
         assert commits.WHOLE_NEXT in job.log.state.reasons[checkpoints[1]]
-        commits.check_trusted([replace(one, part=replace(one.part, reason="ring")) for one in parts[5]], checkpoints[0])
+        commits.check_trusted(
+            [replace(one, manifest=replace(one.manifest, reason="ring")) for one in parts[5]], checkpoints[0]
+        )
         for encoder in (first, second):
             encoder.distrust(checkpoints[1])
         assert (await job.save(6, state)).full and found[-1].checkpoint in job.log.state.commits

@@ -27,14 +27,14 @@ import ckpt
 import run_files
 import scale
 from ckpt.core.checkpoint import commits as commits
-from ckpt.core.checkpoint import parts as parts_of
+from ckpt.core.checkpoint import manifests as manifests_of
 from ckpt.core.checkpoint import read, write
 from ckpt.core.format.boxes import Seat
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import (
     CheckpointId,
     DataFile,
-    Part,
+    Manifest,
     data_key,
     metadata_of,
 )
@@ -74,7 +74,7 @@ def write_rank(root: Path, checkpoint: CheckpointId, rank: int, like: Any) -> No
     table = write.build_table(layout, key, write.digest_chunks(layout, snapshot.data))
     file = DataFile(key, len(header) + len(data), len(header), file_digest(header))
     store: Any = scale.Folder(root)
-    asyncio.run(write.finish_part(store, snapshot, table, [file], reason="due"))
+    asyncio.run(write.finish_manifest(store, snapshot, table, [file], reason="due"))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_committer_reads_sizes_from_one_listing(run: Path, reads: Reads) -> None
         async with read.opened(run.as_uri()) as store:
             keys = run_files.select([info.key async for info in store.list()], step=STEPS[0])
             some = [key for key in keys if (run_files.rank_of(key) or 0) < ranks]
-            assert len(await parts_of.sound_parts(store, CheckpointId(1, STEPS[0], "0badcafe"), some)) == ranks
+            assert len(await manifests_of.intact_manifests(store, CheckpointId(1, STEPS[0], "0badcafe"), some)) == ranks
 
     asyncio.run(check(WORLD.size))
     assert head_requests(reads) == 0 and len(manifests(reads)) == WORLD.size
@@ -218,7 +218,7 @@ def test_commands_keep_few_tables_in_memory(run: Path, monkeypatch: pytest.Monke
     for command in (["show", "--all"], ["verify"], ["verify", "--no-data"], ["repair"]):
         most[0] = 0
         assert call(command[0], run, *command[1:]).code == 0
-        assert 0 < most[0] <= 2 * parts_of.MANY + 2, command
+        assert 0 < most[0] <= 2 * manifests_of.MANY + 2, command
     asyncio.run(manifest_of(run))
     assert most[0] >= WORLD.size
 
@@ -293,7 +293,7 @@ def table_of(run: Path, rank: int, step: int) -> Table:
 
 
 def table_in(path: Path) -> Table:
-    return parts_of.table_of(Part.from_bytes(path.read_bytes(), "a part"))
+    return manifests_of.table_of(Manifest.from_bytes(path.read_bytes(), "a part"))
 
 
 def test_export_to_fewer_ranks_keeps_all_tensors(run: Path, reads: Reads, call: Any, tmp_path: Path) -> None:
@@ -348,9 +348,9 @@ def test_dcp_reads_only_tables_of_its_plan(run: Path, reads: Reads) -> None:
     assert manifests(reads) == holders(run, CHANGED, STEPS[1])
 
 
-async def manifest_of(run: Path) -> read.Manifest:
+async def manifest_of(run: Path) -> read.Manifests:
     """Return the manifest of the newest checkpoint, with all ranks and tables."""
     log = await read.open_run(run.as_uri())
-    manifest = await read.load_manifest(log.store, read.choose(log))
+    manifest = await read.load_all(log.store, read.choose(log))
     await log.store.aclose()
     return manifest

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.core.checkpoint.parts import layout_of
+from ckpt.core.checkpoint.manifests import layout_of
 from ckpt.core.checkpoint.write import build_table
 from ckpt.core.format.index import Share, build
 from ckpt.core.format.layout import Layout, TensorSpec
-from ckpt.core.format.manifest import Part, SharedLayout, canonical, press, unpress
+from ckpt.core.format.manifest import Manifest, SharedLayout, canonical, press, unpress
 from ckpt.core.format.table import Table
 from run_files import checkpoint_id, data_key
 
@@ -29,10 +29,11 @@ def a_layout(count: int = TENSORS, shape: tuple[int, ...] = (16, 4)) -> Layout:
 
 def sizes_of(layout: Layout) -> dict[str, int]:
     table = build_table(layout, data_key(checkpoint_id(1)), os.urandom(16 * len(layout.arrangement.chunks)))
-    part = Part(checkpoint_id(1), 0, 1, layout.shared, [None], table.to_bytes(), [])
+    manifest = Manifest(checkpoint_id(1), 0, 1, layout.shared, [None], table.to_bytes(), [])
     index = build([Share(0, 1, layout.shared, [None], table)])
     return {
-        "header": len(layout.arrangement.header({})), "index": len(index.to_bytes()), "part": len(part.to_bytes())
+        "header": len(layout.arrangement.header({})), "index": len(index.to_bytes()),
+        "manifest": len(manifest.to_bytes())
     }  # fmt: skip
 
 
@@ -56,15 +57,15 @@ def test_manifests_in_memory_share_one_layout() -> None:
     """Manifests of two steps with the same layout have one object, which is the layout that was written."""
     layout = a_layout(10)
     table = build_table(layout, data_key(checkpoint_id(1)), None)
-    first, second = (Part(checkpoint_id(step), 0, 1, layout.shared, [None], b"", []).to_bytes() for step in (1, 2))
-    a, b = Part.from_bytes(first, "a part"), Part.from_bytes(second, "a part")
+    first, second = (Manifest(checkpoint_id(step), 0, 1, layout.shared, [None], b"", []).to_bytes() for step in (1, 2))
+    a, b = Manifest.from_bytes(first, "a manifest"), Manifest.from_bytes(second, "a manifest")
     assert a.layout is b.layout and a.layout == layout.shared
     assert layout_of(replace(a, table=table.to_bytes()), table, layout) is layout
     again = layout_of(a, table)
     assert again.arrangement.header({}) == layout.arrangement.header({}) and set(again.tensors) == set(layout.tensors)
-    moved = Part.from_bytes(replace(a, layout=a_layout(11).shared).to_bytes(), "a part")
+    moved = Manifest.from_bytes(replace(a, layout=a_layout(11).shared).to_bytes(), "a manifest")
     assert moved.layout == a_layout(11).shared != a.layout
-    assert a.to_bytes() == first and Part.from_bytes(a.to_bytes(), "a part") == a
+    assert a.to_bytes() == first and Manifest.from_bytes(a.to_bytes(), "a manifest") == a
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -196,7 +196,7 @@ ARGUMENTS = {
 WINDOWS = tuple(f"export.window:kill:{n}" for n in (1, 2, 4))  # the first records nothing, nor the second of a run
 FAILS = {
     "safetensors": (*WINDOWS, "export.whole:kill"),
-    "run": (WINDOWS[2], "export.whole:kill", "log.linked:kill", "part.stored:kill"),
+    "run": (WINDOWS[2], "export.whole:kill", "log.linked:kill", "manifest.stored:kill"),
     "torch": (WINDOWS[1], "export.whole:kill"),
     "dcp": (WINDOWS[1], "export.whole:kill"),
 }

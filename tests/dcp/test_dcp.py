@@ -642,7 +642,7 @@ def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.Monk
     """The retry has another id, with a new term. Earlier checkpoints stay in the history."""
     state, writer = {"w": torch.randn(10), "n": 1}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
-    for point in ("data_file.opened", "data_file.written", "part.stored", "index.stored"):
+    for point in ("data_file.opened", "data_file.written", "manifest.stored", "index.stored"):
         monkeypatch.setattr(failpoints, "_armed", failpoints._parse(f"{point}:eio"))
         refused(lambda: save(state | {"n": 2}, 2, writer))
         monkeypatch.setattr(failpoints, "_armed", None)
@@ -727,7 +727,7 @@ async def full(*args: Any, **kwargs: Any) -> Any:
 
 def aborted_twice(monkeypatch: pytest.MonkeyPatch, run: str, writer: Any) -> None:
     for step in (2, 3):
-        monkeypatch.setattr(failpoints, "_armed", failpoints._parse("part.stored:eio"))
+        monkeypatch.setattr(failpoints, "_armed", failpoints._parse("manifest.stored:eio"))
         refused(lambda step=step: save({"w": torch.randn(100_000)}, step, writer))
         monkeypatch.setattr(failpoints, "_armed", None)
 
@@ -871,7 +871,7 @@ def test_load_falls_back_if_a_manifest_is_damaged(run_dir: str) -> None:
 def test_load_retries_if_its_step_is_retired(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer with a small `keep` may retire the step that a reader has selected."""
     save({"n": 1}, 1, run_dir)
-    real, calls = read.load_manifest, list[int]()
+    real, calls = read.load_all, list[int]()
 
     async def gone(store: Any, commit: Any) -> Any:
         calls.append(commit.step)
@@ -879,7 +879,7 @@ def test_load_retries_if_its_step_is_retired(run_dir: str, monkeypatch: pytest.M
             raise ckpt.errors.NotFoundError("retired")
         return await real(store, commit)
 
-    monkeypatch.setattr(read, "load_manifest", gone)
+    monkeypatch.setattr(read, "load_all", gone)
     assert load({"n": 0}, run_dir)["n"] == 1 and calls == [1, 1]
 
 
@@ -1208,7 +1208,7 @@ def main() -> None:
 
 
 Reports = tuple[Path, dict[int, list[dict[str, Any]]]]
-POINTS = {"data_file.opened": "eio", "data_file.written": "enospc", "part.stored": "eio"}
+POINTS = {"data_file.opened": "eio", "data_file.written": "enospc", "manifest.stored": "eio"}
 
 
 @pytest.fixture(scope="module")

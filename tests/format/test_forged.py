@@ -34,7 +34,7 @@ from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
     CheckpointId,
-    Part,
+    Manifest,
     SharedLayout,
     canonical,
     manifest_key,
@@ -199,7 +199,7 @@ OTHER_STATES = ("component of another kind", "kind of another", "all modules", "
 @pytest.mark.parametrize("name", EVIL_PARTS)
 def test_evil_manifest_is_skipped(genuine: Run, name: str, tmp_path: Path) -> None:
     """The older checkpoint is restored, and opening the run raises only our own errors."""
-    folder = put(forge(genuine, part=EVIL_PARTS[name]), tmp_path / "run")
+    folder = put(forge(genuine, manifest=EVIL_PARTS[name]), tmp_path / "run")
     assert restored(folder) == 10
     assert verified(folder) or name in OTHER_STATES
     survives(folder)
@@ -218,7 +218,7 @@ NEWER: dict[str, Change] = {
 @pytest.mark.parametrize("name", NEWER)
 def test_reader_ignores_unknown_fields_but_not_features(genuine: Run, name: str, tmp_path: Path) -> None:
     """`features` lists what a reader must support. The error names the feature. No older step is restored."""
-    folder = put(forge(genuine, part=NEWER[name]), tmp_path / "run")
+    folder = put(forge(genuine, manifest=NEWER[name]), tmp_path / "run")
     if name == "an unknown feature":
         with pytest.raises(FormatError, match=r"'sparse'.*upgrade"):
             restored(folder)
@@ -436,7 +436,7 @@ EVIL_SHARES: dict[str, Change] = {
 @pytest.mark.parametrize("name", EVIL_SHARES)
 def test_evil_manifest_of_one_rank_is_skipped(of_two: Run, name: str, tmp_path: Path) -> None:
     """One rank's manifest lies about its own pieces or about others: the older checkpoint is restored."""
-    folder = put(forge(of_two, rank=1, part=EVIL_SHARES[name]), tmp_path / "run")
+    folder = put(forge(of_two, rank=1, manifest=EVIL_SHARES[name]), tmp_path / "run")
     assert restored(folder) == 10
     assert verified(folder)
     survives(folder)
@@ -466,7 +466,7 @@ ODD_COMPONENTS: dict[str, Change] = {
 @pytest.mark.parametrize("name", ODD_COMPONENTS)
 def test_inconsistent_components_raise_our_errors(of_two: Run, name: str, tmp_path: Path) -> None:
     """A rank's data about a module or an optimizer is merged with that of the others: it is accepted or skipped."""
-    folder = put(forge(of_two, rank=1, part=ODD_COMPONENTS[name]), tmp_path / "run")
+    folder = put(forge(of_two, rank=1, manifest=ODD_COMPONENTS[name]), tmp_path / "run")
     assert restored(folder) == 20 or verified(folder) or name in OTHER_STATES
     survives(folder)
 
@@ -819,11 +819,11 @@ def test_memory_is_bounded_for_forged_sizes(genuine: Run, tmp_path: Path) -> Non
     lies = {
         "shape": forge(genuine, columns=column("dims", put_at(0, 2**40))),
         "length": forge(genuine, columns=EVIL_TABLES["length of 2**40"]),
-        "world": forge(genuine, part=field("world", 10**12)),
+        "world": forge(genuine, manifest=field("world", 10**12)),
         "empty-lists": forge(genuine, raw_part=b'{"a":[' + b"[]," * (1 << 20) + b"[]]}"),
         "record": {**objects, record_key(2): b"[" * (8 << 20)},
         "header": forge(genuine, table=RAW_TABLES["header of 20 MB"]),
-        "pack-in-parts": forge(genuine, part=first_file(size=1 << 40, header_size=100 << 20)),
+        "pack-in-parts": forge(genuine, manifest=first_file(size=1 << 40, header_size=100 << 20)),
     }
     for name, forged in lies.items():
         put(forged, runs / name)
@@ -900,9 +900,9 @@ ODD_LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ODD_LAYOUTS)
 def test_invalid_layout_raises_corrupt_error(genuine: Run, name: str, tmp_path: Path) -> None:
     """Any other value in its place raises CorruptError, and the older step is restored."""
-    folder = put(forge(genuine, part=lambda d: d.update(layout=ODD_LAYOUTS[name])), tmp_path / "run")
+    folder = put(forge(genuine, manifest=lambda d: d.update(layout=ODD_LAYOUTS[name])), tmp_path / "run")
     with pytest.raises(CorruptError):
-        Part.from_bytes((folder / manifest_key(genuine[1], 0)).read_bytes(), "a part").layout.data  # noqa: B018
+        Manifest.from_bytes((folder / manifest_key(genuine[1], 0)).read_bytes(), "a part").layout.data  # noqa: B018
     assert restored(folder) == 10
 
 

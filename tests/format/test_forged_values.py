@@ -25,7 +25,7 @@ import forgery
 import inside
 from ckpt.core.format import codec, index
 from ckpt.core.format.digest import chunk_digest, file_digest
-from ckpt.core.format.manifest import Part, index_key, manifest_key
+from ckpt.core.format.manifest import Manifest, index_key, manifest_key
 from ckpt.core.format.table import DTYPES, Table
 from ckpt.core.log.run_log import record_key
 from ckpt.core.state.capture import Capture
@@ -110,7 +110,7 @@ def test_values_of_another_type_raise_our_errors(tmp_path: Path, caplog: pytest.
     ended: Counter_[str] = Counter_()
     live = everything(3)
     for name, change in forged():
-        objects = inside.forge(run, part=change)
+        objects = inside.forge(run, manifest=change)
         folder = forgery.put({k: v for k, v in objects.items() if step_of(k) != 10}, tmp_path / "run")
         before = trained(live)
         try:
@@ -151,7 +151,7 @@ def dotted(run: forgery.Run) -> forgery.Objects:
         layout["aliases"][name] = layout["components"][0]["names"][0]
         layout["components"][1]["names"].append(name)
 
-    return inside.forge(run, part=change)
+    return inside.forge(run, manifest=change)
 
 
 def swollen(run: forgery.Run) -> forgery.Objects:
@@ -177,14 +177,14 @@ def swollen(run: forgery.Run) -> forgery.Objects:
     def part(document: Any) -> None:
         document["files"][0]["size"] += len(frame)
 
-    objects = inside.forge(run, part=part, columns=change)
+    objects = inside.forge(run, manifest=part, columns=change)
     return objects | {file: run[0][file] + frame}
 
 
 def crowded(run: forgery.Run) -> forgery.Objects:
     """Return an index of two ranks with a few compressed bytes for hundreds of megabytes of empty lists."""
     objects, checkpoint = run
-    parts = [Part.from_bytes(objects[manifest_key(checkpoint, rank)], "a part") for rank in range(2)]
+    parts = [Manifest.from_bytes(objects[manifest_key(checkpoint, rank)], "a part") for rank in range(2)]
     tables = [Table.from_bytes(part.table, "a table") for part in parts]
     shares = [index.Share(p.rank, p.world, p.layout, p.values, t) for p, t in zip(parts, tables, strict=True)]
     columns = dict(index.build(shares).columns)

@@ -27,12 +27,12 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 import looks
 import scale
 from ckpt.core.checkpoint import commits as commits
-from ckpt.core.checkpoint import parts, read
+from ckpt.core.checkpoint import manifests, read
 from ckpt.core.format import columns as column_files
 from ckpt.core.format.boxes import GLOBAL, Box, Seat
 from ckpt.core.format.index import COLUMNS, FILE, Index, Share, build
 from ckpt.core.format.layout import OWN
-from ckpt.core.format.manifest import CheckpointId, Part, SharedLayout, data_key, index_key, manifest_key
+from ckpt.core.format.manifest import CheckpointId, Manifest, SharedLayout, data_key, index_key, manifest_key
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import SavedShard, Table
 from ckpt.core.log.run_log import Commit
@@ -76,7 +76,7 @@ async def with_store(root: Path, work: Callable[[Any], Any]) -> Any:
 def whole(root: Path) -> SavedState:
     """Return the state as described by all ranks."""
     commit = committed(root)
-    return read.run(with_store(root, lambda store: read.load_manifest(store, commit))).saved()
+    return read.run(with_store(root, lambda store: read.load_all(store, commit))).saved()
 
 
 def listed(root: Path) -> SavedState:
@@ -309,7 +309,7 @@ def table_of(shards: list[SavedShard], rank: int, seed: int = 0) -> Table:
     return Table(shards, starts, zero, offset, length, length, zero, zero - 1, digest, digest, files)
 
 
-def part_of(table: Table, rank: int, world: int, alike: Set[str] = frozenset()) -> Part:
+def part_of(table: Table, rank: int, world: int, alike: Set[str] = frozenset()) -> Manifest:
     names = sorted({s.name for s in table.shards} | alike)
     layout = SharedLayout(
         {
@@ -319,7 +319,7 @@ def part_of(table: Table, rank: int, world: int, alike: Set[str] = frozenset()) 
             "forms": {s.name: [s.dtype, list(s.global_shape)] for s in table.shards if s.instance == GLOBAL},
         }
     )
-    return Part(str(CHECKPOINT), rank, world, layout, [None], table.to_bytes(), [], True)
+    return Manifest(str(CHECKPOINT), rank, world, layout, [None], table.to_bytes(), [], True)
 
 
 def joined(tables: list[Table], alike: Set[str] = frozenset()) -> Index:
@@ -526,7 +526,7 @@ def lying(run: Path, edit: Callable[[dict[str, Any], Index], str]) -> tuple[Save
     found, commit = Index.from_bytes(forged(columns), "an index", WORLD.size), committed(run)
 
     def fetch(ranks: Sequence[int]) -> Any:
-        return read.run(with_store(run, lambda store: parts.load_ranks(store, commit, ranks)))
+        return read.run(with_store(run, lambda store: manifests.load_ranks(store, commit, ranks)))
 
     return SavedState.listed(found, fetch), name
 
@@ -588,7 +588,7 @@ def test_inconsistent_ranks_are_not_committed() -> None:
     state = [[SavedShard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
     for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
         tables = [table_of(state[0], 0), table_of(second, 1)]
-        written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
+        written = [commits.WrittenManifest(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
         if right:
             assert Index.from_bytes(commits.index_of(written), "an index", 2).keys == [("w", GLOBAL)]
         else:
@@ -600,7 +600,7 @@ def test_index_of_some_ranks_lists_their_pieces() -> None:
     """A disk that only some nodes see has the manifests of its ranks. Their index lists their pieces and data files.
     Their layouts also name tensors that only other ranks have."""
     tables = [table_of([SavedShard("w", "F32", (9,), (3 * rank,), (3,), rank)], rank) for rank in range(3)]
-    written = [commits.WrittenPart(part_of(t, rank, 3, {"elsewhere"}), "", t) for rank, t in enumerate(tables)]
+    written = [commits.WrittenManifest(part_of(t, rank, 3, {"elsewhere"}), "", t) for rank, t in enumerate(tables)]
     index = Index.from_bytes(commits.index_of(written[1:]), "an index", 3, 2)
     assert index.holders(0).tolist() == [1, 2] and index.files == tuple(sorted(w.files[0] for w in written[1:]))
     with pytest.raises(CorruptError):
@@ -612,10 +612,10 @@ def test_index_of_some_ranks_lists_their_pieces() -> None:
 def test_compact_tables_give_the_same_index(run: Path) -> None:
     """A committer with many ranks keeps only `compact` of each table. Its index equals that of the whole tables."""
     commit = committed(run)
-    manifest = read.run(with_store(run, lambda store: read.load_manifest(store, commit)))
-    pairs = list(zip(manifest.parts, manifest.tables, strict=True))
-    whole = [commits.WrittenPart(part, "", table) for part, table in pairs]
-    small = [commits.WrittenPart(part, "", table.compact()) for part, table in pairs]
+    manifest = read.run(with_store(run, lambda store: read.load_all(store, commit)))
+    pairs = list(zip(manifest.manifests, manifest.tables, strict=True))
+    whole = [commits.WrittenManifest(part, "", table) for part, table in pairs]
+    small = [commits.WrittenManifest(part, "", table.compact()) for part, table in pairs]
     assert commits.index_of(small) == commits.index_of(whole) == index_of(run).read_bytes()
 
 

@@ -25,7 +25,7 @@ def test_writer_answers_invalid_requests_with_errors(own_sockets: Path, run_dir:
         cp.restore(default=0)
         channel = link.connect(key_of(run_dir, 0))
         assert channel is not None
-        requests: list[Json] = [{"op": "nonsense"}, {"op": "know_layout", "layout": 5}, {"op": "watch_arena"}, {}]
+        requests: list[Json] = [{"op": "nonsense"}, {"op": "know_layout", "layout": 5}, {"op": "use_arena"}, {}]
         for number, request in enumerate(requests):
             channel.sock.sendall(message(json.dumps({**request, "id": number}).encode()))
             received = channel.receive()

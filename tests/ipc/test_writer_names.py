@@ -16,7 +16,7 @@ import pytest
 import ckpt
 from ckpt.core.ipc import channel
 from ckpt.core.ipc.heartbeat import Process
-from ckpt.core.ipc.messages import Note, Resume, SaidNote, SlotReadNote
+from ckpt.core.ipc.messages import ContinueRun, Note, ProblemNote, StoredNote
 from ckpt.core.run.writer_link import WriterClient
 from processes import eventually, writers
 
@@ -25,14 +25,14 @@ def test_notes_before_first_listener_are_delivered() -> None:
     """Notes are delivered in order, and once."""
     ours, theirs = socket.socketpair()
     client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
-    writer.send(SlotReadNote("00", 1))
-    future = client.send(Resume())
+    writer.send(StoredNote(arena="00", slot=1))
+    future = client.send(ContinueRun())
     writer.reply(1, None)
     future.result(30)
     heard: list[Note] = []
     client.listen(heard.append, lambda: None)
-    writer.send(SaidNote("so"))
-    assert eventually(lambda: heard == [SlotReadNote("00", 1), SaidNote("so")])
+    writer.send(ProblemNote("so"))
+    assert eventually(lambda: heard == [StoredNote(arena="00", slot=1), ProblemNote("so")])
     client.close()
     writer.close()
 

@@ -30,13 +30,13 @@ import ckpt
 import ckpt.adapters
 from ckpt import failpoints, loading
 from ckpt import store as stores
-from ckpt.core.checkpoint import chunks, incremental, lease, losses, open_tier, parts, read, retention, write
+from ckpt.core.checkpoint import chunks, incremental, lease, losses, manifests, open_tier, read, retention, write
 from ckpt.core.checkpoint import commits as commits
 from ckpt.core.format import codec, manifest
 from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.index import Share, build
 from ckpt.core.format.layout import CHUNK, Layout, TensorSpec, pages
-from ckpt.core.format.manifest import CheckpointId, Part, data_key, index_key, manifest_key, owner
+from ckpt.core.format.manifest import CheckpointId, Manifest, data_key, index_key, manifest_key, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import FILE, Table, columns_of, merge
 from ckpt.core.ipc import channel, heartbeat
@@ -166,7 +166,9 @@ class LogView:
 def log_at(folder: Path) -> LogView:
     """Read the log of a tier."""
     state = _state(folder)
-    ranks = {str(checkpoint): tuple(rank for rank, _ in commit.parts) for checkpoint, commit in state.commits.items()}
+    ranks = {
+        str(checkpoint): tuple(rank for rank, _ in commit.manifests) for checkpoint, commit in state.commits.items()
+    }
     steps = sorted(commit.step for commit in state.lineage())
     return LogView(steps, ranks, [str(checkpoint) for checkpoint in state.held])
 
@@ -364,7 +366,7 @@ def history(url: str | Path) -> dict[int, SavedStep]:
         while True:
             present = log.state.lineage()
             try:
-                return {c.step: SavedStep(c, (await read.load_manifest(log.store, c)).table) for c in present}
+                return {c.step: SavedStep(c, (await read.load_all(log.store, c)).table) for c in present}
             except NotFoundError:
                 if (await log.refresh()).lineage() == present:
                     raise  # otherwise it was retired during the call
@@ -377,7 +379,7 @@ def newest(url: str | Path) -> SavedStep:
 
     async def look(log: RunLog) -> SavedStep:
         commit = log.state.lineage()[0]
-        tables = await parts.load_ranks(log.store, commit, [rank for rank, _ in commit.parts])
+        tables = await manifests.load_ranks(log.store, commit, [rank for rank, _ in commit.manifests])
         return SavedStep(commit, merge([table for _, table in tables.values()]))
 
     return _with_log(url, look)
@@ -387,8 +389,8 @@ def bytes_by_rank(url: str | Path) -> list[int]:
     """Return the bytes of tensor data that each rank wrote to the newest checkpoint."""
 
     async def look(log: RunLog) -> list[int]:
-        found = await read.load_manifest(log.store, read.choose(log))
-        return [sum(file.size - file.header_size for file in part.files) for part in found.parts]
+        found = await read.load_all(log.store, read.choose(log))
+        return [sum(file.size - file.header_size for file in part.files) for part in found.manifests]
 
     return _with_log(url, look)
 
@@ -397,7 +399,7 @@ def bytes_of_tensors(url: str | Path, prefix: str) -> int:
     """Return the total size of those tensors of the newest checkpoint whose names start with `prefix`."""
 
     async def look(log: RunLog) -> int:
-        found = await read.load_manifest(log.store, read.choose(log))
+        found = await read.load_all(log.store, read.choose(log))
         return sum(shard.nbytes for shard in found.saved().table.shards if shard.name.startswith(prefix))
 
     return _with_log(url, look)
@@ -1171,13 +1173,13 @@ class Job:
         """The name of the newest log record."""
         return record_key(self.log.state.next_seq - 1)
 
-    async def write(self, step: int, contents: Contents, data: bytes, values: list[Any]) -> write.WrittenPart:
+    async def write(self, step: int, contents: Contents, data: bytes, values: list[Any]) -> write.WrittenManifest:
         """Store all files of a checkpoint, without the record that commits it."""
         checkpoint = CheckpointId(self.owner.term, step, self.owner.nonce)
         snapshot = write.RankSnapshot(checkpoint, contents.layout, memoryview(data), values)
         return await write.write_part(self.log.store, snapshot)
 
-    async def commit(self, written: write.WrittenPart) -> None:
+    async def commit(self, written: write.WrittenManifest) -> None:
         await commits.commit(self.log, self.owner, [written])
 
     async def save(self, step: int, contents: Contents, data: bytes, values: list[Any]) -> None:
@@ -1188,13 +1190,17 @@ class Job:
         for found in self.log.state.lineage():
             await read.verify(self.log.store, found)
 
-    async def abort(self, written: write.WrittenPart) -> None:
+    async def abort(self, written: write.WrittenManifest) -> None:
         """Record that a written checkpoint will not be committed."""
-        await commits.abort(self.log, self.owner, CheckpointId.parse(written.part.checkpoint), "it mixes two moments")
+        await commits.abort(
+            self.log, self.owner, CheckpointId.parse(written.manifest.checkpoint), "it mixes two moments"
+        )
 
-    async def retract(self, written: write.WrittenPart) -> None:
+    async def retract(self, written: write.WrittenManifest) -> None:
         """Retract a checkpoint of the run."""
-        await commits.retract(self.log, self.owner, CheckpointId.parse(written.part.checkpoint), "it mixes two moments")
+        await commits.retract(
+            self.log, self.owner, CheckpointId.parse(written.manifest.checkpoint), "it mixes two moments"
+        )
 
     async def clean_up(self, last: int) -> list[int]:
         """Expire all but the newest `last` checkpoints. Return the expired steps."""
@@ -1216,7 +1222,7 @@ async def read_back(store: Any) -> ReadBack:
 
 
 async def _read_one(store: Any, found: Commit) -> ReadBack:
-    whole = await read.load_manifest(store, found)
+    whole = await read.load_all(store, found)
     of, saved = whole.layout(), whole.saved()
     offsets = dict(zip((t.name for t in of.tensors), of.arrangement.offsets, strict=True))
     data = bytearray(of.arrangement.data_size)
@@ -1231,7 +1237,7 @@ async def _read_one(store: Any, found: Commit) -> ReadBack:
 
     await read.fetch(store, whole.table, read.plan_reads(whole.table, pieces), sink)
     assert seen == len(data)
-    return ReadBack(found.step, bytes(data), whole.parts[0].values)
+    return ReadBack(found.step, bytes(data), whole.manifests[0].values)
 
 
 async def check_unreadable(store: Any, step: int) -> None:
@@ -1297,7 +1303,7 @@ def trust_small_files(patch: pytest.MonkeyPatch) -> None:
         return data
 
     patch.setattr(manifest, "unseal", trusting)
-    patch.setattr(parts, "file_digest", lambda data: _AnyText())
+    patch.setattr(manifests, "file_digest", lambda data: _AnyText())
 
 
 def try_again_for(patch: pytest.MonkeyPatch, window_s: float, first_pause_s: float | None = None) -> None:
@@ -1366,13 +1372,13 @@ def opened_part(raw: bytes) -> Any:
 
 def table_in(raw_part: bytes) -> bytes:
     """Return the chunk table in the manifest of a rank."""
-    return Part.from_bytes(raw_part, "a part").table
+    return Manifest.from_bytes(raw_part, "a part").table
 
 
 def _indexed(manifests: list[bytes], before: bytes) -> bytes:
     """Return the index of these manifests, or the one before if they do not fit together."""
     try:
-        found = [Part.from_bytes(raw, "a part") for raw in manifests]
+        found = [Manifest.from_bytes(raw, "a part") for raw in manifests]
         shares = [Share(p.rank, p.world, p.layout, p.values, Table.from_bytes(p.table, "a table")) for p in found]
         return build(shares).to_bytes()
     except (CorruptError, FormatError):
@@ -1383,7 +1389,7 @@ def forge(
     run: tuple[dict[str, bytes], CheckpointId],
     *,
     rank: int = 0,
-    part: Callable[[Any], object] = lambda document: None,
+    manifest: Callable[[Any], object] = lambda document: None,
     columns: Callable[[Any], object] = lambda columns: None,
     table: bytes | None = None,
     raw_part: bytes | None = None,
@@ -1400,7 +1406,7 @@ def forge(
         table = FILE.to_bytes(found)
     document = opened_part(objects[key])
     document["table"] = base64.b64encode(table).decode()
-    part(document)
+    manifest(document)
     raw_part = raw_part or resealed(document)
     objects[key] = raw_part
     log_record["body"]["manifests"][rank] = [rank, file_digest(raw_part)]

@@ -44,7 +44,7 @@ from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint.commits import Role
 from ckpt.core.checkpoint.incremental import Previous
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format import manifest
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
@@ -785,15 +785,15 @@ def rows_of(table: Table) -> dict[str, int]:
     return {shard.name: row for row, shard in enumerate(table.shards)}
 
 
-def takes(base: WrittenPart, same: Sequence[str]) -> dict[str, str]:
+def takes(base: WrittenManifest, same: Sequence[str]) -> dict[str, str]:
     """Return the data files of these tensors in an older manifest."""
     rows = rows_of(base.table)
     return {name: base.table.files[int(base.table.file[rows[name]])] for name in same}
 
 
 async def write_increment(
-    store: Any, snapshot: RankSnapshot, base: WrittenPart, same: Sequence[str], *, number: int = 0
-) -> WrittenPart:
+    store: Any, snapshot: RankSnapshot, base: WrittenManifest, same: Sequence[str], *, number: int = 0
+) -> WrittenManifest:
     """Like `write_part`, but tensors that are the `same` as in an older manifest refer to its data files."""
     layout, checkpoint = snapshot.layout, snapshot.checkpoint
     rank, taken, rows = layout.rank, takes(base, same), rows_of(base.table)
@@ -810,16 +810,16 @@ async def write_increment(
     upload = await store.upload(key, size=len(header) + len(data))
     await upload.write_at(0, memoryview(header + data))
     await upload.finish()
-    known = {info.key: info for info in base.part.files}
+    known = {info.key: info for info in base.manifest.files}
     known[key] = DataFile(key, len(header) + len(data), len(header), file_digest(header))
-    named, previous = [known[one] for one in files], Previous(base.part, base.table)
-    return await write.finish_part(store, snapshot, table, named, reason="due", base=previous)
+    named, previous = [known[one] for one in files], Previous(base.manifest, base.table)
+    return await write.finish_manifest(store, snapshot, table, named, reason="due", base=previous)
 
 
-def kept_same(sim: Sim, snapshot: RankSnapshot, base: WrittenPart) -> list[str]:
+def kept_same(sim: Sim, snapshot: RankSnapshot, base: WrittenManifest) -> list[str]:
     """The frozen tensors that have not changed since an older part."""
     now = sim.origins.get((snapshot.checkpoint, snapshot.layout.rank), {})
-    then = sim.origins.get((CheckpointId.parse(base.part.checkpoint), base.part.rank), {})
+    then = sim.origins.get((CheckpointId.parse(base.manifest.checkpoint), base.manifest.rank), {})
     return [name for name in FROZEN if name in now and now[name] == then.get(name)]
 
 
@@ -865,7 +865,7 @@ class Rank:
         self.sim, self.world = job.sim, job.world
         self.log = RunLog(job.sim.store(actor))
         self.layout = layout_of(rank, job.world)
-        self.stored: list[WrittenPart] = []  # what increments may be taken against, whatever has become of it
+        self.stored: list[WrittenManifest] = []  # what increments may be taken against, whatever has become of it
         self.newest: CheckpointId | None = None  # what memory holds
         self.sweeping: asyncio.Task[Any] | None = None
         self.trimmer = Trimmer()
@@ -914,9 +914,9 @@ class Rank:
         """Remember this rank's manifest of a checkpoint in the history, if it has one."""
         for found in self.log.state.lineage()[:2]:
             if self.rank < found.world and self.sim.dice.random() < 0.7:
-                rank, digest = found.parts[self.rank]
+                rank, digest = found.manifests[self.rank]
                 with contextlib.suppress(StoreError, CorruptError):
-                    part = await commits.load_part(self.log.store, found.checkpoint, rank, expected=digest)
+                    part = await commits.load_manifest(self.log.store, found.checkpoint, rank, expected=digest)
                     self.stored.append(part)
                     self.newest = self.newest or found.checkpoint
 
@@ -930,7 +930,7 @@ class Rank:
             self.newest = checkpoint
         return RankSnapshot(checkpoint, self.layout, memoryview(self.sim.staged(checkpoint, self.layout)), [None])
 
-    async def write(self, checkpoint: CheckpointId, number: int = 0) -> WrittenPart | None:
+    async def write(self, checkpoint: CheckpointId, number: int = 0) -> WrittenManifest | None:
         """Write and commit. A single rank retries with data files of higher numbers. With others it aborts the
         checkpoint."""
         try:
@@ -949,10 +949,12 @@ class Rank:
             self.landed(checkpoint)
             return None
 
-    async def write_less(self, snapshot: RankSnapshot, number: int) -> WrittenPart | None:
+    async def write_less(self, snapshot: RankSnapshot, number: int) -> WrittenManifest | None:
         """An increment, if it can be one. Whether its base is still there is seen in the end."""
         dice, state = self.sim.dice, self.log.state
-        older = [(CheckpointId.parse(w.part.checkpoint), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
+        older = [
+            (CheckpointId.parse(w.manifest.checkpoint), w) for w in self.stored if kept_same(self.sim, snapshot, w)
+        ]
         bases = [(of, w) for of, w in older if of < snapshot.checkpoint and commits.vouches(state, w)][-4:]
         if not bases or dice.random() < 0.15:
             return None
@@ -960,7 +962,7 @@ class Rank:
         self.actor.sources.add((snapshot.checkpoint, of))
         return await write_increment(self.log.store, snapshot, base, kept_same(self.sim, snapshot, base), number=number)
 
-    async def settle(self, checkpoint: CheckpointId, written: WrittenPart) -> None:
+    async def settle(self, checkpoint: CheckpointId, written: WrittenManifest) -> None:
         role = Role(tuple(range(self.world)), self.rank, self.world)
         try:
             await settling.settle(self.log, lambda: self.mine, written, role, deadline_s=2.0)
@@ -981,7 +983,7 @@ class Rank:
         """The checkpoint is no longer in flight."""
         self.actor.sources = {(one, source) for one, source in self.actor.sources if one != checkpoint}
 
-    async def unsure(self, checkpoint: CheckpointId, written: WrittenPart) -> None:
+    async def unsure(self, checkpoint: CheckpointId, written: WrittenManifest) -> None:
         """The store failed, so the outcome is unknown. With others the checkpoint is aborted; a single rank may save it
         again."""
         if self.world > 1:
@@ -991,7 +993,7 @@ class Rank:
             if again is not None:
                 await self.settle(checkpoint, again)
 
-    async def give_up(self, checkpoint: CheckpointId, written: WrittenPart | None = None) -> None:
+    async def give_up(self, checkpoint: CheckpointId, written: WrittenManifest | None = None) -> None:
         """Abort a checkpoint so that the other ranks need not wait, and delete this rank's files of it."""
         with contextlib.suppress(StoreError):
             await commits.abort(self.log, self.mine, checkpoint, "given up")
@@ -1003,10 +1005,10 @@ class Rank:
                     await self.log.store.delete(key)
 
 
-def given_up(checkpoint: CheckpointId, written: WrittenPart) -> list[str]:
+def given_up(checkpoint: CheckpointId, written: WrittenManifest) -> list[str]:
     """The files that go with an attempt that was aborted: not those that it only refers to."""
-    files = [file.key for file in written.part.files if owner(file.key) == checkpoint]
-    return [manifest_key(checkpoint, written.part.rank), *files]
+    files = [file.key for file in written.manifest.files if owner(file.key) == checkpoint]
+    return [manifest_key(checkpoint, written.manifest.rank), *files]
 
 
 async def tidy(log: RunLog, mine: Acquire | None, keep: Keep, trimmer: Trimmer, actor: Actor) -> None:
@@ -1126,11 +1128,11 @@ async def reader(sim: Sim, actor: Actor, begin: int) -> None:
 
 
 async def restore(sim: Sim, log: RunLog, checkpoint: CheckpointId) -> None:
-    manifest = await read.load_manifest(log.store, log.state.commits[checkpoint])
+    manifest = await read.load_all(log.store, log.state.commits[checkpoint])
     found: dict[int, bytes] = {}
     reads = read.plan_reads(manifest.table, range(len(manifest.table.length)))
     await read.fetch(log.store, manifest.table, reads, lambda chunk, data: found.__setitem__(chunk, bytes(data)))
-    world = len(manifest.parts)
+    world = len(manifest.manifests)
     wanted = b"".join(sim.staged(checkpoint, layout_of(rank, world)) for rank in range(world))
     if b"".join(found[chunk] for chunk in sorted(found)) != wanted:
         raise Violation(f"a reader got other bytes than {checkpoint} saved")
@@ -1204,7 +1206,7 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
     await commits.recover(log, mine)
     if open_ones := {str(a) for a in left if a not in oracle.live and a not in oracle.ended}:
         raise Violation(f"recovery left {open_ones} open")
-    written: WrittenPart | None = None
+    written: WrittenManifest | None = None
     for step in (10**6, 10**6 + 1, 10**6 + 2):  # a full one, and increments
         checkpoint, layout = CheckpointId(mine.term, step, mine.nonce), layout_of(0, 1)
         sim.origins[checkpoint, 0] = dict.fromkeys(FROZEN, CheckpointId(mine.term, 10**6, mine.nonce))

@@ -30,7 +30,7 @@ import pytest
 from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.commits import abort, acquire, commit, create_run, recover
 from ckpt.core.checkpoint.retention import Keep, retire
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import CheckpointId, new_nonce
 from ckpt.core.log.run_log import Acquire, RunLog
@@ -84,7 +84,7 @@ class Run:
     def checkpoint(self, step: int) -> CheckpointId:
         return CheckpointId(self.mine.term, step, self.mine.nonce)
 
-    async def write(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> WrittenPart:
+    async def write(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> WrittenManifest:
         return await write_part(
             self.log.store, snapshot(self.checkpoint(step), layout), numbers=itertools.count(number)
         )
@@ -119,7 +119,7 @@ class Run:
 
 async def restored(log: RunLog, checkpoint: CheckpointId) -> bytes:
     """The bytes of a checkpoint, verified by the reader, in the order of the layout."""
-    manifest = await read.load_manifest(log.store, log.state.commits[checkpoint])
+    manifest = await read.load_all(log.store, log.state.commits[checkpoint])
     layout, saved = manifest.layout(), manifest.saved()
     data = bytearray(layout.arrangement.data_size)
     number = {t.name: i for i, t in enumerate(layout.tensors)}

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from ckpt.core.checkpoint import commits, read, retention
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import ALWAYS, Keep, choose
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import CheckpointId, data_key, new_nonce, owner
-from ckpt.core.ipc.messages import Note, SaidNote
+from ckpt.core.ipc.messages import Note, ProblemNote
 from ckpt.core.log.run_log import Acquire, Commit, Record, RunLog, RunState
 from ckpt.core.writer.parts import settle
 from ckpt.errors import FencedError, SaveError, StoreError, UsageError
@@ -310,7 +310,7 @@ def test_concurrent_retirement_is_not_reported_as_damage() -> None:
         for _ in range(2):
             await place._warn(told.append)
         (said,) = told
-        assert isinstance(said, SaidNote) and f"step 2 of {store.url} cannot be read" in said.text
+        assert isinstance(said, ProblemNote) and f"step 2 of {store.url} cannot be read" in said.text
         assert manifest_key(checkpoints[1]) in said.text  # the name of the file, with its damage
 
     asyncio.run(scenario())
@@ -381,7 +381,7 @@ def test_base_of_held_checkpoint_stays(end: str) -> None:
         log, mine = await opened(store)
         checkpoints = await save(log, mine, 1, 2, 3)
         of = CheckpointId(mine.term, 4, mine.nonce)
-        written = await increment(log, mine, 4, await commits.load_part(store, checkpoints[0], 0))
+        written = await increment(log, mine, 4, await commits.load_manifest(store, checkpoints[0], 0))
         await commits.commit(log, mine, [written], kind="HELD")
         assert await retention.retire(log, mine, Keep(1), {checkpoints[-1]}) == set()
         assert await files(store) == {1: WHOLE, 2: WHOLE, 3: WHOLE, 4: WHOLE}
@@ -399,7 +399,7 @@ def test_base_of_held_checkpoint_stays(end: str) -> None:
 async def test_retract_removes_base_of_an_increment(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """`retract` removes a wrong checkpoint even if others build on it. Those are aborted and deleted."""
     checkpoints = await save(log, mine, 1, 2, 3)
-    written = await increment(log, mine, 4, await commits.load_part(store, checkpoints[0], 0))
+    written = await increment(log, mine, 4, await commits.load_manifest(store, checkpoints[0], 0))
     await commits.retract(log, mine, checkpoints[0], "it mixes two moments")
     with pytest.raises(SaveError, match="which no live checkpoint uses"):
         await settle(log, lambda: mine, written, commits.Role(), deadline_s=1000)
@@ -408,7 +408,7 @@ async def test_retract_removes_base_of_an_increment(store: MemoryStore, log: Run
     assert await sound(store) == [3, 2]
 
 
-async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) -> WrittenPart:
+async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenManifest) -> WrittenManifest:
     """Write a manifest that takes all chunks from an older checkpoint, with an empty data file."""
     at = int(base.table.offset[0])
     data = await log.store.get(base.table.files[int(base.table.file[0])], start=at, length=16)
@@ -418,7 +418,7 @@ async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) ->
 async def chain(log: RunLog, mine: Acquire, *steps: int) -> list[CheckpointId]:
     """Save a full checkpoint and increments, each built on the previous one. All refer to the first data file."""
     checkpoints = await save(log, mine, steps[0])
-    base = await commits.load_part(log.store, checkpoints[0], 0)
+    base = await commits.load_manifest(log.store, checkpoints[0], 0)
     for step in steps[1:]:
         checkpoints.append(CheckpointId(mine.term, step, mine.nonce))
         base = await increment(log, mine, step, base)
@@ -434,7 +434,7 @@ def check_shared_files(*, orphans: bool = True, remembered: bool = False) -> Non
         later = await save(log, mine, 5, 6)
         retention._cache.clear()
         if remembered:  # as in the process that has just written it
-            found = await commits.load_part(store, checkpoints[3], 0)
+            found = await commits.load_manifest(store, checkpoints[3], 0)
             retention.remember_files(log, checkpoints[3], found.table.files)
         await retention.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
         assert await files(store) == {1: 1, 4: WHOLE, 5: WHOLE, 6: WHOLE}

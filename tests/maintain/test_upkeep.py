@@ -640,7 +640,7 @@ def test_gc_aborts_open_checkpoints_of_old_terms(run: Path, call: Call) -> None:
 
 async def save_again(log: RunLog, mine: Acquire) -> None:
     """Commit the open checkpoint."""
-    part = await commits.stored_part(log.store, CheckpointId(mine.term, 13, mine.nonce), 0)
+    part = await commits.stored_manifest(log.store, CheckpointId(mine.term, 13, mine.nonce), 0)
     assert part is not None
     await commits.commit(log, mine, [part])
 

@@ -18,9 +18,9 @@ import pytest
 
 import interleave
 from ckpt.core.checkpoint import commits as commits
-from ckpt.core.checkpoint import parts, retention
+from ckpt.core.checkpoint import manifests, retention
 from ckpt.core.checkpoint.commits import Recovery, Role
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest
 from ckpt.core.format.manifest import CheckpointId, data_key, is_manifest, owner
 from ckpt.core.log import run_log
 from ckpt.core.log import run_log as log_files
@@ -134,11 +134,11 @@ def timeout_counts_as_failure(patch: pytest.MonkeyPatch) -> None:
                 raise FullError("it did not work") from error
             raise
 
-    async def tidy(log: RunLog, owner: Any, own: WrittenPart, role: Role, **details: Any) -> None:
+    async def tidy(log: RunLog, owner: Any, own: WrittenManifest, role: Role, **details: Any) -> None:
         try:
             await settle(log, owner, own, role, **details)
         except FullError:
-            for file in own.part.files:
+            for file in own.manifest.files:
                 await log.store.delete(file.key)
             raise
 
@@ -154,13 +154,13 @@ def timeout_counts_as_success(patch: pytest.MonkeyPatch) -> None:
         return await append(self, make, owner=owner, deadline_s=-1.0)
 
     async def hopeful(
-        log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT", fitting: bool = False
+        log: RunLog, mine: Acquire, parts: list[WrittenManifest], *, kind: str = "COMMIT", fitting: bool = False
     ) -> Any:
         try:
             return await commit(log, mine, parts, kind=kind, fitting=fitting)
         except OutcomeUnknownError:
-            checkpoint = CheckpointId.parse(parts[0].part.checkpoint)
-            told = tuple((one.part.rank, one.digest) for one in parts)
+            checkpoint = CheckpointId.parse(parts[0].manifest.checkpoint)
+            told = tuple((one.manifest.rank, one.digest) for one in parts)
             log.state.commits[checkpoint] = Commit(checkpoint, len(parts), told, "0" * 64)
 
     patch.setattr(RunLog, "append", impatient)
@@ -255,9 +255,11 @@ def recovery_leaves_incomplete_open(patch: pytest.MonkeyPatch) -> None:
 def commit_without_all_ranks(patch: pytest.MonkeyPatch) -> None:
     """A commit does not wait for the manifests of other ranks."""
 
-    async def present(store: Store, checkpoint: CheckpointId, own: WrittenPart, role: Role) -> list[WrittenPart]:
+    async def present(
+        store: Store, checkpoint: CheckpointId, own: WrittenManifest, role: Role
+    ) -> list[WrittenManifest]:
         keys = [info.key async for info in store.list() if owner(info.key) == checkpoint]
-        return list((await parts.sound_parts(store, checkpoint, keys, own)).values())
+        return list((await manifests.intact_manifests(store, checkpoint, keys, own)).values())
 
     patch.setattr(settling, "_present", present)
 
@@ -267,7 +269,7 @@ def commit_before_index(patch: pytest.MonkeyPatch) -> None:
     commit = commits.commit
 
     async def hasty(
-        log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT", fitting: bool = False
+        log: RunLog, mine: Acquire, parts: list[WrittenManifest], *, kind: str = "COMMIT", fitting: bool = False
     ) -> Any:
         kept: dict[str, Any] = {}
 
@@ -298,10 +300,10 @@ def abort_deletes_before_log(patch: pytest.MonkeyPatch) -> None:
     """An aborting rank deletes its files, even if others may have committed the checkpoint."""
     give_up = Rank.give_up
 
-    async def rude(self: Rank, checkpoint: CheckpointId, written: WrittenPart | None = None) -> None:
+    async def rude(self: Rank, checkpoint: CheckpointId, written: WrittenManifest | None = None) -> None:
         if written is not None:
             with contextlib.suppress(StoreError):
-                for file in written.part.files:
+                for file in written.manifest.files:
                     await self.log.store.delete(file.key)
         await give_up(self, checkpoint, written)
 
@@ -312,7 +314,7 @@ def failed_manifest_deletes_data_file(patch: pytest.MonkeyPatch) -> None:
     """A rank without a reply for its manifest deletes the data file, though another rank may have found both."""
     write_part = interleave.write_part
 
-    async def rash(store: Store, snapshot: RankSnapshot, *, numbers: Iterator[int] | None = None) -> WrittenPart:
+    async def rash(store: Store, snapshot: RankSnapshot, *, numbers: Iterator[int] | None = None) -> WrittenManifest:
         number = 0 if numbers is None else next(numbers)
         try:
             return await write_part(store, snapshot, numbers=iter([number]))
@@ -385,7 +387,9 @@ def retention_keeps_only_own_files(patch: pytest.MonkeyPatch) -> None:
 def abort_deletes_borrowed_files(patch: pytest.MonkeyPatch) -> None:
     """An abort deletes all data files that the manifest names, also those of older checkpoints."""
     given_up = interleave.given_up
-    patch.setattr(interleave, "given_up", lambda of, own: [*given_up(of, own), *(file.key for file in own.part.files)])
+    patch.setattr(
+        interleave, "given_up", lambda of, own: [*given_up(of, own), *(file.key for file in own.manifest.files)]
+    )
 
 
 def append_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_genuine_files_are_restored(genuine: Run, tmp_path: Path) -> None:
     """The forger makes valid files: unchanged, or with another learning rate, they are restored."""
     assert restored(put(forge(genuine), tmp_path / "run")) == 20
 
-    folder = put(forge(genuine, part=some_value(7.5)), tmp_path / "run")
+    folder = put(forge(genuine, manifest=some_value(7.5)), tmp_path / "run")
     assert restored(folder) == 20
     assert ckpt.load(folder).plain("meta")["lr"] == 7.5
     loaded(folder)
@@ -74,7 +74,7 @@ def test_genuine_files_are_restored(genuine: Run, tmp_path: Path) -> None:
 def test_genuine_files_of_two_ranks_are_restored(of_two: Run, tmp_path: Path) -> None:
     """The forger makes valid files here too; and rank 0's word on plain values is the one that counts."""
     assert restored(put(forge(of_two, rank=1), tmp_path / "run"), exact=True) == 20
-    folder = put(forge(of_two, rank=0, part=some_value(7.5)), tmp_path / "run")
+    folder = put(forge(of_two, rank=0, manifest=some_value(7.5)), tmp_path / "run")
     assert restored(folder) == 20
     assert ckpt.load(folder).plain("meta")["lr"] == 7.5
     loaded(folder)
@@ -121,7 +121,7 @@ def test_a_pickle_is_never_run(genuine: Run, tmp_path: Path) -> None:
         ):
             survives(put(objects, tmp_path / "run"))
     value = {"$": "bytes", "v": pickled.hex()}
-    survives(put(forge(genuine, part=some_value(value)), tmp_path / "run"))
+    survives(put(forge(genuine, manifest=some_value(value)), tmp_path / "run"))
     assert not marker.exists()
     pickle.loads(pickled)
     assert marker.exists()
@@ -228,7 +228,7 @@ UNCLOSED = some_value({"$": "scalar", "dtype": "(1,2", "v": "00"})  # an express
 
 def test_checkpointer_skips_a_forged_checkpoint(genuine: Run, tmp_path: Path) -> None:
     """`restore()` returns the older step with the reason, and training continues."""
-    folder = put(forge(genuine, part=UNCLOSED), tmp_path / "run")
+    folder = put(forge(genuine, manifest=UNCLOSED), tmp_path / "run")
     live = state(1)
     with ckpt.Checkpointer(live, ckpt.Tier(folder, every=1)) as cp:
         assert cp.restore() == 10

@@ -433,7 +433,7 @@ def test_deaths_while_an_increment_is_saved(
     start leaves nothing behind, and every bit is right."""
     run = chain(run_dir, compression)
     fails = [f"writer/{point}:kill:{nth}" for nth, point in enumerate(INCREMENT_POINTS, 1)]
-    last = "trainer/stage.copied:kill:9,writer/part.stored:kill:2"
+    last = "trainer/stage.copied:kill:9,writer/manifest.stored:kill:2"
     result = run.train(fails[0], spares=(*fails[1:], "writer/index.stored:kill:2"))
     assert result.returncode == 0, result.stderr
     assert run.told.replaced >= len(INCREMENT_POINTS)

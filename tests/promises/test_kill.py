@@ -118,7 +118,7 @@ def test_both_killed_together(chain: Chain, own_sockets: Path) -> None:
         "trainer/stage.copied:kill:9,writer/drain.started:kill",
         "trainer/save.requested:kill:3,writer/data_file.written:kill:3",
         "trainer/save.requested:kill:2,writer/log.linked:kill:5",  # ACQUIRE, its rollback, PLANs and COMMITs
-        "trainer/stage.sealed:kill:8,writer/part.stored:kill:4",
+        "trainer/stage.sealed:kill:8,writer/manifest.stored:kill:4",
     ]
     for fail in together:
         assert killed(chain.train(fail, left=DISK)), fail

@@ -103,7 +103,7 @@ def test_scheduled_steps_are_saved_bit_for_bit_if_no_snapshot_fits(tmp_path: Pat
     assert torch.isfinite(whole["net.weight"]).all()
 
 
-@pytest.mark.parametrize("point", ["data_file.opened", "data_file.written", "data_file.synced", "part.stored"])
+@pytest.mark.parametrize("point", ["data_file.opened", "data_file.written", "data_file.synced", "manifest.stored"])
 def test_kill_during_a_direct_write_costs_only_that_step(tmp_path: Path, point: str) -> None:
     killed = train(tmp_path, 7, mib=40, fail=f"trainer/{point}:kill:2")
     assert killed.code == -signal.SIGKILL, killed.log

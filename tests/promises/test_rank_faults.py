@@ -229,7 +229,7 @@ def run(tmp_path: Path) -> Run:
 # -- deaths --
 
 VISITS = {"run.taken": 1, "restore.chosen": 1, "restore.filled": 1, "save.requested": 2}
-WRITES = ("data_file.opened", "data_file.written", "data_file.synced", "part.stored")  # what every writer does
+WRITES = ("data_file.opened", "data_file.written", "data_file.synced", "manifest.stored")  # what every writer does
 COMMITS = [p for p in AFTER_START if p not in WRITES and p != "mirror.taken"]  # and what one does for all
 
 
@@ -266,7 +266,7 @@ def test_ranks_killed_with_their_writers(run: Run, own_sockets: Path) -> None:
     and both."""
     for world, victims in ((2, (1,)), (3, (0,)), (2, (0, 1))):
         before = run.committed
-        fails = dict.fromkeys(victims, "trainer/stage.copied:kill:8,writer/part.stored:kill:4")
+        fails = dict.fromkeys(victims, "trainer/stage.copied:kill:8,writer/manifest.stored:kill:4")
         run.train(world, fails, left=DISK, wait_at=5)
         assert run.committed > before
     run.finish(own_sockets)
@@ -336,7 +336,7 @@ SCENES: dict[str, tuple[str, dict[str, Any]]] = {
             "victim": 1,
             # Each time one step further: what fails early is not visited later.
             "fail": "writer/data_file.opened:enospc:2,writer/data_file.written:eio:2,writer/data_file.synced:eio:2,"
-            "writer/part.stored:eio:2",
+            "writer/manifest.stored:eio:2",
             "steps": 6,
         },
     ),

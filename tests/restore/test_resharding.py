@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt.core.checkpoint.commits import acquire, commit, create_run, index_of
 from ckpt.core.checkpoint.write import RankSnapshot as ToWrite
-from ckpt.core.checkpoint.write import WrittenPart, digest_chunks, write_part
+from ckpt.core.checkpoint.write import WrittenManifest, digest_chunks, write_part
 from ckpt.core.format import boxes as share_module
 from ckpt.core.format.boxes import GLOBAL, Box, Holding, Seat, intersect, share
 from ckpt.core.format.digest import chunk_digest
@@ -179,7 +179,7 @@ def to_write(checkpoint: CheckpointId, wholes: list[Whole], ranks: Ranks, rank: 
     return ToWrite(checkpoint, layout, memoryview(data), [None])
 
 
-async def written(store: Store, parts: Callable[[CheckpointId], list[ToWrite]]) -> tuple[Commit, list[WrittenPart]]:
+async def written(store: Store, parts: Callable[[CheckpointId], list[ToWrite]]) -> tuple[Commit, list[WrittenManifest]]:
     """Create a run in an empty store, with one checkpoint of these manifests."""
     await create_run(store)
     log = RunLog(store)

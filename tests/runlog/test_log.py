@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint import retention
 from ckpt.core.checkpoint.commits import Role
-from ckpt.core.checkpoint.read import load_manifest, verify
+from ckpt.core.checkpoint.read import load_all, verify
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format.layout import Layout, TensorSpec
 from ckpt.core.format.manifest import (
     MAX_NEEDS,
     CheckpointId,
     DataFile,
-    Part,
+    Manifest,
     data_key,
     data_number,
     in_deletion_order,
@@ -221,7 +221,7 @@ def test_commit_may_list_only_some_ranks() -> None:
     """The COMMIT on one node's disk may list only some ranks, in ascending order."""
     body = committed(checkpoint(1, 1))["body"] | {"world": 8, "manifests": [[2, DIGEST], [5, DIGEST]]}
     (found,) = folded(record("COMMIT", body)).commits.values()
-    assert not found.whole and found.parts == ((2, DIGEST), (5, DIGEST))
+    assert not found.whole and found.manifests == ((2, DIGEST), (5, DIGEST))
     (found,) = folded(committed(checkpoint(1, 1))).commits.values()
     assert found.whole
 
@@ -275,9 +275,9 @@ def test_record_with_invalid_bases_is_rejected(kind: str, name: str) -> None:
         part_of(of, needs=OTHERS[name]).check("a part")
 
 
-def part_of(of: CheckpointId, files: Sequence[str] = (), **fields: Any) -> Part:
+def part_of(of: CheckpointId, files: Sequence[str] = (), **fields: Any) -> Manifest:
     infos = [DataFile(key, 100, 10, DIGEST) for key in files]
-    return Part(str(of), 0, 1, Layout((), {}, []).shared, [], b"", infos, **fields)
+    return Manifest(str(of), 0, 1, Layout((), {}, []).shared, [], b"", infos, **fields)
 
 
 def test_manifest_may_refer_only_to_older_checkpoints() -> None:
@@ -289,7 +289,7 @@ def test_manifest_may_refer_only_to_older_checkpoints() -> None:
     for needs in ([str(older)], [str(other)], [str(older), str(other)], []):
         part = part_of(checkpoint(1, 5), keys if needs else keys[:1], needs=needs, chain=3 if needs else 0)
         part.check("a part")
-        assert Part.from_bytes(part.to_bytes(), "a part") == part
+        assert Manifest.from_bytes(part.to_bytes(), "a part") == part
     told = json.loads(part_of(older).to_bytes())
     assert not told.keys() & {"needs", "chain", "full"}, "a full one has no fields of increments"
     bad: list[dict[str, Any]] = [
@@ -306,7 +306,7 @@ def test_manifest_without_increment_fields_is_full() -> None:
     """A manifest without the new fields is read as before."""
     data = json.loads(part_of(checkpoint(1, 5)).to_bytes())
     del data["digest"]
-    part = Part.from_bytes(seal(data), "a part")
+    part = Manifest.from_bytes(seal(data), "a part")
     assert (part.needs, part.chain) == ([], 0)
 
 
@@ -651,7 +651,7 @@ def data_of(named: CheckpointId, layout: Layout) -> bytes:
 
 async def write_share(
     log: RunLog, mine: Acquire, step: int, layout: Layout, *, number: int = 0, reason: str = "due"
-) -> WrittenPart:
+) -> WrittenManifest:
     named = CheckpointId(mine.term, step, mine.nonce)
     snapshot = RankSnapshot(named, layout, memoryview(data_of(named, layout)), [None])
     return await write_part(log.store, snapshot, numbers=itertools.count(number), reason=reason)
@@ -678,11 +678,11 @@ class Ranks:
     def checkpoint(self, step: int = 1) -> CheckpointId:
         return CheckpointId(self.mine.term, step, self.mine.nonce)
 
-    async def write(self, rank: int, step: int = 1, layout: Layout | None = None, **details: Any) -> WrittenPart:
+    async def write(self, rank: int, step: int = 1, layout: Layout | None = None, **details: Any) -> WrittenManifest:
         return await write_share(self.logs[rank], self.mine, step, layout or share_of(rank, len(self.logs)), **details)
 
-    async def settle(self, own: WrittenPart, role: Role | None = None, **details: Any) -> None:
-        rank, world = own.part.rank, len(self.logs)
+    async def settle(self, own: WrittenManifest, role: Role | None = None, **details: Any) -> None:
+        rank, world = own.manifest.rank, len(self.logs)
         role = role or Role(tuple(range(world)), rank, world)
         await settling.settle(self.logs[rank], lambda: self.mine, own, role, **{"deadline_s": 30.0, **details})
 
@@ -696,7 +696,7 @@ class Ranks:
         assert found.whole and state.damaged == []
         assert [kind for _, kind in self.appended].count("COMMIT") == len(state.commits)
         assert await verify(self.store, found) == []
-        (await load_manifest(self.store, found)).saved()
+        (await load_all(self.store, found)).saved()
         return found
 
     async def reason(self, step: int = 1) -> str:
@@ -746,7 +746,7 @@ def test_manifests_in_any_order_make_one_checkpoint(order: tuple[int, ...]) -> N
             tasks.append(asyncio.create_task(ranks.settle(await ranks.write(rank))))
             await asyncio.sleep(0.02)
         await asyncio.wait_for(asyncio.gather(*tasks), 30)
-        assert [rank for rank, _ in (await ranks.check()).parts] == [0, 1, 2]
+        assert [rank for rank, _ in (await ranks.check()).manifests] == [0, 1, 2]
         assert ranks.appended == [(0, "COMMIT")]
 
     asyncio.run(scenario())
@@ -905,7 +905,7 @@ def test_next_writer_never_mixes_files_with_previous(left: str) -> None:
         if left == "data":
             del objects[manifest_key(named, 2)]
         if left == "other values":
-            raw = replace(last.part, values=["other"]).to_bytes()
+            raw = replace(last.manifest, values=["other"]).to_bytes()
             objects[manifest_key(named, 2)] = raw
         if left == "a damaged manifest":
             objects[manifest_key(named, 2)] = objects[manifest_key(named, 2)][:-1]
@@ -914,7 +914,7 @@ def test_next_writer_never_mixes_files_with_previous(left: str) -> None:
             again = await ranks.write(2, number=10_000)
             assert (again.digest == last.digest) == (left == "manifest")
             await ranks.settle(first)
-            assert dict((await ranks.check()).parts)[2] == again.digest
+            assert dict((await ranks.check()).manifests)[2] == again.digest
         else:
             with pytest.raises(SaveError, match=manifest_key(named, 2)):
                 await ranks.write(2, number=10_000)
@@ -1068,7 +1068,7 @@ def test_late_writer_fails_on_retracted_checkpoint(committed: bool) -> None:
 HERE = Role((0, 1), 0, 4)
 
 
-async def held_here(step: int = 1) -> tuple[Ranks, WrittenPart]:
+async def held_here(step: int = 1) -> tuple[Ranks, WrittenManifest]:
     """Write the manifests of the two ranks of one node, out of four ranks."""
     ranks = await Ranks.open(4)
     own = await ranks.write(0, step)
@@ -1096,10 +1096,10 @@ def test_manifests_of_one_node_stay_held_until_completed() -> None:
         state = (await reopened(ranks.store)).state
         (found,) = state.lineage()
         assert (state.held, found.world, found.whole) == ({}, 4, False)
-        assert [rank for rank, _ in found.parts] == [0, 1]
+        assert [rank for rank, _ in found.manifests] == [0, 1]
         assert await verify(ranks.store, found) == []
         with pytest.raises(CorruptError, match="only 2 of the 4 ranks"):
-            (await load_manifest(ranks.store, found)).saved()
+            (await load_all(ranks.store, found)).saved()
 
     asyncio.run(scenario())
 
@@ -1218,7 +1218,7 @@ def test_recovery_decides_every_unfinished_checkpoint(name: str, partial: bool) 
         assert not done.rolled_forward and not done.aborted
         if expected == "HELD":
             whole = [rank for rank in left.ranks if rank not in left.damaged]
-            assert [rank for rank, _ in state.held[ranks.checkpoint()].parts] == whole
+            assert [rank for rank, _ in state.held[ranks.checkpoint()].manifests] == whole
             assert state.held[ranks.checkpoint()].world == WORLD
         if expected == "COMMIT":
             assert await verify(ranks.store, state.commits[ranks.checkpoint()]) == []
@@ -1250,12 +1250,12 @@ def test_stored_manifest_is_found_without_its_snapshot() -> None:
         ranks = await Ranks.open()
         written = [await ranks.write(rank) for rank in (0, 1)]
         for own in written:
-            found = await commits.stored_part(ranks.store, ranks.checkpoint(), own.part.rank)
-            assert found is not None and (found.part, found.digest) == (own.part, own.digest)
-        assert await commits.stored_part(ranks.store, ranks.checkpoint(), 2) is None
-        assert await commits.stored_part(ranks.store, ranks.checkpoint(2), 0) is None
+            found = await commits.stored_manifest(ranks.store, ranks.checkpoint(), own.manifest.rank)
+            assert found is not None and (found.manifest, found.digest) == (own.manifest, own.digest)
+        assert await commits.stored_manifest(ranks.store, ranks.checkpoint(), 2) is None
+        assert await commits.stored_manifest(ranks.store, ranks.checkpoint(2), 0) is None
         ranks.store.objects[manifest_key(ranks.checkpoint(), 1)] = b"{}"
-        assert await commits.stored_part(ranks.store, ranks.checkpoint(), 1) is None
+        assert await commits.stored_manifest(ranks.store, ranks.checkpoint(), 1) is None
 
     asyncio.run(scenario())
 
@@ -1281,7 +1281,7 @@ class Chain:
     store: Any
     log: RunLog
     mine: Acquire
-    base: WrittenPart
+    base: WrittenManifest
 
     @classmethod
     async def open(cls, store: Any = None) -> Chain:
@@ -1293,7 +1293,7 @@ class Chain:
     def checkpoint(self, step: int) -> CheckpointId:
         return CheckpointId(self.mine.term, step, self.mine.nonce)
 
-    async def build(self, step: int, base: WrittenPart | None = None) -> WrittenPart:
+    async def build(self, step: int, base: WrittenManifest | None = None) -> WrittenManifest:
         """Write the manifest of an increment."""
         return await write_increment(self.store, of_two(self.mine, step), base or self.base, ["f"])
 
@@ -1325,7 +1325,9 @@ def test_increment_stays_complete_without_its_base() -> None:
         assert found.needs == (chain.checkpoint(1),) and not found.full
         third = await chain.build(3, second)
         await commits.commit(chain.log, chain.mine, [third])
-        assert third.part.files[1].key == chain.base.table.files[0] and third.part.needs == [str(chain.checkpoint(2))]
+        assert third.manifest.files[1].key == chain.base.table.files[0] and third.manifest.needs == [
+            str(chain.checkpoint(2))
+        ]
         assert await chain.records() == ["ACQUIRE", "COMMIT", "COMMIT", "COMMIT"]
         await chain.lose(1, 2)
         await retention.retire(chain.log, chain.mine, Keep(last=1), {chain.checkpoint(3)})
@@ -1402,7 +1404,7 @@ def test_waiting_writer_fails_early_without_base(partial: bool) -> None:
     async def scenario() -> None:
         chain = await Chain.open()
         own = await chain.build(2)
-        own = replace(own, part=replace(own.part, world=2 if partial else 1))
+        own = replace(own, manifest=replace(own.manifest, world=2 if partial else 1))
         await chain.lose(1)
         role = Role((0,), 0, 2 if partial else 1)
         task = settling.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
@@ -1425,7 +1427,7 @@ def test_held_increment_without_base_is_aborted(gone: bool) -> None:
     async def scenario() -> None:
         chain = await Chain.open()
         own = await chain.build(2)
-        own = replace(own, part=replace(own.part, world=2))
+        own = replace(own, manifest=replace(own.manifest, world=2))
         waiting = asyncio.create_task(
             settling.settle(chain.log, lambda: chain.mine, own, Role((0,), 0, 2), deadline_s=1000)
         )
@@ -1487,7 +1489,7 @@ def test_invalid_bases_are_rejected_before_any_write() -> None:
         own = await write_part(chain.store, of_two(chain.mine, 99))
         older = [str(chain.checkpoint(step)) for step in range(MAX_NEEDS + 1)]
         for needs, message in ((older, "65 older checkpoints"), ([str(chain.checkpoint(99))], "not older")):
-            bad = replace(own, part=replace(own.part, checkpoint=str(chain.checkpoint(98)), needs=needs))
+            bad = replace(own, manifest=replace(own.manifest, checkpoint=str(chain.checkpoint(98)), needs=needs))
             with pytest.raises(SaveError, match=message):
                 await commits.commit(chain.log, chain.mine, [bad])
         assert await chain.records() == ["ACQUIRE", "COMMIT"]
@@ -1541,10 +1543,10 @@ def test_chunk_table_with_other_data_files_is_rejected() -> None:
     async def scenario() -> None:
         chain = await Chain.open()
         own = await chain.build(2)
-        part = replace(own.part, files=own.part.files[:1])
+        part = replace(own.manifest, files=own.manifest.files[:1])
         chain.store.objects[manifest_key(chain.checkpoint(2), 0)] = part.to_bytes()
         with pytest.raises(CorruptError, match="names data files that its manifest does not"):
-            await commits.load_part(chain.store, chain.checkpoint(2), 0)
+            await commits.load_manifest(chain.store, chain.checkpoint(2), 0)
         await commits.recover(chain.log, chain.mine)
         assert await chain.sound() == [1]
 

@@ -180,14 +180,14 @@ def test_another_shape_is_a_mismatch_and_changes_nothing(run_dir: str) -> None:
 def stored(run: Path) -> int:
     """Return the bytes of tensors in the newest checkpoint."""
 
-    async def load() -> read.Manifest:
+    async def load() -> read.Manifests:
         log = await read.open_run(str(run))
         try:
-            return await read.load_manifest(log.store, read.choose(log))
+            return await read.load_all(log.store, read.choose(log))
         finally:
             await log.store.aclose()
 
-    return sum(file.size - file.header_size for part in read.run(load()).parts for file in part.files)
+    return sum(file.size - file.header_size for part in read.run(load()).manifests for file in part.files)
 
 
 def lines(done: list[Any]) -> list[list[dict[str, Any]]]:

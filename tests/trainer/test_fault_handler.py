@@ -26,7 +26,7 @@ import ckpt
 import toy
 from ckpt.core.checkpoint.lease import key_of
 from ckpt.core.ipc import channel
-from ckpt.core.ipc.messages import PressureNote, TriggerSave
+from ckpt.core.ipc.messages import FaultNote, TriggerSave
 from ckpt.core.log.run_log import RunLog
 from ckpt.errors import UsageError
 from ckpt.guard.report import Fault
@@ -961,7 +961,7 @@ def test_memory_pressure_frees_slot_and_is_reported(run_dir: str) -> None:
         run.go(5)
         arena = run.cp._run.stager.arena
         assert arena is not None and eventually(lambda: arena.ready == arena.slots)  # else no slot can be freed
-        run.cp._run.supervisor._on_note(PressureNote(1, 2, "little is left"))
+        run.cp._run.supervisor._on_note(FaultNote("memory", "little is left"))
         fault = run.fault("memory")
         assert "little is left" in fault.summary and "of snapshots" in fault.summary
         assert fault.exit_code is None and saved_on_disk(fault)

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 import ckpt
 from ckpt.core.cadence.ledger import Decision
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.messages import CadenceNote, SetCadence
+from ckpt.core.ipc.messages import CadenceNote, RunEvent
 from ckpt.core.ranks import orders as channel
 from ckpt.core.ranks.orders import Order, Orders
 from ckpt.core.ranks.world import World, together
@@ -36,7 +36,8 @@ class PlayedSupervisor:
         self.standing = self
         self.told: list[dict[str, Any]] = []
 
-    def tell(self, request: SetCadence) -> None:
+    def tell(self, request: RunEvent) -> None:
+        assert request.decision is not None
         self.told.append(request.decision)
 
 

@@ -15,7 +15,8 @@ from ckpt.core.cadence.ledger import Account, SeenFault
 from ckpt.core.checkpoint import lease
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.messages import KeepBooks, RestoreDone
+from ckpt.core.ipc.messages import Books as Facts
+from ckpt.core.ipc.messages import Introduce, RestoreDone
 from ckpt.core.writer import bookkeeper
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.errors import StoreError
@@ -34,8 +35,8 @@ class Books:
 
     def begin(self, *, again: bool = False) -> None:
         url, opened = self.places[0].url, self.opened
-        facts = KeepBooks("1.ab", 0, 1, url, opening=opened, opened=opened, places=[], versions={}, again=again)
-        self.keeper.begin(facts, [os.dup(self.heartbeat.fd)], os.getpid())
+        trainer = Introduce(url, 0, 1, 0, opened, opened)
+        self.keeper.begin(trainer, Facts("1.ab", [], {}, again=again), os.dup(self.heartbeat.fd), os.getpid())
 
     def beat(self, step: int, **cost: Any) -> None:
         self.heartbeat.beat(step, **cost)
@@ -155,8 +156,8 @@ def test_late_fault_report_belongs_to_dead_trainer(tmp_path: Path) -> None:
         first = books.account
         books.keeper.ended("died")
         url, opened = books.places[0].url, books.opened
-        facts = KeepBooks("2.cd", 0, 1, url, opening=opened, opened=opened, places=[], versions={})
-        books.keeper.begin(facts, [os.dup(books.heartbeat.fd)], os.getppid())
+        trainer = Introduce(url, 0, 1, 0, opened, opened)
+        books.keeper.begin(trainer, Facts("2.cd", [], {}), os.dup(books.heartbeat.fd), os.getppid())
         for pid in (os.getpid(), 1):
             books.keeper.fault(pid, SeenFault(0.0, "death", "died", by="writer"))
         await books.keeper.finish()

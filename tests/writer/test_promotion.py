@@ -15,7 +15,7 @@ from ckpt.core.checkpoint import open_tier
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.format.manifest import CheckpointId
-from ckpt.core.ipc.messages import DamagedNote, Note, OpenRun, OwnRun, SlotReadNote, WriteSlot
+from ckpt.core.ipc.messages import Note, OpenRun, OwnRun, ProblemNote, StoredNote, WriteSlot
 from ckpt.core.log.records import Commit, Record, commit_body
 from ckpt.core.writer import promotion
 from ckpt.core.writer.bookkeeper import Bookkeeper
@@ -99,7 +99,7 @@ class Writer:
     @property
     def freed(self) -> set[int]:
         """Return the steps whose memory is no longer needed."""
-        return {CheckpointId.parse(note.checkpoint).step for note in self.told if isinstance(note, SlotReadNote)}
+        return {CheckpointId.parse(note.checkpoint).step for note in self.told if isinstance(note, StoredNote)}
 
 
 def scenario(work: Callable[[Writer], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -185,7 +185,7 @@ async def test_skip_on_one_rank_is_warning_for_others(writer: Writer) -> None:
         (20, "disk full", SaveError),
     ):
         await commits.abort(writer.far.log, writer.owner, writer.checkpoint(step), f"rank 1: {reason}")
-        own: Any = SimpleNamespace(part=SimpleNamespace(checkpoint=str(writer.checkpoint(step)), rank=0, world=2))
+        own: Any = SimpleNamespace(manifest=SimpleNamespace(checkpoint=str(writer.checkpoint(step)), rank=0, world=2))
         with pytest.raises(SaveError) as caught:
             await settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
         assert type(caught.value) is kind
@@ -342,7 +342,7 @@ def test_expired_credentials_are_not_reported_as_damage() -> None:
         assert told == []
         store.error = None
         await place.sweep(mine, told.append)
-        assert [type(note) for note in told] == [DamagedNote]
+        assert [type(note) for note in told] == [ProblemNote]
 
     asyncio.run(main())
 

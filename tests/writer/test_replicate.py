@@ -15,7 +15,8 @@ from ckpt.core.format.boxes import partner
 from ckpt.core.format.layout import Layout, TensorSpec, pages
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.core.ipc.messages import Partner, Push
+from ckpt.core.ipc.messages import Partner
+from ckpt.core.writer.memory import HeldMemory
 from ckpt.plugins.replicas import Replicator
 from parallel import free_port, launch
 from processes import eventually, writers
@@ -130,18 +131,14 @@ def layout_of(elements: int) -> Layout:
 
 
 def replicator() -> Replicator:
-    """Return a replicator with the required parts of a memory."""
-    memory: Any = SimpleNamespace(arenas={}, copies={}, layouts={})
-    memory.keep_layout = lambda layout: memory.layouts.update({layout.digest: layout})
-    return Replicator(memory)
+    """Return a replicator with its own memory."""
+    return Replicator(HeldMemory(SimpleNamespace()))  # type: ignore[arg-type]
 
 
 def push(sender: Replicator, arena: Arena, slot: int, layout: Layout, step: int) -> Label:
     memory = sender._memory
-    memory.arenas["it"], memory.layouts[layout.digest] = arena, layout
-    label = snapshot(arena, slot, layout, step)
-    sender.push(Push("it", slot, str(label.checkpoint)))
-    return label
+    memory.arenas[arena.id.hex()], memory.layouts[layout.digest] = arena, layout
+    return snapshot(arena, slot, layout, step)
 
 
 async def pushed(taker: Replicator, sender: Replicator, arena: Arena, layout: Layout, steps: range) -> None:
@@ -187,7 +184,7 @@ def test_snapshot_overwritten_during_transfer_is_dropped() -> None:
         await pushed(taker, sender, arena, layout, range(1, 2))
         label = push(sender, arena, 0, layout, 2)
         for _ in range(1000):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
             states = [taker.arenas[3].label(slot) for slot in range(2)]
             if any(la is not None and la.state == FILLING for la in states):
                 break

@@ -10,7 +10,7 @@ retried request after a lost reply is not mistaken for another process's object.
 
 Takes ownership of a run, commits and aborts checkpoints, and recovers unfinished ones after a crash.
 
-A checkpoint exists once its COMMIT record is durable. Before that, the verified parts of every rank already form a
+A checkpoint exists once its COMMIT record is durable. Before that, the verified manifests of every rank already form a
 consistent checkpoint, because all ranks use the same checkpoint id. So recovery commits complete checkpoints and aborts
 the others. A checkpoint that cannot be read at that moment stays open.
 """
@@ -28,11 +28,11 @@ from typing import Any
 
 from ckpt.core.checkpoint.concurrent import AT_ONCE, of_each
 from ckpt.core.checkpoint.losses import UNCLEAR, records
-from ckpt.core.checkpoint.parts import load_part as load_part
-from ckpt.core.checkpoint.parts import sound_parts
-from ckpt.core.checkpoint.parts import stored_part as stored_part
+from ckpt.core.checkpoint.manifests import intact_manifests
+from ckpt.core.checkpoint.manifests import load_manifest as load_manifest
+from ckpt.core.checkpoint.manifests import stored_manifest as stored_manifest
 from ckpt.core.checkpoint.retention import delete_in_order, files_of, remember_files
-from ckpt.core.checkpoint.write import WrittenPart
+from ckpt.core.checkpoint.write import WrittenManifest
 from ckpt.core.format import columns
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.index import Share, build
@@ -104,25 +104,25 @@ def check_live(state: RunState, checkpoint: CheckpointId, needs: Iterable[Checkp
             raise SaveError(f"step {checkpoint.step} builds on step {base.step}, which was retired")
 
 
-def check_trusted(parts: Sequence[WrittenPart], distrusted: CheckpointId | None) -> None:
+def check_trusted(manifests: Sequence[WrittenManifest], distrusted: CheckpointId | None) -> None:
     """Raise SaveError if a rank built on a checkpoint that the committing writer had found damaged before.
 
     Checkpoints in flight at that time are at most `distrusted`, and pass. So do emergency saves: no later save could
     replace them, and the damage may be repaired.
     """
-    if any(one.part.reason != "due" for one in parts):
+    if any(one.manifest.reason != "due" for one in manifests):
         return
-    checkpoint = CheckpointId.parse(parts[0].part.checkpoint)
-    needs = sorted({CheckpointId.parse(need) for one in parts for need in one.part.needs})
+    checkpoint = CheckpointId.parse(manifests[0].manifest.checkpoint)
+    needs = sorted({CheckpointId.parse(need) for one in manifests for need in one.manifest.needs})
     if distrusted is not None and checkpoint > distrusted and needs and needs[0] <= distrusted:
         raise SaveError(f"step {checkpoint.step} builds on step {needs[0].step}, which is damaged: {WHOLE_NEXT}")
 
 
-def vouches(state: RunState, base: WrittenPart) -> bool:
+def vouches(state: RunState, base: WrittenManifest) -> bool:
     """Return True if a checkpoint may build on this manifest, because it belongs to a live checkpoint."""
-    part = base.part
-    found = state.commits.get(CheckpointId.parse(part.checkpoint))
-    return found is not None and (part.rank, base.digest) in found.parts
+    manifest = base.manifest
+    found = state.commits.get(CheckpointId.parse(manifest.checkpoint))
+    return found is not None and (manifest.rank, base.digest) in found.manifests
 
 
 def check_needs(checkpoint: CheckpointId, needs: Collection[CheckpointId]) -> None:
@@ -138,25 +138,25 @@ def check_needs(checkpoint: CheckpointId, needs: Collection[CheckpointId]) -> No
 # -- the manifests of the ranks --
 
 
-def check_replicas(parts: Sequence[WrittenPart]) -> None:
+def check_replicas(manifests: Sequence[WrittenManifest]) -> None:
     """Raise SaveError listing the tensors that should be replicated but differ between ranks."""
     try:
-        found = columns.differing((w.part.rank, w.part.replicas) for w in parts)
+        found = columns.differing((w.manifest.rank, w.manifest.replicas) for w in manifests)
     except CorruptError as error:
         raise SaveError(str(error)) from error
     if found:
         raise SaveError(columns.in_words(found))
 
 
-def index_of(parts: Sequence[WrittenPart]) -> bytes:
-    """Return the index of these parts. Raise SaveError if the ranks disagree about what they saved.
+def index_of(manifests: Sequence[WrittenManifest]) -> bytes:
+    """Return the index of these manifests. Raise SaveError if the ranks disagree about what they saved.
 
-    On a disk that only some nodes see, the parts are those of some ranks. Then tensors may be incomplete.
+    On a disk that only some nodes see, the manifests are those of some ranks. Then tensors may be incomplete.
     """
-    ordered = sorted(parts, key=lambda w: w.part.rank)
-    shares = [Share(w.part.rank, w.part.world, w.part.layout, w.part.values, w.table) for w in ordered]
+    ordered = sorted(manifests, key=lambda w: w.manifest.rank)
+    shares = [Share(w.manifest.rank, w.manifest.world, w.manifest.layout, w.manifest.values, w.table) for w in ordered]
     try:
-        return build(shares, partial=not is_whole(parts)).to_bytes()
+        return build(shares, partial=not is_whole(manifests)).to_bytes()
     except CorruptError as error:
         raise SaveError(str(error)) from error
 
@@ -166,9 +166,9 @@ def all_finite(values: list[bool | None]) -> bool | None:
     return False if False in values else None if None in values else True
 
 
-def is_whole(parts: Sequence[WrittenPart]) -> bool:
-    worlds = {w.part.world for w in parts}
-    return len(worlds) == 1 and {w.part.rank for w in parts} == set(range(worlds.pop()))
+def is_whole(manifests: Sequence[WrittenManifest]) -> bool:
+    worlds = {w.manifest.world for w in manifests}
+    return len(worlds) == 1 and {w.manifest.rank for w in manifests} == set(range(worlds.pop()))
 
 
 # -- the guarantees of a store --
@@ -331,7 +331,7 @@ async def acquire(
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The ranks whose parts a tier stores, and the position of this writer in the commit order. 0 never waits."""
+    """The ranks whose manifests a tier stores, and the position of this writer in the commit order. 0 never waits."""
 
     ranks: tuple[int, ...] = (0,)
     place: int = 0
@@ -346,14 +346,16 @@ class Role:
 async def commit(
     log: RunLog,
     mine: Acquire | None,
-    parts: list[WrittenPart],
+    manifests: list[WrittenManifest],
     *,
     kind: str = "COMMIT",
     used: Mapping[CheckpointId, Set[str]] | None = None,
     at: float | None = None,
     fitting: bool = False,
 ) -> Commit:
-    """Commit a checkpoint, given one part for each rank. Repeating it is harmless. `mine`: None skips ownership checks.
+    """Commit a checkpoint, given one manifest for each rank. Repeating it is harmless.
+
+    `mine`: None skips ownership checks.
 
     Raise SaveError if the checkpoint was aborted before, or uses older data files that are missing or that none of its
     sources uses now. Raise FencedError if a newer job owns the run.
@@ -363,12 +365,12 @@ async def commit(
     at: the time of the commit, default: now.
     fitting: also raise SaveError if tensors that should be replicated differ between ranks.
     """
-    parts = sorted(parts, key=lambda w: w.part.rank)
-    files, said = {key for w in parts for key in w.files}, _said_by(parts)
+    manifests = sorted(manifests, key=lambda w: w.manifest.rank)
+    files, said = {key for w in manifests for key in w.files}, _said_by(manifests)
     check_needs(said.checkpoint, said.needs)
-    index = await asyncio.to_thread(index_of, parts)
-    if fitting and len(parts) > 1:  # after the index: a tensor of another shape differs, too
-        await asyncio.to_thread(check_replicas, parts)
+    index = await asyncio.to_thread(index_of, manifests)
+    if fitting and len(manifests) > 1:  # after the index: a tensor of another shape differs, too
+        await asyncio.to_thread(check_replicas, manifests)
     when = time.time() if at is None else at
     found, checkpoint = replace(said, index=file_digest(index), time=when), said.checkpoint
     log.check_owner(mine)
@@ -396,7 +398,7 @@ async def commit(
             return found  # another rank committed it, and retention has retired it since
         why = state.reasons.get(checkpoint, "the reason is no longer recorded")
         raise SaveError(f"step {checkpoint.step} was aborted before it was committed: {why}")
-    if landed.parts == found.parts:
+    if landed.manifests == found.manifests:
         remember_files(log, checkpoint, files)
     await _note_latest(log)
     return landed
@@ -462,21 +464,21 @@ async def check_there(store: Store, checkpoint: CheckpointId, files: Iterable[st
     await of_each(sorted(borrowed), check)
 
 
-def _said_by(parts: Sequence[WrittenPart]) -> Commit:
-    """Return the content of the record, except the digest of the index. `parts`: in rank order."""
+def _said_by(manifests: Sequence[WrittenManifest]) -> Commit:
+    """Return the content of the record, except the digest of the index. `manifests`: in rank order."""
     return Commit(
-        CheckpointId.parse(parts[0].part.checkpoint),
-        parts[0].part.world,
-        tuple((w.part.rank, w.digest) for w in parts),
+        CheckpointId.parse(manifests[0].manifest.checkpoint),
+        manifests[0].manifest.world,
+        tuple((w.manifest.rank, w.digest) for w in manifests),
         "",
-        all_finite([w.part.finite for w in parts]),
-        next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
-        tuple(sorted({CheckpointId.parse(need) for w in parts for need in w.part.needs})),
+        all_finite([w.manifest.finite for w in manifests]),
+        next((w.manifest.reason for w in manifests if w.manifest.reason != "due"), "due"),
+        tuple(sorted({CheckpointId.parse(need) for w in manifests for need in w.manifest.needs})),
     )
 
 
 async def complete(log: RunLog, mine: Acquire, checkpoint: CheckpointId) -> None:
-    """Commit a checkpoint that is HELD here, because the disks of all other nodes have their parts too.
+    """Commit a checkpoint that is HELD here, because the disks of all other nodes have their manifests too.
 
     If it builds on a checkpoint that has been retired, abort it here and raise SaveError.
     """
@@ -503,21 +505,21 @@ def given_up(state: RunState, checkpoint: CheckpointId) -> SaveError:
 
 
 async def commit_fitting(
-    log: RunLog, mine: Acquire | None, parts: list[WrittenPart], *, kind: str = "COMMIT"
+    log: RunLog, mine: Acquire | None, manifests: list[WrittenManifest], *, kind: str = "COMMIT"
 ) -> Commit:
-    """Call `commit` with the check `fitting`. Raise SaveError if the parts cannot form a checkpoint."""
-    return await commit(log, mine, parts, kind=kind, fitting=True)
+    """Call `commit` with the check `fitting`. Raise SaveError if the manifests cannot form a checkpoint."""
+    return await commit(log, mine, manifests, kind=kind, fitting=True)
 
 
 async def commit_or_end(
-    log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str, distrusted: CheckpointId | None = None
+    log: RunLog, mine: Acquire, manifests: list[WrittenManifest], *, kind: str, distrusted: CheckpointId | None = None
 ) -> None:
-    """Commit these parts. If they cannot form a checkpoint, abort it and raise. `distrusted`: see `Encoder`."""
+    """Commit these manifests. If they cannot form a checkpoint, abort it and raise. `distrusted`: see `Encoder`."""
     try:
-        check_trusted(parts, distrusted)
-        await commit_fitting(log, mine, parts, kind=kind)
+        check_trusted(manifests, distrusted)
+        await commit_fitting(log, mine, manifests, kind=kind)
     except SaveError as error:
-        await abort(log, mine, CheckpointId.parse(parts[0].part.checkpoint), str(error))
+        await abort(log, mine, CheckpointId.parse(manifests[0].manifest.checkpoint), str(error))
         raise
 
 
@@ -565,11 +567,11 @@ async def recover(
 ) -> Recovery:
     """Commit every unfinished checkpoint that is complete, and abort the others, except those `in_flight` in this job.
 
-    `partial`: this tier has the parts of only some ranks. There a checkpoint becomes HELD with its intact parts,
-    because the disks of other nodes may have the rest.
+    `partial`: this tier has the manifests of only some ranks. There a checkpoint becomes HELD with its intact
+    manifests, because the disks of other nodes may have the rest.
 
-    A damaged log record may have aborted a checkpoint, even if all its parts exist. Then the checkpoint is committed
-    only if its index exists, which is stored just before a commit. Otherwise it is aborted.
+    A damaged log record may have aborted a checkpoint, even if all its manifests exist. Then the checkpoint is
+    committed only if its index exists, which is stored just before a commit. Otherwise it is aborted.
     """
     found = by_owner([info.key async for info in log.store.list(STEPS)])
     state = await log.refresh()
@@ -578,10 +580,10 @@ async def recover(
         if state.ended(checkpoint) or checkpoint in in_flight or checkpoint in state.held:
             continue
         try:
-            parts = list((await sound_parts(log.store, checkpoint, found[checkpoint])).values())
-            forward, reason = await _is_to_land(log, checkpoint, parts, partial)
+            manifests = list((await intact_manifests(log.store, checkpoint, found[checkpoint])).values())
+            forward, reason = await _is_to_land(log, checkpoint, manifests, partial)
             if forward:
-                await commit_or_end(log, mine, parts, kind=_kind(parts))
+                await commit_or_end(log, mine, manifests, kind=_kind(manifests))
                 done.rolled_forward.append(checkpoint)
                 logger.info("rolled step %d forward: all of it had been written before the crash", checkpoint.step)
                 continue
@@ -597,20 +599,20 @@ async def recover(
     return done
 
 
-def _kind(parts: list[WrittenPart]) -> str:
-    return "COMMIT" if is_whole(parts) else "HELD"
+def _kind(manifests: list[WrittenManifest]) -> str:
+    return "COMMIT" if is_whole(manifests) else "HELD"
 
 
 async def _is_to_land(
-    log: RunLog, checkpoint: CheckpointId, parts: list[WrittenPart], partial: bool
+    log: RunLog, checkpoint: CheckpointId, manifests: list[WrittenManifest], partial: bool
 ) -> tuple[bool, str]:
     """Return (True, "") if a checkpoint must be committed, else (False, reason)."""
     state = log.state
-    if not parts or not (is_whole(parts) or partial):
+    if not manifests or not (is_whole(manifests) or partial):
         return False, "not whole when the run was opened"
     if not _may_have_ended(state, checkpoint):
         return True, ""
-    index = index_of(parts)
+    index = index_of(manifests)
     with contextlib.suppress(NotFoundError, CorruptError):
         if bytes(await get_small(log.store, index_key(checkpoint), len(index))) == index:
             return True, ""

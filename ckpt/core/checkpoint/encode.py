@@ -41,15 +41,15 @@ from ckpt.core.checkpoint.incremental import (
     no_bases,
     plan_chunks,
 )
-from ckpt.core.checkpoint.parts import load_part
+from ckpt.core.checkpoint.manifests import load_manifest
 from ckpt.core.checkpoint.write import (
     DataFileWriter,
     Encoded,
     RankSnapshot,
-    WrittenPart,
+    WrittenManifest,
     digest_chunks,
     file_size,
-    finish_part,
+    finish_manifest,
     table_of,
     write_part,
 )
@@ -158,7 +158,7 @@ class Encoder:
     kinds: dict[str, Learnt] = field(default_factory=dict)
     compressing: bool = False
     sampled: bool = False  # True if deltas have been tried
-    _written: dict[tuple[CheckpointId, int], WrittenPart] = field(default_factory=dict)
+    _written: dict[tuple[CheckpointId, int], WrittenManifest] = field(default_factory=dict)
 
     # -- the checkpoint to build on --
 
@@ -168,7 +168,7 @@ class Encoder:
             return None
         history = [c for c in log.state.lineage() if c.checkpoint < checkpoint]
         newest = history[0] if history else None
-        entry = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
+        entry = next((p for p in newest.manifests if p[0] == layout.rank), None) if newest is not None else None
         if newest is None or entry is None or newest.world != layout.world:
             return None
         if self.distrusted is not None and newest.checkpoint <= self.distrusted:
@@ -176,22 +176,22 @@ class Encoder:
         try:
             written = self._written.get((newest.checkpoint, layout.rank))
             if written is None or not vouches(log.state, written):  # another writer's manifest was committed
-                written = await load_part(log.store, newest.checkpoint, layout.rank, expected=entry[1])
+                written = await load_manifest(log.store, newest.checkpoint, layout.rank, expected=entry[1])
         except (CorruptError, FormatError, StoreError) as error:
             logger.warning(
                 "cannot build on step %d of %s, so the next checkpoint is full: %s", newest.step, log.store.url, error
             )
             return None
-        if self.policy.full(log.state, checkpoint, written.part.chain):
+        if self.policy.full(log.state, checkpoint, written.manifest.chain):
             return None
-        return Previous(written.part, written.table)
+        return Previous(written.manifest, written.table)
 
     def distrust(self, checkpoint: CheckpointId) -> None:
         """Build on no checkpoint up to this one: the next checkpoint is full."""
         self.distrusted = checkpoint if self.distrusted is None else max(checkpoint, self.distrusted)
 
-    def remember(self, written: WrittenPart) -> None:
-        self._written[CheckpointId.parse(written.part.checkpoint), written.part.rank] = written
+    def remember(self, written: WrittenManifest) -> None:
+        self._written[CheckpointId.parse(written.manifest.checkpoint), written.manifest.rank] = written
         for key in sorted(self._written)[:-REMEMBERED]:
             del self._written[key]
 
@@ -209,7 +209,7 @@ class Encoder:
         bases: Bases = no_bases,
         check: Callable[[], None] = lambda: None,
         log: RunLog | None = None,
-    ) -> WrittenPart:
+    ) -> WrittenManifest:
         """Store one rank's share of a checkpoint; see `ckpt.core.checkpoint.write.write_part`.
 
         `log`: of the tier. It is refreshed before anything is built on `previous`, which may have been retired.
@@ -232,7 +232,7 @@ class Encoder:
         numbers: Iterator[int] | None,
         reason: str,
         check: Callable[[], None],
-    ) -> WrittenPart:
+    ) -> WrittenManifest:
         began, on_bytes = time.monotonic(), self.flow.add
         written = await write_part(store, snapshot, numbers=numbers, reason=reason, on_bytes=on_bytes, check=check)
         self._learn_sink(snapshot.layout.arrangement.data_size, time.monotonic() - began)
@@ -357,7 +357,7 @@ class PartEncoder:
         self.forms: dict[str, str] = {}
         self.encode_s, self.plain = 0.0, 0
 
-    async def run(self, reason: str, check: Callable[[], None]) -> WrittenPart:
+    async def run(self, reason: str, check: Callable[[], None]) -> WrittenManifest:
         digests = self.source.digests
         if digests is None:
             digests = await asyncio.to_thread(_digests, self.layout, self.snapshot.data)
@@ -367,7 +367,7 @@ class PartEncoder:
         self.encoder.learn(writer.nbytes, writer.busy_s, self.plain, self.encode_s)
         table, files = table_of(self.layout, self.plan, digests, self.previous, writer)
         built_on = any(owner(file.key) != self.snapshot.checkpoint for file in files)
-        return await finish_part(
+        return await finish_manifest(
             self.store,
             self.snapshot,
             table,

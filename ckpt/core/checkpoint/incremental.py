@@ -23,7 +23,7 @@ import numpy as np
 
 from ckpt.core.checkpoint.chunks import fetch, plan_reads
 from ckpt.core.format.layout import CHUNK, Layout, TensorSpec
-from ckpt.core.format.manifest import CheckpointId, DataFile, Part, owner
+from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, owner
 from ckpt.core.format.table import Table
 from ckpt.core.log.records import RunState
 from ckpt.errors import CorruptError, StoreError
@@ -64,10 +64,10 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class WrittenPart:
-    """A stored part, with its table. With many ranks, only what the index needs of both."""
+class WrittenManifest:
+    """A stored manifest, with its table. With many ranks, only what the index needs of both."""
 
-    part: Part
+    manifest: Manifest
     digest: str
     table: Table
 
@@ -81,21 +81,21 @@ class WrittenPart:
 class Previous:
     """One rank's share of an older checkpoint in the same tier."""
 
-    part: Part
+    manifest: Manifest
     table: Table
 
     @cached_property
     def checkpoint(self) -> CheckpointId:
-        return CheckpointId.parse(self.part.checkpoint)
+        return CheckpointId.parse(self.manifest.checkpoint)
 
     @cached_property
     def full(self) -> CheckpointId:
         """Return the last full checkpoint, which may be this one."""
-        return CheckpointId.parse(self.part.full) if self.part.full else self.checkpoint
+        return CheckpointId.parse(self.manifest.full) if self.manifest.full else self.checkpoint
 
     @cached_property
     def files(self) -> dict[str, DataFile]:
-        return {file.key: file for file in self.part.files}
+        return {file.key: file for file in self.manifest.files}
 
     def rows(self, layout: Layout) -> I64:
         """Return for every chunk of a layout, in file order, the chunk with the same piece, -1 if none."""

@@ -21,7 +21,7 @@ from ckpt.core.checkpoint.incremental import Policy
 from ckpt.core.checkpoint.read import verify
 from ckpt.core.format.manifest import CheckpointId, folder_of, rank_of
 from ckpt.core.format.manifest import owner as owner_of
-from ckpt.core.ipc.messages import DamagedNote, Note, SaidNote
+from ckpt.core.ipc.messages import Note, ProblemNote
 from ckpt.core.log.records import Acquire, RunState, words_of
 from ckpt.core.log.run_log import RunLog, Trimmer
 from ckpt.errors import CheckpointError, FencedError, RunGoneError, is_unreadable
@@ -183,7 +183,12 @@ class OpenTier:
             if problems:
                 # Other checkpoints may have been built on the damaged bytes during this read.
                 self.encoder.distrust(max([newest.checkpoint, *self.log.state.commits, *self.in_flight]))
-                notify(DamagedNote(self.url, newest.step, problems[:10]))
+                found = "; ".join(problems[:10])
+                text = (
+                    f"step {newest.step} in {self.url} is damaged on disk: {found}. Training can go on: the next "
+                    f"checkpoint does not build on it. `ckpt repair {self.url}` says what can be mended"
+                )
+                notify(ProblemNote(text, "SaveError"))
                 return
             self.verified = {newest.checkpoint}
             self.read_back = (self.read_back & state.commits.keys()) | {newest.checkpoint}
@@ -292,7 +297,7 @@ class OpenTier:
 
 
 def _send_text(notify: Callable[[Note], None], text: str) -> None:
-    notify(SaidNote(text))
+    notify(ProblemNote(text))
 
 
 async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "", again: bool = False) -> OpenTier:

@@ -1,9 +1,9 @@
 """Reads checkpoints from a store: which exist, and what each contains.
 
-    open_run -> choose a commit -> load_manifest -> plan_reads -> fetch
+    open_run -> choose a commit -> load_all -> plan_reads -> fetch
 
 Reading needs no torch: bytes go to a sink that the caller provides. Readers of a run need only this module. `chunks`
-reads chunks, and `parts` reads manifests and indexes.
+reads chunks, and `manifests` reads manifests and indexes.
 
 Reads files of a folder into their final memory, in a few long streams through the page cache.
 
@@ -41,14 +41,14 @@ from ckpt.core.checkpoint.chunks import fetch as fetch_chunks
 from ckpt.core.checkpoint.chunks import plan_reads as plan_reads
 from ckpt.core.checkpoint.concurrent import all_of, of_each
 from ckpt.core.checkpoint.concurrent import run as run
-from ckpt.core.checkpoint.parts import (
+from ckpt.core.checkpoint.manifests import (
     MANY,
     check_sizes,
     layout_of,
     load_index,
     load_ranks,
     read_header,
-    read_part,
+    read_manifest,
     sizes_of_many,
     table_of,
 )
@@ -57,7 +57,7 @@ from ckpt.core.format.codec import RAW
 from ckpt.core.format.index import Index
 from ckpt.core.format.kernels import Room, memory_at, put
 from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import CheckpointId, Part, owner
+from ckpt.core.format.manifest import CheckpointId, Manifest, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.format.table import Content, Table, merge
 from ckpt.core.log.records import MARK, THE_BEST, Commit, RunState
@@ -86,11 +86,11 @@ FEW = 8  # up to this many ranks, all manifests are read; with more, the index a
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The manifests of some or all ranks, with their tables. `parts` are in rank order."""
+class Manifests:
+    """The manifests of some or all ranks, with their tables. `manifests` are in rank order."""
 
     commit: Commit
-    parts: tuple[Part, ...]
+    manifests: tuple[Manifest, ...]
     tables: tuple[Table, ...]
 
     @property
@@ -104,21 +104,21 @@ class Manifest:
 
     def layout(self, rank: int = 0, known: Layout | None = None) -> Layout:
         """Return the layout of a rank. `known`: a layout that is returned if it is the same."""
-        part, table = next(one for one in zip(self.parts, self.tables, strict=True) if one[0].rank == rank)
-        layout = layout_of(part, table, known)
-        if len(layout.components) != len(part.values):
+        manifest, table = next(one for one in zip(self.manifests, self.tables, strict=True) if one[0].rank == rank)
+        layout = layout_of(manifest, table, known)
+        if len(layout.components) != len(manifest.values):
             raise CorruptError(f"the plain values of rank {rank} at step {self.commit.step} do not fit its layout")
         return layout
 
     def saved(self, known: Layout | None = None) -> SavedState:
         """Return the checkpoint as one state. Raise CorruptError if this tier has only some ranks' manifests."""
-        if len(self.parts) != self.commit.world:
+        if len(self.manifests) != self.commit.world:
             raise CorruptError(
-                f"this tier has only {len(self.parts)} of the {self.commit.world} ranks' manifests of step "
+                f"this tier has only {len(self.manifests)} of the {self.commit.world} ranks' manifests of step "
                 f"{self.commit.step}: the others are on the disks of other nodes"
             )
-        layouts = [self.layout(part.rank, known) for part in self.parts]
-        return SavedState(layouts, [part.values for part in self.parts], self.tables)
+        layouts = [self.layout(manifest.rank, known) for manifest in self.manifests]
+        return SavedState(layouts, [manifest.values for manifest in self.manifests], self.tables)
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
@@ -168,13 +168,13 @@ def _best(log: RunLog) -> Commit:
     return state.commits[max(scored)]
 
 
-async def consists_of(store: Store, commit: Commit) -> Manifest | Index:
+async def consists_of(store: Store, commit: Commit) -> Manifests | Index:
     """Read and verify the description of a checkpoint: all manifests with up to `FEW` ranks, else the index.
 
     Raise CorruptError or NotFoundError if it is damaged or missing. The manifests replace a damaged index.
     """
-    index = await index_or_none(store, commit) if FEW < commit.world == len(commit.parts) else None
-    return index if index is not None else await load_manifest(store, commit)
+    index = await index_or_none(store, commit) if FEW < commit.world == len(commit.manifests) else None
+    return index if index is not None else await load_all(store, commit)
 
 
 async def load_saved(
@@ -185,7 +185,7 @@ async def load_saved(
 
 
 def saved_by(
-    found: Manifest | Index,
+    found: Manifests | Index,
     commit: Commit,
     urls: Sequence[str],
     note: Note = lambda text: None,
@@ -196,7 +196,7 @@ def saved_by(
     `urls`: its tier, then other tiers that are tried if manifests are lost there; `note` gets a message about that.
     `known`: a layout that is reused if it is the same.
     """
-    if isinstance(found, Manifest):
+    if isinstance(found, Manifests):
         return found.saved(known)
 
     def load(ranks: Sequence[int]) -> dict[int, tuple[list[Any], Table]]:
@@ -226,31 +226,31 @@ async def _from_any(
     raise failure
 
 
-async def load_manifest(store: Store, commit: Commit) -> Manifest:
-    """Read and verify every rank's part. Raise CorruptError or NotFoundError if one is damaged or missing."""
-    sizes = await sizes_of_many(store, commit.checkpoint, len(commit.parts))
-    return await _manifest(store, commit, commit.parts, sizes)
+async def load_all(store: Store, commit: Commit) -> Manifests:
+    """Read and verify every rank's manifest. Raise CorruptError or NotFoundError if one is damaged or missing."""
+    sizes = await sizes_of_many(store, commit.checkpoint, len(commit.manifests))
+    return await _manifest(store, commit, commit.manifests, sizes)
 
 
-async def in_turn(store: Store, commit: Commit) -> AsyncIterator[Coroutine[Any, Any, Manifest]]:
-    """Yield `load_manifest` for a few ranks at a time. Await each before the next."""
-    sizes = await sizes_of_many(store, commit.checkpoint, len(commit.parts))
-    for start in range(0, len(commit.parts), MANY):
-        yield _manifest(store, commit, commit.parts[start : start + MANY], sizes)
+async def in_turn(store: Store, commit: Commit) -> AsyncIterator[Coroutine[Any, Any, Manifests]]:
+    """Yield `load_all` for a few ranks at a time. Await each before the next."""
+    sizes = await sizes_of_many(store, commit.checkpoint, len(commit.manifests))
+    for start in range(0, len(commit.manifests), MANY):
+        yield _manifest(store, commit, commit.manifests[start : start + MANY], sizes)
 
 
 async def _manifest(
     store: Store, commit: Commit, wanted: Sequence[tuple[int, str]], sizes: Mapping[str, int]
-) -> Manifest:
-    async def load(row: tuple[int, str]) -> Part:
-        part, _ = await read_part(store, commit.checkpoint, row[0], expected=row[1])
-        await check_sizes(store, part, sizes)
-        return part
+) -> Manifests:
+    async def load(row: tuple[int, str]) -> Manifest:
+        manifest, _ = await read_manifest(store, commit.checkpoint, row[0], expected=row[1])
+        await check_sizes(store, manifest, sizes)
+        return manifest
 
-    parts = tuple(await of_each(wanted, load))
-    if any(part.world != commit.world for part in parts):
-        raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")
-    return Manifest(commit, parts, tuple(map(table_of, parts)))
+    manifests = tuple(await of_each(wanted, load))
+    if any(manifest.world != commit.world for manifest in manifests):
+        raise CorruptError(f"the manifests of step {commit.step} are of another number of ranks than its record says")
+    return Manifests(commit, manifests, tuple(map(table_of, manifests)))
 
 
 async def index_or_none(store: Store, commit: Commit) -> Index | None:
@@ -268,9 +268,9 @@ async def tables_of(store: Store, commit: Commit, names: Set[str] = frozenset())
     names: tensor names. With many ranks, those that have pieces of these tensors come first.
     """
     likely = list[int]()
-    if names and len(commit.parts) > MANY and (index := await index_or_none(store, commit)) is not None:
+    if names and len(commit.manifests) > MANY and (index := await index_or_none(store, commit)) is not None:
         likely = [rank for i, (name, _) in enumerate(index.keys) if name in names for rank in index.holders(i).tolist()]
-    async for table in tables_in_turn(store, commit, [*likely, *(rank for rank, _ in commit.parts)]):
+    async for table in tables_in_turn(store, commit, [*likely, *(rank for rank, _ in commit.manifests)]):
         yield table
 
 
@@ -358,8 +358,8 @@ async def verify(
         manifest = await check(share)
         if manifest is None:
             continue
-        for part in manifest.parts:
-            for file in part.files:
+        for one in manifest.manifests:
+            for file in one.files:
                 if not new or owner(file.key) == commit.checkpoint:
                     await check(read_header(store, file))
         await check(asyncio.to_thread(_check_parses, manifest, index))
@@ -368,9 +368,9 @@ async def verify(
     return problems
 
 
-def _check_parses(manifest: Manifest, index: Index | None) -> None:
-    """Raise CorruptError unless layouts, names and plain values of these parts are what a restore can read."""
-    values = {part.rank: part.values for part in manifest.parts}
+def _check_parses(manifest: Manifests, index: Index | None) -> None:
+    """Raise CorruptError unless layouts, names and plain values of these manifests are what a restore can read."""
+    values = {manifest.rank: manifest.values for manifest in manifest.manifests}
     if len(values) == manifest.commit.world:
         manifest.saved().check_values(values)
     elif index is not None and index.world == manifest.commit.world:

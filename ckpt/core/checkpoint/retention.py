@@ -261,7 +261,7 @@ async def files_of(
     out, which protects all files, and `unread` gets the error."""
     found: dict[CheckpointId, set[str]] = {}
     for commit in list(commits):
-        keys = {index_key(commit.checkpoint), *(manifest_key(commit.checkpoint, rank) for rank, _ in commit.parts)}
+        keys = {index_key(commit.checkpoint), *(manifest_key(commit.checkpoint, rank) for rank, _ in commit.manifests)}
         files = _cache.get((log.store.url, commit.checkpoint))
         if files is None:
             try:

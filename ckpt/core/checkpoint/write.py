@@ -25,13 +25,22 @@ from typing import Any
 import numpy as np
 
 from ckpt.core.checkpoint.incremental import ChunkPlan, Digests, Previous
-from ckpt.core.checkpoint.incremental import WrittenPart as WrittenPart
-from ckpt.core.checkpoint.parts import load_part
+from ckpt.core.checkpoint.incremental import WrittenManifest as WrittenManifest
+from ckpt.core.checkpoint.manifests import load_manifest
 from ckpt.core.format.codec import RAW
 from ckpt.core.format.columns import Replicas
 from ckpt.core.format.digest import DIGEST_SIZE, chunk_digest, file_digest
 from ckpt.core.format.layout import METADATA, NATIVE, Layout, TensorSpec, pages
-from ckpt.core.format.manifest import MAX_JSON, CheckpointId, DataFile, Part, data_key, manifest_key, metadata_of, owner
+from ckpt.core.format.manifest import (
+    MAX_JSON,
+    CheckpointId,
+    DataFile,
+    Manifest,
+    data_key,
+    manifest_key,
+    metadata_of,
+    owner,
+)
 from ckpt.core.format.table import SavedShards, Table
 from ckpt.errors import (
     CheckpointError,
@@ -56,7 +65,7 @@ PARTS_IN_FLIGHT = 8  # for a store with multipart uploads, which limits parallel
 class RankSnapshot:
     """One rank's frozen state. `data`: bytes in the order of `layout.arrangement`. `values`: tagged plain values.
 
-    `info`, `parents`: see `ckpt.core.format.manifest.Part`.
+    `info`, `parents`: see `ckpt.core.format.manifest.Manifest`.
     """
 
     checkpoint: CheckpointId
@@ -77,7 +86,7 @@ async def write_part(
     reason: str = "due",
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
-) -> WrittenPart:
+) -> WrittenManifest:
     """Store one rank's share as raw bytes. After an error, none of it counts.
 
     numbers: of data files; none was used before for this checkpoint and rank.
@@ -100,10 +109,10 @@ async def write_part(
         raise
     file = DataFile(key, len(header) + len(snapshot.data), len(header), file_digest(header))
     table = build_table(layout, key, digests)
-    return await finish_part(store, snapshot, table, [file], reason=reason, check=check)
+    return await finish_manifest(store, snapshot, table, [file], reason=reason, check=check)
 
 
-async def finish_part(
+async def finish_manifest(
     store: Store,
     snapshot: RankSnapshot,
     table: Table,
@@ -112,7 +121,7 @@ async def finish_part(
     reason: str,
     base: Previous | None = None,
     check: Callable[[], None] = lambda: None,
-) -> WrittenPart:
+) -> WrittenManifest:
     """Store the manifest, after the data files. If this fails before the manifest can have been seen, delete the data
     files that were written for it.
 
@@ -126,47 +135,49 @@ async def finish_part(
     own = [file.key for file in files if owner(file.key) == checkpoint]
     try:
         check()
-        part = _part(snapshot, table.to_bytes(), files, reason, base)
-        raw_part = part.to_bytes()
-        if len(raw_part) > MAX_JSON:
-            raise SaveError(f"step {checkpoint.step}: the manifest of rank {rank} has {len(raw_part)} bytes, too many")
+        manifest = _manifest_of(snapshot, table.to_bytes(), files, reason, base)
+        raw = manifest.to_bytes()
+        if len(raw) > MAX_JSON:
+            raise SaveError(f"step {checkpoint.step}: the manifest of rank {rank} has {len(raw)} bytes, too many")
     except BaseException:
         await drop(store, own)
         raise
     try:
-        await store.put(manifest_key(checkpoint, rank), raw_part, create=True)
+        await store.put(manifest_key(checkpoint, rank), raw, create=True)
     except FullError:
         await drop(store, own)
         raise
     except ExistsError:
-        there = await _stored_before(store, part, table)
-        if there.digest != file_digest(raw_part):
+        there = await _stored_before(store, manifest, table)
+        if there.digest != file_digest(raw):
             await drop(store, [key for key in own if key not in there.files])
         return there
     # After other errors the manifest may exist, and other ranks may have found it. Only the log can abort it, and the
     # clean-up deletes its files.
-    point("part.stored")
-    return WrittenPart(part, file_digest(raw_part), table)
+    point("manifest.stored")
+    return WrittenManifest(manifest, file_digest(raw), table)
 
 
-async def _stored_before(store: Store, part: Part, table: Table) -> WrittenPart:
+async def _stored_before(store: Store, manifest: Manifest, table: Table) -> WrittenManifest:
     """Return the manifest of this rank from the store. Raise SaveError unless it has the same content."""
-    checkpoint = CheckpointId.parse(part.checkpoint)
-    name = f"step {checkpoint.step}: {manifest_key(checkpoint, part.rank)} in {store.url}"
+    checkpoint = CheckpointId.parse(manifest.checkpoint)
+    name = f"step {checkpoint.step}: {manifest_key(checkpoint, manifest.rank)} in {store.url}"
     try:
-        there = await load_part(store, checkpoint, part.rank)
+        there = await load_manifest(store, checkpoint, manifest.rank)
     except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
         raise SaveError(f"{name} is from an earlier writer and damaged: {error}") from None
-    same = (there.part.layout, there.part.values) == (part.layout, part.values)
+    same = (there.manifest.layout, there.manifest.values) == (manifest.layout, manifest.values)
     same = same and there.table.columns.same(table.columns)
     if not same or not np.array_equal(there.table.digest[: there.table.owned], table.digest[: table.owned]):
         raise SaveError(f"{name} is from an earlier writer, which saved other values")
     return there
 
 
-def _part(snapshot: RankSnapshot, table: bytes, files: list[DataFile], reason: str, base: Previous | None) -> Part:
+def _manifest_of(
+    snapshot: RankSnapshot, table: bytes, files: list[DataFile], reason: str, base: Previous | None
+) -> Manifest:
     layout = snapshot.layout
-    return Part(
+    return Manifest(
         checkpoint=str(snapshot.checkpoint),
         rank=layout.rank,
         world=layout.world,
@@ -179,8 +190,8 @@ def _part(snapshot: RankSnapshot, table: bytes, files: list[DataFile], reason: s
         replicas=snapshot.replicas,
         info=snapshot.info,
         parents=list(snapshot.parents),
-        needs=[] if base is None else [base.part.checkpoint],
-        chain=0 if base is None else base.part.chain + 1,
+        needs=[] if base is None else [base.manifest.checkpoint],
+        chain=0 if base is None else base.manifest.chain + 1,
         full="" if base is None else str(base.full),
     )
 
@@ -299,7 +310,7 @@ def build_table(layout: Layout, file: str, digests: bytes | None, begin: int | N
 
 
 FILE = (16 << 20, 64 << 20)  # minimum and maximum bytes of a data file
-FILES = 64  # maximum data files of a part, if the sizes allow it
+FILES = 64  # maximum data files of a manifest, if the sizes allow it
 UPLOADS = 2  # concurrent uploads of data files
 
 
@@ -485,7 +496,7 @@ def _joined(header: bytes, items: Sequence[Encoded]) -> memoryview:
 def table_of(
     layout: Layout, plan: ChunkPlan, digests: Digests, previous: Previous | None, writer: DataFileWriter
 ) -> tuple[Table, list[DataFile]]:
-    """Return the table of a part and its data files. `writer` has the locations of new chunks."""
+    """Return the table of a manifest and its data files. `writer` has the locations of new chunks."""
     rows = _Rows(layout, digests, previous, writer)
     for chunk in range(len(digests)):
         if plan.taken[chunk] >= 0:

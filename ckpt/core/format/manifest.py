@@ -6,7 +6,7 @@
     steps/<checkpoint id>/                        the files of one checkpoint:
       rank-00000.safetensors                      tensor bytes of rank 0, raw
       rank-00000-00001.safetensors                further data files of rank 0, encoded
-      rank-00000.json                             the manifest of rank 0: `Part`
+      rank-00000.json                             the manifest of rank 0: `Manifest`
       index.safetensors                           the rank of each piece, see `ckpt.core.format.index`
 
 A writer never uses the name of a data file twice, nor a number of another writer. So no manifest names a file from a
@@ -333,7 +333,7 @@ def read_format(raw: bytes | memoryview) -> str:
 
 
 FEATURES: frozenset[str] = frozenset()
-"""Features that this version can read, see `Part.features`."""
+"""Features that this version can read, see `Manifest.features`."""
 MAX_PARENTS = 64
 
 
@@ -348,7 +348,7 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Manifest:
     """One rank's manifest: its share of a checkpoint. `values` are tagged plain values.
 
     `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64.
@@ -425,24 +425,24 @@ class Part:
                 raise CorruptError(f"{what} names a data file of impossible size")
 
     @classmethod
-    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Part:
+    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Manifest:
         """Read a manifest. Unknown fields are ignored."""
         data = unseal(raw, what)
         try:
             layout, files = data.pop("layout"), data.pop("files")
             if type(layout) is not str:
                 raise ValueError("its layout is not a text")
-            part = cls(
+            manifest = cls(
                 checkpoint=data.pop("checkpoint"),
                 layout=SharedLayout.of_text(layout),
                 table=base64.b64decode(data.pop("table"), validate=True),
                 files=[DataFile(*(file[one.name] for one in fields(DataFile))) for file in files],
                 **{one.name: data[one.name] for one in fields(cls) if one.name in data},
             )
-            part.check(what)
+            manifest.check(what)
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(f"{what} is not a manifest: {error}") from None
-        return part
+        return manifest
 
 
 # -- JSON with types --

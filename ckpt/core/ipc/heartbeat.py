@@ -116,7 +116,7 @@ STATES = ("opening", "training", "paused", "restoring", "leaving")
 _MAGIC = 0x3230_4553_4C55_5031
 _SEALS = 0x0001 | 0x0002 | 0x0004
 _ADD_SEALS = 1033
-# Fields: magic, calls, step, when (ns), state, updates, paused (ns); written by the writer: usual (ns)
+# Fields: magic, calls, step, when (ns), state, updates, paused (ns); written by the writer: usual (ns); then: handled
 _RING, _ENTRIES, _WIDTH = PAGE // 8, 512, 8  # each entry: step, when (ns), stalled (ns), saves, skipped, paused (ns)
 _SIZE = PAGE + 8 * _ENTRIES * _WIDTH
 
@@ -207,6 +207,12 @@ class Heartbeat:
         """Record that an optimizer step begins."""
         self._at[5] += 1
 
+    # -- another thread of the trainer --
+
+    def handle(self) -> None:
+        """Record that the fault handler has received a `FaultNote`, and handles it."""
+        self._at[8] += 1
+
     # -- the writer --
 
     @property
@@ -228,6 +234,11 @@ class Heartbeat:
         raw = [list(at[(entry := _RING + n % _ENTRIES * _WIDTH) : entry + 6]) for n in numbers]
         spoilt = max(0, at[1] + 1 - _ENTRIES - numbers.start)  # overwritten before or during this read
         return now, [StepDone(e[0], e[1] / 1e9, e[2] / 1e9, e[3], e[4], e[5] / 1e9) for e in raw[spoilt:]]
+
+    @property
+    def handled(self) -> int:
+        """Return the number of calls of `handle`."""
+        return self._at[8]
 
     @property
     def step(self) -> int:

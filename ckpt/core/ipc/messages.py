@@ -1,22 +1,16 @@
 """Typed messages between trainer and writer: encoding, decoding, and validation on arrival.
 
-    Request   from a trainer, a tool or another writer to a writer, which replies   `requests`, `watch_requests`
-    Note      from a writer to its trainer, which sends no reply                    `notes`
+    Request   from a trainer, a tool or another writer to a writer, which replies: a method below `@handles` of
+              `ckpt.core.writer.held_run` processes it
+    Note      from a writer to its trainer, which sends no reply: `WriterSupervisor.hear` subscribes to it
 
 On the wire, a message is a JSON object: `op` is its name, `id` is the number of a request and its reply, `fds` is the
 number of descriptors sent with it, and all other keys are fields. A message that is unknown, malformed or too long is
 rejected with an error that names it. A trainer and a writer with different values of `PROTOCOL` do not use each other,
 because they can exchange only errors.
 
-Notes: messages from a writer to its trainer without a request. Modules of the trainer subscribe to them with
-`WriterSupervisor.hear`.
-
-Requests to a writer, and its replies. Methods with the decorator `handles` in `ckpt.core.writer` process them.
-
 Arenas are identified by their id in hex, checkpoints by the text of their id, tiers by their number. Objects that other
 modules define (a layout, a fault, a tier) are sent as their JSON form, and validated when they are parsed.
-
-Requests about the trainer: its run metrics, its status, its faults. The others are in `ipc.messages`.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from msgspec import field
 from ckpt.errors import ProtocolError, from_wire, to_wire
 from ckpt.version import VERSION
 
-PROTOCOL = 10  # increase it whenever a message changes
+PROTOCOL = 11  # increase it whenever a message changes
 MIB = 1 << 20
 MOST_BYTES = 256 * MIB  # of any message
 MOST_NAME = 60  # maximum characters of an unknown name in an error
@@ -190,29 +184,24 @@ def refusal(name: str, problem: str) -> ProtocolError:
 # -- notes --
 
 
-class SlotReadNote(Note, frozen=True):
-    """A slot may be reused: all bytes of this checkpoint are in this tier, or will be copied there from a nearer one.
-    `checkpoint` is "" if the slot was being written when the trainer connected."""
+class StoredNote(Note, frozen=True):
+    """The bytes of a checkpoint are in a tier, or will be copied there from a nearer one: its slot may be reused.
+    `held`: instead, this node's disk has all its parts, and only those of other nodes are missing. `checkpoint`: "" if
+    the slot was being written when the trainer connected."""
 
-    arena: str
-    slot: int
     tier: int = -1
     checkpoint: str = ""
+    arena: str = ""
+    slot: int = -1
+    held: bool = False
 
 
-class HeldNote(Note, frozen=True):
-    """This node's disk has all its parts of a checkpoint. The other parts belong on the disks of other nodes."""
+class ProblemNote(Note, frozen=True):
+    """A warning for the trainer's log. `error`: the class of the error that its next call raises: "FencedError" if
+    another trainer has taken ownership of the run, "SaveError" if a checkpoint was read back and found damaged."""
 
-    tier: int
-    checkpoint: str
-
-
-class DamagedNote(Note, frozen=True):
-    """A checkpoint was read back and found damaged."""
-
-    tier: str
-    step: int
-    problems: list[str]
+    text: str
+    error: str = ""
 
 
 class CadenceNote(Note, frozen=True):
@@ -221,41 +210,8 @@ class CadenceNote(Note, frozen=True):
     decision: dict[str, Any]
 
 
-class SaidNote(Note, frozen=True):
-    """A warning for the trainer's log."""
-
-    text: str
-
-
-class FencedNote(Note, frozen=True):
-    """Another trainer has taken ownership of the run."""
-
-    text: str
-
-
-class PeerDiedNote(Note, frozen=True):
-    """Another rank of this node has died."""
-
-    rank: int
-    summary: str
-
-
-class SignalNote(Note, frozen=True):
-    """Signals that the writer has read from the trainer's wakeup socket; other handlers there may wait for them.
-    `numbers`: triggers among them that the trainer has not handled. The trainer replies with `Heard`."""
-
-    raw: list[int]
-    numbers: list[int]
-
-
-class TriggerNote(Note, frozen=True):
-    """A person requests a save from a shell."""
-
-    why: str
-
-
-class HangNote(Note, frozen=True):
-    """The trainer makes no progress. `evidence`: an `Evidence` of that. The trainer replies with `Heard`."""
+class Hang(Body, frozen=True):
+    """The trainer makes no progress. `evidence`: an `Evidence` of that."""
 
     idle_s: float
     limit_s: float
@@ -264,29 +220,36 @@ class HangNote(Note, frozen=True):
     evidence: dict[str, Any]
 
 
-class PressureNote(Note, frozen=True):
-    """Little memory is available. Sizes are in bytes."""
+class FaultNote(Note, frozen=True):
+    """`kind`: "hang", "memory" (little is available), "peer" (`rank` of this node has died), "trigger" (a person
+    requests a save), "signal": `raw` was read from the trainer's wakeup socket for other handlers there, and `numbers`
+    are triggers that it has not handled. The trainer counts hangs and triggers that it handles in its heartbeat."""
 
-    available: int
-    total: int
-    why: str
+    kind: str
+    why: str = ""
+    rank: int = -1
+    raw: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    hang: Hang | None = None
 
 
-# -- requests and replies --
+# -- ownership of the run --
 
 
 Json = dict[str, Any]
 Owner = tuple[int, str, str | None]  # term, nonce, and the checkpoint that it was restored from
 Digest = tuple[str, int, str, bool]  # checkpoint, rank, digests of its chunks in hex, True if computed late
 
-# -- ownership of the run --
-
 
 class LendReply(Body, frozen=True):
     """The memory of a writer. `trainer`: its process. `since`: when that connected, in seconds since 1970. `alive`: it
     runs, so no other process may continue its run. The descriptors of all `arenas` come with the reply; the `foreign`
     ones are read-only. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the
-    opened runs, by URL. `sees`: True if the writer sees the file `Lend.proof`."""
+    opened runs, by URL. `sees`: True if the writer sees the file `Lend.proof`.
+
+    For its next trainer: `writing_on`: processes (number and start time) whose devices may write to the arenas until
+    they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a tier, by arena;
+    `faults`: reports that no trainer has received yet."""
 
     pid: int
     alive: bool
@@ -298,40 +261,26 @@ class LendReply(Body, frozen=True):
     digests: list[Digest]
     acquires: list[Owner]
     roots: dict[str, str]
-    sees: bool
-    protocol: int = PROTOCOL
+    sees: bool = False
+    writing_on: list[tuple[int, int]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    writing: list[tuple[str, int]] = field(default_factory=list)
+    faults: list[Json] = field(default_factory=list)
+    protocol: int = field(default_factory=lambda: PROTOCOL)
     library: str = VERSION
 
 
 class Lend(Request[LendReply], frozen=True):
-    """Lend memory to another rank of this job, or of a new one, which only reads it. `look`: send no arenas. `digest`:
-    compute missing digests first. `fenced`: send no arenas, and read the log first, because the caller has fenced our
-    job there; WriterError if this writer leaves. `proof`: the name of a temporary file in the folder of the nearest
-    tier, which shows whether the writer sees the same folder."""
+    """Lend memory, which other ranks only read. `inherit`: serve this trainer from now on, unless yours lives. `look`:
+    send no arenas. `digest`: compute missing digests first. `fenced`: read the log first, because the caller has fenced
+    your job, and send no arenas. `proof`: a temporary file in the folder of the nearest tier, which you may see."""
 
+    inherit: bool = False
     proof: str = ""
     look: bool = False
     digest: bool = False
     fenced: bool = False
-    protocol: int = PROTOCOL
-    library: str = VERSION
-
-
-class GreetingReply(LendReply, frozen=True, kw_only=True):
-    """The memory that a trainer inherits. `writing_on`: processes (number and start time) whose devices may write to
-    the arenas until they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a
-    tier, by arena; `faults`: reports that no trainer has received yet."""
-
-    writing_on: list[tuple[int, int]]
-    lost: list[str]
-    writing: list[tuple[str, int]]
-    faults: list[Json]
-
-
-class Greeting(Request[GreetingReply], frozen=True):
-    """Serve this trainer from now on, unless the writer's own trainer lives."""
-
-    protocol: int = PROTOCOL
+    protocol: int = field(default_factory=lambda: PROTOCOL)
     library: str = VERSION
 
 
@@ -397,21 +346,12 @@ class OwnRun(Request[list[PartsHere]], frozen=True):
     next_nonces: list[str] = field(default_factory=list)
 
 
-class Resume(Request[None], frozen=True):
-    """All ranks have recovered: resume copies to further tiers that a crash interrupted."""
+class ContinueRun(Request[None], frozen=True):
+    """All ranks have recovered. `complete`: by tier, checkpoints of which the other nodes have their parts too.
+    `resume`: resume copies to further tiers that a crash interrupted."""
 
-
-class Complete(Request[None], frozen=True):
-    """The other nodes have their parts of these checkpoints too."""
-
-    tier: int
-    checkpoints: list[str]
-
-
-class Distrust(Request[None], frozen=True):
-    """A restore found damage in this tier: do not build increments on the checkpoints that are there now."""
-
-    url: str
+    complete: list[tuple[int, str]] = field(default_factory=list)
+    resume: bool = False
 
 
 class Leave(Request[None], frozen=True):
@@ -444,16 +384,12 @@ class AttachArena(Request[None], frozen=True):
     foreign: bool = False
 
 
-class WatchArena(Request[None], frozen=True):
-    """Watch the mutex of this arena, which the staging thread owns from now on."""
+class UseArena(Request[None], frozen=True):
+    """`used`: the staging thread owns the mutex of this arena from now on, so its owner's death must be noticed there.
+    Otherwise the arena is released."""
 
     arena: str
-
-
-class ReleaseArena(Request[None], frozen=True):
-    """Release the arena with this id."""
-
-    arena: str
+    used: bool
 
 
 class KnowLayout(Request[None], frozen=True):
@@ -469,14 +405,6 @@ class Partner(Request[Json], frozen=True):
 
     contact: Json | None = None
     rank: int = 0
-
-
-class Push(Request[None], frozen=True):
-    """Copy a sealed snapshot to the partner."""
-
-    arena: str
-    slot: int
-    checkpoint: str
 
 
 # -- saving --
@@ -510,15 +438,6 @@ class Retract(Request[None], frozen=True):
     reason: str
 
 
-class SavedInTier(Body, frozen=True):
-    """The result of saving a step to a tier; no `error` if it is durable."""
-
-    step: int
-    tier: str
-    seconds: float
-    error: str
-
-
 class KeptReply(Body, frozen=True):
     """The steps that a training keeps. `notes`: step, note, and whether it exists. `saved`: True if the requested step
     is a checkpoint of this history in some tier, or is being saved."""
@@ -537,6 +456,15 @@ class KeepSteps(Request[KeptReply], frozen=True):
     step: int = -1
 
 
+class SavedInTier(Body, frozen=True):
+    """The result of saving a step to a tier; no `error` if it is durable."""
+
+    step: int
+    tier: str
+    seconds: float
+    error: str
+
+
 class Persist(Request[list[SavedInTier]], frozen=True):
     """Make these snapshots durable now, and return the results. `far`: also save the newest one to the other tiers,
     which are farther away."""
@@ -549,11 +477,30 @@ class Persist(Request[list[SavedInTier]], frozen=True):
 # -- the trainer: run metrics, status, faults --
 
 
-# -- metrics and status --
+class CadenceOf(Body, frozen=True):
+    """The save interval of a tier, or of memory: in steps, or the fields of an `Auto`; `now`: the current one."""
+
+    name: str
+    every: int | tuple[float, float | None, float | None]
+    now: int
+    remote: bool
 
 
-class RestoreDone(Request[None], frozen=True):
-    """The trainer has called restore(). Fields of `cadence.ledger.Restore`, and the costs of saving until then."""
+class Books(Body, frozen=True):
+    """The run metrics to record, see `cadence.ledger.Account`. `decides`: propose save intervals to the trainer.
+    `again`: an earlier writer began the record."""
+
+    first_term: str
+    places: list[CadenceOf]
+    versions: dict[str, str]
+    decides: bool = False
+    cadence: Json | None = None
+    again: bool = False
+
+
+class RestoreDone(Body, frozen=True):
+    """A call of restore(). Fields of `cadence.ledger.Restore`, and the costs of saving until then. `term`: the term of
+    the job since then. `damaged`: the tier in which damage was found: no increment builds on its checkpoints."""
 
     at: float
     seconds: float
@@ -568,62 +515,39 @@ class RestoreDone(Request[None], frozen=True):
     repaired: int = 0
     passed_over: int = 0
     why: str = ""
+    damaged: str = ""
 
 
-class CadenceOf(Body, frozen=True):
-    """The save interval of a tier, or of memory: in steps, or the fields of an `Auto`; `now`: the current one."""
-
-    name: str
-    every: int | tuple[float, float | None, float | None]
-    now: int
-    remote: bool
-
-
-class KeepBooks(Request[None], frozen=True):
-    """Record the run metrics of the trainer from now on, see `cadence.ledger.Account`. Its heartbeat is sent along.
-    `decides`: propose save intervals to it. `again`: an earlier writer began the record. `term`: term of the job since
-    its last restore, "" for `first_term`."""
+class Introduce(Request[None], frozen=True):
+    """Report the status of this trainer from now on, and serve these metrics. Its heartbeat is sent along. `books`:
+    record its run metrics too, None on ranks that are not the first in the nearest tier. `restored`: restored before
+    this writer started."""
 
     descriptors = 1
-    first_term: str
-    rank: int
-    world: int
     url: str
-    opening: float
-    opened: float
-    places: list[CadenceOf]
-    versions: dict[str, str]
-    decides: bool = False
-    cadence: Json | None = None
-    again: bool = False
-    term: str = ""
-
-
-class SetCadence(Request[None], frozen=True):
-    """Use the other save intervals that the ranks have agreed on: a `Decision`."""
-
-    decision: Json
-
-
-class Show(Request[None], frozen=True):
-    """Report the status of this trainer from now on, and serve these metrics. Its heartbeat is sent along."""
-
-    descriptors = 1
-    place: str
     rank: int
     world: int
     local_rank: int
     opening: float
     opened: float
     metrics: Json | None = None
+    books: Books | None = None
     restored: RestoreDone | None = None
 
 
+class RunEvent(Request[None], frozen=True):
+    """The trainer has called restore(), or the ranks have agreed on other save intervals: a `Decision`."""
+
+    restored: RestoreDone | None = None
+    decision: Json | None = None
+
+
 class Look(Request[Json], frozen=True):
-    """Return the `RankStatus` of the trainer, to any process of this user."""
+    """Return the `RankStatus` of the trainer, to any process of this user. With `evidence`, return {"evidence": [...]}
+    instead: what the trainer is doing, as an `Evidence`, nothing if it is not watched; "node": also collect it from the
+    writers of the other trainers of this node; "own": do not."""
 
-
-# -- faults --
+    evidence: str = ""
 
 
 class Arm(Request[None], frozen=True):
@@ -639,31 +563,14 @@ class Arm(Request[None], frozen=True):
     echo: bool
 
 
-class Heard(Request[None], frozen=True):
-    """The fault handler has received the last note, and handles it."""
-
-
 class Report(Request[str], frozen=True):
     """Write the report of a `Fault`, and return its key. `ends`: the trainer exits because of it, so its death is not
-    reported again."""
+    reported again. `peer`: instead, another rank of this node has died, and its writer sends this."""
 
     most_bytes = MOST_BYTES
     fault: Json
     ends: bool = False
-
-
-class AskEvidence(Request[list[Json]], frozen=True):
-    """Return what the trainer is doing, as an `Evidence`, or [] if it is not watched. `node`: also collect the evidence
-    of the other trainers of this node from their writers, for the fault handler."""
-
-    node: bool = False
-
-
-class PeerDied(Request[None], frozen=True):
-    """Another rank of this node has died. Sent by its writer."""
-
-    rank: int
-    summary: str
+    peer: bool = False
 
 
 class TriggerSaveReply(Body, frozen=True):

@@ -168,7 +168,7 @@ class Acquire:
 class Commit:
     """A checkpoint.
 
-    parts: (rank, digest of its manifest) for every rank whose files are in this store, of `world` ranks that saved.
+    manifests: (rank, digest of its manifest) for every rank whose files are in this store, of `world` ranks that saved.
     index: digest of the index.
     needs: the older checkpoints that it was built on, in their order. It uses some of their data files. They may have
         been retired since; their data files stay as long as this checkpoint uses them.
@@ -177,7 +177,7 @@ class Commit:
 
     checkpoint: CheckpointId
     world: int
-    parts: tuple[tuple[int, str], ...]
+    manifests: tuple[tuple[int, str], ...]
     index: str
     finite: bool | None = None
     reason: str = "due"  # or "ring": an emergency save, or "late": saved after the trainer's death
@@ -191,7 +191,7 @@ class Commit:
     @property
     def whole(self) -> bool:
         """Return True if this store has the manifest of every rank."""
-        return len(self.parts) == self.world
+        return len(self.manifests) == self.world
 
     @property
     def full(self) -> bool:
@@ -345,12 +345,12 @@ TITLES = {  # for messages
 def _checked(body: dict[str, Any]) -> Commit:
     """Return the checkpoint of a COMMIT or HELD record. Raise CorruptError unless its ranks and values are valid."""
     checkpoint = CheckpointId.parse(body["checkpoint"])
-    parts = tuple((rank, digest) for rank, digest in body["manifests"])
+    manifests = tuple((rank, digest) for rank, digest in body["manifests"])
     world, index, finite = body["world"], body["index"], body["finite"]
-    if type(world) is not int or not 1 <= len(parts) <= world <= MAX_WORLD or not _is_digest(index):
+    if type(world) is not int or not 1 <= len(manifests) <= world <= MAX_WORLD or not _is_digest(index):
         raise CorruptError(f"checkpoint {checkpoint} has an impossible world or index")
     last = -1
-    for rank, digest in parts:
+    for rank, digest in manifests:
         if type(rank) is not int or not _is_digest(digest):
             raise CorruptError(f"impossible manifest of checkpoint {checkpoint}")
         if not last < rank < world:
@@ -361,7 +361,7 @@ def _checked(body: dict[str, Any]) -> Commit:
     needs, when = read_needs(body.get("needs", []), checkpoint), body["time"]
     if type(when) not in (int, float) or not 0 <= when < LAST_TIME:
         raise CorruptError(f"impossible time: {when!r}")
-    return Commit(checkpoint, world, parts, index, finite, str(body["reason"]), needs, when)
+    return Commit(checkpoint, world, manifests, index, finite, str(body["reason"]), needs, when)
 
 
 def commit_body(commit: Commit) -> dict[str, Any]:
@@ -369,7 +369,7 @@ def commit_body(commit: Commit) -> dict[str, Any]:
     body: dict[str, Any] = {
         "checkpoint": str(commit.checkpoint),
         "world": commit.world,
-        "manifests": [list(part) for part in commit.parts],
+        "manifests": [list(manifest) for manifest in commit.manifests],
         "index": commit.index,
         "finite": commit.finite,
         "reason": commit.reason,

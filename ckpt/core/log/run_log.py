@@ -545,7 +545,7 @@ class RunLog(LogFiles):
         state = self.state
         if state.next_seq == 0 or state.next_seq % SNAPSHOT_EVERY or state.damaged:
             return None
-        if sum(len(commit.parts) for commit in (*state.commits.values(), *state.held.values())) > MAX_PARTS:
+        if sum(len(commit.manifests) for commit in (*state.commits.values(), *state.held.values())) > MAX_PARTS:
             return None
         return Record("SNAPSHOT", summary(state), f"snapshot:{state.next_seq}")
 

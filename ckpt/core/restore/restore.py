@@ -305,7 +305,7 @@ def _rows(post: Any, place: int) -> Iterator[tuple[CheckpointId, int, list[int],
             yield CheckpointId.parse(text), size, ranks, finite, None
     for row in post["tiers"][place - 1] or () if place else ():
         commit = msgspec.convert(row, Commit)
-        yield commit.checkpoint, commit.world, [rank for rank, _ in commit.parts], commit.finite, row
+        yield commit.checkpoint, commit.world, [rank for rank, _ in commit.manifests], commit.finite, row
 
 
 def _described(posts: list[Any], candidates: list[Json]) -> Json:

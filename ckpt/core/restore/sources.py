@@ -325,7 +325,7 @@ class StoreSource(RestoreSource):
                 "values": part.values,
                 "table": base64.b64encode(part.table).decode(),
             }
-            for part in manifest.parts
+            for part in manifest.manifests
         ]
 
     def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
@@ -353,9 +353,9 @@ class StoreSource(RestoreSource):
     def remote(self) -> bool:
         return folder_of(self.tier) is None
 
-    async def _load(self, commit: Commit) -> read.Manifest:
+    async def _load(self, commit: Commit) -> read.Manifests:
         async with read.opened(self.tier) as store:
-            return await read.load_manifest(store, commit)
+            return await read.load_all(store, commit)
 
     async def _open(self, known: Layout | None) -> SavedState:
         async with read.opened(self.tier) as store:
@@ -373,7 +373,7 @@ class StoreSource(RestoreSource):
         table = self.saved.table
         if not self.partial:
             return np.ones(len(table.length), np.bool_)
-        mine = {rank for rank, _ in self._commit.parts} if self._commit is not None else set()
+        mine = {rank for rank, _ in self._commit.manifests} if self._commit is not None else set()
         return np.array([rank_of(key) in mine for key in table.files], np.bool_)[table.file]
 
     def read(self, chunks: Sequence[int], sink: Sink, room: Room | None = None) -> None:

@@ -23,7 +23,7 @@ from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import messages
 from ckpt.core.ipc.arena import MAX_SLOTS, Arena
 from ckpt.core.ipc.heartbeat import Process
-from ckpt.core.ipc.messages import SlotReadNote
+from ckpt.core.ipc.messages import StoredNote
 from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import World
 from ckpt.core.run.writer_link import REQUEST_S, CurrentWriter, WriterClient, WriterUser, start_thread
@@ -115,7 +115,6 @@ class SnapshotMemory(WriterUser):
         self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer was reading when it was found
         self._watched: tuple[WriterClient, bytes] | None = None  # the writer and the arena whose mutex it waits for
         self._attached: list[Future[tuple[None, list[int]]]] = []  # done when the next writer holds our arenas
-        self._copied = False  # True if another writer keeps a copy of this memory
 
     def arenas(self) -> list[Arena]:
         """Return the arenas that this rank's writer holds."""
@@ -154,7 +153,7 @@ class SnapshotMemory(WriterUser):
 
     # -- memory of earlier job attempts --
 
-    def inherit(self, hello: messages.GreetingReply, fds: list[int]) -> None:
+    def inherit(self, hello: messages.LendReply, fds: list[int]) -> None:
         """Map the memory of the writer that was found. The newest arena that this rank staged into is reused, and all
         others are only read. No slot is overwritten while the previous trainer may write to it or the writer reads
         it."""
@@ -175,7 +174,7 @@ class SnapshotMemory(WriterUser):
     def adopt(self) -> None:
         """Stage into the inherited arena. If it cannot be locked, it is only read. Damaged arenas are released."""
         for key in self.inherited.damaged:
-            self._writer.send(messages.ReleaseArena(key))
+            self._writer.send(messages.UseArena(key, used=False))
         if self._arriving is not None:
             try:
                 self._use(self._arriving)
@@ -223,7 +222,7 @@ class SnapshotMemory(WriterUser):
             client = client or self._writer.client
             if self._watched != (client, arena.id):
                 self._watched = client, arena.id
-                client.send(messages.WatchArena(arena.id.hex()))
+                client.send(messages.UseArena(arena.id.hex(), used=True))
 
     # -- more memory --
 
@@ -263,17 +262,13 @@ class SnapshotMemory(WriterUser):
         One may not be enough: if another rank is a step behind and dies, all ranks have only the previous step.
         """
         self._newer += sound
-        arena = self._stager.arena
-        if self._copied and arena is not None:
-            for slot, label in arena.sealed()[:1]:
-                self._writer.send(messages.Push(arena.id.hex(), slot, str(label.checkpoint)))
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
             return
         with self._writer.lock:
             busy = self._writer.in_use()
             for arena in self.all_arenas():
                 if arena not in (self._stager.arena, self._arriving) and arena.id not in busy:
-                    self._writer.send(messages.ReleaseArena(arena.id.hex()))
+                    self._writer.send(messages.UseArena(arena.id.hex(), used=False))
                     arena.close()
             self._spares = [arena for arena in self._spares if arena.id in busy]
             self.inherited.arenas = []
@@ -291,10 +286,6 @@ class SnapshotMemory(WriterUser):
     def count_anew(self) -> None:
         """Reset the count, because a new history begins."""
         self._newer, self.everyone = 0, False
-
-    def push_copies(self) -> None:
-        """Send a copy of each snapshot to another writer from now on."""
-        self._copied = True
 
     # -- the end --
 
@@ -388,7 +379,7 @@ class NextArena:
                 for fd in fds:
                     os.close(fd)
                 if client is not None:
-                    client.send(messages.ReleaseArena(key))
+                    client.send(messages.UseArena(key, used=False))
 
         if making is not None:
             making.add_done_callback(close)
@@ -426,7 +417,7 @@ class NextArena:
             arena = Arena.attach(fds[0])
         except OSError as error:
             os.close(fds[0])
-            self._writer.send(messages.ReleaseArena(key))
+            self._writer.send(messages.UseArena(key, used=False))
             self._refused_size = self._asked
             refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v")
             self._say_short(f"{refusal}. {NO_ROOM}")
@@ -525,7 +516,7 @@ class Writes(WriterUser):
             error = SaveError(str(error))
         write.done(error, write)
 
-    def on_stored(self, note: SlotReadNote) -> None:
+    def on_stored(self, note: StoredNote) -> None:
         with self._writer.lock:
             for write in self._writes:
                 if (write.tier, str(write.checkpoint)) == (note.tier, note.checkpoint):

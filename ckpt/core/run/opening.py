@@ -168,18 +168,6 @@ class RunOpener:
         ours = {(one.term, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
         return owner[:2] in ours or owner[1] in self._nonces
 
-    def resume(self) -> None:
-        """Resume interrupted copies to further tiers, after recovery has finished in all tiers."""
-        self._writer.send(messages.Resume())
-
-    def complete(self, tier: int, checkpoints: list[CheckpointId]) -> None:
-        """Commit these checkpoints, because all nodes store their parts."""
-        self._writer.send(messages.Complete(tier, [str(a) for a in checkpoints]))
-
-    def distrust(self, url: str) -> None:
-        """Make the next checkpoint of a tier a full one, because a restore found damage there."""
-        self._writer.send(messages.Distrust(url))
-
 
 def _row(acquire: Acquire) -> messages.Owner:
     return acquire.term, acquire.nonce, str(acquire.restored) if acquire.restored else None
@@ -194,7 +182,7 @@ RESPAWN_LIMIT = 3  # deaths of writers within RESPAWN_WINDOW_S, after which no f
 RESPAWN_WINDOW_S = 60.0
 TOLD = 4096  # bytes at the end of a writer's log that are searched for its last line
 
-Greeted = tuple[messages.GreetingReply, list[int]]
+Greeted = tuple[messages.LendReply, list[int]]
 Found = tuple[WriterClient, Greeted | None]
 """A writer, with its greeting reply and the descriptors of its arenas; None if it was just started."""
 
@@ -539,7 +527,7 @@ class HeldSnapshots:
         with _proof(self._run.tiers) as proof:
             for key in (key for key in keys if self._share(int(key.rpartition("-")[2]))):
                 with contextlib.suppress(CheckpointError):  # for example a writer of another version
-                    reply = channel.ask_once(key, messages.Lend(proof), FORMER_S)
+                    reply = channel.ask_once(key, messages.Lend(proof=proof), FORMER_S)
                     if reply is not None and is_ours(reply):
                         found.append(key)
         return found

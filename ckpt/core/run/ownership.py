@@ -19,7 +19,7 @@ import msgspec
 from ckpt.core.checkpoint.commits import Role
 from ckpt.core.format.boxes import partner
 from ckpt.core.format.manifest import CheckpointId
-from ckpt.core.ipc.messages import HeldNote, Partner
+from ckpt.core.ipc.messages import ContinueRun, Partner, StoredNote
 from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import Mailbox, World, together
 from ckpt.core.run.writer_supervisor import WriterSupervisor
@@ -75,7 +75,7 @@ class Ownership:
             found = together(world, "open", prepare, decide)
             self.has_checkpoints, self.cadence = found["has"], found["cadence"]
             self._assign_roles(found["roots"])
-            self.supervisor.hear(HeldNote, self._on_held)
+            self.supervisor.hear(StoredNote, self._on_stored)
             self.begin_term(found["term"], None, found["newest"])
             self._find_partner()
         except BaseException:
@@ -101,7 +101,6 @@ class Ownership:
             log.warning("Memory(replicas=2) needs a second node: all ranks are on one, so memory is kept once")
             return
         contacts = together(world, "partners", lambda: self.supervisor.client.ask(Partner()))
-        self.supervisor.memory.push_copies()
         self.supervisor.standing.tell(Partner(contacts[other], world.rank))
 
     # -- a new term, the same in all tiers; after a restore it continues from the restored checkpoint --
@@ -135,8 +134,8 @@ class Ownership:
             except CheckpointError as error:
                 world.leave(f"could not continue in the new term: {error}")
                 raise
-        if restored is None:
-            run.resume()
+        if restored is None:  # recovery has finished in all tiers
+            self.supervisor.writer.send(ContinueRun(resume=True))
 
     def _begin_term_together(self, restored: CheckpointId | None, floor: int) -> None:
         """Begin a term with separate agreements, for a single rank and for tiers on node-local disks."""
@@ -146,10 +145,9 @@ class Ownership:
             return [msgspec.structs.asdict(one) for one in run.own(owner, recover=restored is None)]
 
         complete = together(self._world, "own", own, _complete)
-        for i in range(len(self._tiers)):
-            checkpoints = [CheckpointId.parse(text) for number, text in complete if number == i]
-            if checkpoints and run.roles[i].place == 0:
-                run.complete(i, checkpoints)
+        first = [(tier, checkpoint) for tier, checkpoint in complete if run.roles[tier].place == 0]
+        if first:
+            self.supervisor.writer.send(ContinueRun(first))
 
     def _acquire(self, restored: CheckpointId | None, floor: int, *, all_ranks: bool = False) -> Acquire:
         """Acquire the tiers in which this rank is the lowest, in one term above `floor`. `all_ranks`: all do so."""
@@ -163,14 +161,19 @@ class Ownership:
                 point("run.taken")
                 return Acquire(terms[0], nonce, restored)
 
-    def _on_held(self, note: HeldNote) -> None:
+    def _on_stored(self, note: StoredNote) -> None:
         """Complete a checkpoint on node-local disks once every node has its parts. This node has them now."""
-        tier, checkpoint = note.tier, CheckpointId.parse(note.checkpoint)
-        if self.supervisor.run.roles[tier].place > 0:
+        tier, checkpoint = note.tier, note.checkpoint
+        if not note.held or self.supervisor.run.roles[tier].place > 0:
             return
-        roots, otherwise = sorted(set(self.roots[tier])), f"step {checkpoint.step} is on this node's disk only"
-        complete = partial(self.supervisor.run.complete, tier, [checkpoint])
-        self._when_all(f"held/{tier}/{checkpoint}", roots, self._timeout_s, complete, otherwise)
+        roots, step = sorted(set(self.roots[tier])), CheckpointId.parse(checkpoint).step
+        self._when_all(
+            f"held/{tier}/{checkpoint}",
+            roots,
+            self._timeout_s,
+            lambda: self.supervisor.writer.send(ContinueRun([(tier, checkpoint)])),
+            f"step {step} is on this node's disk only",
+        )
 
     def tell_newer(self, term: int) -> None:
         """Allow the release of older memory once every rank has newer snapshots, so that all share a newer step."""
@@ -183,7 +186,7 @@ class Ownership:
         self._when_all(f"newer/{term}", range(self._world.size), NEWER_S, note, otherwise)
 
     def _when_all(
-        self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], None], otherwise: str
+        self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], object], otherwise: str
     ) -> None:
         """Post a key in the background, and call `then` when all `ranks` have posted it. If that fails, log the warning
         `otherwise`."""

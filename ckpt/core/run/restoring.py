@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from ckpt.core.ipc.heartbeat import OPENING, RESTORING
-from ckpt.core.ipc.messages import KeepBooks, KeepSteps, KeptReply, RestoreDone, Show
+from ckpt.core.ipc.messages import Introduce, KeepSteps, KeptReply, RestoreDone, RunEvent
 from ckpt.core.log.records import THE_BEST
 from ckpt.core.ranks.world import together
 from ckpt.core.restore.restore import Candidates, Restored, restore_first
@@ -56,7 +56,7 @@ class Restoring:
                 self._finish(source, result, began)
             self.last = result
             found = result.step if source is not None else self._without(default, step, result)
-            self._tell(began)
+            self._tell(began, source)
             return found
         finally:
             heartbeat.touch(OPENING)
@@ -127,8 +127,6 @@ class Restoring:
     def _finish(self, source: RestoreSource, result: Restored, began: float) -> None:
         run, saver, supervisor = self._run, self._saver, self._run.supervisor
         run.ownership.begin_term(source.term, source.checkpoint)
-        if source.damaged:
-            supervisor.run.distrust(source.tier)
         run.heartbeat.went_back(source.checkpoint.step)
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(run.world.rank) if memory is not None else None
@@ -155,12 +153,12 @@ class Restoring:
         reading = run.capture.read()
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
-    def _tell(self, began: float) -> None:
+    def _tell(self, began: float, source: RestoreSource | None) -> None:
         """Report the restore to the writer, for the run metrics, and to subscribers."""
         run, result, stats = self._run, self.last, self._run.stats
         assert result is not None
         owner = run.supervisor.owner
-        request = RestoreDone(
+        done = RestoreDone(
             at=began,
             seconds=time.monotonic() - began,
             step=result.step,
@@ -174,10 +172,10 @@ class Restoring:
             repaired=len(result.repaired),
             passed_over=len(result.skipped),
             why=_first_reason(result),
+            damaged=source.tier if source is not None and source.damaged else "",
         )
-        run.supervisor.standing.amend(Show, restored=request)
-        run.supervisor.standing.amend(KeepBooks, term=request.term)
-        run.supervisor.writer.send(request)
+        run.supervisor.standing.amend(Introduce, restored=done)
+        run.supervisor.writer.send(RunEvent(restored=done))
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
             publish("restored", result.step, **facts)

@@ -24,7 +24,7 @@ from ckpt.core.cadence import cadence
 from ckpt.core.cadence.cadence import MEMORY
 from ckpt.core.cadence.ledger import Decision
 from ckpt.core.ipc.heartbeat import Heartbeat
-from ckpt.core.ipc.messages import CadenceNote, CadenceOf, SetCadence
+from ckpt.core.ipc.messages import CadenceNote, CadenceOf, RunEvent
 from ckpt.core.ranks.orders import Order, Orders
 from ckpt.core.ranks.world import World
 from ckpt.core.run.writer_link import start_thread
@@ -206,7 +206,7 @@ class Intervals:
         self._number = order.number
         if self._world.rank == 0:
             log.info("from step %d on: %s", order.step, "; ".join(cadence.lines(decision)))
-        self._supervisor.standing.tell(SetCadence(asdict(decision)))
+        self._supervisor.standing.tell(RunEvent(decision=asdict(decision)))
         publish("decided", order.step, every=dict(decision.every), why=dict(decision.why))
         return late
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,7 +31,7 @@ from ckpt.core.checkpoint.lease import Identity, identify
 from ckpt.core.format.boxes import Seat
 from ckpt.core.ipc import channel
 from ckpt.core.ipc.heartbeat import PAUSED, Heartbeat
-from ckpt.core.ipc.messages import CadenceNote, DamagedNote, KeepBooks, PeerDiedNote, Show
+from ckpt.core.ipc.messages import Books, CadenceNote, FaultNote, Introduce
 from ckpt.core.ranks.orders import Orders
 from ckpt.core.ranks.world import World
 from ckpt.core.run.ownership import Ownership
@@ -47,7 +47,6 @@ from ckpt.errors import (
     ClosedError,
     FencedError,
     InvalidArgumentError,
-    SaveError,
     SkippedError,
     UsageError,
 )
@@ -304,8 +303,7 @@ class TrainingRun:
         self.stager.gate.writer_pid = self.supervisor.writer.client.pid
         self.ends.callback(self.ownership.close)
         self.dead_ranks: dict[int, str] = {}  # how ranks on this machine were killed or crashed
-        self.supervisor.hear(PeerDiedNote, self._on_peer_died)
-        self.supervisor.hear(DamagedNote, self._on_damaged)
+        self.supervisor.hear(FaultNote, self._on_fault)
         self.supervisor.on_failure = self.errors.note
         self.errors.fenced = self.supervisor.writer.lost  # if another job took ownership during opening
         self.orders = Orders(self.world)
@@ -356,55 +354,38 @@ class TrainingRun:
 
     def introduce(self) -> None:
         """Make the writer record run metrics, publish this rank's state, and prepare memory."""
-        self._keep_books()
-        self._show()
-        if not self.ownership.has_checkpoints:  # otherwise prepare memory after restore(), which needs the cores
-            self.supervisor.memory.next.prepare(_predicted_size(self.capture), 1 << 14)
-
-    def _show(self) -> None:
-        """Make the writer publish the state of this rank, for `ckpt top` and metrics."""
-        seat, metrics = (self.world.rank, self.world.size, self.world.local_rank), self.settings.metrics
-        request = Show(
-            self.settings.url,
-            *seat,
+        first = self.supervisor.run.roles[0].place == 0 if self.tiers else self.world.rank == 0
+        books, metrics = self._books() if first else None, self.settings.metrics
+        request = Introduce(
+            url=self.settings.url,
+            rank=self.world.rank,
+            world=self.world.size,
+            local_rank=self.world.local_rank,
             opening=self.began,
             opened=time.monotonic(),
             metrics=None if metrics is None else metrics.to_json(),
+            books=books,
         )
-        self.supervisor.standing.tell(request, (self.heartbeat.fd,))
+        self.supervisor.hear(CadenceNote, self.intervals.propose)
+        later = request if books is None else replace(request, books=replace(books, again=True))
+        self.supervisor.standing.tell(request, (self.heartbeat.fd,), later=later)
+        if not self.ownership.has_checkpoints:  # otherwise prepare memory after restore(), which needs the cores
+            self.supervisor.memory.next.prepare(_predicted_size(self.capture), 1 << 14)
 
-    def _keep_books(self) -> None:
-        """Make the writer record run metrics, if this rank is the first one in the nearest tier."""
-        if self.supervisor.run.roles[0].place > 0 if self.tiers else self.world.rank > 0:
-            return
+    def _books(self) -> Books:
+        """Return the run metrics that the writer of the first rank in the nearest tier records."""
         owner = self.supervisor.owner
-        request = KeepBooks(
+        return Books(
             first_term=f"{owner.term}.{owner.nonce}",
-            rank=self.world.rank,
-            world=self.world.size,
-            url=self.settings.url,
-            opening=self.began,
-            opened=time.monotonic(),
             places=self.intervals.places(),
             versions={"everystep": VERSION, "torch": torch.__version__, "python": platform.python_version()},
             decides=self.world.rank == 0,
             cadence=self.intervals.began,
         )
-        self.supervisor.hear(CadenceNote, self.intervals.propose)
-        later = msgspec.structs.replace(request, again=True)
-        self.supervisor.standing.tell(request, (self.heartbeat.fd,), later=later)
 
-    def _on_peer_died(self, note: PeerDiedNote) -> None:
-        self.dead_ranks[note.rank] = note.summary
-
-    def _on_damaged(self, note: DamagedNote) -> None:
-        problems = "; ".join(note.problems)
-        self.errors.note(
-            SaveError(
-                f"step {note.step} in {note.tier} is damaged on disk: {problems}. Training can go on: the next "
-                f"checkpoint does not build on it. `ckpt repair {note.tier}` says what can be mended"
-            )
-        )
+    def _on_fault(self, note: FaultNote) -> None:
+        if note.kind == "peer":
+            self.dead_ranks[note.rank] = note.why
 
     # -- the progress of the training --
 

@@ -32,11 +32,11 @@ from ckpt.core.ipc.heartbeat import Process, number_in_proc
 from ckpt.core.ipc.messages import (
     PROTOCOL,
     REPLY,
-    FencedNote,
-    Greeting,
-    GreetingReply,
     Incoming,
+    Lend,
+    LendReply,
     Note,
+    ProblemNote,
     Request,
     encode,
     message_of,
@@ -219,9 +219,9 @@ class WriterClient:
                 raise
             raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
 
-    def greet(self, timeout_s: float, patient_s: float) -> tuple[GreetingReply, list[int]]:
+    def greet(self, timeout_s: float, patient_s: float) -> tuple[LendReply, list[int]]:
         """Become the trainer of this writer unless its own trainer lives. Return its memory. See `ask_patiently`."""
-        hello, fds = self.ask_patiently(Greeting(), timeout_s, patient_s)
+        hello, fds = self.ask_patiently(Lend(inherit=True), timeout_s, patient_s)
         self._process = self._found or Process.of(hello.pid)
         return hello, fds
 
@@ -356,7 +356,7 @@ class WriterClient:
             incoming.drop()
             log.warning("the writer says what is not understood: %s", error)
             return
-        self._fenced |= isinstance(note, FencedNote)
+        self._fenced |= isinstance(note, ProblemNote) and note.error == "FencedError"
         with self._lock:
             heard = self._on_note
             if heard is None:

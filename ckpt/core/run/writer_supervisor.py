@@ -20,7 +20,7 @@ from ckpt.core.run.memory import Acknowledgements, KnownLayouts, SnapshotMemory,
 from ckpt.core.run.opening import HeldSnapshots, Intruder, RunOpener, WriterFinder
 from ckpt.core.run.writer_link import CurrentWriter, StandingRequests, WriterClient
 from ckpt.core.snapshot.stage import Stager
-from ckpt.errors import CheckpointError, FencedError, WriterError
+from ckpt.errors import CheckpointError, FencedError, SaveError, WriterError
 from ckpt.events import log
 from ckpt.tiers import Memory, Tier
 
@@ -47,7 +47,7 @@ class WriterSupervisor:
         """`node`: see `SnapshotMemory`; called while the writer starts, because it reads the state. `root`: see
         `RunOpener`."""
         self._tiers, self._stager = tiers, stager
-        self._hears: dict[type[Note], Callable[[Any], None]] = {}
+        self._hears: dict[type[Note], list[Callable[[Any], None]]] = {}
         self._adopted = False
         self.faults: list[messages.Json] = []  # of earlier job attempts, not yet reported to a trainer
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
@@ -62,7 +62,8 @@ class WriterSupervisor:
         intruder = Intruder(tiers, takeover)
         self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, intruder)
         self._finder = WriterFinder(writer, self.run, key, tiers, intruder, node)
-        self._hear_all()
+        self.hear(messages.StoredNote, self._on_stored)
+        self.hear(messages.ProblemNote, self._on_problem)
         self._begin()
 
     def _begin(self) -> None:
@@ -114,32 +115,31 @@ class WriterSupervisor:
     def _listen(self, client: WriterClient) -> None:
         client.listen(self._on_note, self._on_lost)
 
-    def _hear_all(self) -> None:
-        """Register handlers for notes on memory and on the run. Other parts register their own handlers."""
-        self.hear(messages.SlotReadNote, self._on_read)
-        self.hear(messages.SaidNote, lambda note: log.warning("%s", note.text))
-        self.hear(messages.FencedNote, self._on_fenced)
-
     def hear(self, kind: type[N], handler: Callable[[N], None]) -> None:
-        """Call `handler` with notes of this type. Notes without a handler are dropped."""
-        self._hears[kind] = handler
+        """Call `handler` with notes of this type, after earlier handlers. Notes without a handler are dropped."""
+        self._hears.setdefault(kind, []).append(handler)
 
     def _on_note(self, note: Note) -> None:
-        if (handler := self._hears.get(type(note))) is not None:
+        for handler in self._hears.get(type(note), ()):
             handler(note)
 
-    def _on_read(self, note: messages.SlotReadNote) -> None:
-        if note.checkpoint:
-            self.writes.on_stored(note)
-        else:
+    def _on_stored(self, note: messages.StoredNote) -> None:
+        if not note.checkpoint:
             self.memory.on_read(note.arena, note.slot)
+        elif not note.held:
+            self.writes.on_stored(note)
 
-    def _on_fenced(self, note: messages.FencedNote) -> None:
-        error = FencedError(note.text)
-        with self.writer.lock:
-            self._lose(error)
-        self.acknowledgements.on_no_writer(error)
-        self.on_failure(error)
+    def _on_problem(self, note: messages.ProblemNote) -> None:
+        if note.error == "FencedError":
+            error = FencedError(note.text)
+            with self.writer.lock:
+                self._lose(error)
+            self.acknowledgements.on_no_writer(error)
+            self.on_failure(error)
+        elif note.error:
+            self.on_failure(SaveError(note.text))
+        else:
+            log.warning("%s", note.text)
 
     def _on_lost(self) -> None:
         """Replace the dead writer. The trainer maps the memory too, passes it to the next writer, and repeats writes.

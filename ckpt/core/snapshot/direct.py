@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ckpt.core.checkpoint.open_tier import open_place
-from ckpt.core.checkpoint.write import RankSnapshot, build_table, drop, finish_part, page_aligned, upload_from
+from ckpt.core.checkpoint.write import RankSnapshot, build_table, drop, finish_manifest, page_aligned, upload_from
 from ckpt.core.format.boxes import boxes_of_run
 from ckpt.core.format.columns import Replicas
 from ckpt.core.format.digest import chunk_hasher, file_digest
@@ -75,7 +75,7 @@ async def write_directly(
         except BaseException:
             await drop(store, [key])
             raise
-        await finish_part(store, snapshot, table, [file], reason="due", check=check_whole)
+        await finish_manifest(store, snapshot, table, [file], reason="due", check=check_whole)
     finally:
         await tier.store.aclose()
 

@@ -37,8 +37,7 @@ from ckpt.core.checkpoint import lease
 from ckpt.core.checkpoint.lease import Lease, LedgerFiles, find, read_back
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.ipc.heartbeat import Heartbeat, Process, StepDone, boot_id, namespace
-from ckpt.core.ipc.messages import CadenceNote, CadenceOf, KeepBooks, Note, RestoreDone
-from ckpt.core.writer.held_run import handles
+from ckpt.core.ipc.messages import Books, CadenceNote, CadenceOf, Introduce, Note, RestoreDone
 from ckpt.events import log
 from ckpt.store import LEASE
 
@@ -170,14 +169,14 @@ class Bookkeeper:
     # -- one trainer process --
 
     @harmless
-    def begin(self, request: KeepBooks, fds: list[int], pid: int) -> None:
-        """Begin the account of a trainer that has opened the run. `fds`: its heartbeat."""
+    def begin(self, request: Introduce, books: Books, heartbeat: int, pid: int) -> None:
+        """Begin the account of a trainer that has opened the run. `heartbeat`: its descriptor."""
         self.ended("died")  # the previous trainer, if its end was not reported
         self.stop()
         self._previous = self.account
         wall, mono = time.time(), time.monotonic()
         self.account = Account(
-            term=request.first_term,
+            term=books.first_term,
             rank=request.rank,
             world=request.world,
             host=socket.gethostname(),
@@ -191,17 +190,18 @@ class Bookkeeper:
             opening=request.opening,
             opened=request.opened,
             kept=mono,
-            versions=request.versions,
+            versions=books.versions,
         )
-        self._lease = Lease.of_trainer(request.term or request.first_term, self.token, request.rank, pid)
-        self._heartbeat = Heartbeat.attach(fds[0])
+        term = books.first_term if request.restored is None else request.restored.term
+        self._lease = Lease.of_trainer(term, self.token, request.rank, pid)
+        self._heartbeat = Heartbeat.attach(heartbeat)
         self._meter, self._row, self._writes = Meter(), _OpenRow(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True
         self._taken_up = False
-        self._advice = CadenceAdvice(request.places, self._meter, decides=request.decides)
-        self._taking_up = request.again
-        if request.cadence:
-            self.account.decisions.append(Decision(**request.cadence))
+        self._advice = CadenceAdvice(books.places, self._meter, decides=books.decides)
+        self._taking_up = books.again
+        if books.cadence:
+            self.account.decisions.append(Decision(**books.cadence))
         self._task = asyncio.get_running_loop().create_task(self._look())
 
     def stop(self) -> None:
@@ -306,7 +306,6 @@ class Bookkeeper:
         cost = (seconds, stalled, slowed, steps * quiet, paused, saves, skipped)
         self._row.add(account.rows, StepRow(done.when, done.step, steps, *cost))
 
-    @handles(RestoreDone)
     @harmless
     def restored(self, request: RestoreDone) -> None:
         """Record that the trainer has called restore()."""

@@ -32,16 +32,14 @@ from ckpt.core.ipc.channel import Channel
 from ckpt.core.ipc.heartbeat import Process, number_in_proc
 from ckpt.core.ipc.messages import (
     PROTOCOL,
-    FencedNote,
-    Greeting,
     Incoming,
     KeepSteps,
     KeptReply,
     Lend,
     Note,
     Owner,
+    ProblemNote,
     Request,
-    SaidNote,
     message_of,
     table,
 )
@@ -112,7 +110,7 @@ class Dispatch:
         return replies[0]
 
 
-def check_version(greeting: Greeting | Lend) -> None:
+def check_version(greeting: Lend) -> None:
     """Raise ProtocolError for a trainer of another version, before anything changes."""
     if greeting.protocol != PROTOCOL:
         raise ProtocolError(
@@ -205,7 +203,7 @@ class PresentTrainer:
         """Fence it, because another job owns the run: from now on all its requests fail."""
         events.log.warning("%s", error)
         self.fenced = error
-        self.tell(FencedNote(str(error)))
+        self.tell(ProblemNote(str(error), "FencedError"))
         self.dead = self.announced = True
         self.disown()
 
@@ -225,7 +223,7 @@ class PresentTrainer:
     def say(self, text: str) -> None:
         """Log a warning here and in the trainer."""
         events.log.warning("%s", text)
-        self.tell(SaidNote(text))
+        self.tell(ProblemNote(text))
 
     # -- connections --
 

@@ -20,7 +20,7 @@ a new owner from the run log. No message is such evidence. A trainer that leaves
     trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
     trainer leaves      `Leave(keep=True)` -> the same, though its process may live
     trainer closes      `Leave` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
-    a trainer comes     `Greeting` -> refused while ours lives; else it inherits: memory, history, fault reports
+    a trainer comes     `Lend(inherit=True)` -> refused while ours lives; else it inherits memory, history, reports
     another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`,
                         makes us read that: `_fence` notifies the trainer, releases memory, frees the name
 
@@ -34,7 +34,7 @@ Faults:
   process and the size of its memory. Only a takeover or the ledger may prove that it can be killed.
 - A process number is used again: processes are compared by number and start time, and waited for by pidfd.
 - Another user's process: the socket accepts only connections of this user.
-- A trainer dies while it opens the run: it is ours since its `Greeting`, so that death is one like any other.
+- A trainer dies while it opens the run: it is ours since its `Lend`, so that death is one like any other.
 - A restart has fewer local ranks: its ranks share the writers that no longer have a trainer. They borrow the memory
   (`Lend`), and have their own writers hold it (`AttachArena`) before the new job becomes the owner. The old writers
   read that in the log, and leave. With more local ranks, some find no writer, and start one.
@@ -43,7 +43,7 @@ Faults:
 - Memory of a dead trainer may be mapped by the new job, so `_fence` only closes it. Memory of a living trainer is used
   by no other process, so `_fence` also returns its pages to the system.
 - The trainer writes on after its death was noticed: devices may copy until the process has ended. The new trainer waits
-  for that before it overwrites a slot; `GreetingReply.writing_on` lists the processes.
+  for that before it overwrites a slot; `LendReply.writing_on` lists the processes.
 - A write is under way when memory is released: `PresentTrainer.check_not_fenced` fails it after its last read and
   before its manifest is stored, so that no other job can commit bytes of a released slot.
 """
@@ -283,7 +283,7 @@ class Life:
     # -- the end of a trainer --
 
     def _await_death(self) -> None:
-        """Wait for the end of the present trainer. `watch_arena` does the same for each arena, and is earlier."""
+        """Wait for the end of the present trainer. `use_arena` does the same for each arena, and is earlier."""
         self.background.thread(self._wait_gone, self.trainer.process)
         self.background.spawn(self._wait_crashed(self.trainer.crashed, self.trainer.adoptions))
 
@@ -291,10 +291,13 @@ class Life:
         await crashed.wait()
         self.died(adoptions)
 
-    @handles(messages.WatchArena)
-    def watch_arena(self, request: messages.WatchArena) -> None:
-        arena = self.held_memory.arenas[request.arena]
-        self.background.thread(self._wait_owner_died, arena, self.trainer.adoptions)
+    @handles(messages.UseArena)
+    def use_arena(self, request: messages.UseArena) -> None:
+        if request.used:
+            arena = self.held_memory.arenas[request.arena]
+            self.background.thread(self._wait_owner_died, arena, self.trainer.adoptions)
+        else:
+            self.held_memory.release(request.arena)
 
     def _wait_owner_died(self, arena: Arena, adoptions: int) -> None:
         """Wait in the mutex of the trainer's staging thread until it is unlocked or its owner dies."""
@@ -404,11 +407,9 @@ class Life:
 
     # -- a trainer comes --
 
-    @handles(messages.Greeting)
-    async def greet(self, request: messages.Greeting, caller: Caller) -> Answer:
+    async def _inherit(self, caller: Caller) -> Answer:
         """Serve this trainer from now on, unless ours lives. Raises InUseError for a trainer that this process cannot
         see, and WriterError if this writer leaves."""
-        check_version(request)
         trainer, memory = self.trainer, self.held_memory
         self.server.check_stays()
         lost = await self.run.lost()  # before anything changes
@@ -419,8 +420,9 @@ class Life:
         if trainer.left and lives:
             memory.foreign.update(memory.arenas)  # that process may copy into them until it ends
         shown = list(memory.arenas.values())
-        reply = messages.GreetingReply(
-            **self._held(shown, process),
+        reply = self._lent(
+            shown,
+            process,
             writing_on=[(one.pid, one.started) for one in trainer.writing_on if one != process],
             lost=lost,
             writing=list(self.parts.reads),
@@ -431,37 +433,40 @@ class Life:
             self.run.leaves_at = None
             trainer.adopted_by(caller.channel, process)
             self._await_death()
-        return Answer(reply, tuple(arena.fd for arena in shown))
+        return reply
 
     @handles(messages.Lend)
     async def lend(self, request: messages.Lend, caller: Caller) -> Answer:
         """Describe this writer's memory to another trainer. It gets the arenas themselves, and may keep them."""
         check_version(request)
+        if request.inherit:
+            return await self._inherit(caller)
         if request.digest:
             await asyncio.to_thread(self.held_memory.digest_ring)
         if request.fenced:
             await self._check_owner(everywhere=True)
             self.server.check_stays()
         shown = [] if request.look or request.fenced else self.held_memory.all()
-        held = self._held(shown, Process.of(link.peer_pid(caller.channel.sock)))
-        held["sees"] = bool(request.proof) and self.run.sees(request.proof)
-        return Answer(messages.LendReply(**held), tuple(arena.fd for arena in shown))
+        sees = bool(request.proof) and self.run.sees(request.proof)
+        return self._lent(shown, Process.of(link.peer_pid(caller.channel.sock)), sees=sees)
 
-    def _held(self, shown: list[Arena], process: Process) -> dict[str, Any]:
+    def _lent(self, shown: list[Arena], process: Process, **more: Any) -> Answer:
+        """Return the reply to `process`, with these arenas. `more`: further fields of it."""
         trainer, memory = self.trainer, self.held_memory
-        return {
-            "pid": os.getpid(),
-            "alive": process != trainer.process and trainer.process.alive and not trainer.dead,
-            "trainer": trainer.pid,
-            "since": trainer.since,
-            "arenas": [arena.id.hex() for arena in shown],
-            "foreign": list(memory.foreign),
-            "layouts": memory.layouts_in_use(shown),
-            "digests": memory.known_digests(),
-            "acquires": [(a.term, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
-            "roots": self.run.roots,
-            "sees": False,
-        }
+        reply = messages.LendReply(
+            pid=os.getpid(),
+            alive=process != trainer.process and trainer.process.alive and not trainer.dead,
+            trainer=trainer.pid,
+            since=trainer.since,
+            arenas=[arena.id.hex() for arena in shown],
+            foreign=list(memory.foreign),
+            layouts=memory.layouts_in_use(shown),
+            digests=memory.known_digests(),
+            acquires=[(a.term, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
+            roots=self.run.roots,
+            **more,
+        )
+        return Answer(reply, tuple(arena.fd for arena in shown))
 
     # -- another job owns the run --
 

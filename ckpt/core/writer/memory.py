@@ -111,12 +111,10 @@ class HeldMemory:
         for key, arena in list(self.arenas.items()):
             for slot in range(arena.slots):
                 arena.give_up(slot)
-            self.release(messages.ReleaseArena(key))
+            self.release(key)
 
-    @handles(messages.ReleaseArena)
-    def release(self, request: messages.ReleaseArena) -> None:
+    def release(self, key: str) -> None:
         """Release an arena that this writer holds."""
-        key = request.arena
         arena = self.arenas.pop(key, None)
         if arena is not None:
             self.keeping.pop(key).let_go()

@@ -7,6 +7,7 @@ OwnRun       all ranks know the owner: finish or abort the checkpoints that earl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from ckpt.core.checkpoint.lease import Lease, check_free, last_decision, read_ba
 from ckpt.core.checkpoint.open_tier import OpenTier, open_place, renew
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import messages
-from ckpt.core.ipc.messages import PartsHere, SaidNote, TierFound
+from ckpt.core.ipc.messages import PartsHere, ProblemNote, TierFound
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, acquire_of, handles
 from ckpt.core.writer.memory import HeldMemory
@@ -57,7 +58,7 @@ class TierOpener:
                 raise self._as_it_stands(error, str(spec["url"]), tiers) from error
         if request.check:
             for tier in (tier for tier in tiers if tier.opened):
-                await check_free(tier.log, lambda text: self.trainer.tell(SaidNote(text)), self._has_ended)
+                await check_free(tier.log, lambda text: self.trainer.tell(ProblemNote(text)), self._has_ended)
         run.check_still(begun)
         run.tiers = tiers
         for tier in tiers:  # drop bases that were kept for a tier that was removed
@@ -91,7 +92,7 @@ class TierOpener:
         # The tier is new, or its run was removed or replaced.
         tier = await open_place(spec, later=later, root=root, again=again)
         if caveat := getattr(tier.store, "caveat", ""):
-            self.trainer.tell(SaidNote(caveat))
+            self.trainer.tell(ProblemNote(caveat))
         tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
         return tier
 
@@ -146,35 +147,42 @@ class TierOpener:
         if not tier.role.partial:
             return []
         held = {**tier.log.state.held, **tier.log.state.commits}
-        return [PartsHere(number, str(a), one.world, [rank for rank, _ in one.parts]) for a, one in held.items()]
+        return [PartsHere(number, str(a), one.world, [rank for rank, _ in one.manifests]) for a, one in held.items()]
 
     # -- once it is open --
 
-    @handles(messages.KeepBooks)
-    def keep_books(self, request: messages.KeepBooks, caller: Caller) -> None:
-        self.books.begin(request, caller.fds, self.trainer.pid)
+    @handles(messages.Introduce)
+    def introduce(self, request: messages.Introduce, caller: Caller) -> None:
+        if request.books is not None:
+            self.books.begin(request, request.books, os.dup(caller.fds[0]), self.trainer.pid)
+        self._distrust(request.restored)
 
-    @handles(messages.SetCadence)
-    def set_cadence(self, request: messages.SetCadence) -> None:
-        for tier in self.run.tiers:
-            tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
-        self.books.decided(Decision(**request.decision))
+    @handles(messages.RunEvent)
+    def on_event(self, request: messages.RunEvent) -> None:
+        if request.restored is not None:
+            self._distrust(request.restored)
+            self.books.restored(request.restored)
+        if request.decision is not None:
+            for tier in self.run.tiers:
+                tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
+            self.books.decided(Decision(**request.decision))
 
-    @handles(messages.Distrust)
-    def distrust(self, request: messages.Distrust) -> None:
-        """Stop building on present checkpoints, all of which are from earlier terms, because damage was found."""
-        for tier in (tier for tier in self.run.tiers if tier.url == request.url):
+    def _distrust(self, restored: messages.RestoreDone | None) -> None:
+        """Stop building on checkpoints of earlier terms in the tier in which a restore has found damage."""
+        for tier in (tier for tier in self.run.tiers if restored is not None and tier.url == restored.damaged):
             tier.encoder.distrust(CheckpointId(self.run.mine().term, 0, ""))
 
-    @handles(messages.Complete)
-    async def complete(self, request: messages.Complete) -> None:
-        """Commit these attempts, because the other nodes hold their parts too."""
-        tier = self.run.tiers[request.tier]
-        for checkpoint in request.checkpoints:
+    @handles(messages.ContinueRun)
+    async def complete(self, request: messages.ContinueRun) -> None:
+        """Commit these checkpoints, because the other nodes hold their parts too. Then resume interrupted copies."""
+        for number, checkpoint in request.complete:
+            tier = self.run.tiers[number]
             try:
                 await commits.complete(tier.log, self.run.mine(), CheckpointId.parse(checkpoint))
             except SaveError as error:  # a checkpoint that it builds on is gone, so it was aborted
                 events.log.warning("%s: %s", tier.url, error)
+        if request.resume:
+            self.promoter.begin_to_resume()
 
 
 def _found(tier: OpenTier) -> TierFound:

@@ -19,16 +19,16 @@ from ckpt.core.checkpoint import commits, retention
 from ckpt.core.checkpoint.commits import WHOLE_NEXT, Role, abort, commit_or_end, given_up
 from ckpt.core.checkpoint.encode import Encoder
 from ckpt.core.checkpoint.incremental import Bases, ByteSource, InMemory, bases_in, bases_near, no_bases
+from ckpt.core.checkpoint.manifests import intact_manifests, ranks_in
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.parts import ranks_in, sound_parts
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest
 from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import CheckpointId, folder_of, manifest_key
 from ckpt.core.format.manifest import owner as owner_of
 from ckpt.core.format.table import Table
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.messages import HeldNote, Retract, SaidNote, SlotReadNote
+from ckpt.core.ipc.messages import ProblemNote, Retract, StoredNote
 from ckpt.core.log.records import Acquire, RunState
 from ckpt.core.log.run_log import RunLog
 from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
@@ -61,9 +61,9 @@ class Settler:
         finally:
             self.settling[begun] -= 1
 
-    async def settle(self, tier: OpenTier, written: WrittenPart) -> None:
+    async def settle(self, tier: OpenTier, written: WrittenManifest) -> None:
         """Wait until a written part is a committed checkpoint in this tier. Raises SaveError if it was aborted."""
-        checkpoint = CheckpointId.parse(written.part.checkpoint)
+        checkpoint = CheckpointId.parse(written.manifest.checkpoint)
         try:
             await self._commit(tier, written)
             if checkpoint.step in (tier.notes or ()) and tier.role.place == 0:
@@ -76,27 +76,27 @@ class Settler:
         except Exception as error:
             if WHOLE_NEXT in str(error):
                 tier.encoder.distrust(checkpoint)
-            if written.part.world > 1:
+            if written.manifest.world > 1:
                 await self._give_up(tier, written, error)
             if checkpoint in tier.log.state.held:
                 self._sweep_soon(tier)  # other incomplete checkpoints may have to be removed
             if isinstance(error, RunGoneError):
-                await tier.remove_rest(checkpoint, written.part.rank)
+                await tier.remove_rest(checkpoint, written.manifest.rank)
             raise
         finally:
             tier.in_flight.discard(checkpoint)
         self.held_memory.forget_old()
         self._sweep_soon(tier)
 
-    async def _commit(self, tier: OpenTier, written: WrittenPart) -> None:
-        part, run = written.part, self.run
+    async def _commit(self, tier: OpenTier, written: WrittenManifest) -> None:
+        part, run = written.manifest, self.run
         number = run.tiers.index(tier) if tier in run.tiers else -1
         role = (
             tier.role
             if part.world == tier.role.world
             else commits.Role(tuple(range(part.world)), part.rank, part.world)
         )
-        held = HeldNote(number, part.checkpoint)
+        held = StoredNote(number, part.checkpoint, held=True)
         await run.as_owner(
             tier.log,
             lambda mine: settle(
@@ -107,7 +107,7 @@ class Settler:
                 encoder=tier.encoder,
                 deadline_s=run.commit_s * (FAR_PATIENCE if tier.store.remote else 1),
                 on_held=lambda: self.trainer.tell(held),
-                on_slow=lambda text: self.trainer.tell(SaidNote(text)),
+                on_slow=lambda text: self.trainer.tell(ProblemNote(text)),
             ),
         )
 
@@ -131,10 +131,10 @@ class Settler:
                 listed = [info.key async for info in tier.log.store.list(folder_of(checkpoint))]
                 await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == checkpoint])
 
-    async def _give_up(self, tier: OpenTier, written: WrittenPart, error: Exception) -> None:
+    async def _give_up(self, tier: OpenTier, written: WrittenManifest, error: Exception) -> None:
         """Abort a checkpoint whose commit failed here, so that other ranks do not wait; delete our part if it was
         aborted."""
-        part, checkpoint = written.part, CheckpointId.parse(written.part.checkpoint)
+        part, checkpoint = written.manifest, CheckpointId.parse(written.manifest.checkpoint)
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
                 await commits.abort(tier.log, self.run.mine(), checkpoint, f"rank {part.rank}: {error}")
@@ -160,12 +160,12 @@ class Settler:
             raise failures[0]
 
 
-def own_bytes(written: WrittenPart | None) -> int:
+def own_bytes(written: WrittenManifest | None) -> int:
     """Return the bytes stored for a part, without those that it shares with older checkpoints."""
     if written is None:
         return 0
-    checkpoint = CheckpointId.parse(written.part.checkpoint)
-    return sum(file.size for file in written.part.files if owner_of(file.key) == checkpoint)
+    checkpoint = CheckpointId.parse(written.manifest.checkpoint)
+    return sum(file.size for file in written.manifest.files if owner_of(file.key) == checkpoint)
 
 
 @dataclass(eq=False)
@@ -185,7 +185,7 @@ class PartWriter:
 
     @contextlib.contextmanager
     def reading(self, arena: Arena, slot: int) -> Iterator[None]:
-        """Mark a slot as being read. A trainer that inherits the memory does not overwrite it until `SlotReadNote`."""
+        """Mark a slot as being read. A trainer that inherits the memory does not overwrite it until `StoredNote`."""
         key, adopted = (arena.id.hex(), slot), self.trainer.adoptions
         self.reads[key] = self.reads.get(key, 0) + 1
         try:
@@ -195,11 +195,11 @@ class PartWriter:
             if not self.reads[key]:
                 del self.reads[key]
                 if adopted != self.trainer.adoptions:  # the new trainer waits for the end of this read
-                    self.trainer.tell(SlotReadNote(arena.id.hex(), slot))
+                    self.trainer.tell(StoredNote(arena=arena.id.hex(), slot=slot))
 
     async def store(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True
-    ) -> WrittenPart | None:
+    ) -> WrittenManifest | None:
         """Write this rank's part from memory. Return None if the step is a checkpoint already.
 
         With a single rank, a failed checkpoint stays open. It may be retried with other files, or recovery ends it.
@@ -233,7 +233,7 @@ class PartWriter:
         layout: Layout,
         checkpoint: CheckpointId,
         reason: str,
-    ) -> WrittenPart | None:
+    ) -> WrittenManifest | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
             self.trainer.check_not_fenced()  # otherwise the slot may have been released during the write
             # A living trainer may reuse the slot. It changes the label before the first byte.
@@ -271,7 +271,7 @@ class PartWriter:
         *,
         reason: str,
         check: Callable[[], None] = lambda: None,
-    ) -> WrittenPart:
+    ) -> WrittenManifest:
         """Write a part in the encoding of this tier, without chunks that the tier already has. `check` raises if the
         source has changed since."""
         checkpoint, layout, near = snapshot.checkpoint, snapshot.layout, self.run.near(tier)
@@ -311,22 +311,22 @@ def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bas
     return bases_near(near.store, find)
 
 
-def _anchor(tier: OpenTier, near: OpenTier, written: WrittenPart) -> None:
+def _anchor(tier: OpenTier, near: OpenTier, written: WrittenManifest) -> None:
     """Make the nearer tier keep the bases of increments in the further tier, if there are any."""
     if tier.encoder.policy.compression == "none" or not tier.encoder.uses_bases:
         near.anchors.pop(tier.url, None)
-    elif not written.part.needs:
-        near.anchors[tier.url] = CheckpointId.parse(written.part.checkpoint)
+    elif not written.manifest.needs:
+        near.anchors[tier.url] = CheckpointId.parse(written.manifest.checkpoint)
 
 
 async def _table_of(near: OpenTier, checkpoint: CheckpointId, rank: int) -> Table | None:
     """Return a rank's chunk table of a checkpoint in a nearer tier."""
     found = near.log.state.commits.get(checkpoint)
-    mine = next((part for part in found.parts if part[0] == rank), None) if found is not None else None
+    mine = next((part for part in found.manifests if part[0] == rank), None) if found is not None else None
     if mine is None:
         return None
     try:
-        return (await commits.load_part(near.store, checkpoint, rank, expected=mine[1])).table
+        return (await commits.load_manifest(near.store, checkpoint, rank, expected=mine[1])).table
     except (CorruptError, StoreError):
         return None
 
@@ -353,7 +353,7 @@ def _is_checkpoint(state: RunState, checkpoint: CheckpointId) -> bool:
 async def settle(
     log: RunLog,
     owner: Callable[[], Acquire],
-    own: WrittenPart,
+    own: WrittenManifest,
     role: Role,
     *,
     deadline_s: float,
@@ -367,7 +367,7 @@ async def settle(
     which has a record of damage there. `on_held` is called when this disk has all its parts, but the checkpoint also
     needs those of other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
     """
-    checkpoint = CheckpointId.parse(own.part.checkpoint)
+    checkpoint = CheckpointId.parse(own.manifest.checkpoint)
     remote = log.store.remote
     stagger_s, poll_s = (FAR_STAGGER_S, FAR_POLL_S) if remote else (STAGGER_S, POLL_S)
     report_s = FAR_REPORT_S if remote else REPORT_S
@@ -399,27 +399,29 @@ async def settle(
             await log.refresh()
 
 
-async def _present(store: Store, checkpoint: CheckpointId, own: WrittenPart, role: Role) -> list[WrittenPart] | None:
+async def _present(
+    store: Store, checkpoint: CheckpointId, own: WrittenManifest, role: Role
+) -> list[WrittenManifest] | None:
     """Return the parts that belong in this tier, None while some are missing."""
-    if role.ranks == (own.part.rank,):
+    if role.ranks == (own.manifest.rank,):
         return [own]
     keys = [info.key async for info in store.list(folder_of(checkpoint))]
     ready = ranks_in(keys)
     if not ready.issuperset(role.ranks):
         return None
-    found = await sound_parts(store, checkpoint, keys, own)
+    found = await intact_manifests(store, checkpoint, keys, own)
     return [found[rank] for rank in role.ranks] if found.keys() >= set(role.ranks) else None
 
 
-async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenPart, role: Role) -> str:
+async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenManifest, role: Role) -> str:
     """Return the ranks whose parts are not there, as text."""
     keys = [info.key async for info in store.list(folder_of(checkpoint))]
-    ready = (await sound_parts(store, checkpoint, keys, own)).keys()  # a damaged part counts as missing
+    ready = (await intact_manifests(store, checkpoint, keys, own)).keys()  # a damaged part counts as missing
     return ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
 
 
-async def _too_late(log: RunLog, mine: Acquire, own: WrittenPart, role: Role, deadline_s: float) -> None:
-    checkpoint = CheckpointId.parse(own.part.checkpoint)
+async def _too_late(log: RunLog, mine: Acquire, own: WrittenManifest, role: Role, deadline_s: float) -> None:
+    checkpoint = CheckpointId.parse(own.manifest.checkpoint)
     missing = await _missing(log.store, checkpoint, own, role)
     what = f"the parts of ranks {missing}" if missing else "the word that the disks of other nodes hold theirs"
     reason = f"{what} did not come within {deadline_s:g} s"

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from ckpt import events
 from ckpt.core.checkpoint import commits
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.write import WrittenPart
+from ckpt.core.checkpoint.write import WrittenManifest
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.messages import Persist, SavedInTier, SlotReadNote, WriteSlot, WriteSlotReply
+from ckpt.core.ipc.messages import Persist, SavedInTier, StoredNote, WriteSlot, WriteSlotReply
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
@@ -54,7 +54,7 @@ class Persister:
     async def write(self, request: WriteSlot) -> WriteSlotReply:
         """Make a checkpoint of a sealed slot in one tier.
 
-        `SlotReadNote` reports that the slot is free again. If a further tier is busy or fails, it gets the step from
+        `StoredNote` reports that the slot is free again. If a further tier is busy or fails, it gets the step from
         the nearest tier later, so that memory does not wait for a network.
         """
         tier, checkpoint = self._run.tiers[request.tier], CheckpointId.parse(request.checkpoint)
@@ -70,7 +70,7 @@ class Persister:
                 size = int(written.table.length[: written.table.owned].sum())
             return WriteSlotReply(size, save.stored)
 
-    async def _write(self, tier: OpenTier, checkpoint: CheckpointId, request: WriteSlot) -> WrittenPart | None:
+    async def _write(self, tier: OpenTier, checkpoint: CheckpointId, request: WriteSlot) -> WrittenManifest | None:
         near, stored = self._run.near(tier), self.parts.stored
         if near is not None and (near.url, checkpoint) not in stored and checkpoint not in near.log.state.commits:
             near = None  # the step is not scheduled there
@@ -98,11 +98,11 @@ class Persister:
         return written
 
     def _tell_stored(self, request: WriteSlot) -> None:
-        self._trainer.tell(SlotReadNote(request.arena, request.slot, request.tier, request.checkpoint))
+        self._trainer.tell(StoredNote(request.tier, request.checkpoint, request.arena, request.slot))
 
     async def _store(
         self, tier: OpenTier, near: OpenTier | None, checkpoint: CheckpointId, request: WriteSlot
-    ) -> WrittenPart | None:
+    ) -> WrittenManifest | None:
         """Write the part from memory or a nearer tier. Return None if it is a checkpoint already."""
         arena, slot = self._held_memory.arenas.get(request.arena), request.slot
         label = None if arena is None else arena.label(slot)
@@ -129,10 +129,10 @@ class Persister:
 
     async def _stored_before(
         self, tier: OpenTier, near: OpenTier | None, checkpoint: CheckpointId
-    ) -> WrittenPart | None:
+    ) -> WrittenManifest | None:
         if checkpoint in tier.log.state.commits:
             return None
-        written = await commits.stored_part(tier.log.store, checkpoint, tier.role.ranks[tier.role.place])
+        written = await commits.stored_manifest(tier.log.store, checkpoint, tier.role.ranks[tier.role.place])
         if written is not None:
             tier.in_flight.add(checkpoint)
             return written
@@ -143,7 +143,7 @@ class Persister:
 
     async def _store_far(
         self, tier: OpenTier, checkpoint: CheckpointId, arena: Arena, slot: int, label: Label, free: Callable[[], None]
-    ) -> WrittenPart | None:
+    ) -> WrittenManifest | None:
         """Write to a slow tier that has no nearer one. Only the newest step may wait for the one under way, so that
         training keeps the other slots."""
         tier.waiting += 1
@@ -332,7 +332,7 @@ class Drain:
             reason = "late" if self.trainer.dead else "ring"
             written = await self.parts.store(tier, arena, slot, label, reason)
             stored = True
-            if written is not None and written.part.world == 1:
+            if written is not None and written.manifest.world == 1:
                 with self.settler.under_way():
                     await self.settler.settle(tier, written)
             elif written is not None:  # other ranks may not have this step: do not wait for them here
@@ -345,13 +345,13 @@ class Drain:
             return stored and self.held_memory.layouts[label.layout].world > 1
         return True
 
-    async def _settle_late(self, tier: OpenTier, written: WrittenPart) -> None:
+    async def _settle_late(self, tier: OpenTier, written: WrittenManifest) -> None:
         with self.settler.under_way(OUT_OF_TURN):
             try:
                 await self.settler.settle(tier, written)
             except CheckpointError as error:
                 events.log.warning(
-                    "step %d is in memory only: %s", CheckpointId.parse(written.part.checkpoint).step, error
+                    "step %d is in memory only: %s", CheckpointId.parse(written.manifest.checkpoint).step, error
                 )
 
 

@@ -33,9 +33,9 @@ import psutil
 from ckpt import events
 from ckpt.core.checkpoint import chunks, commits
 from ckpt.core.checkpoint.incremental import InStore
+from ckpt.core.checkpoint.manifests import layout_of, load_manifest
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.parts import layout_of, load_part
-from ckpt.core.checkpoint.write import CHUNK, RankSnapshot, WrittenPart, upload_from
+from ckpt.core.checkpoint.write import CHUNK, RankSnapshot, WrittenManifest, upload_from
 from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.manifest import (
     MAX_JSON,
@@ -48,9 +48,8 @@ from ckpt.core.format.manifest import (
     rank_of,
 )
 from ckpt.core.format.table import Table
-from ckpt.core.ipc.messages import Resume
 from ckpt.core.log.run_log import Commit, RunLog, RunState
-from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
+from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.parts import PartWriter, Settler
 from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError, RunGoneError, SaveError, SkippedError
@@ -168,7 +167,7 @@ async def copy_part(
     expected: str | None = None,
     used: Set[str] = frozenset(),
     on_bytes: OnBytes = None,
-) -> WrittenPart:
+) -> WrittenManifest:
     """Copy one rank's manifest and the data files that it uses, including those of older checkpoints.
 
     Complete files in the target stay. Raise CorruptError if the source is damaged, or if a data file that the target
@@ -177,13 +176,13 @@ async def copy_part(
     expected: the digest of the manifest, if known.
     used: data files that checkpoints in the target use.
     """
-    written = await load_part(source, checkpoint, rank, expected=expected)
+    written = await load_manifest(source, checkpoint, rank, expected=expected)
     key = manifest_key(checkpoint, rank)
     if await _holds(target, key, written.digest):
         if on_bytes is not None:
-            on_bytes(sum(file.size for file in written.part.files))
+            on_bytes(sum(file.size for file in written.manifest.files))
         return written  # the manifest is copied last, so its data files are complete
-    for file in written.part.files:
+    for file in written.manifest.files:
         await _copy_file(source, target, file, written.table, file.key in used, on_bytes)
     await _put_once(target, key, await chunks.get(source, key, limit=MAX_JSON))
     return written
@@ -285,13 +284,13 @@ async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) 
     `counted`: data files that another checkpoint copies already. Those of this checkpoint are added.
     """
     files: dict[str, int] = {}
-    for rank, digest in commit.parts:  # one at a time, because there may be thousands
-        written = await load_part(log.store, commit.checkpoint, rank, expected=digest)
-        files |= {file.key: file.size for file in written.part.files}
+    for rank, digest in commit.manifests:  # one at a time, because there may be thousands
+        written = await load_manifest(log.store, commit.checkpoint, rank, expected=digest)
+        files |= {file.key: file.size for file in written.manifest.files}
     if counted is not None:
         files = {key: size for key, size in files.items() if key not in counted}
         counted.update(files)
-    return Size(len(files) + len(commit.parts) + 1, sum(files.values()))
+    return Size(len(files) + len(commit.manifests) + 1, sum(files.values()))
 
 
 # -- promotion --
@@ -364,7 +363,7 @@ class Promoter:
 
     async def promote(
         self, tier: OpenTier, near: OpenTier, checkpoint: CheckpointId, free: Callable[[], None]
-    ) -> WrittenPart | None:
+    ) -> WrittenManifest | None:
         """Copy this rank's part once a nearer tier has it. Return None if the attempt is a checkpoint already.
 
         `free` is called when memory is no longer needed for it. Raises SkippedError if the further tier is too slow.
@@ -386,7 +385,7 @@ class Promoter:
                 if tier.log.state.ended(checkpoint):
                     tier.in_flight.discard(checkpoint)
                     return None
-                here = await commits.stored_part(near.store, checkpoint, rank)
+                here = await commits.stored_manifest(near.store, checkpoint, rank)
                 if here is None:
                     raise SaveError(f"step {checkpoint.step} is no longer in {near.url}")
                 written = await self._transfer(tier, near, here)
@@ -401,10 +400,10 @@ class Promoter:
         finally:
             tier.waiting -= 1
 
-    async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenPart) -> WrittenPart:
+    async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenManifest) -> WrittenManifest:
         """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
-        checkpoint, part = CheckpointId.parse(here.part.checkpoint), here.part
-        there = await commits.stored_part(tier.store, checkpoint, part.rank)
+        checkpoint, part = CheckpointId.parse(here.manifest.checkpoint), here.manifest
+        there = await commits.stored_manifest(tier.store, checkpoint, part.rank)
         if there is not None:
             return there
         layout, source = layout_of(part, here.table), InStore(near.store, here.table)
@@ -443,8 +442,7 @@ class Promoter:
         """Return checkpoints whose copy from one tier to the other a crash has interrupted."""
         return pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().term)
 
-    @handles(Resume)
-    def begin_to_resume(self, request: Resume) -> None:
+    def begin_to_resume(self) -> None:
         """Resume copies when all ranks have recovered."""
         self._resuming = self.background.spawn(self.resume())
 
@@ -473,7 +471,7 @@ class Promoter:
 
     async def resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
         """Copy this rank's share of a checkpoint."""
-        mine = one.parts[near.role.place :: len(near.role.ranks)]
+        mine = one.manifests[near.role.place :: len(near.role.ranks)]
         if not mine:
             return
         near.promoting[one.checkpoint] += 1
@@ -481,14 +479,15 @@ class Promoter:
         try:
             async with tier.busy:
                 here = [
-                    await commits.load_part(near.store, one.checkpoint, rank, expected=digest) for rank, digest in mine
+                    await commits.load_manifest(near.store, one.checkpoint, rank, expected=digest)
+                    for rank, digest in mine
                 ]
                 await tier.prepare()
                 try:
                     written = [await self._transfer(tier, near, part) for part in here]
                 except RunGoneError:
                     for part in here:
-                        await tier.remove_rest(one.checkpoint, part.part.rank)
+                        await tier.remove_rest(one.checkpoint, part.manifest.rank)
                     raise
             await self.settler.settle(tier, written[0])
         finally:

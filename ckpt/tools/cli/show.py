@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from ckpt.core.checkpoint import lease, read
-from ckpt.core.checkpoint.parts import MANY, sizes_of_many
+from ckpt.core.checkpoint.manifests import MANY, sizes_of_many
 from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.index import Index
-from ckpt.core.format.manifest import CheckpointId, DataFile, Part, owner
+from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, owner
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.log.records import Commit
 from ckpt.errors import CheckpointError
@@ -134,38 +134,38 @@ async def _show(url: str, step: Which, only: str | None, every: bool) -> dict[st
 
 
 async def _contents(store: Store, commit: Commit, only: str | None, every: bool) -> dict[str, Any]:
-    """Read the contents; for many ranks only the requested part."""
-    found: read.Manifest | Index | None = None
-    if MANY < commit.world == len(commit.parts):
+    """Read the contents; for many ranks only the requested manifest."""
+    found: read.Manifests | Index | None = None
+    if MANY < commit.world == len(commit.manifests):
         found = await read.index_or_none(store, commit)
-    found = found or await read.load_manifest(store, commit)
-    whole = found if isinstance(found, read.Manifest) else None
+    found = found or await read.load_all(store, commit)
+    whole = found if isinstance(found, read.Manifests) else None
     saved = read.saved_by(found, commit, (store.url,))
     tensors = [t for t in describe.tensors_of(saved).values() if only is None or fnmatch.fnmatchcase(t.name, only)]
     if only is not None and not tensors:
         raise click.UsageError(f"no tensor of step {commit.step} matches {only!r}; * matches any text")
     keys = {t.name: saved.labels[t.name] for t in tensors if t.alias_of is None}
-    storages, parts = describe.Storages(commit.checkpoint, keys.values()), list[Part]()
+    storages, manifests = describe.Storages(commit.checkpoint, keys.values()), list[Manifest]()
     if whole is not None:
         storages.add(whole.table)
-        parts += whole.parts
+        manifests += whole.manifests
     elif every:
         async for share in read.in_turn(store, commit):
             some = await share
             storages.add(some.table)
-            parts += some.parts
-        saved.told({part.rank: part.values for part in parts})
+            manifests += some.manifests
+        saved.told({manifest.rank: manifest.values for manifest in manifests})
     elif only is not None:
         ranks = {rank for key in keys.values() for rank in saved.holders(key).tolist()}
         async for table in read.tables_in_turn(store, commit, sorted(ranks)):
             storages.add(table)
-    known = bool(parts) or only is not None
+    known = bool(manifests) or only is not None
     return {
         "tensors": [_tensor(t, storages.of(keys[t.name]) if t.name in keys and known else None) for t in tensors],
         "distinct_tensors": len(keys),
         "tensor_bytes": sum(t.bytes for t in tensors if t.name in keys),
-        **_entries_json(describe.entries_of(saved, once=not parts)),
-        **(_files(commit, parts, storages.used) if parts else await _listed(store, commit, saved)),
+        **_entries_json(describe.entries_of(saved, once=not manifests)),
+        **(_files(commit, manifests, storages.used) if manifests else await _listed(store, commit, saved)),
     }
 
 
@@ -188,11 +188,11 @@ def _entries_json(entries: describe.Entries) -> dict[str, Any]:
     }
 
 
-def _files(commit: Commit, parts: Sequence[Part], used: Mapping[str, int]) -> dict[str, Any]:
-    files = {file.key: file for part in parts for file in part.files}
+def _files(commit: Commit, manifests: Sequence[Manifest], used: Mapping[str, int]) -> dict[str, Any]:
+    files = {file.key: file for manifest in manifests for file in manifest.files}
     return {
-        "chain": max((part.chain for part in parts), default=0),
-        **{name: getattr(parts[0], name) for name in NOTES},
+        "chain": max((manifest.chain for manifest in manifests), default=0),
+        **{name: getattr(manifests[0], name) for name in NOTES},
         "stored_bytes": sum(file.size for file in files.values() if owner(file.key) == commit.checkpoint),
         "restore_bytes": sum(used.values()),
         **_older(commit, used),

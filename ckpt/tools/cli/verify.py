@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ckpt.core.checkpoint import chunks, losses, read, reference
-from ckpt.core.checkpoint.parts import MANY, load_index
+from ckpt.core.checkpoint.manifests import MANY, load_index
 from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.manifest import MAX_FORMAT, read_format
 from ckpt.core.log.run_log import Commit, RunLog
@@ -139,6 +139,6 @@ async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
                 index = await load_index(log.store, commit)
                 total += sum(index.spec(tensor).nbytes for tensor in range(len(index.keys)))
             else:
-                table = (await read.load_manifest(log.store, commit)).table
+                table = (await read.load_all(log.store, commit)).table
                 total += sum(b.nbytes for b in read.plan_reads(table, range(table.owned), far=log.store.remote))
     return total

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckpt.core.checkpoint import read
 from ckpt.core.checkpoint.commits import acquire, commit
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part
+from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, build_table, finish_manifest
 from ckpt.core.format.boxes import GLOBAL, Box, Dims
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import Layout, TensorSpec
@@ -145,11 +145,11 @@ async def _finish(folder: Path, checkpoint: CheckpointId, snapshots: list[RankSn
         await store.aclose()
 
 
-async def _part(store: Store, snapshot: RankSnapshot, sums: Sums) -> WrittenPart:
+async def _part(store: Store, snapshot: RankSnapshot, sums: Sums) -> WrittenManifest:
     layout, arrangement = snapshot.layout, snapshot.layout.arrangement
     key = data_key(snapshot.checkpoint, layout.rank)
     header = arrangement.header(metadata_of(key))
     file = DataFile(key, len(header) + arrangement.data_size, len(header), file_digest(header))
     digests = b"".join(sums[key][len(header) + chunk.offset] for chunk in arrangement.chunks)
     table = build_table(layout, key, digests)
-    return await finish_part(store, snapshot, table, [file], reason="exported")
+    return await finish_manifest(store, snapshot, table, [file], reason="exported")

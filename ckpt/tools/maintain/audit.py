@@ -20,7 +20,7 @@ import numpy as np
 from ckpt.core.checkpoint import chunks
 from ckpt.core.checkpoint.chunks import FAR_READ, PARALLEL, READ, near
 from ckpt.core.checkpoint.concurrent import all_of, of_each
-from ckpt.core.checkpoint.parts import MANY, layout_of, read_exact, read_header, table_of
+from ckpt.core.checkpoint.manifests import MANY, layout_of, read_exact, read_header, table_of
 from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.index import MAX_INDEX, Share, build
 from ckpt.core.format.layout import Layout
@@ -30,7 +30,7 @@ from ckpt.core.format.manifest import (
     STEPS,
     CheckpointId,
     DataFile,
-    Part,
+    Manifest,
     index_key,
     is_data,
     manifest_key,
@@ -260,21 +260,23 @@ class Audit:
 
     async def _structure(self, commit: Commit) -> None:
         """Read the index and the manifests of a checkpoint, some ranks at a time, and note its tables."""
-        key, many = index_key(commit.checkpoint), len(commit.parts) > MANY
+        key, many = index_key(commit.checkpoint), len(commit.manifests) > MANY
         ((raw, damage),) = await self._files(commit, [(key, commit.index, MAX_INDEX)])
         sheets, columns, shares = list[AuditedTable](), [self._ranges], list[Share]()
-        for start in range(0, len(commit.parts), MANY):
-            wanted = commit.parts[start : start + MANY]
-            for row, part, table in await self._ranks(commit, wanted):
+        for start in range(0, len(commit.manifests), MANY):
+            wanted = commit.manifests[start : start + MANY]
+            for row, manifest, table in await self._ranks(commit, wanted):
                 if raw is None:
-                    shares.append(Share(part.rank, part.world, part.layout, part.values, table.compact()))
+                    shares.append(
+                        Share(manifest.rank, manifest.world, manifest.layout, manifest.values, table.compact())
+                    )
                 sheet = AuditedTable(commit, table.files, row)
                 if not many:
-                    sheet.content, sheet.layout = table, _layout(part, table)
+                    sheet.content, sheet.layout = table, _layout(manifest, table)
                 sheets.append(sheet)
                 columns.append(self._ranges_of(table))
         self.sheets += sheets
-        if len(sheets) < len(commit.parts):
+        if len(sheets) < len(commit.manifests):
             self.found.unread.append((commit.checkpoint, "some of its manifests are lost"))
         elif damage is not None and raw is None and (made := _index_of(shares, commit)) is not None:
             damage.raw, damage.source = made, "the manifests of its ranks"
@@ -282,39 +284,39 @@ class Audit:
 
     async def _ranks(
         self, commit: Commit, rows: Sequence[tuple[int, str]]
-    ) -> list[tuple[tuple[int, str], Part, Table]]:
+    ) -> list[tuple[tuple[int, str], Manifest, Table]]:
         """Read the manifests of some ranks, as far as intact copies exist."""
         keys = [(manifest_key(commit.checkpoint, rank), digest, MAX_JSON) for rank, digest in rows]
-        found = list[tuple[tuple[int, str], Part, Table]]()
+        found = list[tuple[tuple[int, str], Manifest, Table]]()
         for row, (key, *_), (raw, _) in zip(rows, keys, await self._files(commit, keys), strict=True):
             if raw is not None:
                 try:
-                    part = Part.from_bytes(raw, key)
-                    found.append((row, part, table_of(part)))
+                    manifest = Manifest.from_bytes(raw, key)
+                    found.append((row, manifest, table_of(manifest)))
                 except (CorruptError, FormatError) as error:
                     self.found.unread.append((commit.checkpoint, str(error)))
                 else:
-                    self.infos.update({data_file.key: data_file for data_file in part.files})
+                    self.infos.update({data_file.key: data_file for data_file in manifest.files})
         return found
 
     async def load(self, sheet: AuditedTable) -> Table | None:
         """Return the table of a sheet, read again if it is not in memory. None if it is lost now."""
-        if sheet.content is None and sheet.part is not None:
-            part = await self._part(sheet.commit, sheet.part)
-            return None if part is None else table_of(part)
+        if sheet.content is None and sheet.manifest is not None:
+            manifest = await self._manifest_of(sheet.commit, sheet.manifest)
+            return None if manifest is None else table_of(manifest)
         return sheet.content
 
     async def _keep(self, sheet: AuditedTable) -> None:
         """Keep the table and the layout of a sheet in memory from here on."""
         sheet.content = await self.load(sheet)
-        if sheet.layout is None and sheet.part is not None:
-            part = await self._part(sheet.commit, sheet.part)
-            sheet.layout = None if part is None else _layout(part, table_of(part))
+        if sheet.layout is None and sheet.manifest is not None:
+            manifest = await self._manifest_of(sheet.commit, sheet.manifest)
+            sheet.layout = None if manifest is None else _layout(manifest, table_of(manifest))
 
-    async def _part(self, commit: Commit, row: tuple[int, str]) -> Part | None:
+    async def _manifest_of(self, commit: Commit, row: tuple[int, str]) -> Manifest | None:
         key = manifest_key(commit.checkpoint, row[0])
         raw, _ = await self._file(commit, key, row[1], MAX_JSON)
-        return None if raw is None else Part.from_bytes(raw, key)
+        return None if raw is None else Manifest.from_bytes(raw, key)
 
     async def _files(
         self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
@@ -352,9 +354,9 @@ def _index_of(shares: Sequence[Share], commit: Commit) -> bytes | None:
     return made if file_digest(made) == commit.index else None
 
 
-def _layout(part: Part, table: Table) -> Layout | None:
+def _layout(manifest: Manifest, table: Table) -> Layout | None:
     try:
-        return layout_of(part, table)
+        return layout_of(manifest, table)
     except CorruptError as error:
         logger.warning("%s", error)
         return None

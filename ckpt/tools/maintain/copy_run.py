@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from ckpt.core.checkpoint.commits import acquire, check_empty
 from ckpt.core.checkpoint.commits import commit as append_commit
 from ckpt.core.checkpoint.concurrent import of_each
-from ckpt.core.checkpoint.parts import MANY, load_part
+from ckpt.core.checkpoint.manifests import MANY, load_manifest
 from ckpt.core.checkpoint.retention import files_of
-from ckpt.core.checkpoint.write import WrittenPart
+from ckpt.core.checkpoint.write import WrittenManifest
 from ckpt.core.format.manifest import CheckpointId, folder_of, new_nonce
 from ckpt.core.log.records import Acquire, Commit, RunState, in_history
 from ckpt.core.log.run_log import RunLog
@@ -120,7 +120,7 @@ def why_not(near: RunState, far: RunState, commit: Commit) -> str:
     """Return why a checkpoint cannot be copied to another location, or an empty string. No side effects."""
     checkpoint = commit.checkpoint
     if not commit.whole:
-        have = f"files of only {len(commit.parts)} of its {commit.world} ranks"
+        have = f"files of only {len(commit.manifests)} of its {commit.world} ranks"
         return f"{have} are in the source: the others are on the disks of other nodes"
     if far.ended(checkpoint) and checkpoint not in far.commits:
         reason = far.reasons.get(checkpoint, "retired")
@@ -239,18 +239,18 @@ async def _blame(
 
 async def _copy_files(
     source: Store, target: Store, commit: Commit, used: Set[str], on_bytes: OnBytes
-) -> list[WrittenPart]:
-    many = len(commit.parts) > MANY
+) -> list[WrittenManifest]:
+    many = len(commit.manifests) > MANY
 
-    async def copy_rank(part: tuple[int, str]) -> WrittenPart:
-        rank, digest = part
+    async def copy_rank(manifest: tuple[int, str]) -> WrittenManifest:
+        rank, digest = manifest
         await promotion.copy_part(
             source, target, commit.checkpoint, rank, expected=digest, used=used, on_bytes=on_bytes
         )
         # read again for the sizes of its files
-        return await load_part(target, commit.checkpoint, rank, expected=digest, compact=many)
+        return await load_manifest(target, commit.checkpoint, rank, expected=digest, compact=many)
 
-    return await of_each(commit.parts, copy_rank, PARTS)
+    return await of_each(commit.manifests, copy_rank, PARTS)
 
 
 async def _lead(log: RunLog, after: Acquire | None, checkpoint: CheckpointId) -> Acquire:

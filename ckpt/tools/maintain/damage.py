@@ -25,11 +25,11 @@ class SoundCopy:
 @dataclass(eq=False)
 class AuditedTable:
     """A table of a live checkpoint, and the data files that it references. `layout`: that of its rank, for tables of
-    one rank. With thousands of ranks both are read again when needed. `part`: rank and digest of the manifest."""
+    one rank. With thousands of ranks both are read again when needed. `manifest`: rank and digest of the manifest."""
 
     commit: Commit
     files: tuple[str, ...]
-    part: tuple[int, str] | None = None
+    manifest: tuple[int, str] | None = None
     content: Table | None = None
     layout: Layout | None = None
 

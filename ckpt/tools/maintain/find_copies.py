@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt.core.checkpoint import chunks, read, write
 from ckpt.core.checkpoint.concurrent import of_each
-from ckpt.core.checkpoint.parts import MANY, read_header
+from ckpt.core.checkpoint.manifests import MANY, read_header
 from ckpt.core.format.codec import DELTA, RAW, word_of
 from ckpt.core.format.codec import encode as encoded_as
 from ckpt.core.format.digest import chunk_digest, file_digest

@@ -70,7 +70,7 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
     None for a full checkpoint that has no data file of some rank any more.
     """
     sizes: dict[tuple[CheckpointId | None, int | None], int] = {
-        (c.checkpoint, rank): 0 for c in commits for rank, _ in c.parts
+        (c.checkpoint, rank): 0 for c in commits for rank, _ in c.manifests
     }
     there, total = set(), 0
     async for info in log.store.list(STEPS):
@@ -81,7 +81,7 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
                 there.add(key)
     found: list[int | None] = []
     for commit in commits:
-        mine = [(commit.checkpoint, rank) for rank, _ in commit.parts]
+        mine = [(commit.checkpoint, rank) for rank, _ in commit.manifests]
         gone = commit.full and not there.issuperset(mine)
         found.append(None if gone else sum(sizes[key] for key in mine))
     return found, total

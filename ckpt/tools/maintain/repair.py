@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from ckpt.core.checkpoint import chunks
 from ckpt.core.checkpoint.concurrent import all_of
-from ckpt.core.checkpoint.parts import read_header
+from ckpt.core.checkpoint.manifests import read_header
 from ckpt.core.checkpoint.write import CHUNK, page_aligned
 from ckpt.core.format.digest import RangeHasher
 from ckpt.core.format.manifest import DataFile, is_data, owner

@@ -69,7 +69,7 @@ class Observers:
         self._trainer, self._run, self._held_memory = trainer, run, held_memory
         self._drain, self._books, self._reporter = drain, books, reporter
         self._serves = ""
-        self._told: watch.Show | None = None
+        self._told: watch.Introduce | None = None
         self._heartbeat: Heartbeat | None = None
         self._pid = 0
         self._stretch = _Stretch()
@@ -82,8 +82,8 @@ class Observers:
 
     # -- what the trainer says --
 
-    @handles(watch.Show)
-    async def show(self, request: watch.Show, caller: Caller) -> None:
+    @handles(watch.Introduce)
+    async def introduce(self, request: watch.Introduce, caller: Caller) -> None:
         """Register a trainer and its heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.close()
@@ -91,23 +91,27 @@ class Observers:
         self._stretch = _Stretch(request.opened)
         self._trained, self._restored = 0.0, None
         if request.restored is not None:  # restored before this writer started
-            self.restored(request.restored)
+            self._on_restored(request.restored)
         metrics = None if request.metrics is None else Metrics(**request.metrics)
         await self.exporter.begin(metrics, request.rank, request.local_rank)
 
-    @handles(watch.RestoreDone)
-    def restored(self, request: watch.RestoreDone) -> None:
+    @handles(watch.RunEvent)
+    def on_event(self, request: watch.RunEvent) -> None:
+        if request.restored is not None:
+            self._on_restored(request.restored)
+
+    def _on_restored(self, restore: watch.RestoreDone) -> None:
         """Record a call of restore()."""
         if self._heartbeat is None:
             return
-        at = request.at
+        at = restore.at
         before = [one for one in self._done(self._heartbeat) if one.when <= at]
         if before:
             self._trained += self._stretch.trained(before[-1])
         calls, later = self._heartbeat.since(0)
         calls -= sum(one.when > at for one in later)
-        self._stretch = _Stretch(at + request.seconds, calls, request.stalled, request.paused)
-        self._restored = request
+        self._stretch = _Stretch(at + restore.seconds, calls, restore.stalled, restore.paused)
+        self._restored = restore
 
     def _metrics_at(self, where: str) -> None:
         """Record the address of the endpoint, "" for none."""
@@ -117,6 +121,9 @@ class Observers:
 
     @handles(watch.Look)
     async def on_look(self, request: watch.Look) -> Json:
+        if request.evidence:
+            found = await self._reporter.evidence(node=request.evidence == "node")
+            return {"evidence": [one.to_json() for one in found]}
         return (await self.look()).to_json()
 
     async def look(self) -> RankStatus:
@@ -152,7 +159,7 @@ class Observers:
         now, last = time.monotonic(), self._reporter.last
         ended = now if self._trainer.ended_at is None else self._trainer.ended_at
         return RankStatus(
-            run=shown(told.place) if told else "",
+            run=shown(told.url) if told else "",
             at=time.time(),
             rank=told.rank if told else 0,
             world=told.world if told else 1,

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt.core.checkpoint import chunks
 from ckpt.core.checkpoint.concurrent import of_each
-from ckpt.core.checkpoint.incremental import WrittenPart as WrittenPart
+from ckpt.core.checkpoint.incremental import WrittenManifest as WrittenManifest
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.index import MAX_INDEX, Index
 from ckpt.core.format.layout import Layout
@@ -20,7 +20,7 @@ from ckpt.core.format.manifest import (
     MAX_JSON,
     CheckpointId,
     DataFile,
-    Part,
+    Manifest,
     folder_of,
     index_key,
     is_data,
@@ -35,7 +35,7 @@ from ckpt.events import log as logger
 from ckpt.store import Store
 
 FEW = 4  # data files; up to this number, each one's size is requested separately
-AT_ONCE = 16  # parts read concurrently
+AT_ONCE = 16  # manifests read concurrently
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 MANY = 64  # ranks; with more, manifests are read in batches, and only what is needed of each is kept
 
@@ -55,7 +55,7 @@ async def read_header(store: Store, file: DataFile) -> memoryview:
     return head
 
 
-async def load_part(
+async def load_manifest(
     store: Store,
     checkpoint: CheckpointId,
     rank: int,
@@ -63,49 +63,51 @@ async def load_part(
     expected: str | None = None,
     sizes: Mapping[str, int] = NO_SIZES,
     compact: bool = False,
-) -> WrittenPart:
-    """Read one rank's part. Verify its digest and the sizes of its data files.
+) -> WrittenManifest:
+    """Read one rank's manifest. Verify its digest and the sizes of its data files.
 
     sizes: known sizes of data files, by key.
     compact: keep only what the index needs.
     """
-    part, digest = await read_part(store, checkpoint, rank, expected=expected)
-    await check_sizes(store, part, sizes)
-    table = table_of(part)
+    manifest, digest = await read_manifest(store, checkpoint, rank, expected=expected)
+    await check_sizes(store, manifest, sizes)
+    table = table_of(manifest)
     if compact:
-        return WrittenPart(replace(part, files=[], table=b""), digest, table.compact())
-    return WrittenPart(part, digest, table)
+        return WrittenManifest(replace(manifest, files=[], table=b""), digest, table.compact())
+    return WrittenManifest(manifest, digest, table)
 
 
-async def load_parts(store: Store, checkpoint: CheckpointId, wanted: Sequence[tuple[int, str]]) -> list[WrittenPart]:
-    """Read parts, given rank and digest of each. With many ranks, keep only what the index needs."""
+async def load_manifests(
+    store: Store, checkpoint: CheckpointId, wanted: Sequence[tuple[int, str]]
+) -> list[WrittenManifest]:
+    """Read manifests, given rank and digest of each. With many ranks, keep only what the index needs."""
     sizes, many = await sizes_of_many(store, checkpoint, len(wanted)), len(wanted) > MANY
 
-    async def load(one: tuple[int, str]) -> WrittenPart:
-        return await load_part(store, checkpoint, one[0], expected=one[1], sizes=sizes, compact=many)
+    async def load(one: tuple[int, str]) -> WrittenManifest:
+        return await load_manifest(store, checkpoint, one[0], expected=one[1], sizes=sizes, compact=many)
 
     return await of_each(wanted, load)
 
 
-async def read_part(
+async def read_manifest(
     store: Store, checkpoint: CheckpointId, rank: int, *, expected: str | None = None
-) -> tuple[Part, str]:
-    """Read one rank's part. Return it and its digest."""
+) -> tuple[Manifest, str]:
+    """Read one rank's manifest. Return it and its digest."""
     what = manifest_key(checkpoint, rank)
     raw = await chunks.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
     if expected is not None and digest != expected:
         raise CorruptError(f"{what} is damaged: its digest is not the committed one")
-    part = Part.from_bytes(raw, what)
-    if (part.checkpoint, part.rank) != (str(checkpoint), rank):
-        raise CorruptError(f"{what} belongs to rank {part.rank} of checkpoint {part.checkpoint}")
-    return part, digest
+    manifest = Manifest.from_bytes(raw, what)
+    if (manifest.checkpoint, manifest.rank) != (str(checkpoint), rank):
+        raise CorruptError(f"{what} belongs to rank {manifest.rank} of checkpoint {manifest.checkpoint}")
+    return manifest, digest
 
 
-def table_of(part: Part) -> Table:
-    """Return the chunk table of a part. Raise CorruptError if it is damaged or exceeds the data files of the part."""
-    what = f"the table of {manifest_key(CheckpointId.parse(part.checkpoint), part.rank)}"
-    table, sizes = Table.from_bytes(part.table, what), {file.key: file.size for file in part.files}
+def table_of(manifest: Manifest) -> Table:
+    """Return the chunk table of a manifest. Raise CorruptError if it is damaged or exceeds its data files."""
+    what = f"the table of {manifest_key(CheckpointId.parse(manifest.checkpoint), manifest.rank)}"
+    table, sizes = Table.from_bytes(manifest.table, what), {file.key: file.size for file in manifest.files}
     if not sizes.keys() >= set(table.files):
         raise CorruptError(f"{what} names data files that its manifest does not")
     ends = np.zeros(len(table.files), np.int64)
@@ -116,21 +118,25 @@ def table_of(part: Part) -> Table:
     return table
 
 
-def layout_of(part: Part, table: Table, known: Layout | None = None) -> Layout:
-    """Return the layout of a part. Raise CorruptError if it is damaged.
+def layout_of(manifest: Manifest, table: Table, known: Layout | None = None) -> Layout:
+    """Return the layout of a manifest. Raise CorruptError if it is damaged.
 
     known: a layout that is returned if it is the same.
     """
-    same = known is not None and (known.rank, known.world, known.shared) == (part.rank, part.world, part.layout)
+    same = known is not None and (known.rank, known.world, known.shared) == (
+        manifest.rank,
+        manifest.world,
+        manifest.layout,
+    )
     if known is not None and same and SavedShards.of_layout(known).same(table.columns):
         return known
-    return Layout.of_manifest(part.layout, part.rank, part.world, table.columns.specs())
+    return Layout.of_manifest(manifest.layout, manifest.rank, manifest.world, table.columns.specs())
 
 
-async def check_sizes(store: Store, part: Part, known: Mapping[str, int] = NO_SIZES) -> None:
-    """Raise CorruptError if a data file of a part has a wrong size, NotFoundError if one is missing."""
-    there = await _sizes(store, part, known)
-    for file in part.files:
+async def check_sizes(store: Store, manifest: Manifest, known: Mapping[str, int] = NO_SIZES) -> None:
+    """Raise CorruptError if a data file of a manifest has a wrong size, NotFoundError if one is missing."""
+    there = await _sizes(store, manifest, known)
+    for file in manifest.files:
         if there[file.key] != file.size:
             raise CorruptError(f"{file.key} holds {there[file.key]} bytes, not {file.size}")
 
@@ -143,10 +149,10 @@ async def sizes_of_many(store: Store, checkpoint: CheckpointId, ranks: int) -> M
     return {info.key: info.size async for info in store.list(folder_of(checkpoint)) if is_data(info.key)}
 
 
-async def _sizes(store: Store, part: Part, known: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of all data files of a part. Raise NotFoundError if one is missing."""
-    found = {file.key: known[file.key] for file in part.files if file.key in known}
-    keys = [file.key for file in part.files if file.key not in found]
+async def _sizes(store: Store, manifest: Manifest, known: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of all data files of a manifest. Raise NotFoundError if one is missing."""
+    found = {file.key: known[file.key] for file in manifest.files if file.key in known}
+    keys = [file.key for file in manifest.files if file.key not in found]
     if store.remote and len(keys) > FEW:  # a listing replaces many requests
         for folder in sorted({key[: key.rfind("/") + 1] for key in keys}):
             found |= {info.key: info.size async for info in store.list(folder) if info.key in keys}
@@ -158,58 +164,58 @@ async def load_index(store: Store, commit: Commit) -> Index:
     """Read the index. Raise CorruptError or NotFoundError if it is damaged or missing."""
     key = index_key(commit.checkpoint)
     raw = await read_exact(store, key, commit.index, MAX_INDEX)
-    return Index.from_bytes(raw, key, commit.world, len(commit.parts))
+    return Index.from_bytes(raw, key, commit.world, len(commit.manifests))
 
 
 async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict[int, tuple[list[Any], Table]]:
     """Read the plain values and the tables of some ranks."""
-    known = dict(commit.parts)
+    known = dict(commit.manifests)
 
     async def one(rank: int) -> tuple[list[Any], Table]:
-        part, _ = await read_part(store, commit.checkpoint, rank, expected=known[rank])
-        if part.world != commit.world:
-            raise CorruptError(f"the part of rank {rank} at step {commit.step} is of another number of ranks")
-        return part.values, table_of(part)
+        manifest, _ = await read_manifest(store, commit.checkpoint, rank, expected=known[rank])
+        if manifest.world != commit.world:
+            raise CorruptError(f"the manifest of rank {rank} at step {commit.step} is of another number of ranks")
+        return manifest.values, table_of(manifest)
 
     return dict(zip(ranks, await of_each(ranks, one), strict=True))
 
 
-# -- parts of checkpoints without a log record --
+# -- manifests of checkpoints without a log record --
 
 
-async def stored_part(store: Store, checkpoint: CheckpointId, rank: int) -> WrittenPart | None:
-    """Return a rank's stored part of a checkpoint, or None if it is missing or damaged."""
+async def stored_manifest(store: Store, checkpoint: CheckpointId, rank: int) -> WrittenManifest | None:
+    """Return a rank's stored manifest of a checkpoint, or None if it is missing or damaged."""
     key = manifest_key(checkpoint, rank)
     keys = [info.key async for info in store.list(folder_of(checkpoint)) if info.key == key]
-    return (await sound_parts(store, checkpoint, keys)).get(rank)
+    return (await intact_manifests(store, checkpoint, keys)).get(rank)
 
 
-async def sound_parts(
-    store: Store, checkpoint: CheckpointId, keys: Iterable[str], own: WrittenPart | None = None
-) -> dict[int, WrittenPart]:
+async def intact_manifests(
+    store: Store, checkpoint: CheckpointId, keys: Iterable[str], own: WrittenManifest | None = None
+) -> dict[int, WrittenManifest]:
     """Read the manifests among some files of a checkpoint. Return those that are intact, by rank.
 
     With many ranks, keep only what the index needs of each. Raise StoreError if the store fails.
 
-    own: a part that need not be read.
+    own: a manifest that need not be read.
     """
-    found: dict[int, WrittenPart] = {} if own is None else {own.part.rank: own}
+    found: dict[int, WrittenManifest] = {} if own is None else {own.manifest.rank: own}
     wanted = sorted(ranks_in(keys) - found.keys())
     many = len(found) + len(wanted) > MANY
     sizes = await sizes_of_many(store, checkpoint, len(wanted))
     read = await of_each(wanted, functools.partial(_sound, store, checkpoint, sizes, many), AT_ONCE)
-    return found | {written.part.rank: written for written in read if written is not None}
+    return found | {written.manifest.rank: written for written in read if written is not None}
 
 
 async def _sound(
     store: Store, checkpoint: CheckpointId, sizes: Mapping[str, int], compact: bool, rank: int
-) -> WrittenPart | None:
+) -> WrittenManifest | None:
     for again in (store.remote, False):  # bytes from a bucket may have been damaged in transit
         try:
-            return await load_part(store, checkpoint, rank, sizes=sizes, compact=compact)
+            return await load_manifest(store, checkpoint, rank, sizes=sizes, compact=compact)
         except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
             if not (again and isinstance(error, CorruptError)):
-                logger.warning("checkpoint %s: the part of rank %d does not count: %s", checkpoint, rank, error)
+                logger.warning("checkpoint %s: the manifest of rank %d does not count: %s", checkpoint, rank, error)
                 return None
     return None
 

@@ -39,8 +39,8 @@ def job_of(cp: ckpt.Checkpointer) -> NewSnapshot:
 
 def another(cp: ckpt.Checkpointer, step: int) -> NewSnapshot:
     """Return a snapshot of another step that is neither requested nor started."""
-    reading, checkpoint = cp._run.capture.read(), replace(job_of(cp).checkpoint, step=step)
-    return NewSnapshot(checkpoint=checkpoint, reading=reading, values=b"[]", busy="skip")
+    captured, checkpoint = cp._run.capture.read(), replace(job_of(cp).checkpoint, step=step)
+    return NewSnapshot(checkpoint=checkpoint, captured=captured, values=b"[]", busy="skip")
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ class SnapshotMemory:
         return self.lasts and self._writer.failure is None and (arena is None or arena.is_kept())
 
     def on_new_writer(self, client: WriterClient) -> None:
-        self._stager.on_writer(client.pid)
+        self._stager.gate.writer_pid = client.pid
         self._attached = [
             client.send(messages.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
         ]

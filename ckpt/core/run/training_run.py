@@ -300,7 +300,7 @@ class TrainingRun:
         self.ownership = Ownership(self.world, self.tiers, self.memory, settings.url, settings.busy_timeout_s)
         self.supervisor = self.ownership.open(lambda: self._prepare(state, takeover))
         undo.callback(self.supervisor.give_up)
-        self.stager.on_writer(self.supervisor.client.pid)
+        self.stager.gate.writer_pid = self.supervisor.client.pid
         self.ends.callback(self.ownership.close)
         self.dead_ranks: dict[int, str] = {}  # how ranks on this machine were killed or crashed
         self.supervisor.hear(FaultNote, self._on_fault)

@@ -19,7 +19,7 @@ from processes import PYTHONPATH, REPO
 
 # Lines and statements of Python for each package. Docstrings and comments count as lines, not as statements.
 BUDGETS = {
-    "adapters": (1_710, 1_200),
+    "adapters": (1_690, 1_180),
     "backends": (2_810, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_020, 660),
@@ -29,17 +29,17 @@ BUDGETS = {
     "core/log": (1_090, 710),
     "core/ranks": (1_040, 690),
     "core/restore": (1_230, 770),
-    "core/run": (5_210, 3_720),
-    "core/snapshot": (1_900, 1_350),
-    "core/state": (4_610, 3_100),
-    "core/writer": (3_130, 2_160),
+    "core/run": (5_160, 3_690),
+    "core/snapshot": (1_710, 1_210),
+    "core/state": (4_460, 2_980),
+    "core/writer": (3_020, 2_090),
     "dcp": (1_690, 1_140),
     "deepspeed": (480, 310),
     "guard": (2_880, 2_010),
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_360, 1_830),
+    "public": (3_350, 1_830),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (210, 150),
@@ -51,7 +51,11 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
+<<<<<<< HEAD
 TOTAL = (63_910, 42_390)
+=======
+TOTAL = (63_610, 42_110)
+>>>>>>> main
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

@@ -41,7 +41,7 @@ from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
 from ckpt.core.writer import promotion
-from ckpt.core.writer.parts import Settler
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.tools.maintain import copy_run
 from ckpt_backends.memory import MemoryStore
@@ -1018,8 +1018,8 @@ def test_abort_keeps_files_of_a_copied_checkpoint() -> None:
         own = await promotion.copy_part(job.log.store, far, second.checkpoint, 0)
         await log.refresh()
         await commits.abort(log, mine, second.checkpoint, "rank 1: its connection was reset")
-        settler: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))
-        await Settler._give_up(settler, OpenTier("memory://far", Keep(5), log), own, SaveError("rank 1"))
+        saver: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))
+        await Saver._give_up(saver, OpenTier("memory://far", Keep(5), log), own, SaveError("rank 1"))
         assert third.checkpoint in log.state.commits
         assert await read.verify(far, log.state.commits[third.checkpoint]) == []
 

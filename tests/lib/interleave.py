@@ -767,7 +767,7 @@ def named(checkpoints: set[CheckpointId]) -> str:
     return " and ".join(map(str, sorted(checkpoints)))
 
 
-# -- what actors do: around the library as `ckpt.core.writer.persist` does it --
+# -- what actors do: around the library as `ckpt.core.writer.saver` does it --
 
 
 @functools.cache

@@ -752,7 +752,7 @@ class EmergencySaver:
         outcome.durable_s = outcome.passed_s
 
     def _note_memory(self, outcome: Outcome) -> None:
-        if isinstance(self._supervisor.writer.failure, WriterError):
+        if isinstance(self._supervisor.failure, WriterError):
             return  # no writer survives this process, so its memory is lost with it
         known = {saved.step for saved in outcome.saved.get("live", ())}
         steps = sorted((checkpoint.step for checkpoint in self._supervisor.held.sealed()), reverse=True)

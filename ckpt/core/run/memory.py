@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.core.format.columns import Replicas
 from ckpt.core.format.layout import Layout
@@ -26,12 +26,15 @@ from ckpt.core.ipc.heartbeat import Process
 from ckpt.core.ipc.messages import StoredNote
 from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import World
-from ckpt.core.run.writer_link import REQUEST_S, CurrentWriter, WriterClient, WriterUser, start_thread
+from ckpt.core.run.writer_link import REQUEST_S, WriterClient, start_thread
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, CorruptError, SaveError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
+
+if TYPE_CHECKING:
+    from ckpt.core.run.writer_supervisor import WriterSupervisor
 
 
 class KnownDigests(NamedTuple):
@@ -87,13 +90,13 @@ class HeldElsewhere:
             arena.close()
 
 
-class SnapshotMemory(WriterUser):
+class SnapshotMemory:
     """The arenas of this rank. `next`: the arena being made; `inherited`: memory of earlier job attempts, and of
     ranks that this job does not have; `everyone`: True if every rank has sealed enough newer snapshots."""
 
     def __init__(
         self,
-        writer: CurrentWriter,
+        writer: WriterSupervisor,
         stager: Stager,
         world: World,
         tiers: list[Tier],
@@ -136,7 +139,7 @@ class SnapshotMemory(WriterUser):
         return self.lasts and self._writer.failure is None and (arena is None or arena.is_kept())
 
     def on_new_writer(self, client: WriterClient) -> None:
-        self._stager.on_writer(client.pid)
+        self._stager.gate.writer_pid = client.pid
         self._attached = [
             client.send(messages.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
         ]
@@ -211,7 +214,7 @@ class SnapshotMemory(WriterUser):
             self.inherited.arenas.append(arena)
             self._spares.append(arena)
             self._foreign.add(arena.id)
-            self._writer.ask(messages.AttachArena(foreign=True), fds=(arena.fd,))
+            self._writer.client.ask(messages.AttachArena(foreign=True), fds=(arena.fd,))
 
     def _use(self, arena: Arena) -> None:
         """Stage into this arena. The writer that is then current watches it."""
@@ -265,7 +268,7 @@ class SnapshotMemory(WriterUser):
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
             return
         with self._writer.lock:
-            busy = self._writer.in_use()
+            busy = self._writer.writes.in_use()
             for arena in self.all_arenas():
                 if arena not in (self._stager.arena, self._arriving) and arena.id not in busy:
                     self._writer.send(messages.UseArena(arena.id.hex(), used=False))
@@ -339,7 +342,13 @@ class NextArena:
     `ranks`, `node`: see `MakeArena`."""
 
     def __init__(
-        self, writer: CurrentWriter, stager: Stager, slots: int, least: int, ranks: int, node: Callable[[], int | None]
+        self,
+        writer: WriterSupervisor,
+        stager: Stager,
+        slots: int,
+        least: int,
+        ranks: int,
+        node: Callable[[], int | None],
     ) -> None:
         self._writer, self._stager, self._slots, self._least = writer, stager, slots, least
         self._ranks, self._node = ranks, node
@@ -470,10 +479,10 @@ class WriteInFlight:
     replicas: Replicas = field(default_factory=dict)  # digests of replicated tensors, for its part
 
 
-class Writes(WriterUser):
+class Writes:
     """The writes of this rank that are under way. If the writer dies, the next one gets them."""
 
-    def __init__(self, writer: CurrentWriter, stager: Stager) -> None:
+    def __init__(self, writer: WriterSupervisor, stager: Stager) -> None:
         self._writer, self._stager = writer, stager
         self._writes: list[WriteInFlight] = []
         self._retracts: dict[CheckpointId, str] = {}
@@ -569,6 +578,7 @@ class Writes(WriterUser):
         self._writes.clear()
 
     def in_use(self) -> set[bytes]:
+        """Return the arenas that the writer still reads."""
         return {write.arena.id for write in self._writes if write.arena is not None}
 
 
@@ -576,10 +586,10 @@ MOST_LAYOUTS = 64  # number of layouts kept before unused ones are dropped
 NEWEST = 8  # number of newest layouts that are always kept
 
 
-class KnownLayouts(WriterUser):
+class KnownLayouts:
     """Layouts that the writer has. `known`: those of this rank and of the memory in its writer, by digest."""
 
-    def __init__(self, writer: CurrentWriter, memory: SnapshotMemory) -> None:
+    def __init__(self, writer: WriterSupervisor, memory: SnapshotMemory) -> None:
         self._writer, self._memory = writer, memory
         self.known: dict[str, Layout] = {}
         self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # done when the writer has the layout
@@ -637,10 +647,10 @@ class AwaitedSlot:
     done: Done
 
 
-class Acknowledgements(WriterUser):
+class Acknowledgements:
     """Reports for each snapshot of this rank when a process that survives the trainer holds it."""
 
-    def __init__(self, writer: CurrentWriter, layouts: KnownLayouts) -> None:
+    def __init__(self, writer: WriterSupervisor, layouts: KnownLayouts) -> None:
         self._writer, self._layouts = writer, layouts
         self._awaited: dict[tuple[bytes, int], AwaitedSlot] = {}
 

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpt.core.cadence.cadence import MEMORY, Auto
 from ckpt.core.checkpoint.commits import Role
@@ -24,7 +25,7 @@ from ckpt.core.log.run_log import Acquire, in_history
 from ckpt.core.ranks.world import World
 from ckpt.core.restore.sources import HeldSnapshot
 from ckpt.core.run.memory import HeldElsewhere, KnownLayouts, SnapshotMemory, as_digests
-from ckpt.core.run.writer_link import REQUEST_S, CurrentWriter, WriterClient
+from ckpt.core.run.writer_link import REQUEST_S, WriterClient
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import (
     CheckpointError,
@@ -39,6 +40,9 @@ from ckpt.errors import (
 from ckpt.events import log
 from ckpt.store import folder_of
 from ckpt.tiers import Memory, Tier
+
+if TYPE_CHECKING:
+    from ckpt.core.run.writer_supervisor import WriterSupervisor
 
 OPEN_S = 300.0
 NUMBERS_EACH = 10_000  # data file numbers reserved for each writer of a checkpoint; the next writer uses higher ones
@@ -60,7 +64,7 @@ class RunOpener:
 
     def __init__(
         self,
-        writer: CurrentWriter,
+        writer: WriterSupervisor,
         held: SnapshotMemory,
         tiers: list[Tier],
         memory: Memory | None,
@@ -77,6 +81,7 @@ class RunOpener:
         self.found: list[str] = []  # the ids of the runs in all tiers
         self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
         self._nonces: list[str] = []  # nonces with which this job has requested a term
+        self._fenced = False  # True if this start has fenced a job
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
         """Make the writer open the tiers, without changing anything in them. `writers`: how many writers of this
@@ -168,6 +173,36 @@ class RunOpener:
         ours = {(one.term, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
         return owner[:2] in ours or owner[1] in self._nonces
 
+    def make_way(self, found: WriterClient, hello: messages.LendReply, what: str = "") -> None:
+        """Handle a live trainer of the run on this machine. With `takeover`, fence that job in the log, and wait until
+        its writer has released its memory, or is about to. `what`: a prefix of the run's name.
+
+        Raises InUseError if the trainer is still alive, or the error that prevents access to the tiers.
+        """
+        refusal = in_use(self.tiers, hello.trainer, time.time() - hello.since, what)
+        if not self._takeover:
+            raise refusal
+        if not self.tiers:
+            raise InUseError(f"{refusal}, and takeover=True needs a folder or URL, through which that job is fenced")
+        if not self._fenced:
+            run(fence([tier.spec() for tier in self.tiers]))
+            self._fenced = True
+            log.warning("%s: that job is fenced, and can save no more", refusal)
+        end = time.monotonic() + FREED_S
+        while time.monotonic() < end:
+            try:
+                if not found.ask(messages.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
+                    return
+            except WriterError:
+                return
+            except DeadlineError:
+                break
+            time.sleep(0.1)
+        raise InUseError(
+            f"{found.described()}, has not released it within {FREED_S:g} s, although its job is fenced. Start again "
+            f"when it has, or end it: kill -9 {found.found_pid}"
+        )
+
 
 def _row(acquire: Acquire) -> messages.Owner:
     return acquire.term, acquire.nonce, str(acquire.restored) if acquire.restored else None
@@ -204,58 +239,20 @@ def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> 
     return InUseError(f"{who} on this machine ({socket.gethostname()}) trains {what}{run}{since}")
 
 
-class Intruder:
-    """Handles a start that finds a live trainer of the run on this machine. With `takeover`, it fences that job in the
-    log and waits until its writers have released their memory. Otherwise it refuses the start."""
-
-    def __init__(self, tiers: list[Tier], takeover: bool) -> None:
-        self._tiers, self._takeover, self._fenced = tiers, takeover, False
-
-    def make_way(self, found: WriterClient, hello: messages.LendReply, what: str = "") -> None:
-        """Wait until the writer has released its memory, or is about to. `what`: a prefix of the run's name.
-
-        Raises InUseError if the trainer is still alive, or the error that prevents access to the tiers.
-        """
-        refusal = in_use(self._tiers, hello.trainer, time.time() - hello.since, what)
-        if not self._takeover:
-            raise refusal
-        if not self._tiers:
-            raise InUseError(f"{refusal}, and takeover=True needs a folder or URL, through which that job is fenced")
-        if not self._fenced:
-            run(fence([tier.spec() for tier in self._tiers]))
-            self._fenced = True
-            log.warning("%s: that job is fenced, and can save no more", refusal)
-        end = time.monotonic() + FREED_S
-        while time.monotonic() < end:
-            try:
-                if not found.ask(messages.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
-                    return
-            except WriterError:
-                return
-            except DeadlineError:
-                break
-            time.sleep(0.1)
-        raise InUseError(
-            f"{found.described()}, has not released it within {FREED_S:g} s, although its job is fenced. Start again "
-            f"when it has, or end it: kill -9 {found.found_pid}"
-        )
-
-
 class WriterFinder:
     """Finds or starts the writer of this rank. `meanwhile`: work of this process to do while a writer starts. If it
     fails, no writer has accepted this trainer yet."""
 
     def __init__(
         self,
-        writer: CurrentWriter,
+        writer: WriterSupervisor,
         run: RunOpener,
         key: str,
         tiers: list[Tier],
-        intruder: Intruder,
         meanwhile: Callable[[], object],
     ) -> None:
         self._writer, self._run, self._meanwhile = writer, run, meanwhile
-        self._key, self._tiers, self._intruder = key, tiers, intruder
+        self._key, self._tiers = key, tiers
         self._deaths: list[float] = []
         self._respawns = 0
         self._said = 0  # size of the log when the newest of our writers started
@@ -326,11 +323,11 @@ class WriterFinder:
         return found, (hello, fds)
 
     def _await_end_of_trainer(self, found: WriterClient) -> None:
-        """Wait until this writer detects its trainer as dead, which takes a moment. If it lives, see `Intruder`."""
+        """Wait until this writer detects its trainer as dead, which takes a moment. If it lives, see `make_way`."""
         end = time.monotonic() + DYING_S
         while (reply := self._look(found)).alive:
             if time.monotonic() > end:
-                self._intruder.make_way(found, reply)
+                self._run.make_way(found, reply)
             time.sleep(0.1)
 
     def _look(self, found: WriterClient) -> messages.LendReply:
@@ -433,16 +430,15 @@ class HeldSnapshots:
     def __init__(
         self,
         key: str,
-        writer: CurrentWriter,
+        writer: WriterSupervisor,
         stager: Stager,
         world: World,
         memory: SnapshotMemory,
         layouts: KnownLayouts,
         run: RunOpener,
-        intruder: Intruder,
     ) -> None:
         self._key, self._writer, self._stager, self._world = key, writer, stager, world
-        self._memory, self._layouts, self._run, self._intruder = memory, layouts, run, intruder
+        self._memory, self._layouts, self._run = memory, layouts, run
         self.damage: list[Loss] = []  # damaged snapshots found by the last search
 
     def sealed(self) -> dict[CheckpointId, int]:
@@ -489,7 +485,7 @@ class HeldSnapshots:
         inherited = self._memory.inherited
         with contextlib.suppress(CheckpointError):  # the writer has digests of all it wrote or found after a death
             everything = self._layouts.differ_from(self._world.size)
-            reply = self._writer.ask(messages.Lend(look=True, digest=everything), REQUEST_S)
+            reply = self._writer.client.ask(messages.Lend(look=True, digest=everything))
             inherited.digests.update(as_digests(reply.digests))
         layouts = {**inherited.layouts, **self._layouts.known}
         ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests, damaged=inherited.damaged)
@@ -541,7 +537,7 @@ class HeldSnapshots:
         return bool((self._run.roots.items() & reply.roots.items()) - (set() if reply.sees else self._run.near.items()))
 
     def check_left_over(self) -> None:
-        """Wait until no trainer of a left-over or former writer trains the run. See `Intruder`."""
+        """Wait until no trainer of a left-over or former writer trains the run. See `RunOpener.make_way`."""
         for key in [*self._left_over(), *self._former(self._in_our_folder)]:
             if (found := self._borrow_unused(key)) is not None:
                 found.held.close()
@@ -572,7 +568,7 @@ class HeldSnapshots:
             found.held.close()
             if time.monotonic() > end and (client := WriterClient.find(key)) is not None:
                 try:
-                    self._intruder.make_way(client, found.reply, "a rank of ")
+                    self._run.make_way(client, found.reply, "a rank of ")
                 finally:
                     client.close()
             time.sleep(0.1)

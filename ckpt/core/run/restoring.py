@@ -174,8 +174,8 @@ class Restoring:
             why=_first_reason(result),
             damaged=source.tier if source is not None and source.damaged else "",
         )
-        run.supervisor.standing.amend(Introduce, restored=done)
-        run.supervisor.writer.send(RunEvent(restored=done))
+        run.supervisor.amend(Introduce, restored=done)
+        run.supervisor.send(RunEvent(restored=done))
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
             publish("restored", result.step, **facts)
@@ -339,7 +339,7 @@ class KeptSteps:
             self._saver.save_last()
 
     def _ask(self, step: int) -> KeptReply:
-        return self._run.supervisor.writer.insist(lambda client: client.ask(KeepSteps(step=step)))
+        return self._run.supervisor.insist(lambda client: client.ask(KeepSteps(step=step)))
 
     def _say_others(self, steps: list[int]) -> None:
         if steps and self._best is not None and self._pinned is not None:

@@ -159,10 +159,6 @@ class HeldMemory:
         """Return the numbers of data files that this writer may still use for a checkpoint in a tier."""
         return self._numbers.setdefault((url, checkpoint), itertools.count(first))
 
-    def take_back(self, checkpoint: CheckpointId, reason: str) -> None:
-        """Record that a snapshot must not become a checkpoint."""
-        self.retracted.setdefault(checkpoint, reason)
-
     def forget_old(self) -> None:
         """Forget digests and numbers of snapshots that are no longer in memory."""
         held = {label.checkpoint for arena in self.all() for _, label in arena.sealed()}

@@ -23,7 +23,8 @@ from ckpt.core.ipc.messages import PartsHere, ProblemNote, TierFound
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, acquire_of, handles
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.promotion import IdleCores, Promoter, Throttle, threads
+from ckpt.core.writer.promotion import IdleCores, threads
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import OutcomeUnknownError, SaveError, StoreError
 
 LOOK_BACK = 4  # number of earlier job attempts that are searched for save intervals
@@ -35,9 +36,8 @@ class TierOpener:
 
     trainer: PresentTrainer
     run: HeldRun
-    promoter: Promoter
+    saver: Saver
     books: Bookkeeper
-    throttle: Throttle
     held_memory: HeldMemory
 
     @handles(messages.OpenRun)
@@ -93,7 +93,7 @@ class TierOpener:
         tier = await open_place(spec, later=later, root=root, again=again)
         if caveat := getattr(tier.store, "caveat", ""):
             self.trainer.tell(ProblemNote(caveat))
-        tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
+        tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.saver.throttle, IdleCores()
         return tier
 
     def _has_ended(self, lease: Lease) -> bool:
@@ -141,7 +141,7 @@ class TierOpener:
 
     async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:
         """Finish or abort unfinished checkpoints in a tier. Return the parts here if the tier is node-local."""
-        mine, wanted = self.run.mine(), self.promoter.wanted(tier)
+        mine, wanted = self.run.mine(), self.saver.to_copy(tier)
         await commits.recover(tier.log, mine, frozenset(tier.in_flight | wanted), partial=tier.role.partial)
         await tier.drop_uploads(mine, wanted)
         if not tier.role.partial:
@@ -182,7 +182,7 @@ class TierOpener:
             except SaveError as error:  # a checkpoint that it builds on is gone, so it was aborted
                 events.log.warning("%s: %s", tier.url, error)
         if request.resume:
-            self.promoter.begin_to_resume()
+            self.saver.begin_to_resume()
 
 
 def _found(tier: OpenTier) -> TierFound:

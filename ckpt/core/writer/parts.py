@@ -1,41 +1,27 @@
-"""Writes this rank's part of a checkpoint to a tier, from memory or a nearer tier, and commits it with the parts of the
-other ranks, or aborts it.
-
-Commits a checkpoint once the store has every rank's part. Ranks do not communicate: the parts decide.
-"""
+"""Commits a checkpoint once the store has every rank's part. Ranks do not communicate: the parts decide."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
+<<<<<<< HEAD
 from ckpt import events
 from ckpt.core.checkpoint import commits, retention
+=======
+>>>>>>> main
 from ckpt.core.checkpoint.commits import Role, abort, commit_or_end, given_up
 from ckpt.core.checkpoint.encode import Encoder
-from ckpt.core.checkpoint.incremental import Bases, ByteSource, InMemory, bases_in, bases_near, no_bases
 from ckpt.core.checkpoint.manifests import intact_manifests, ranks_in
-from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest
-from ckpt.core.format.digest import chunk_digest
-from ckpt.core.format.layout import Layout
-from ckpt.core.format.manifest import CheckpointId, folder_of, manifest_key
-from ckpt.core.format.manifest import owner as owner_of
-from ckpt.core.format.table import Table
-from ckpt.core.ipc.arena import Arena, Label
-from ckpt.core.ipc.messages import ProblemNote, Retract, StoredNote
+from ckpt.core.checkpoint.write import WrittenManifest
+from ckpt.core.format.manifest import CheckpointId, folder_of
 from ckpt.core.log.records import Acquire, RunState
 from ckpt.core.log.run_log import RunLog
-from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer, handles
-from ckpt.core.writer.memory import HeldMemory
-from ckpt.errors import CheckpointError, CorruptError, FencedError, FullError, RunGoneError, SaveError, StoreError
+from ckpt.errors import SaveError
 from ckpt.store import Store
 
+<<<<<<< HEAD
 FAR_PATIENCE = 6  # factor of the timeout for other ranks' parts in slow tiers
 OUT_OF_TURN = -1
 
@@ -334,6 +320,8 @@ async def _table_of(near: OpenTier, checkpoint: CheckpointId, rank: int) -> Tabl
 # -- commit --
 
 
+=======
+>>>>>>> main
 STAGGER_S = 5.0  # how much longer each further rank's writer waits for the first one before it commits instead
 POLL_S = (0.01, 0.5)  # seconds between two checks, initial and maximum
 FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same for remote stores, where each check is a request

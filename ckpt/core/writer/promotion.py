@@ -22,7 +22,6 @@ import mmap
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,29 +29,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 
-from ckpt import events
 from ckpt.core.checkpoint import chunks, commits
-from ckpt.core.checkpoint.incremental import InStore
-from ckpt.core.checkpoint.manifests import layout_of, load_manifest
+from ckpt.core.checkpoint.manifests import load_manifest
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.write import CHUNK, RankSnapshot, WrittenManifest, upload_from
+from ckpt.core.checkpoint.write import CHUNK, WrittenManifest, upload_from
 from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.manifest import (
     MAX_JSON,
     CheckpointId,
     DataFile,
-    data_number,
-    folder_of,
-    is_data,
     manifest_key,
-    rank_of,
 )
 from ckpt.core.format.table import Table
 from ckpt.core.log.run_log import Commit, RunLog, RunState
-from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
-from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.parts import PartWriter, Settler
-from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError, RunGoneError, SaveError, SkippedError
+from ckpt.errors import CorruptError, ExistsError, NotFoundError, SkippedError
 from ckpt.store import PAGE, Store, get_small
 from ckpt.units import duration
 
@@ -348,6 +338,7 @@ class Turns:
         return oldest
 
 
+<<<<<<< HEAD
 @dataclass(eq=False)
 class Promoter:
     """Copies parts from a nearer tier to further ones, in the writer's event loop."""
@@ -505,5 +496,7 @@ def _rank(tier: OpenTier) -> int:
     return tier.role.ranks[tier.role.place]
 
 
+=======
+>>>>>>> main
 def left_out(tier: OpenTier, checkpoint: CheckpointId, why: str) -> SkippedError:
     return SkippedError(f"step {checkpoint.step} {commits.LEFT_OUT} {tier.url}, which {why}")

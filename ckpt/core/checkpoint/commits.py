@@ -181,8 +181,11 @@ START, LENGTH = 7, 13  # a range with neither the beginning nor the end of the o
 
 
 async def check_empty(store: Store) -> None:
-    """Raise FormatError if the store has files other than a run or test objects."""
+    """Raise FormatError if the store has files other than a run or test objects. What the writer of a deleted run may
+    have written last does not count."""
     async for info in store.list():
+        if info.key in ("lease.json", "latest.json"):
+            continue
         if info.key == "FORMAT.json":
             return  # another rank or job created the run first
         if not info.key.startswith(PREFIX):  # `ckpt doctor` or another start is testing the store

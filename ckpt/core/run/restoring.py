@@ -215,6 +215,12 @@ class KeptSteps:
         """Pin a step; see `Checkpointer.pin`."""
         if not isinstance(note, str) or not note:
             raise InvalidArgumentError(f"pin(note={note!r}): note must be a string that is not empty")
+        last = self._run.step
+        if type(step) is int and last is not None and 0 <= step < last and not self._is_saved(step):
+            raise UsageError(
+                f"step {step} cannot be pinned: no tier has it, and training has come to step {last}. Pin a step "
+                "before its save()"
+            )
         self._change_pins(step, note)
 
     def unpin(self, step: int) -> None:
@@ -300,7 +306,7 @@ class KeptSteps:
         number = _number(value)
         if type(step) is not int or last is None or not 0 <= step <= last:
             raise InvalidArgumentError(f"step {step!r} was not made yet, so it has no score: step() has named {last}")
-        saved = self._ask(step).saved or any(save.step == step for save in self._saver.under_way())
+        saved = self._is_saved(step)
         if not math.isfinite(number):
             log.warning("step %d scored %s=%r: it is none of the best", step, best.monitor, number)
             return False, saved
@@ -337,6 +343,10 @@ class KeptSteps:
         if not saved and any(at == step for _, at in best.scores):  # restored from memory before a tier had it
             self._tell()
             self._saver.save_last()
+
+    def _is_saved(self, step: int) -> bool:
+        """Return True if a tier has this step, or a save of it is under way."""
+        return self._ask(step).saved or any(save.step == step for save in self._saver.under_way())
 
     def _ask(self, step: int) -> KeptReply:
         return self._run.supervisor.insist(lambda client: client.ask(KeepSteps(step=step)))

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 
 from ckpt import events
 from ckpt.core.checkpoint import commits, retention
-from ckpt.core.checkpoint.commits import WHOLE_NEXT
 from ckpt.core.checkpoint.incremental import Bases, ByteSource, InMemory, InStore, bases_in, bases_near, no_bases
 from ckpt.core.checkpoint.manifests import layout_of
 from ckpt.core.checkpoint.open_tier import OpenTier
@@ -403,7 +402,7 @@ class Saver:
                     await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == checkpoint])
             raise
         except Exception as error:
-            if WHOLE_NEXT in str(error):
+            if isinstance(error, SaveError) and error.next_is_full:
                 tier.encoder.distrust(checkpoint)
             if part.world > 1:
                 await self._give_up(tier, written, error)

@@ -26,7 +26,7 @@ BUDGETS = {
     "core/checkpoint": (4_630, 2_920),
     "core/format": (3_930, 2_560),
     "core/ipc": (1_860, 1_230),
-    "core/log": (1_090, 710),
+    "core/log": (1_080, 710),
     "core/ranks": (1_040, 690),
     "core/restore": (1_230, 770),
     "core/run": (5_160, 3_680),
@@ -51,7 +51,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (63_410, 42_040)
+TOTAL = (63_400, 42_040)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

@@ -25,14 +25,14 @@ BUDGETS = {
     "core/cadence": (1_020, 660),
     "core/checkpoint": (4_630, 2_920),
     "core/format": (3_930, 2_560),
-    "core/ipc": (1_880, 1_230),
-    "core/log": (1_090, 710),
+    "core/ipc": (1_860, 1_230),
+    "core/log": (1_080, 710),
     "core/ranks": (1_040, 690),
     "core/restore": (1_230, 770),
-    "core/run": (5_170, 3_690),
+    "core/run": (5_160, 3_680),
     "core/snapshot": (1_730, 1_230),
     "core/state": (4_460, 2_980),
-    "core/writer": (3_030, 2_090),
+    "core/writer": (3_020, 2_090),
     "dcp": (1_690, 1_140),
     "deepspeed": (480, 310),
     "guard": (2_880, 2_010),
@@ -51,7 +51,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (63_450, 42_050)
+TOTAL = (63_400, 42_040)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

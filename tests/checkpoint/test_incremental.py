@@ -971,7 +971,7 @@ def test_next_checkpoint_is_full_if_others_commit_while_damage_is_read(monkeypat
         monkeypatch.setattr(open_tier, "verify", slow)
         notes = list[Any]()
         await tier.sweep(job.mine, notes.append)
-        assert [note.step for note in notes] == [5] * damaged
+        assert [(note.error, "step 5" in note.text) for note in notes] == [("SaveError", True)] * damaged
         return (await job.save(8, state)).full
 
     assert asyncio.run(run(True)) and not asyncio.run(run(False))

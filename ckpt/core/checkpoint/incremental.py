@@ -1,15 +1,15 @@
-"""Decides for each chunk of a checkpoint whether it is taken from an older one or stored, and against which base. Pure.
+"""Decides for each chunk of a checkpoint whether it is taken from an older one or stored, and against which base.
+
+    Policy.full  whether a checkpoint must be full
+    plan_chunks  digests, previous -> where each chunk may come from; without I/O
 
 A *full* checkpoint uses only its own data files. An *increment* takes unchanged chunks from the checkpoint before it in
 the same tier, and may store others as deltas. `previous` is the manifest of this rank in that checkpoint.
 
-    Policy.full  whether a checkpoint must be full
-    plan_chunks  digests, previous -> where each chunk may come from
-
 Reading an increment never needs a long chain. The table names each chunk from an older checkpoint with its data file,
 no matter how many checkpoints have reused it. The base of a delta is always stored whole.
 
-Sources of the plain bytes of chunks: a slot of the arena or a store. Also loads the bases of deltas.
+A `ByteSource` has the plain bytes of chunks: a slot of the arena, or a store. `Bases` load the bases of deltas.
 """
 
 from __future__ import annotations

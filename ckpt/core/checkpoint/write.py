@@ -1,13 +1,14 @@
-"""Writes a snapshot from memory to a store: first its data files, then its manifest. The data files are durable before
-the manifest.
+"""Writes a snapshot from memory to a store: first its data files, then its manifest.
 
-This module does not create a checkpoint. Only a record in the log does (`ckpt.core.checkpoint.commits`).
+    write_part       one raw data file, digested during the write -> finish_manifest
+    DataFileWriter   encoded chunks -> data files; then `table_of` -> finish_manifest
 
-Collects encoded chunks into data files, and builds the table of their locations.
+The data files are durable before the manifest. This module does not create a checkpoint. Only a record in the log does
+(`ckpt.core.checkpoint.commits`).
 
-A data file has one entry for each chunk, or for a whole tensor if all its chunks are raw. A file is closed at a size
-that is small compared to the state. So its length is known before its first byte is sent, it needs little memory, and
-unneeded data can be deleted in small units.
+A data file of encoded chunks has one entry for each chunk, or for a whole tensor if all its chunks are raw. It is
+closed at a size that is small compared to the state. So its length is known before its first byte is sent, it needs
+little memory, and unneeded data can be deleted in small units.
 """
 
 from __future__ import annotations

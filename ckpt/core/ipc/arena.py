@@ -1,18 +1,4 @@
-"""Measures the memory that a process can still allocate, and protects a process from the out-of-memory killer.
-
-Memory is that of the machine, or of the tightest cgroup around the process. Any ancestor may have a limit, in v1 or v2
-(Slurm limits the job and the step, Kubernetes the container). Kernel files that are missing or cannot be parsed are
-ignored. All figures are bytes. No function here raises.
-
-A robust, process-shared mutex, which detects the death of a process within milliseconds.
-
-When a thread dies while it owns the mutex, for any reason, the kernel gives the mutex to a waiter and reports the death
-(EOWNERDEAD), before it frees the memory of the process. Measured delay after SIGKILL: 0.1-5 ms at any size. With 3 GB
-of resident memory, a pidfd or the end of a pipe reported the death 1.8 s later.
-
-It uses glibc through ctypes, because Python has no such lock. The mutex is in shared memory that both processes map.
-
-The arena: shared memory with the snapshots, which outlives the trainer.
+"""The arena: shared memory with the snapshots, which outlives the trainer.
 
 It is a memfd that is passed as a descriptor. So no /dev/shm quota applies, and it is freed when all processes that map
 it have ended. The pages of a slot are allocated before it is used, because the first access to a new page can take
@@ -25,7 +11,11 @@ later, up to `most`.
     page 1       the slot table: a `Label` for each slot, with a sequence number that is odd while the label changes
     2 MiB        slot 0, slot 1, ...
 
-A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives.
+A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives. It owns the
+first mutex. When it dies, for any reason, the kernel gives that mutex to a waiter and reports the death (EOWNERDEAD)
+before it frees the memory of the process. Measured delay after SIGKILL: 0.1-5 ms at any size. With 3 GB of resident
+memory, a pidfd or the end of a pipe reported the death 1.8 s later. The mutexes use glibc through ctypes, because
+Python has no such lock.
 
 Damage is detected by checksums of geometry, counts and labels, and by the kinds of the mutexes.
 
@@ -79,7 +69,9 @@ class MemoryRoom:
 
 
 def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryRoom:
-    """Return the memory that a process can allocate without swapping."""
+    """Return the memory that a process can allocate without swapping: that of the machine, or of the tightest cgroup
+    around it. Any ancestor may have a limit, in v1 or v2 (Slurm limits the job and the step, Kubernetes the container).
+    Kernel files that are missing or cannot be parsed are ignored."""
     rooms = [_of_machine(proc)]
     for chain in cgroup_chains(proc, sys, pid):
         rooms += [found for folder in chain if (found := _of_cgroup(folder))]

@@ -1,9 +1,12 @@
-"""The arenas of a rank: the one it stages into, the next one, and those of earlier job attempts, which are released
-when newer snapshots supersede them.
+"""This rank's snapshots, which its writer holds.
 
-Tracks this rank's snapshots in the writer, which gets their layouts, holds them, and writes them to tiers.
+    SnapshotMemory     the arenas: the one that this rank stages into, the next one (`NextArena`), and those of earlier
+                       job attempts, which are released when newer snapshots supersede them
+    KnownLayouts       layouts that the writer has; it gets one before a slot is sealed with it
+    Acknowledgements   a snapshot is staged once a process that survives the trainer has its slot and its layout
+    Writes             writes to tiers; a slot is pinned until its bytes are stored
 
-A writer that replaces a dead one gets all of these requests again.
+A writer that replaces a dead one gets the layouts, the memory and the writes again, in this order.
 """
 
 from __future__ import annotations

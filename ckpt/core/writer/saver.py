@@ -331,7 +331,7 @@ class Saver:
 
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenManifest) -> WrittenManifest:
         """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
-        checkpoint, part = CheckpointId.parse(here.manifest.checkpoint), here.manifest
+        checkpoint, part = here.checkpoint, here.manifest
         there = await commits.stored_manifest(tier.store, checkpoint, part.rank)
         if there is not None:
             return there
@@ -372,7 +372,7 @@ class Saver:
 
     async def commit(self, tier: OpenTier, written: WrittenManifest) -> None:
         """Wait until a written part is a committed checkpoint in this tier. Raises SaveError if it was aborted."""
-        part, run, checkpoint = written.manifest, self.run, CheckpointId.parse(written.manifest.checkpoint)
+        part, run, checkpoint = written.manifest, self.run, written.checkpoint
         alike = part.world == tier.role.world
         role = tier.role if alike else commits.Role(tuple(range(part.world)), part.rank, part.world)
         held = StoredNote(run.tiers.index(tier) if tier in run.tiers else -1, part.checkpoint, held=True)
@@ -429,7 +429,7 @@ class Saver:
     async def _give_up(self, tier: OpenTier, written: WrittenManifest, error: Exception) -> None:
         """Abort a checkpoint whose commit failed here, so that other ranks do not wait; delete our part if it was
         aborted."""
-        part, checkpoint = written.manifest, CheckpointId.parse(written.manifest.checkpoint)
+        part, checkpoint = written.manifest, written.checkpoint
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
                 await commits.abort(tier.log, self.run.mine(), checkpoint, f"rank {part.rank}: {error}")
@@ -658,7 +658,7 @@ class Saver:
             try:
                 await self.commit(tier, written)
             except CheckpointError as error:
-                step = CheckpointId.parse(written.manifest.checkpoint).step
+                step = written.checkpoint.step
                 events.log.warning("step %d is in memory only: %s", step, error)
 
     # -- the end --
@@ -715,7 +715,7 @@ def own_bytes(written: WrittenManifest | None) -> int:
     """Return the bytes stored for a part, without those that it shares with older checkpoints."""
     if written is None:
         return 0
-    checkpoint = CheckpointId.parse(written.manifest.checkpoint)
+    checkpoint = written.checkpoint
     return sum(file.size for file in written.manifest.files if owner_of(file.key) == checkpoint)
 
 

@@ -465,7 +465,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
     source.damaged, source.term = ended["damaged"], ended["term"]
     job.capture.keep_apart(rank.placement.apart)
     _report_left_out(rank.placement, result)
-    result.overridden = rank.placement.overruled
+    result.overridden = rank.placement.overridden
     if world.rank == 0 and result.overridden:
         logger.warning(OVERRIDDEN, "; ".join(result.overridden))
     result.verified = source.verified

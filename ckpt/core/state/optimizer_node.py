@@ -41,7 +41,7 @@ from ckpt.core.state.nodes import (
     Memories,
     Places,
     StateNode,
-    overruled,
+    overridden,
     settings_of,
     write_back,
 )
@@ -338,8 +338,8 @@ class OptimizerNode(StateNode):
             own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
                 _update_group(group, build(), own)
-            if text := overruled(then, self.settings, settings_of(self.optimizer)):
-                placement.overruled.append(f"{show(self.path)}: {text}")
+            if text := overridden(then, self.settings, settings_of(self.optimizer)):
+                placement.overridden.append(f"{show(self.path)}: {text}")
             self.settings = then
 
         return finish

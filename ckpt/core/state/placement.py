@@ -87,7 +87,7 @@ class Placement:
     fills: dict[Key, list[Target]] = field(default_factory=dict)
     whole: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    overruled: list[str] = field(default_factory=list)  # settings of the script that are overridden
+    overridden: list[str] = field(default_factory=list)  # settings of the script that are overridden
     cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the dtype here, by name
     apart: set[str] = field(default_factory=set)  # replicas here that each rank saved separately
     finishers: list[Callable[[], object]] = field(default_factory=list)

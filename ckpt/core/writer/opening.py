@@ -197,7 +197,7 @@ def _check_one_run(tiers: Sequence[OpenTier]) -> None:
     seen: list[tuple[str, set[tuple[int, str]]]] = []
     for tier in (tier for tier in tiers if tier.opened and tier.log.state.commits):
         state = tier.log.state
-        terms = {(one.term, one.nonce) for one in (*state.acquires, *state.commits)}
+        terms = {(a.term, a.nonce) for a in state.acquires} | {(a.term, a.nonce) for a in state.commits}
         for url, others in seen:
             if terms.isdisjoint(others):
                 raise UsageError(

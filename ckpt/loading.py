@@ -102,7 +102,7 @@ class Loaded(Mapping[str, Tensor]):
         return Loaded(self.url, self._checkpoint, self._saved, names, self.skipped)
 
     def plain(self, path: str, *, rank: int = 0) -> Any:
-        """Return the plain values that one rank saved under an entry of the state, for example `plain("term")`.
+        """Return the plain values that one rank saved under an entry of the state, for example `plain("epoch")`.
 
         Tensor subclasses made of other tensors are returned as dicts of those, objects of optimizers as dicts of their
         attributes, and enum members as names, because their classes may not be installed. Raises KeyError if nothing is

@@ -61,7 +61,7 @@ def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:
     done."""
     trainer = root["trainer"]
     contents = {
-        "term": 0,
+        "epoch": 0,
         "global_step": step,
         "pytorch-lightning_version": VERSION,
         "state_dict": root["model"],
@@ -72,7 +72,7 @@ def checkpoint(root: Mapping[Any, Any], step: int) -> dict[str, Any]:
         **trainer.get("constructed", {}),
         **trainer["hooks"],
     }
-    contents["term"] = contents["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    contents["epoch"] = contents["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
     if precision := root.get("scaler", trainer["precision"]):
         contents["MixedPrecision"] = precision
     if trainer["datamodule"]:

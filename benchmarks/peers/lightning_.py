@@ -39,7 +39,7 @@ class Lightning(Peer):
     def checkpoint(self, step: int) -> dict[str, Any]:
         """Return the dict that `Trainer.save_checkpoint` passes to its plugin, for a model without callbacks."""
         return {
-            "term": 0,
+            "epoch": 0,
             "global_step": step,
             "pytorch-lightning_version": "2.6.6",
             "state_dict": self.training.model.state_dict(),

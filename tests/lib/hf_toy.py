@@ -29,7 +29,7 @@ from transformers import (
 
 import ckpt.transformers
 
-EXAMPLES, TERM = 30, 8  # of one epoch: examples, and steps, of which the last is smaller
+EXAMPLES, EPOCH = 30, 8  # of one epoch: examples, and steps, of which the last is smaller
 UNLIKE = ("runtime", "per_second")  # parts of names in the log that say how quick it was
 
 
@@ -129,7 +129,7 @@ def run(
     kill: tuple[str, int] | None = None,
     every: int = 5,
     examples: int = EXAMPLES,
-    terms: float = 2,
+    epochs: float = 2,
     lora: bool = False,
     tied: bool = False,
     width: int = 32,
@@ -158,7 +158,7 @@ def run(
     data = Tokens(examples) if data is None else data
     with tempfile.TemporaryDirectory() as folder:
         chosen = {
-            "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": terms,
+            "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": epochs,
             "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no", "report_to": [],
             "learning_rate": 1e-2, "disable_tqdm": True, "use_cpu": True, "seed": 7, "dataloader_pin_memory": False,
             "include_num_input_tokens_seen": "all",

@@ -79,7 +79,7 @@ class Model(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         metrics = self.trainer.callback_metrics
-        self.tell("term", self.trainer.current_epoch, metrics["train_loss_epoch"] + metrics["seen"])
+        self.tell("epoch", self.trainer.current_epoch, metrics["train_loss_epoch"] + metrics["seen"])
 
     def reach(self, what: str, count: int) -> None:
         if self.spec["kill"] == [what, count]:  # `staged()` covers only the share of its own rank

@@ -291,7 +291,7 @@ def test_lora_run_stores_only_adapter(run_dir: str, tmp_path: Path, capsys: pyte
     read = PeftModel.from_pretrained(hf_toy.model_of(0), tmp_path / "adapter").state_dict()
     assert read.keys() == found["weights"].keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in found["weights"].items())
-    whole = hf_toy.run(f"{run_dir}-2", lora=True, terms=1, callback={"only_trained": False})
+    whole = hf_toy.run(f"{run_dir}-2", lora=True, epochs=1, callback={"only_trained": False})
     assert whole["bytes"] == [full, full]
 
 
@@ -325,9 +325,9 @@ def test_adapters_with_computed_tensors_are_restored_and_exported(kind: str, tmp
         return model
 
     run, whole = str(tmp_path / "run"), make(1)
-    wanted = hf_toy.run(None, model=whole, terms=1)
-    assert hf_toy.run(run, model=make(1), terms=1, kill=("stop", 5)) == {}
-    assert hf_toy.run(run, model=make(2), terms=1)["digest"] == wanted["digest"]
+    wanted = hf_toy.run(None, model=whole, epochs=1)
+    assert hf_toy.run(run, model=make(1), epochs=1, kill=("stop", 5)) == {}
+    assert hf_toy.run(run, model=make(2), epochs=1)["digest"] == wanted["digest"]
     whole.eval().save_pretrained(tmp_path / "peft")
     export_pretrained(run, tmp_path / "ours")
     export_pretrained(run, tmp_path / "half", dtype="bf16")
@@ -344,7 +344,7 @@ def test_adapter_that_only_peft_can_compute_is_not_exported_in_part(tmp_path: Pa
     """VB-LoRA's largest logits are computed when peft saves the adapter."""
     settings = {"target_modules": ["q_proj"], "num_vectors": 16, "vector_length": 8, "save_only_topk_weights": True}
     model = get_peft_model(hf_toy.model_of(0), peft.VBLoRAConfig(task_type="CAUSAL_LM", **settings))
-    hf_toy.run(str(tmp_path / "run"), model=model, terms=0.5)
+    hf_toy.run(str(tmp_path / "run"), model=model, epochs=0.5)
     with pytest.raises(ckpt.errors.UsageError, match=r"_topk_indices.* cannot be exported.*call model.save_pretrained"):
         export_pretrained(str(tmp_path / "run"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

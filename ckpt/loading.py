@@ -29,6 +29,7 @@ from ckpt.errors import CorruptError, InvalidArgumentError, NoCheckpointError, p
 from ckpt.events import log as logger
 from ckpt.filling import fill
 from ckpt.store import normalise, remember_options
+from ckpt.units import count_of
 
 
 @public_class
@@ -54,7 +55,7 @@ class Loaded(Mapping[str, Tensor]):
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<step {self.step} of {self.url}: {len(self)} tensors>"
+        return f"<step {self.step} of {self.url}: {count_of(len(self), 'tensor')}>"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -147,7 +148,7 @@ class Loaded(Mapping[str, Tensor]):
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
     """Convert an index to a box, and to the set of dimensions that an int removes."""
     if len(index) > len(shape):
-        raise InvalidArgumentError(f"{name} has {len(shape)} dimensions, not {len(index)}")
+        raise InvalidArgumentError(f"{name} has {count_of(len(shape), 'dimension')}, not {len(index)}")
     starts, sizes, dropped = [], [], set()
     for dim, size in enumerate(shape):
         at: builtins.slice | int = index[dim] if dim < len(index) else builtins.slice(None)

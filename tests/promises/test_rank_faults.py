@@ -403,7 +403,7 @@ def test_an_absent_rank_is_named(told: dict[str, list[Any]], where: str, step: i
 def test_ranks_with_other_settings(told: dict[str, list[Any]]) -> None:
     """A different location or interval is reported immediately, on all ranks, with both settings."""
     text = both(told["other place"], "error")
-    assert text.startswith("UsageError: rank 1 saves to ") and "/1 every 1 steps, rank 0 to " in text
+    assert text.startswith("UsageError: rank 1 saves to ") and "/1 with every=1, rank 0 to " in text
     text = both(told["other cadence"], "error")
     assert text.startswith("UsageError: rank 1 saves to ") and "every 3 steps" in text and text.endswith("every 2")
     went_on(told["other place"], 0)

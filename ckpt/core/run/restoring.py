@@ -32,7 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.events import log, tell
 from ckpt.subscribers import publish
-from ckpt.units import duration
+from ckpt.units import are, count_of, duration
 
 MISSING: Any = object()
 
@@ -185,7 +185,8 @@ def _line(result: Restored, reached: int) -> str:
     """Return the log line for a restore: the step, its source, and how many steps are lost if known."""
     how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
     step = result.step or 0
-    lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
+    count = reached - step
+    lost = f"; training had come to step {reached}: {count_of(count, 'step')} {are(count)} lost" if count > 0 else ""
     newer = f"; newer ones that cannot be used, see above: {len(result.skipped)}" if result.skipped else ""
     return f"restored step {step} from {result.tier} in {duration(result.seconds)}{how}{lost}{newer}"
 

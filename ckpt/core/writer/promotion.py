@@ -54,7 +54,7 @@ from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.parts import PartWriter, Settler
 from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError, RunGoneError, SaveError, SkippedError
 from ckpt.store import PAGE, Store, get_small
-from ckpt.units import duration
+from ckpt.units import count_of, duration
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -374,7 +374,9 @@ class Promoter:
         try:
             if (unsettled := len(tier.in_flight) - tier.waiting) >= BACKLOG:
                 free()
-                raise left_out(tier, checkpoint, f"has yet to get other ranks' parts of {unsettled} steps before it")
+                raise left_out(
+                    tier, checkpoint, f"has yet to get other ranks' parts of {count_of(unsettled, 'step')} before it"
+                )
             known = self.parts.stored.get((near.url, checkpoint))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {checkpoint.step} is not in {near.url} either")

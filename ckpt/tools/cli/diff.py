@@ -12,7 +12,8 @@ import click
 from ckpt.errors import UsageError
 from ckpt.tools.cli.arguments import files
 from ckpt.tools.cli.origins import as_option, only_option, open_either
-from ckpt.tools.cli.terminal import act, count_of, example, look_options, print_json, print_table, progress, put, short
+from ckpt.tools.cli.terminal import act, example, look_options, print_json, print_table, progress, put, short
+from ckpt.units import count_of
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.convert.source import Origin
@@ -139,7 +140,7 @@ def show(found: Found, every: bool) -> None:
             print_table(titles, rows if every else rows[:WORST])
         more += 0 if every else len(rows[WORST:])
     if more:
-        put(f"{more} more differences are shown by --all")
+        put(f"--all shows {count_of(more, 'more difference')}")
 
 
 def other_rows(found: Found) -> Iterator[tuple[object, ...]]:

@@ -22,7 +22,6 @@ from ckpt.tools.cli.origins import only_option, open_run
 from ckpt.tools.cli.quantity import ByteSize
 from ckpt.tools.cli.terminal import (
     act,
-    count_of,
     example,
     from_option,
     human,
@@ -34,7 +33,7 @@ from ckpt.tools.cli.terminal import (
 )
 from ckpt.tools.convert.forms import FORMS, Wanted, form_for, form_of, plan_output
 from ckpt.tools.convert.output import local_path
-from ckpt.units import duration
+from ckpt.units import count_of, duration
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.core.format.layout import TensorSpec

@@ -23,7 +23,6 @@ from ckpt.tools import describe
 from ckpt.tools.cli.arguments import checkpoint_argument
 from ckpt.tools.cli.reading import cadence_lines
 from ckpt.tools.cli.terminal import (
-    count_of,
     example,
     human,
     look_options,
@@ -33,6 +32,7 @@ from ckpt.tools.cli.terminal import (
     put,
     short,
 )
+from ckpt.units import count_of
 
 RECENT = 4  # newest job attempts to read
 

@@ -178,10 +178,6 @@ def print_err(text: str) -> None:
     click.echo("\n".join(wrapped(line, width())) if sys.stderr.isatty() else line, err=True)
 
 
-def count_of(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"

@@ -159,7 +159,10 @@ def newest_first(log: RunLog) -> list[Commit]:
 
 
 def damage_text(log: RunLog, damage: Sequence[Loss]) -> str:
-    """Return one line about the damage of a run and which checkpoints it may cost."""
+    """Return one line about the damage of a run and which checkpoints it may cost. If no record is damaged, a writer
+    may be about to append the missing one."""
+    if not log.state.damaged:
+        return losses.listed(damage)
     newest = next((commit.checkpoint for commit in log.state.lineage() if commit.finite is not False), None)
     missed = losses.passed_over(damage, newest, log.state.acquires)
     if missed:

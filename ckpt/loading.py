@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import difflib
-import fnmatch
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -205,7 +204,8 @@ def load(
       all make the same call.
     - `step`: number of the step, default the newest.
     - `best`: True opens the checkpoint with the best score; see `ckpt.Best`.
-    - `only`: shell pattern of tensor names, for example "model.*". Not with `into`.
+    - `only`: shell pattern of tensor names, for example "model.*.weight", or the name of an entry, for example "model",
+      for all tensors below it. Not with `into`.
     - `storage_options`: as in `ckpt.Tier`.
 
     The run is only read, so its job can continue. Without `into`, a tensor that ranks hold separately, with different
@@ -225,7 +225,7 @@ def load(
     commit, saved, skipped = read.run(_open(location, which))
     if skipped:
         logger.warning("%s", losses.in_words(skipped, commit.step))
-    names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
+    names = {n: key for n, key in sorted(saved.labels.items()) if only is None or reference.matches(n, [only])}
     if not names and only is not None:
         raise InvalidArgumentError(f"no tensor of step {commit.step} in {location} matches {only!r}")
     return Loaded(location, commit.checkpoint, saved, names, skipped)

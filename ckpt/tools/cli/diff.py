@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt.core.checkpoint.reference import matches
 from ckpt.errors import UsageError
 from ckpt.tools.cli.arguments import files
 from ckpt.tools.cli.origins import as_option, only_option, open_either
@@ -103,7 +104,7 @@ def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str
 def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the selected tensors by label, and the selected plain values."""
     from ckpt.tools import describe
-    from ckpt.tools.convert.source import entry_matches, matches
+    from ckpt.tools.convert.source import entry_matches
 
     tensors = describe.all_names(origin.tensors, origin.names)
     entries = origin.plain(lambda path: not only or entry_matches(path, only))

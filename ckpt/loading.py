@@ -30,6 +30,8 @@ from ckpt.filling import fill
 from ckpt.store import normalise, remember_options
 from ckpt.units import count_of
 
+MOST_NAMES = 20  # in a message
+
 
 @public_class
 class Loaded(Mapping[str, Tensor]):
@@ -105,8 +107,8 @@ class Loaded(Mapping[str, Tensor]):
         """Return the plain values that one rank saved under an entry of the state, for example `plain("term")`.
 
         Tensor subclasses made of other tensors are returned as dicts of those, objects of optimizers as dicts of their
-        attributes, and enum members as names, because their classes may not be installed. Raises KeyError if nothing is
-        there.
+        attributes, and enum members as names, because their classes may not be installed. Raises KeyError with the
+        names of all entries if nothing is there.
         """
         if not 0 <= rank < self._saved.world:
             raise InvalidArgumentError(
@@ -115,7 +117,7 @@ class Loaded(Mapping[str, Tensor]):
         for node in self._saved.nodes(rank):
             if show(node.path) == path:
                 return decode(node.values, lambda reference: self._extern(reference, rank))
-        raise KeyError(path)
+        raise KeyError(self._unknown_entry(path, rank))
 
     def _extern(self, reference: Json, rank: int) -> object:
         if reference["$"] == "wrapper":
@@ -131,6 +133,14 @@ class Loaded(Mapping[str, Tensor]):
     def _unknown(self, name: str) -> str:
         near = difflib.get_close_matches(name, self._names, 3) or [n for n in self._names if n.endswith(f".{name}")][:3]
         return f"no tensor {name!r} in step {self.step}" + (f"; did you mean {', '.join(near)}?" if near else "")
+
+    def _unknown_entry(self, path: str, rank: int) -> str:
+        entries = [show(node.path) for node in self._saved.nodes(rank)]
+        near = difflib.get_close_matches(path, entries, 3)
+        meant = f"; did you mean {', '.join(near)}?" if near else ""
+        more = f" and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
+        names = f"{', '.join(entries[:MOST_NAMES])}{more}"
+        return f"no entry {path!r} in step {self.step}{meant or '.'} The entries are: {names}"
 
     def _read(self, keys: list[Key]) -> dict[Key, Tensor]:
         with self._lock:

@@ -521,8 +521,12 @@ def test_load_says_what_is_not_there(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="starts with"):
         loaded.sub("nobody")
     for call in (loaded.plain, loaded.__getitem__):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="'nobody' in step 1"):
             call("nobody")
+    with pytest.raises(
+        KeyError, match=r"no entry 'loadr' in step 1; did you mean loader\? The entries are: .*\bmine\b"
+    ):
+        loaded.plain("loadr")
 
 
 def test_load_only_accepts_a_name_of_an_entry(bench: Bench, tmp_path: Path) -> None:

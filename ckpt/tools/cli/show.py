@@ -41,7 +41,11 @@ TYPES = {"NoneType": "none", "Reference": "tensor"}  # names for users
 
 @click.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1@500 --only 'model.*.weight'"))
 @checkpoint_argument()
-@click.option("--only", metavar="PATTERN", help="Only tensors whose name matches this shell pattern, or below a matching name (model).")
+@click.option(
+    "--only",
+    metavar="PATTERN",
+    help="Only tensors whose name matches this shell pattern, or below a matching name (model).",
+)
 @click.option("--all", "every", is_flag=True, help="Show what each rank has stored, also for more than 64 ranks.")
 @look_options
 def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) -> int:

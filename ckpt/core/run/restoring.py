@@ -10,6 +10,7 @@ import math
 import time
 from typing import Any
 
+from ckpt.core.checkpoint.reference import BEST
 from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.messages import Introduce, KeepSteps, KeptReply, RestoreDone, RunEvent
 from ckpt.core.log.records import THE_BEST
@@ -250,6 +251,24 @@ class KeptSteps:
                     raise
                 log.info("step %d stays where it is saved, and is not saved elsewhere: %s", step, error)
         return among
+
+    def number_of(self, name: str) -> int:
+        """Return the step that is called "best", as the run logs have it. Rank 0 decides."""
+        if name != BEST:
+            raise InvalidArgumentError(
+                f'step={name!r}: it must be the number of a step, "best", or None for the newest'
+            )
+
+        def look() -> list[int]:
+            return [step for step, note, there in self._ask(-1).notes if there and note.startswith(THE_BEST)]
+
+        found: list[int] = together(self._run.world, "best step", look, lambda posts: posts[0])
+        if not found:
+            raise InvalidArgumentError(
+                'step="best": no checkpoint of this run has a score. Give the number of a step, or record scores with '
+                "Checkpointer(..., best=ckpt.Best(...)) and score()"
+            )
+        return max(found)
 
     def wait(self, timeout_s: float | None, step: int | None) -> None:
         """Wait for saves and for notes in the run logs; see `Checkpointer.wait`."""

@@ -146,7 +146,9 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
                 raise NoCheckpointError(
                     f"{error}. It contains runs: `ckpt ls {shlex.quote(str(folder))}` lists them"
                 ) from None
-            raise NoCheckpointError(f"{error}. Give the folder or URL that a Checkpointer saves to") from None
+            missing = NoCheckpointError(f"{error}. Give the folder or URL that a Checkpointer saves to")
+            missing.advice = "Nothing was changed."  # `ckpt ls` would fail too
+            raise missing from None
         if damage := await losses.of_log(log):
             print_err(f"WARNING: {damage_text(log, damage)}")
         yield log

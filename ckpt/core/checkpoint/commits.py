@@ -3,7 +3,7 @@
 Tests with one small object whether a remote store has the guarantees that a run needs, before a run is created
 there.
 
-An error names the missing guarantee as docs/guide/storage.md does.
+An error names the missing guarantee as the guide to storage does.
 
 The object has a name that `ckpt doctor` recognizes, and is deleted afterwards. Each try writes its own bytes, so that a
 retried request after a lost reply is not mistaken for another process's object.

@@ -590,7 +590,9 @@ def short_table(found: Json, *, markdown: bool = False) -> str:
         best = found["best"][key]
         peer = f"{shown(key, best['value'])} ({best['peer']})"
         rows.append([what, shown(key, ours.get(key)), peer, times(best["ratio"])])
-    return table("In short, medians", ["", OURS, "best peer", "everystep / peer (below 1 is better)"], rows, markdown=markdown)
+    return table(
+        "In short, medians", ["", OURS, "best peer", "everystep / peer (below 1 is better)"], rows, markdown=markdown
+    )
 
 
 def goal_table(found: Json, *, markdown: bool = False) -> str:

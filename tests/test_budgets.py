@@ -44,7 +44,7 @@ BUDGETS = {
     "testing": (660, 500),
     "tools/": (210, 150),
     "tools/cli": (4_240, 2_470),
-    "tools/convert": (4_720, 3_360),
+    "tools/convert": (4_730, 3_360),
     "tools/doctor": (1_120, 800),
     "tools/maintain": (1_880, 1_270),
     "tools/observe": (3_370, 2_060),

@@ -52,11 +52,6 @@ BUDGETS = {
     "transformers": (1_580, 1_030),
 }
 TOTAL = (63_750, 42_270)
-=======
-    "transformers": (1_520, 990),
-}
-TOTAL = (63_750, 42_270)
->>>>>>> main
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

@@ -14,7 +14,7 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -37,12 +37,14 @@ from ckpt.core.state.sharding import (
     StateEntry,
     belongs_to_torch,
     is_dtensor,
+    local,
     named_modules,
     plain_key,
     replicated_by_ddp,
     wrapped_attribute,
 )
 from ckpt.core.state.tensors import TORCH_DTYPE, decode_constant, of_kind, saved_device
+from ckpt.core.state.wrappers import take_apart
 from ckpt.errors import CheckpointError, CorruptError, MismatchError, StateError
 from ckpt.events import log as logger
 
@@ -531,14 +533,16 @@ class CustomModuleNode(ModuleNode):
         omitted = resized.keys() | (given & differing)
         live = {name: entry for name, entry in own.items() if name not in omitted}
         names = placement.compare(self.path, [name for name in theirs if name not in omitted], live)
+        filled = set[str]()
         for name in matching(names, own, saved.facts, saved.names, placement):
             if name in fixed and name not in given:
                 placement.fill(name, fixed[name])
+                filled.add(name)
             else:
                 placement.watch(name, own[name])
         weights = self._weights(theirs, own, placement) if placement.strict else set[str]()
         self._prepare_own_values(state, fixed | loose, whole, weights, placement)
-        self._hand_back(placement, self._created(resized, own, weights, placement), whole)
+        self._hand_back(placement, filled, self._created(resized, own, weights, placement), whole)
         if whole:
             placement.finish(self.path, self._forget)
         if len(placement.problems) > problems:
@@ -551,21 +555,53 @@ class CustomModuleNode(ModuleNode):
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         if self._own.has_values:
             return False
-        self._hand_back(placement, {}, {})
+        self._hand_back(placement, saved.names, {}, {})
         return True
 
     def _hand_back(
-        self, placement: Placement, resized: Mapping[str, tuple[str, Tensor]], whole: Mapping[str, nn.Module]
+        self,
+        placement: Placement,
+        filled: Container[str],
+        resized: Mapping[str, tuple[str, Tensor]],
+        whole: Mapping[str, nn.Module],
     ) -> None:
         for prefix, module in self._own.loaders.items():
             if prefix in whole:
                 continue
-            mine = {self._key(n).removeprefix(prefix): t for n, (p, t) in resized.items() if p == prefix}
-            if mine:
+            new = {name: tensor for name, (of, tensor) in resized.items() if of == prefix}
+            load = partial(hand_back, module, bool(prefix))
+            if new:
                 path = (*self.path, prefix.rstrip(".")) if prefix else self.path
-                placement.finish(self.path, partial(hand_resized, module, path, mine, placement.strict, bool(prefix)))
-            else:
-                placement.finish(self.path, partial(hand_back, module, bool(prefix)))
+                mine = {self._key(name).removeprefix(prefix): tensor for name, tensor in new.items()}
+                load = partial(hand_resized, module, path, mine, placement.strict, bool(prefix))
+            placement.finish(self.path, partial(self._load_exactly, prefix, module, filled, new, load))
+
+    def _load_exactly(
+        self,
+        prefix: str,
+        module: nn.Module,
+        filled: Container[str],
+        new: Mapping[str, Tensor],
+        load: Callable[[], None],
+    ) -> None:
+        """Run the loader of a module, and fill its tensors again, because the loader may have rounded or reset them.
+
+        filled: names of tensors that have their saved values.
+        new: tensors that the loader gets, by name.
+        """
+        kept = {entry.name: local(entry.tensor) for entry in self._tensors_in(prefix, module) if entry.name in filled}
+        kept = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()} | new
+        load()
+        for entry in self._tensors_in(prefix, module):
+            saved, here = kept.get(entry.name), local(entry.tensor)
+            if saved is not None and (saved.shape, saved.dtype) == (here.shape, here.dtype):
+                here.detach().copy_(saved)
+
+    def _tensors_in(self, prefix: str, module: nn.Module) -> Iterator[StateEntry]:
+        """Yield the tensors of a module that are saved directly, and those inside wrappers."""
+        for key, tensor in plain_tensors(module, self._own, prefix):
+            if (name := self._saved_as(key)) is not None:
+                yield from take_apart(self._entry(name, tensor))[0]
 
     def _resized(
         self, saved: SavedNode, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement

@@ -712,3 +712,74 @@ def test_restore_calls_no_load_state_dict_of_an_inner_module(kind: type[Pretrain
         assert all(map(torch.equal, one.parameters(), net.parameters()))
         assert not isinstance(one[0], ResetsWithHook) or one[0].sum == net[0].weight.sum().item()
         assert not isinstance(one[0], ResetsWithEntry) or one[0].seen == 5
+
+
+class Halved(nn.Linear):
+    """Its state_dict() is in half precision, for small files, and its loader casts back."""
+
+    def state_dict(self, *rest: Any, **more: Any) -> Any:
+        found = super().state_dict(*rest, **more)
+        found.update({name: tensor.half() for name, tensor in found.items()})
+        return found
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        found = super().load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict)
+        self.norm = self.weight.norm().item()
+        return found
+
+
+class HalvedInHooks(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(sizes[0], sizes[1])
+        self._register_state_dict_hook(self.halve)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(lambda m, _: setattr(m, "norm", m.weight.norm().item()))
+
+    @staticmethod
+    def halve(module: Any, state: State, prefix: str, _: Any) -> None:
+        state.update({prefix + name: state[prefix + name].half() for name in module._parameters})
+
+
+class ReplacesInLoader(Resets):
+    """Also replace the parameters."""
+
+    def load_state_dict(self, state: Any, *rest: Any, **more: Any) -> Any:
+        found = super().load_state_dict(state, *rest, **more)
+        self.weight, self.norm = nn.Parameter(self.weight.half().float()), 1.0
+        return found
+
+
+class GrowsInHalf(InOwn):
+    """Rounds the weights of `lin` in its state_dict(), and resizes a buffer in its loader."""
+
+    norm = 1.0
+
+    def state_dict(self, *rest: Any, **more: Any) -> Any:
+        found = super().state_dict(*rest, **more)
+        found.update({name: tensor.half() for name, tensor in found.items() if name.startswith("lin.")})
+        return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(Halved, 4, 4),
+        partial(HalvedInHooks, 4, 4),
+        lambda: nn.Sequential(HalvedInHooks(4, 4)),
+        lambda: torch.compile(Halved(4, 4)),
+        partial(ReplacesInLoader, 4, 4),
+        GrowsInHalf,
+    ],
+)
+def test_loader_does_not_change_restored_tensors(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Their bytes are as they were saved, and what the loader derives from them elsewhere stays."""
+    net, twin, other = make(), make(), make()
+    if isinstance(net, GrowsInHalf):
+        net.grow()
+    with ckpt.Checkpointer({"net": net}, tmp_path / "run") as cp:
+        cp.step(1)
+    with ckpt.Checkpointer({"net": twin}, tmp_path / "run") as cp:
+        cp.restore()
+    ckpt.load(tmp_path / "run", into={"net": other})
+    for one in (twin, other):
+        assert all(map(torch.equal, (*one.parameters(), *one.buffers()), (*net.parameters(), *net.buffers())))
+        assert any(hasattr(inner, "norm") for inner in one.modules())

@@ -34,7 +34,6 @@ from ckpt.core.state.tensors import (
     Collecting,
     ObjectDecoder,
     ObjectEncoder,
-    as_bytes,
     class_name,
     class_of,
     decode_constant,
@@ -143,7 +142,7 @@ class CustomOptimizerNode(OptimizerNode):
                 state[key] = values
             elif isinstance(values, dict) and isinstance(state[key], dict):
                 saved = state[key]
-                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k], key)})
+                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k])})
         self._put(state)
 
     def _say(self, state: dict[Any, Any]) -> dict[str, Any]:
@@ -263,20 +262,12 @@ class _Groups(list[dict[str, Any]]):
         return [dict(group) for group in self]
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
-
-
-def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
-    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it. torch's
-    casts to the dtype of the parameter, and many optimizers cast back."""
+def _is_derived(loaded: Any, saved: Any) -> bool:
+    """Return True if an optimizer's loader made another value of a saved one. A tensor of the same shape is not
+    derived: torch's loader casts to the dtype of the parameter, and hooks may round what the loader gets."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
-        if type(loaded) is not type(saved) or is_wrapped(saved) or is_dtensor(saved) or loaded is saved:
-            return False
-        if loaded.shape != saved.shape:
-            return True
-        casts = (saved, saved.detach().to(param.dtype)) if isinstance(param, Tensor) else (saved,)
-        return not any(torch.equal(_raw(one.detach().to(loaded.device, loaded.dtype)), _raw(loaded)) for one in casts)
+        same_kind = type(loaded) is type(saved) and not (is_wrapped(saved) or is_dtensor(saved))
+        return same_kind and loaded.shape != saved.shape
     numbers = (bool, int, float, type(None))
     return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
 

@@ -807,6 +807,47 @@ def test_loader_keeps_exact_moments_and_own_changes() -> None:
     assert twin["opt"].param_groups[0]["anchor"] is twin["opt"].param_groups[0]["params"][0]
 
 
+def halved_moments(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer whose state_dict() has moments in half precision, which its loader casts back."""
+    opt = torch.optim.AdamW(params)
+
+    def cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        rows = {i: {k: v if k == "step" else v.to(dtype) for k, v in row.items()} for i, row in state["state"].items()}
+        return {**state, "state": rows}
+
+    opt.register_state_dict_post_hook(lambda opt, state: cast(state, torch.half))
+    opt.register_load_state_dict_pre_hook(lambda opt, state: cast(state, torch.float32))
+    return opt
+
+
+def quantized_moments(params: Any) -> torch.optim.Optimizer:
+    """The same in 8 bits, as in 8-bit checkpoints, with the scales in other entries."""
+    opt = torch.optim.SGD(params, 0.1, momentum=0.9)
+
+    def pack(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
+        rows = {}
+        for i, row in state["state"].items():
+            scale = row["momentum_buffer"].abs().max() / 127
+            rows[i] = {"momentum_buffer": (row["momentum_buffer"] / scale).round().to(torch.int8), "scale": scale}
+        return {**state, "state": rows}
+
+    def unpack(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
+        rows = {i: {"momentum_buffer": row["momentum_buffer"] * row["scale"]} for i, row in state["state"].items()}
+        return {**state, "state": rows}
+
+    opt.register_state_dict_post_hook(pack)
+    opt.register_load_state_dict_pre_hook(unpack)
+    return opt
+
+
+@pytest.mark.parametrize("kind", [halved_moments, quantized_moments])
+def test_moments_stay_exact_if_the_state_dict_rounds_them(kind: Callable[[Any], Any]) -> None:
+    """They are saved as they are in memory, and the loader gets them rounded."""
+    state, twin = continues_alike(lambda seed: made(kind, seed))
+    for one, other in zip(state["opt"].state.values(), twin["opt"].state.values(), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
 def test_state_is_restored_with_a_warning_if_the_loader_fails(caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Momentum):
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:

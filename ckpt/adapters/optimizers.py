@@ -15,7 +15,7 @@ import random
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -301,6 +301,7 @@ class ObjectsOf:
     live: dict[str, object] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _bound: set[str] = field(default_factory=set)  # names of objects that can be filled, but not created
+    _forms: set[str] = field(default_factory=set)  # of the objects of the script, at the first reading
 
     def begin(self, params: Mapping[int, str]) -> None:
         """Begin a reading of the optimizer."""
@@ -338,8 +339,13 @@ class ObjectsOf:
             self._names = {key: self._names[key] for key in names}
             self.live = {key: self.live[key] for key in live}
             target: Any = adapt(value) or value
-            if isinstance(value, torch.optim.Optimizer) or not isinstance(target, Stateful):
+            if isinstance(value, torch.optim.Optimizer):
                 raise
+            if not isinstance(target, Stateful):
+                if not self._comes_from_script(value, path):
+                    raise
+                del self._names[id(value)]
+                return {"$": "given", "name": name, "v": _name_of_class(value)}
         state = encode(target.state_dict(), path, extern)
         if isinstance(value, torch.Generator):
             return {"$": "generator", "name": name, "device": str(value.device), "state": state}
@@ -347,6 +353,22 @@ class ObjectsOf:
             return {"$": "generator", "name": name, "kind": kind, "state": state}
         self._bind(name, path, value)
         return {"$": "object", "name": name, "state": state}
+
+    def _comes_from_script(self, value: object, path: Path) -> bool:
+        """Return True for an object among the settings without tensors, which a restarted script creates again.
+        StateError if it was created or changed since the first reading."""
+        form = _form_of(value) if "param_groups" in path else None
+        if form is None:
+            return False
+        if self.early is None:
+            self._forms.add(form)
+        if form not in self._forms:
+            raise StateError(
+                f"{show(path)}: this {_name_of_class(value)} was created or changed during the training, and a "
+                "restarted process would have the script's one. Add state_dict() and load_state_dict() to it, or use "
+                "tensors and plain values instead"
+            )
+        return True
 
     def _by_attributes(self, value: object, path: Path, extern: Collecting) -> Json:
         kind = type(value)
@@ -442,7 +464,7 @@ class RestoredObjects:
                 here = self._owner.live.get(name)
                 if here is None:
                     raise MismatchError(f"{name} was {one.get('v')!r:.200} in the checkpoint, and is not here")
-                if (now := _name_of_given(here)) != one.get("v"):
+                if (now := _name_of_given(here) or _name_of_class(here)) != one.get("v"):
                     problems.append(f"{name} was {one.get('v')!r:.200} in the checkpoint and is {now!r:.200} here")
             elif _defines(one):
                 self._owner.target(one)
@@ -521,10 +543,41 @@ def _name_of_given(value: object) -> str | None:
         inner = _name_of_given(value.func)
         return None if inner is None else f"a partial call of {inner}"
     if isinstance(value, _WITHOUT_STATE):
-        return f"{type(value).__module__}.{type(value).__qualname__}"
+        return _name_of_class(value)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return None
+
+
+def _name_of_class(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _form_of(value: object) -> str | None:
+    """Return a text that changes with the plain values in an object. None if the object has tensors or is an iterator.
+
+    Process groups and meshes of torch.distributed have no values of a training.
+    """
+    if isinstance(value, Iterator):
+        return None
+
+    def extern(inner: object, path: Path) -> Json:
+        if isinstance(inner, Tensor | np.ndarray):
+            raise StateError(f"{show(path)} is a tensor or an array")
+        return f"{_name_of_class(inner)} {id(inner)}"
+
+    values: Any = ()
+    if not any(base.__module__.startswith("torch.distributed.") for base in type(value).__mro__):
+        try:
+            values = value.__reduce_ex__(4)
+        except Exception:  # it cannot be pickled
+            values = dict(value) if isinstance(value, Mapping) else _attributes(value)
+    if isinstance(values, tuple):
+        values = [list(one) if isinstance(one, Iterator) else one for one in values]
+    try:
+        return f"{_name_of_class(value)} {encode(values, (), extern)}"
+    except StateError:
+        return None
 
 
 def _slots(kind: type) -> list[str]:

@@ -70,7 +70,7 @@ from ckpt.core.format.manifest import (
 from ckpt.core.format.saved_state import SavedState
 from ckpt.core.log.run_log import RunLog
 from ckpt.core.restore.sources import StoreSource
-from ckpt.core.state.capture import Capture, Reading, _elsewhere, _spec
+from ckpt.core.state.capture import Capture, CapturedState, _elsewhere, _spec
 from ckpt.core.state.filler import Filler, Target
 from ckpt.core.state.sharding import _Cutting, _lie
 from ckpt.store import open_store
@@ -272,7 +272,7 @@ def write_ranks(world: World, root: str, first: int, last: int) -> int:
     return total
 
 
-async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np.random.Generator) -> int:
+async def write_rank(world: World, root: Path, rank: int, like: CapturedState, rng: np.random.Generator) -> int:
     layout = layout_of(world, rank, like.layout)
     arrangement = layout.arrangement
     key = data_key(CHECKPOINT, rank)

@@ -43,8 +43,8 @@ from ckpt.core.writer.held_run import Background, Dispatch, HeldRun, PresentTrai
 from ckpt.core.writer.life import Life, Server, call_myself
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
-from ckpt.core.writer.persist import Drain, Persister
 from ckpt.core.writer.promotion import Throttle
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import CheckpointError, NameTakenError, UsageError, WriterError
 from ckpt.guard.fault_reports import FaultReporter
 from ckpt.later import bring
@@ -61,16 +61,13 @@ async def serve(channel: Channel, listener: socket.socket, key: str, path: str, 
     background.loop.call_later(NUMPY_S, background.thread, bring, "numpy")
     memory = HeldMemory(trainer)
     server, run = Server(path, listener, trainer, background), HeldRun(trainer)
-    throttle = Throttle(lambda: trainer.pid)
     books = Bookkeeper(lambda: run.tiers, trainer.tell)
-    persister = Persister(trainer, run, memory, books, background)
-    settler, parts, promoter = persister.settler, persister.parts, persister.promoter
-    drain = Drain(trainer, run, memory, parts, settler, throttle, background)
-    opener = TierOpener(trainer, run, promoter, books, throttle, memory)
-    watch = FaultReporter(key, trainer, run, memory, drain, books, background)
-    life = Life(trainer, run, memory, parts, opener, persister, drain, books, watch, server, background)
-    observers = Observers(trainer, run, memory, drain, books, watch)
-    core = (run, settler, persister, drain, opener, life, memory)
+    saver = Saver(trainer, run, memory, books, Throttle(lambda: trainer.pid), background)
+    opener = TierOpener(trainer, run, saver, books, memory)
+    watch = FaultReporter(key, trainer, run, memory, saver, books, background)
+    life = Life(trainer, run, memory, opener, saver, books, watch, server, background)
+    observers = Observers(trainer, run, memory, saver, books, watch)
+    core = (run, saver, opener, life, memory)
     replicator = Replicator(memory)  # first, because it must copy a snapshot before its memory is released
     await server.run(Dispatch(replicator, *core, watch, observers))
     observers.exporter.stop_serving()

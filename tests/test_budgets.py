@@ -19,27 +19,27 @@ from processes import PYTHONPATH, REPO
 
 # Lines and statements of Python for each package. Docstrings and comments count as lines, not as statements.
 BUDGETS = {
-    "adapters": (1_710, 1_200),
+    "adapters": (1_770, 1_230),
     "backends": (2_810, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_020, 660),
-    "core/checkpoint": (4_820, 2_990),
-    "core/format": (3_950, 2_570),
-    "core/ipc": (1_860, 1_220),
-    "core/log": (1_090, 710),
+    "core/checkpoint": (4_630, 2_920),
+    "core/format": (3_930, 2_560),
+    "core/ipc": (1_860, 1_230),
+    "core/log": (1_080, 710),
     "core/ranks": (1_040, 690),
     "core/restore": (1_230, 770),
-    "core/run": (5_210, 3_720),
-    "core/snapshot": (1_900, 1_350),
-    "core/state": (4_610, 3_100),
-    "core/writer": (3_130, 2_160),
+    "core/run": (5_170, 3_690),
+    "core/snapshot": (1_730, 1_230),
+    "core/state": (4_460, 2_980),
+    "core/writer": (3_030, 2_100),
     "dcp": (1_690, 1_140),
     "deepspeed": (480, 310),
     "guard": (2_880, 2_010),
     "lightning": (2_540, 1_770),
     "megatron": (540, 360),
     "plugins": (280, 220),
-    "public": (3_360, 1_830),
+    "public": (3_370, 1_840),
     "ray": (120, 70),
     "testing": (660, 500),
     "tools/": (210, 150),
@@ -51,7 +51,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_510, 990),
 }
-TOTAL = (64_130, 42_480)
+TOTAL = (63_520, 42_110)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

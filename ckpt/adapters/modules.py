@@ -49,6 +49,7 @@ from ckpt.errors import CheckpointError, CorruptError, MismatchError, StateError
 from ckpt.events import log as logger
 
 EXTRA = "_extra_state"
+_warned: set[str] = set()
 
 
 @dataclass
@@ -113,17 +114,11 @@ def find_own_state(module: nn.Module, path: Path) -> OwnState:
     for (verdict, kind), prefixes in own_state.notes.items():
         first = show((*path, prefixes[0].rstrip("."))) if prefixes[0] else show(path)
         more = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
-        _warn_once(f"{first}{more} ({kind.__name__}): {verdict}")
+        text = f"{first}{more} ({kind.__name__}): {verdict}"
+        if text not in _warned:
+            _warned.add(text)
+            logger.warning("%s", text)
     return own_state
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        logger.warning("%s", text)
 
 
 def _collect(module: nn.Module, prefix: str, own_state: OwnState) -> None:
@@ -132,7 +127,9 @@ def _collect(module: nn.Module, prefix: str, own_state: OwnState) -> None:
         if child is not None:
             _collect(child, prefix if name == wrapped else f"{prefix}{name}.", own_state)
     extra = type(module).get_extra_state is not nn.Module.get_extra_state
-    if wrapped is not None and _adds_to_custom(module, prefix, own_state, extra):
+    more = bool(module._parameters or module._buffers or len(module._modules) > 1)
+    both = (extra and prefix in own_state.extras) or (more and prefix in own_state.custom)
+    if wrapped is not None and both:  # the wrapper has state in addition to that of the module of the same name
         own_state.drop(prefix)
         own_state.custom[prefix] = module  # its state_dict() has both
         return
@@ -143,13 +140,6 @@ def _collect(module: nn.Module, prefix: str, own_state: OwnState) -> None:
         verdict = _classify(module, prefix, own_state, loads)
         if verdict:
             own_state.notes.setdefault((verdict, type(module)), []).append(prefix)
-
-
-def _adds_to_custom(wrapper: nn.Module, prefix: str, own_state: OwnState, extra: bool) -> bool:
-    """Return True if a wrapper has state in addition to a custom module of the same name."""
-    if extra and prefix in own_state.extras:
-        return True
-    return prefix in own_state.custom and bool(wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
 
 
 LOADING = ("load_state_dict", "_load_from_state_dict")
@@ -523,7 +513,8 @@ class CustomModuleNode(ModuleNode):
         state = self._saved_state(saved)
         problems, self._untried = len(placement.problems), []
         free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
-        own = {name: entry for name, entry in (fixed | loose).items() if not self._in_extra(name)}
+        extras = tuple(self._name(prefix + EXTRA) for prefix in self._own.extras)
+        own = {name: entry for name, entry in (fixed | loose).items() if not name.startswith(extras)}
         theirs = [name for name in saved.names if name not in free]
         differing = self._differing(theirs, own, placement)
         resized = self._resized(saved, theirs, own, placement)
@@ -589,8 +580,8 @@ class CustomModuleNode(ModuleNode):
         filled: names of tensors that have their saved values.
         new: tensors that the loader gets, by name.
         """
-        kept = {entry.name: local(entry.tensor) for entry in self._tensors_in(prefix, module) if entry.name in filled}
-        kept = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()} | new
+        own = [entry for entry in self._tensors_in(prefix, module) if entry.name in filled]
+        kept = {**{entry.name: local(entry.tensor).to("cpu", copy=True) for entry in own}, **new}
         load()
         for entry in self._tensors_in(prefix, module):
             saved, here = kept.get(entry.name), local(entry.tensor)
@@ -729,9 +720,6 @@ class CustomModuleNode(ModuleNode):
         """Return the name within the module."""
         return name[len(self._name("")) :]
 
-    def _in_extra(self, name: str) -> bool:
-        return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._own.extras)
-
     def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
         """Return its saved state by key. CorruptError if that is not the state of a module."""
         if saved.kind == "module":
@@ -756,7 +744,10 @@ class CustomModuleNode(ModuleNode):
                 continue
             claimed.add(key)
             if key in state:
-                placement.finish(self.path, partial(_set_extra, module, placement.build(state[key])))
+                build = placement.build(state[key])
+                placement.finish(
+                    self.path, partial(lambda module, build: module.set_extra_state(build()), module, build)
+                )
             else:
                 placement.problem(f"{self._name(key)} is not in the checkpoint")
         outer = {p: m for p, m in self._own.custom.items() if not p.startswith(tuple(whole))}
@@ -781,10 +772,6 @@ def _has_other_shape(name: str, entry: StateEntry, placement: Placement) -> bool
 def _is_plain(entry: StateEntry) -> bool:
     """Return True unless a tensor is sharded, or a part of another one."""
     return isinstance(entry.alike, Replicas | None) and entry.part_of is None and not is_dtensor(entry.tensor)
-
-
-def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
-    module.set_extra_state(build())
 
 
 def _load(module: nn.Module, path: Path, build: Callable[[], Any], strict: bool, plain: bool, inner: bool) -> None:

@@ -15,7 +15,7 @@ import random
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ckpt.core.format.values import Json, Path, SavedNode, decode, encode, show
 from ckpt.core.state.nodes import Collector, Contents, Stateful, StatefulNode, adapt
-from ckpt.core.state.optimizer_node import OptimizerNode, Row, all_of_one_state, inside
+from ckpt.core.state.optimizer_node import EXTRA, OptimizerNode, all_of_one_state, inside
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.sharding import Names, is_dtensor
 from ckpt.core.state.tensors import (
@@ -42,7 +42,7 @@ from ckpt.core.state.wrappers import is_wrapped
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.events import log
 
-BEFORE_SAYING = "_optimizer_state_dict_pre_hooks"  # the attribute of torch's optimizers with them
+PRE_HOOKS = "_optimizer_state_dict_pre_hooks"  # the attribute of torch's optimizers with them
 
 
 class CustomOptimizerNode(OptimizerNode):
@@ -53,7 +53,7 @@ class CustomOptimizerNode(OptimizerNode):
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(path, optimizer)
         self._objects = self._encoder = ObjectsOf(optimizer)
-        self._adds_entries, self._same = speaks_for_itself(optimizer), all_of_one_state(optimizer)
+        self._adds_entries, self._same = has_own_state_dict(optimizer), all_of_one_state(optimizer)
         self._extra: dict[str, Any] = {}  # of the current reading
 
     @staticmethod
@@ -77,11 +77,11 @@ class CustomOptimizerNode(OptimizerNode):
         """Run the hooks that prepare a `state_dict()`. Return the entries that the optimizer's own adds to torch's."""
         if not self._adds_entries:
             for one in self._same:
-                for hook in tuple((vars(one).get(BEFORE_SAYING) or {}).values()):
+                for hook in tuple((vars(one).get(PRE_HOOKS) or {}).values()):
                     hook(one)
             return {}
-        said = self.optimizer.state_dict()
-        return {key: value for key, value in said.items() if key not in ("state", "param_groups")}
+        entries = self.optimizer.state_dict()
+        return {key: value for key, value in entries.items() if key not in ("state", "param_groups")}
 
     def _decoder(self, values: Json) -> ObjectDecoder:
         return RestoredObjects(self._objects, values)
@@ -105,7 +105,7 @@ class CustomOptimizerNode(OptimizerNode):
         if not self._adds_entries:
             placement.problem(f"{show(self.path)}: its state_dict() had additional entries, but has none here")
             return None
-        if self._note_differing({("extra", ""): found}, _rows_of_extra, placement):
+        if self._differing([EXTRA], placement):
             return None
         return placement.build(found, guarded=True, objects=objects)
 
@@ -120,10 +120,10 @@ class CustomOptimizerNode(OptimizerNode):
     def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
         """Call the optimizer's own loader, and undo changes of torch's loader, such as casts to the dtypes of
         weights."""
-        said, groups = self._say(state), self.optimizer.param_groups
+        entries, groups = self._state_dict_of(state), self.optimizer.param_groups
         sharing = [vars(one) for one in self._same if vars(one).get("param_groups") is groups]
         try:
-            self.optimizer.load_state_dict({**said, **extra})
+            self.optimizer.load_state_dict({**entries, **extra})
         except Exception as error:
             if extra:
                 raise
@@ -145,27 +145,27 @@ class CustomOptimizerNode(OptimizerNode):
                 state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k])})
         self._put(state)
 
-    def _say(self, state: dict[Any, Any]) -> dict[str, Any]:
+    def _state_dict_of(self, state: dict[Any, Any]) -> dict[str, Any]:
         """Return the `state_dict()` of the restored state. Values that it writes first would be those of this
         process."""
         held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        hooks = [(vars(one), vars(one).get(BEFORE_SAYING)) for one in self._same]
+        hooks = [(vars(one), vars(one).get(PRE_HOOKS)) for one in self._same]
         try:
             for owner, of_one in hooks:
                 if of_one:
-                    owner[BEFORE_SAYING] = OrderedDict()
-            said = self.optimizer.state_dict()
+                    owner[PRE_HOOKS] = OrderedDict()
+            entries = self.optimizer.state_dict()
         finally:
             for owner, of_one in hooks:
                 if of_one:
-                    owner[BEFORE_SAYING] = of_one
+                    owner[PRE_HOOKS] = of_one
         for key, values in held.items():
             state[key].clear()
             state[key].update(values)
-        if type(packed := said.get("param_groups")) is not list or len(packed) != len(groups):
-            return said
-        return {**said, "param_groups": _Groups({**a, **b} for a, b in zip(packed, groups, strict=True))}
+        if type(packed := entries.get("param_groups")) is not list or len(packed) != len(groups):
+            return entries
+        return {**entries, "param_groups": _Groups({**a, **b} for a, b in zip(packed, groups, strict=True))}
 
 
 class SeparateOptimizerNode(StatefulNode):
@@ -177,7 +177,7 @@ class SeparateOptimizerNode(StatefulNode):
 
     @staticmethod
     def owns(value: object) -> bool:
-        return isinstance(value, torch.optim.Optimizer) and keeps_elsewhere(value)
+        return isinstance(value, torch.optim.Optimizer) and keeps_state_elsewhere(value)
 
     def read(self, names: Names) -> Contents:
         self._objects.begin({})
@@ -219,10 +219,6 @@ def _recast(live: Any, saved: Any) -> Any:
     return live
 
 
-def _rows_of_extra(values: Json) -> Iterable[tuple[Row, Json]]:
-    return [(("extra", ""), values["extra"])] if "extra" in values else []
-
-
 TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "opacus"}
 """Packages whose wrappers of optimizers add nothing to the `state_dict()` of the optimizer inside."""
 
@@ -232,7 +228,7 @@ def _is_trusted(owner: type) -> bool:
     return owner.__module__.startswith("torch.optim.") or owner.__module__.split(".")[0] in TRUSTED
 
 
-def speaks_for_itself(optimizer: Any) -> bool:
+def has_own_state_dict(optimizer: Any) -> bool:
     """Return True if `state_dict()` may have more than `.state` and `.param_groups`: it is overridden, or has hooks."""
     if vars(optimizer).get("_optimizer_state_dict_post_hooks") or "state_dict" in vars(optimizer):
         return True
@@ -241,7 +237,7 @@ def speaks_for_itself(optimizer: Any) -> bool:
         return False
     if not _is_trusted(owner):
         return True
-    return any(speaks_for_itself(one) for one in inside(optimizer) if one.state is optimizer.state)
+    return any(has_own_state_dict(one) for one in inside(optimizer) if one.state is optimizer.state)
 
 
 def _derives_when_loaded(optimizer: Any) -> bool:
@@ -272,11 +268,11 @@ def _is_derived(loaded: Any, saved: Any) -> bool:
     return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
 
 
-def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+def keeps_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, such as the states of
     several optimizers. A wrapper that forwards both and only adds entries to its `state_dict()` keeps nothing
     elsewhere."""
-    if not speaks_for_itself(optimizer):
+    if not has_own_state_dict(optimizer):
         return False
     owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
     if not any(one.state is optimizer.state for one in inside(optimizer)):
@@ -323,11 +319,11 @@ class ObjectsOf:
         if (known := self._names.get(id(value))) is not None:
             return {"$": "object", "name": known}
         name = show(path)
-        if (said := _name_of_given(value)) is not None:
+        if (given := _name_of_given(value)) is not None:
             if "param_groups" not in path:  # a restarted script creates the same groups
                 self._bind(name, path, value)
             self.live[name] = value
-            return {"$": "given", "name": name, "v": said}
+            return {"$": "given", "name": name, "v": given}
         self._names[id(value)], self.live[name] = name, value
         entries, objects, names, live = len(extern.entries), list(extern.objects), list(self._names), list(self.live)
         try:
@@ -493,15 +489,14 @@ class RestoredObjects:
         return made
 
 
-def _numpy_generator(bits: str) -> np.random.Generator:
-    return np.random.Generator(getattr(np.random, bits)(0))
-
-
 _BITS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _GENERATORS: dict[str, Callable[[], Any]] = {
     "random.Random": lambda: random.Random(0),
     "numpy.RandomState": lambda: np.random.RandomState(0),
-    **{f"numpy.{name}": functools.partial(_numpy_generator, name) for name in _BITS},
+    **{
+        f"numpy.{name}": functools.partial(lambda bits: np.random.Generator(bits(0)), getattr(np.random, name))
+        for name in _BITS
+    },
 }
 
 

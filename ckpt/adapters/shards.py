@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ckpt.core.format.boxes import Dims, boxes_of_run, times_covered
 from ckpt.core.format.values import Path, SavedNode, show
-from ckpt.core.state.nodes import Contents, Memories
+from ckpt.core.state.nodes import Contents, Memories, StateNode
 from ckpt.core.state.placement import Placement
 from ckpt.core.state.sharding import Division, Names, StateEntry, is_dtensor
 from ckpt.core.state.tensors import check
@@ -83,15 +83,15 @@ class Shards:
         return self._pieces() if callable(self._pieces) else self._pieces
 
 
-class ShardsNode:
+class ShardsNode(StateNode):
     """Reads a `Shards`, and restores it."""
 
     kind = "module"
 
     def __init__(self, path: Path, target: Shards) -> None:
-        self.path, self.target = path, target
-        self.unguarded = False  # the optimizer's steps call no hooks
-        self._said: Pieces | None = None
+        super().__init__(path)
+        self.target, self.optimizer = target, target.optimizer
+        self._last: Pieces | None = None
         self._forms: list[object] = []
         self._memories = Memories()
         self._contents: Contents | None = None
@@ -101,14 +101,10 @@ class ShardsNode:
     def owns(value: object) -> bool:
         return isinstance(value, Shards)
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self.target.optimizer
-
     def read(self, names: Names) -> Contents:
-        said = self.target.pieces()
-        if self._contents is None or said is not self._said or self._memories.changed():
-            pieces = self._checked(said)
+        given = self.target.pieces()
+        if self._contents is None or given is not self._last or self._memories.changed():
+            pieces = self._checked(given)
             owners: dict[tuple[int, ...], str] = {}  # the owner of each further name
             forms: list[object] = [
                 (name, owners.setdefault(tuple(map(id, own)), name), [_form(one) for one in own])
@@ -117,7 +113,7 @@ class ShardsNode:
             if self._contents is None or forms != self._forms:
                 self._contents = None  # in case it fails
                 self._contents = self._divide(pieces)
-            self._said, self._forms = said, forms
+            self._last, self._forms = given, forms
             self._memories = Memories([_memory(one) for own in pieces.values() for one in own])
         return self._contents
 
@@ -135,12 +131,12 @@ class ShardsNode:
     def _name(self, name: str) -> str:
         return show((*self.path, name))
 
-    def _checked(self, said: Pieces) -> dict[str, Sequence[Shard | Tensor]]:
+    def _checked(self, given: Pieces) -> dict[str, Sequence[Shard | Tensor]]:
         """Return this rank's parts of each tensor as a list. StateError if they are invalid or cannot be saved."""
         found: dict[str, Sequence[Shard | Tensor]] = {}
-        if not isinstance(said, Mapping):
-            raise StateError(f"{show(self.path)}: the pieces of a Shards must be a dict by name, not {type(said)}")
-        for name, each in said.items():
+        if not isinstance(given, Mapping):
+            raise StateError(f"{show(self.path)}: the pieces of a Shards must be a dict by name, not {type(given)}")
+        for name, each in given.items():
             own = [each] if isinstance(each, Shard | Tensor) else each
             odd = not isinstance(own, Sequence) or not all(isinstance(s, Shard) for s in own if s is not each)
             if type(name) is not str or odd:
@@ -189,9 +185,6 @@ class ShardsNode:
                 placement.problem(f"{owner} and {name} are one tensor here, and were not when they were saved")
         if self.target.restored is not None:
             placement.finish(self.path, self.target.restored)
-
-    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        return False  # one name may have several pieces
 
 
 _NOTHING = torch.empty(0)

@@ -29,7 +29,7 @@ class WrapperSubclasses:
 
     def flatten(self, tensor: Any) -> tuple[Sequence[str], list[Any], Json]:
         attributes, context = tensor.__tensor_flatten__()
-        return attributes, [getattr(tensor, attribute) for attribute in attributes], _said(context)
+        return attributes, [getattr(tensor, attribute) for attribute in attributes], _as_json(context)
 
     def check(self, tensor: Any, name: str) -> None:
         attributes, context = tensor.__tensor_flatten__()
@@ -53,7 +53,7 @@ class WrapperSubclasses:
         return made
 
 
-def _said(context: Any) -> Json:
+def _as_json(context: Any) -> Json:
     """Return it as plain values as far as possible. Other values are described: enough to compare, but not to create
     them."""
     try:
@@ -71,15 +71,15 @@ def _described(value: object, path: Path) -> Json:
         return {**_named(value), "of": value.name}
     if hasattr(value, "__qualname__"):  # a class, a function
         return {**_named(value), "of": f"{value.__module__}.{value.__qualname__}"}
-    held = encode(_held(value), (*path, "…"), _described)
-    return {**_named(value), "of": held} if held else _named(value)
+    parts = encode(_parts_of(value), (*path, "…"), _described)
+    return {**_named(value), "of": parts} if parts else _named(value)
 
 
 def _named(value: object) -> dict[str, Json]:
     return {"$": "object", "v": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
-def _held(value: object) -> list[Any] | dict[str, Any]:
+def _parts_of(value: object) -> list[Any] | dict[str, Any]:
     """Return the parts of an object, as far as they are visible."""
     if isinstance(value, tuple | list | set | frozenset):
         return list(value)
@@ -99,8 +99,8 @@ def _hides_values(context: Any) -> bool:
         if isinstance(value, Tensor | np.ndarray):
             return True
         if id(value) not in seen and not hasattr(value, "__qualname__"):
-            held = _held(value)
-            pending += held.values() if isinstance(held, dict) else held
+            parts = _parts_of(value)
+            pending += parts.values() if isinstance(parts, dict) else parts
             seen[id(value)] = value
     return False
 
@@ -109,13 +109,13 @@ def _context(form: WrapperForm) -> Any:
     """Decode the context. MismatchError if it is not plain."""
 
     def extern(reference: Json) -> object:
-        said = reference["v"]
-        if reference["$"] == "torch.dtype" and isinstance(found := vars(torch).get(text_of(said)), torch.dtype):
+        value = reference["v"]
+        if reference["$"] == "torch.dtype" and isinstance(found := vars(torch).get(text_of(value)), torch.dtype):
             return found
         if reference["$"] == "torch.Size":
-            return torch.Size(dims_of(said))
+            return torch.Size(dims_of(value))
         raise MismatchError(
-            f"{form.name}: this {form.shown} cannot be created again, because it contains {said!r:.200}. "
+            f"{form.name}: this {form.shown} cannot be created again, because it contains {value!r:.200}. "
             "Create it before the restore, which then fills it in place"
         )
 

@@ -22,7 +22,7 @@ from ckpt.core.ipc.messages import FaultNote, Look, Report
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Background, Caller, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.persist import Drain
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.events import log
 from ckpt.guard.hang import Evidence, note_evidence
@@ -50,7 +50,7 @@ class FaultReporter:
     trainer: PresentTrainer
     run: HeldRun
     held_memory: HeldMemory
-    drain: Drain
+    saver: Saver
     books: Bookkeeper
     background: Background
     faults: list[Fault] = field(default_factory=list)
@@ -93,7 +93,7 @@ class FaultReporter:
         """Make memory durable, and add the result to the report."""
         self.in_memory(fault, time.monotonic() - began)
         before = time.monotonic() - began
-        for write in await self.drain.persist(deadline_s, far=far):
+        for write in await self.saver.persist(deadline_s, far=far):
             saved = SavedStep(write.step, write.tier, "ring", before + write.seconds, write.error)
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began
@@ -121,7 +121,7 @@ class FaultReporter:
         await self.tell_siblings(fault)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(drained.wait(), TOLD_S)
-        for step, url in self.drain.durable():
+        for step, url in self.saver.durable():
             fault.saved.append(SavedStep(step, url, "ring", time.monotonic() - began))
         fault.timings["durable_s"] = time.monotonic() - began
         if watchdog.crash:

@@ -102,9 +102,7 @@ class Perception:
             echo=self._crash_output.echo,
         )
         stderr = 2 if self._crash_output.echo else self._stop_reader  # any descriptor if nothing is echoed
-        self._supervisor.standing.tell(
-            request, (self._incidents.heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr)
-        )
+        self._supervisor.tell(request, (self._incidents.heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr))
         self._supervisor.hear(FaultNote, self._on_note)
 
     def stop(self) -> None:

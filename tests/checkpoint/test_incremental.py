@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from ckpt.core.checkpoint import chunks as chunks_module
 from ckpt.core.checkpoint import commits, encode, incremental, open_tier, read, retention, write
 from ckpt.core.checkpoint.encode import Encoder
-from ckpt.core.checkpoint.incremental import ChunkPlan, InMemory, Policy, Previous, bases_in, plan_chunks
+from ckpt.core.checkpoint.incremental import ChunkPlan, InMemory, Policy, WrittenManifest, bases_in, plan_chunks
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import DataFileWriter, Encoded, RankSnapshot, WrittenManifest, digest_chunks
+from ckpt.core.checkpoint.write import DataFileWriter, Encoded, RankSnapshot, digest_chunks
 from ckpt.core.format import layout as plan
 from ckpt.core.format import table as tables
 from ckpt.core.format.codec import CODECS, DELTA, PLANES, RAW, word_of
@@ -41,7 +41,7 @@ from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
 from ckpt.core.writer import promotion
-from ckpt.core.writer.parts import Settler
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.tools.maintain import copy_run
 from ckpt_backends.memory import MemoryStore
@@ -62,7 +62,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "LITTLE", 64)
     for module in (encode, encode):
         monkeypatch.setattr(module, "LEAST", 0)
-    monkeypatch.setattr(write, "PACK", (2 * CHUNK, 8 * CHUNK))
+    monkeypatch.setattr(write, "FILE", (2 * CHUNK, 8 * CHUNK))
     monkeypatch.setattr(encode, "WINDOW", 3 * CHUNK)
     monkeypatch.setattr(encode, "SELF_CHECK", 3)
     monkeypatch.setattr(chunks_module, "READ", 3 * CHUNK)
@@ -341,7 +341,7 @@ def test_negative_control_wrong_rows_are_detected(monkeypatch: pytest.MonkeyPatc
     """References to the wrong rows, planned without checking digests, are detected."""
     right = plan_chunks
 
-    def wrong(layout: Layout, digests: Any, previous: Previous | None, **more: Any) -> ChunkPlan:
+    def wrong(layout: Layout, digests: Any, previous: WrittenManifest | None, **more: Any) -> ChunkPlan:
         found = right(layout, digests, previous, **more)
         taken = found.taken.copy()
         here = np.flatnonzero(taken >= 0)
@@ -398,16 +398,17 @@ def digests_of(layout: Layout, data: bytes) -> Any:
     return np.frombuffer(digest_chunks(layout, memoryview(data)), np.uint8).reshape(-1, 16)
 
 
-def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None = None) -> Previous:
+def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None = None) -> WrittenManifest:
     """Return a checkpoint stored raw in one data file. `size`: the recorded size of the file."""
     checkpoint = CheckpointId(1, step, "0badcafe")
     key = data_key(checkpoint, layout.rank)
     table = write.build_table(layout, key, np.ascontiguousarray(digests).tobytes())
-    return Previous(part_of(checkpoint, [DataFile(key, size or 8192 + layout.arrangement.data_size, 8192, "")]), table)
+    file = DataFile(key, size or 8192 + layout.arrangement.data_size, 8192, "")
+    return WrittenManifest(part_of(checkpoint, [file]), "", table)
 
 
 def part_of(checkpoint: CheckpointId, files: list[DataFile]) -> Manifest:
-    return Manifest(str(checkpoint), 0, 1, {}, [], b"", write)
+    return Manifest(str(checkpoint), 0, 1, {}, [], b"", files)
 
 
 @PURE
@@ -467,7 +468,7 @@ def test_changed_tensor_spec_prevents_reuse() -> None:
         assert (found.taken < 0).all() and (found.base < 0).all(), other
     cut = previous.table.length.copy()
     cut[:2] += [-4, 4]  # as another version might divide it
-    elsewhere = Previous(previous.manifest, replace(previous.table, length=cut))
+    elsewhere = WrittenManifest(previous.manifest, "", replace(previous.table, length=cut))
     found = plan_chunks(base, digests_of(base, noise(base, 1)), elsewhere)
     assert (found.taken < 0).all() and (found.base < 0).all()
     second = Layout((one,), {}, [], rank=1, world=2)
@@ -480,7 +481,7 @@ def test_mostly_unused_data_file_is_dropped() -> None:
     data = bytearray(noise(layout, 0))
     was = digests_of(layout, bytes(data))
     old = previous_of(layout, was)
-    newer = Previous(replace(old.manifest, checkpoint=checkpoint_id(2)), old.table)
+    newer = WrittenManifest(replace(old.manifest, checkpoint=checkpoint_id(2)), "", old.table)
     for count in range(11):
         now = digests_of(layout, noise(layout, 9)).copy()
         now[:count] = was[:count]
@@ -507,11 +508,11 @@ def test_delta_is_dropped_with_its_base() -> None:
         files=tuple(keys),
     )
     for size, taken in ((10_000, -1), (3_000, 0)):
-        write = [DataFile(keys[0], size, 64, ""), DataFile(keys[1], 114, 64, "")]
-        found = plan_chunks(layout, now, Previous(part_of(CheckpointId(1, 3, "0badcafe"), write), table))
+        files = [DataFile(keys[0], size, 64, ""), DataFile(keys[1], 114, 64, "")]
+        found = plan_chunks(layout, now, WrittenManifest(part_of(CheckpointId(1, 3, "0badcafe"), files), "", table))
         assert found.taken.tolist() == [taken]
         assert found.base.tolist() == [-1]
-    changed = plan_chunks(layout, now ^ 3, Previous(part_of(CheckpointId(1, 3, "0badcafe"), write), table))
+    changed = plan_chunks(layout, now ^ 3, WrittenManifest(part_of(CheckpointId(1, 3, "0badcafe"), files), "", table))
     assert changed.base.tolist() == [1], "what the delta was against, never the delta"
 
 
@@ -522,7 +523,8 @@ def test_data_files_of_too_many_checkpoints_are_dropped() -> None:
     now = digests_of(layout, noise(layout, 0))
     keys = [data_key(checkpoint_id(i + 1)) for i in range(count)]
     table = replace(previous_of(layout, now).table, file=np.arange(count), offset=np.full(count, 64), files=tuple(keys))
-    previous = Previous(part_of(CheckpointId(1, 99, "0badcafe"), [DataFile(k, 164, 64, "") for k in keys]), table)
+    files = [DataFile(k, 164, 64, "") for k in keys]
+    previous = WrittenManifest(part_of(CheckpointId(1, 99, "0badcafe"), files), "", table)
     taken = plan_chunks(layout, now, previous).taken
     assert (taken >= 0).sum() == incremental.MAX_OWNERS
     assert (taken[:5] < 0).all()
@@ -969,7 +971,7 @@ def test_next_checkpoint_is_full_if_others_commit_while_damage_is_read(monkeypat
         monkeypatch.setattr(open_tier, "verify", slow)
         notes = list[Any]()
         await tier.sweep(job.mine, notes.append)
-        assert [note.step for note in notes] == [5] * damaged
+        assert [(note.error, "step 5" in note.text) for note in notes] == [("SaveError", True)] * damaged
         return (await job.save(8, state)).full
 
     assert asyncio.run(run(True)) and not asyncio.run(run(False))
@@ -1016,8 +1018,8 @@ def test_abort_keeps_files_of_a_copied_checkpoint() -> None:
         own = await promotion.copy_part(job.log.store, far, second.checkpoint, 0)
         await log.refresh()
         await commits.abort(log, mine, second.checkpoint, "rank 1: its connection was reset")
-        settler: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))
-        await Settler._give_up(settler, OpenTier("memory://far", Keep(5), log), own, SaveError("rank 1"))
+        saver: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))
+        await Saver._give_up(saver, OpenTier("memory://far", Keep(5), log), own, SaveError("rank 1"))
         assert third.checkpoint in log.state.commits
         assert await read.verify(far, log.state.commits[third.checkpoint]) == []
 

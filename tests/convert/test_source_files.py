@@ -135,7 +135,7 @@ def restore(foreign: Foreign, state: dict[str, Any]) -> None:
     found, chunks = saved(foreign)
     placement = Capture(state).place(found)
     placement.check()
-    filler = Filler(found, placement.fills, placement.lying)
+    filler = Filler(found, placement.fills, placement.whole)
     for number in filler.chunks:
         filler.add(number, memoryview(chunks[number]))
     filler.finish()

@@ -39,8 +39,8 @@ def job_of(cp: ckpt.Checkpointer) -> NewSnapshot:
 
 def another(cp: ckpt.Checkpointer, step: int) -> NewSnapshot:
     """Return a snapshot of another step that is neither requested nor started."""
-    reading, checkpoint = cp._run.capture.read(), replace(job_of(cp).checkpoint, step=step)
-    return NewSnapshot(checkpoint=checkpoint, reading=reading, values=b"[]", busy="skip")
+    captured, checkpoint = cp._run.capture.read(), replace(job_of(cp).checkpoint, step=step)
+    return NewSnapshot(checkpoint=checkpoint, captured=captured, values=b"[]", busy="skip")
 
 
 @contextlib.contextmanager
@@ -235,7 +235,7 @@ def test_an_update_waits_while_the_gate_is_held(open_run: Any) -> None:
     before, held, same = weight.detach().cpu(), threading.Event(), list[bool]()
 
     def hold() -> None:
-        with cp._run.stager.held():
+        with cp._run.stager.gate.held():
             held.set()
             time.sleep(0.3)
             same.append(torch.equal(weight.detach().cpu(), before))

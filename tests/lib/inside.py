@@ -59,10 +59,10 @@ from ckpt.core.run.saver import Saver
 from ckpt.core.run.training_run import TrainingRun
 from ckpt.core.snapshot import device, direct, snapshot, stage
 from ckpt.core.snapshot.device import PageLocks
-from ckpt.core.snapshot.fill import Frozen, SlotFiller
+from ckpt.core.snapshot.fill import SlotDigests, SlotFiller
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
-from ckpt.core.state.capture import Capture, Reading, Structure
+from ckpt.core.state.capture import Capture, CapturedState, Structure
 from ckpt.core.state.filler import Filler
 from ckpt.core.state.tensors import TORCH_DTYPE
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, NotFoundError, StateError
@@ -830,13 +830,13 @@ def before_copies(patch: pytest.MonkeyPatch, act: Callable[[list[Any], bool], ob
 
 def after_each_large_copy(patch: pytest.MonkeyPatch, act: Callable[[torch.Tensor], object]) -> None:
     """Call `act` with each large host tensor after it was copied to shared memory."""
-    put = Frozen.put
+    put = SlotDigests.put
 
-    def meanwhile(self: Frozen, number: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        put(self, number, target, source)
+    def meanwhile(self: SlotDigests, number: int, target: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+        put(self, number, target, source, **options)
         act(source)
 
-    patch.setattr(Frozen, "put", meanwhile)
+    patch.setattr(SlotDigests, "put", meanwhile)
 
 
 # -- how a device copies --
@@ -847,10 +847,10 @@ def let_updates_pass(patch: pytest.MonkeyPatch, until: str = "") -> None:
     until that copy is "queued" or "copied"."""
 
     def passing(self: Stager, timeout_s: float = 60.0) -> float:
-        job = self._gate.snapshot
+        job = self.gate.snapshot
         if job is not None and until:
             (job.enqueued if until == "queued" else job.copied).wait(timeout_s)
-            self._gate.snapshot = None
+            self.gate.snapshot = None
         return 0.0
 
     patch.setattr(Stager, "before_update", passing)
@@ -896,7 +896,7 @@ def clone_nothing(patch: pytest.MonkeyPatch) -> None:
         job.taken_early = True
         return True
 
-    patch.setattr(NewSnapshot, "take", no_clones)
+    patch.setattr(NewSnapshot, "clone_early", no_clones)
 
 
 def count_copies(patch: pytest.MonkeyPatch) -> list[int]:
@@ -1614,7 +1614,7 @@ def readable(state: dict[str, Any]) -> None:
 class Saved:
     """Holds one moment of a state as bytes and JSON text, as files do."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: CapturedState) -> None:
         from toy_states import raw  # which imports much of torch
 
         self.layout = json.dumps(reading.layout.to_json())
@@ -1627,7 +1627,7 @@ class Saved:
         saved = SavedState([layout], [json.loads(self.values)], [table], digested=False)
         placement = Capture(state).place(saved, strict=strict)
         placement.check()
-        filler = Filler(saved, placement.fills, placement.lying)
+        filler = Filler(saved, placement.fills, placement.whole)
         in_order = (layout.tensors[i] for i in layout.arrangement.order)
         shards = [self.data[spec.key] for spec in in_order]
         for chunk in filler.chunks:
@@ -1726,9 +1726,9 @@ def note_filled_as_they_lie(patch: pytest.MonkeyPatch) -> list[list[str]]:
     seen: list[list[str]] = []
     fill = Filler.__init__
 
-    def noting(self: Filler, saved: Any, fills: Any, lying: Any = (), **options: Any) -> None:
-        seen.append([saved.table.shards[number].name for number, _ in lying])
-        fill(self, saved, fills, lying, **options)
+    def noting(self: Filler, saved: Any, fills: Any, whole: Any = (), **options: Any) -> None:
+        seen.append([saved.table.shards[number].name for number, _ in whole])
+        fill(self, saved, fills, whole, **options)
 
     patch.setattr(Filler, "__init__", noting)
     return seen

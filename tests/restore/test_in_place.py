@@ -104,8 +104,8 @@ def test_negative_control_in_place_restore_writes_damage(
     """If read directly into place, as in a strict restore, the damaged bytes would be in the tensor."""
     begin = Filler.__init__
 
-    def always(self: Filler, saved: Any, fills: Any, lying: Any = (), *, in_place: bool = True) -> None:
-        begin(self, saved, fills, lying)
+    def always(self: Filler, saved: Any, fills: Any, whole: Any = (), *, in_place: bool = True) -> None:
+        begin(self, saved, fills, whole)
 
     monkeypatch.setattr(Filler, "__init__", always)
     with pytest.raises(AssertionError):

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import ckpt
-from ckpt.core.snapshot.fill import Frozen
+from ckpt.core.snapshot import fill
+from ckpt.core.snapshot.fill import SlotDigests
 from ckpt.core.state.capture import Capture
 from ckpt.core.state.fingerprint import SampledPlaces
-from ckpt.core.state.tensors import memory_of
+from ckpt.core.state.tensors import as_bytes, memory_of
 from ckpt.dcp.rank_write import dense
 from ckpt.errors import SaveError, StateError
 from inside import Saved
@@ -213,18 +214,19 @@ def test_tensor_freed_right_after_a_step_is_an_error(size: int, tmp_path: Path) 
             cp.step(2)
 
 
-def test_copy_of_a_tensor_keeps_its_storage_from_being_freed() -> None:
+def test_copy_of_a_tensor_keeps_its_storage_from_being_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target, begun, freed = torch.randn(1 << 20), torch.empty(1 << 20), threading.Event(), threading.Event()
 
-    class Slow(Frozen):
-        def _copy(self, target: Tensor, data: memoryview) -> None:
+    def slow(tensor: Tensor) -> Tensor:
+        if tensor is target:  # the source has been opened
             begun.set()
             assert freed.wait(10)
-            super()._copy(target, data)
+        return as_bytes(tensor)
 
-    frozen = Slow()
-    frozen.open(0, Capture({"w": source}).read().layout)
-    copying = threading.Thread(target=frozen.put, args=(0, target, source))
+    monkeypatch.setattr(fill, "as_bytes", slow)
+    digests = SlotDigests()
+    digests.open(0, Capture({"w": source}).read().layout)
+    copying = threading.Thread(target=digests.put, args=(0, target, source))
     copying.start()
     assert begun.wait(10)
     with pytest.raises(RuntimeError, match="not resizable"):

@@ -33,7 +33,6 @@ class PlayedSupervisor:
     """Records the requests of `Intervals` to the writer."""
 
     def __init__(self) -> None:
-        self.standing = self
         self.told: list[dict[str, Any]] = []
 
     def tell(self, request: RunEvent) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ckpt
 import inside
 from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, memory_ready, open_run, read_back
-from ckpt.core.snapshot.fill import Frozen
+from ckpt.core.snapshot.fill import SlotDigests
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager, UpdateGate
 from ckpt.core.state.capture import Capture
@@ -231,7 +231,7 @@ def test_step_with_few_eager_bytes_does_not_wait(open_run: Any) -> None:
 
 def test_negative_control_writes_leak_without_clone(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the clone keeps later writes out."""
-    monkeypatch.setattr(NewSnapshot, "take", lambda self, files: True)
+    monkeypatch.setattr(NewSnapshot, "clone_early", lambda self, files: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
     cp.step(1).wait_staged(30.0)
@@ -246,14 +246,14 @@ def test_negative_control_writes_leak_without_clone(open_run: Any, monkeypatch: 
 
 def test_write_during_copy_is_detected_across_steps(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without an update between them (a scaler skips it), then a manual write: no torn snapshot remains."""
-    opened, put = threading.Event(), Frozen.put
+    opened, put = threading.Event(), SlotDigests.put
     opened.set()
 
-    def slow(self: Frozen, number: int, target: Any, source: Any) -> None:
-        put(self, number, target, source)
+    def slow(self: SlotDigests, number: int, target: Any, source: Any, **options: Any) -> None:
+        put(self, number, target, source, **options)
         assert opened.wait(30.0)
 
-    monkeypatch.setattr(Frozen, "put", slow)
+    monkeypatch.setattr(SlotDigests, "put", slow)
     monkeypatch.setattr(Capture, "trust", lambda self, announced: None)  # else all is copied before step() returns
 
     def make() -> State:

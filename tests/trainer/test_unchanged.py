@@ -1,7 +1,7 @@
 """Tests that unchanged tensors are skipped only with proof: every snapshot equals its step, bit for bit.
 
-The first half runs whole trainings, read back from shared memory after each step. The second tests `Frozen` alone, with
-plain tensors as slots.
+The first half runs whole trainings, read back from shared memory after each step. The second tests `SlotDigests`
+alone, with plain tensors as slots.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ from ckpt.core.format.layout import Layout, pages
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import Arena
 from ckpt.core.snapshot import fill as fill_module
-from ckpt.core.snapshot.fill import FRESH, LARGE, MOST_REST, SAMPLES, CopyRates, Frozen, SlotFiller
+from ckpt.core.snapshot.fill import LARGE, SlotDigests, SlotFiller
 from ckpt.core.snapshot.snapshot import NewSnapshot
 from ckpt.core.snapshot.stage import Stager
 from ckpt.core.state.capture import Capture
@@ -55,10 +54,9 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
 
 
 @pytest.fixture(autouse=True)
-def keen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make digests always worthwhile, so that skipping depends on the state alone."""
-    monkeypatch.setattr(CopyRates, "digests_pay", lambda self: True)
-    monkeypatch.setattr(fill_module, "PROBE", 64 << 10)  # less than a whole tensor
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digest a tensor again soon after it has changed, so that more is skipped in a short run."""
+    monkeypatch.setattr(fill_module, "PAUSE", 4)
 
 
 def adapter(*, all_params: bool = False, **optim: Any) -> State:
@@ -110,7 +108,7 @@ def test_frozen_weights_are_copied_once_per_slot(all_params: bool, open_run: Any
     cp = open_run(state)
     assert follow(cp, state, twin, range(1, 21), train) == []
     # The first fill finds the initial values; each slot is then filled once.
-    assert cp._run.stager.skipped_bytes == (20 - 1 - slots(cp)) * large(state) > 0
+    assert cp._run.stager._filler.digests.skipped_bytes == (20 - 1 - slots(cp)) * large(state) > 0
 
 
 def by_data(state: State) -> None:
@@ -169,7 +167,7 @@ def written(how: Callable[[State], None], open_run: Any) -> list[str]:
 
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 3 * CALM + 6), move)
-    assert cp._run.stager.skipped_bytes > 0
+    assert cp._run.stager._filler.digests.skipped_bytes > 0
     return found
 
 
@@ -186,7 +184,7 @@ def test_negative_control_version_counters_miss_writes(
     how: Any, open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the version counter were the proof, uncounted writes would be missing in the snapshots."""
-    monkeypatch.setattr(Frozen, "_proven", lambda self, digest, source: True)
+    monkeypatch.setattr(fill_module, "chunk_digest", lambda data: b"")
     assert any("base" in line for line in written(how, open_run))
 
 
@@ -209,7 +207,7 @@ def woken(settings: dict[str, Any], open_run: Any) -> list[str]:
 
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 2 * CALM + 6), move)
-    assert cp._run.stager.skipped_bytes > 0
+    assert cp._run.stager._filler.digests.skipped_bytes > 0
     return found
 
 
@@ -221,7 +219,7 @@ def test_weights_that_receive_gradients_are_copied(settings: Any, open_run: Any)
 
 def test_negative_control_versions_miss_fused_updates(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With versions as proof, updates of a fused optimizer are lost."""
-    monkeypatch.setattr(Frozen, "_proven", lambda self, digest, source: True)
+    monkeypatch.setattr(fill_module, "chunk_digest", lambda data: b"")
     monkeypatch.setattr(
         NewSnapshot, "check_copies", lambda self, slot: None
     )  # else the snapshot is detected and dropped
@@ -243,12 +241,12 @@ def test_layer_frozen_unfrozen_and_frozen_again(open_run: Any) -> None:
         one["base"].requires_grad_(True)
         one["optim"].add_param_group({"params": list(one["base"].parameters())})
     assert follow(cp, state, twin, range(10, 16), trains) == []
-    before = cp._run.stager.skipped_bytes
+    before = cp._run.stager._filler.digests.skipped_bytes
     for one in (state, twin):
         for p in one["base"].requires_grad_(False).parameters():
             p.grad = None
     assert follow(cp, state, twin, range(16, 40), train) == []
-    assert cp._run.stager.skipped_bytes > before
+    assert cp._run.stager._filler.digests.skipped_bytes > before
 
 
 def test_averages_of_weights_are_exact(open_run: Any) -> None:
@@ -274,12 +272,13 @@ def test_averages_of_weights_are_exact(open_run: Any) -> None:
     run = Run(build, move)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 30) == []
-    assert cp._run.stager.skipped_bytes > 0
+    assert cp._run.stager._filler.digests.skipped_bytes > 0
 
 
 def test_trained_weights_are_rarely_digested(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed tensors are not checked for increasing periods: few bytes are digested, and none in vain later."""
+    """A tensor that changes without a counted write is digested twice, and then not during the pause."""
     digested: list[int] = []
+    monkeypatch.setattr(fill_module, "PAUSE", 64)
     monkeypatch.setattr(fill_module, "chunk_digest", lambda data: digested.append(data.nbytes) or chunk_digest(data))
 
     def build() -> State:
@@ -293,8 +292,8 @@ def test_trained_weights_are_rarely_digested(open_run: Any, monkeypatch: pytest.
     run = Run(build, move)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 40) == []
-    assert cp._run.stager.skipped_bytes == 0
-    assert len(digested) <= 3 * 16 and set(digested) == {fill_module.PROBE}
+    assert cp._run.stager._filler.digests.skipped_bytes == 0
+    assert len(digested) <= 2 * 3  # weights and two moments
 
 
 def test_tensors_of_all_kinds_are_exact(open_run: Any) -> None:
@@ -327,7 +326,7 @@ def test_tensors_of_all_kinds_are_exact(open_run: Any) -> None:
     train(state, 1)
     cp = open_run(state)
     assert follow(cp, state, twin, range(1, 20), move) == []
-    assert cp._run.stager.skipped_bytes > 0
+    assert cp._run.stager._filler.digests.skipped_bytes > 0
 
 
 def given_up_and_taken_again(open_run: Any) -> list[str]:
@@ -350,7 +349,7 @@ def test_freed_and_reused_slot_is_filled(open_run: Any) -> None:
 
 def test_negative_control_freed_slot_is_not_forgotten(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the knowledge about that slot were kept, its snapshots would have zeros for the frozen weights."""
-    monkeypatch.setattr(Frozen, "forget", lambda self, slot: None)
+    monkeypatch.setattr(SlotDigests, "forget", lambda self, slot: None)
     assert any("base" in line for line in given_up_and_taken_again(open_run))
 
 
@@ -390,12 +389,12 @@ def test_failed_fill_does_not_affect_next_snapshot(open_run: Any, monkeypatch: p
 def test_negative_control_failed_fill_is_not_forgotten(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the knowledge about a slot outlived the start of its next fill, garbage would count as weights."""
 
-    def lenient(self: Frozen, slot: int, layout: Layout) -> None:
+    def lenient(self: SlotDigests, slot: int, layout: Layout) -> None:
         self._layout = layout
         self._now = self._known.setdefault(slot, {})
         self._before = dict(self._now)
 
-    monkeypatch.setattr(Frozen, "open", lenient)
+    monkeypatch.setattr(SlotDigests, "open", lenient)
     assert any("base" in line for line in failing(open_run, monkeypatch))
 
 
@@ -425,7 +424,7 @@ def test_write_during_overlapped_copy_is_detected(open_run: Any, monkeypatch: py
     train(state, 1)
     cp = open_run(state, on_error="warn")
     assert follow(cp, state, twin, range(1, 12), train) == []
-    before = cp._run.stager.skipped_bytes
+    before = cp._run.stager._filler.digests.skipped_bytes
     assert before > 0
     train(state, 12)
     opened.clear()
@@ -455,7 +454,7 @@ def in_two_arenas() -> list[bool]:
                 wanted = freeze(reading.tensors[0])[2]
                 exact.append(bytes(arena.data(job.place[1], len(wanted))) == wanted)
             arena.close()
-        assert stager.skipped_bytes > 0
+        assert stager._filler.digests.skipped_bytes > 0
     finally:
         stager.stop()
     return exact
@@ -468,11 +467,11 @@ def test_slots_of_another_arena_are_filled() -> None:
 
 def test_negative_control_arena_change_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """If knowledge about the first arena's slots applied to the second's, they would have zeros."""
-    monkeypatch.setattr(Frozen, "clear", lambda self: None)
+    monkeypatch.setattr(SlotDigests, "clear", lambda self: None)
     assert not all(in_two_arenas())
 
 
-# -- Frozen alone --
+# -- SlotDigests alone --
 
 
 def some_layout(size: int = 1) -> Layout:
@@ -480,67 +479,40 @@ def some_layout(size: int = 1) -> Layout:
     return Layout((), {}, [{"size": size}])
 
 
-def fill(frozen: Frozen, slot: int, layout: Layout, targets: list[Tensor], sources: list[Tensor]) -> None:
-    frozen.open(slot, layout)
+def fill(digests: SlotDigests, slot: int, layout: Layout, targets: list[Tensor], sources: list[Tensor]) -> None:
+    digests.open(slot, layout)
     for number, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        frozen.put(number, target, source)
-    frozen.close(slot)
+        digests.put(number, target, source)
+    digests.close(slot)
 
 
-def test_machine_with_slow_digests_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured rates decide. They are measured again, so that the decision follows changes of the machine."""
-    monkeypatch.undo()
-    one, layout, source, target = Frozen(), some_layout(), torch.randn(1000), torch.empty(1000)
-    never = [1e-3] * SAMPLES
-    one.rates = CopyRates(deque([1e15] * SAMPLES, SAMPLES), deque(never, SAMPLES))
-    for _ in range(FRESH * (SAMPLES // 2)):
-        fill(one, 0, layout, [target], [source])
-        one.rates.copying.extend([1e15] * SAMPLES)
-        assert torch.equal(target, source) and not one.rates.digests_pay()
-        source.data.add_(1.0)
-    assert one.skipped_bytes == 0
-    while 1e-3 in one.rates.digesting:
-        fill(one, 0, layout, [target], [source])
-    one.rates.copying.extend([1e-3] * SAMPLES)
-    for _ in range(3):
-        fill(one, 0, layout, [target], [source])
-    assert one.skipped_bytes > 0 and torch.equal(target, source)
-
-
-def test_copy_rate_is_measured_while_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some fills are copies, so that old measurements do not decide forever."""
-    monkeypatch.setattr(CopyRates, "digests_pay", lambda self: True)
-    one, layout, source, target = Frozen(), some_layout(), torch.randn(1000), torch.empty(1000)
-    fill(one, 0, layout, [target], [source])
-    one.rates.copying.extend([1e-3] * SAMPLES)
-    for _ in range(FRESH * SAMPLES):
-        fill(one, 0, layout, [target], [source])
-    assert 1e-3 not in one.rates.copying
-    assert one.skipped_bytes > source.nbytes * FRESH * (SAMPLES - 1)
-
-
-def test_unknown_rates_lead_to_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single outliers do not count, since the median decides."""
-    monkeypatch.undo()
-    assert (
-        CopyRates().digests_pay()
-        and CopyRates(deque([1.0])).digests_pay()
-        and CopyRates(deque(), deque([1.0])).digests_pay()
-    )
-    assert CopyRates(deque([5.0, 5.0, 5.0]), deque([9.0, 9.0, 0.1])).digests_pay()
-    assert not CopyRates(deque([5.0, 5.0, 0.1]), deque([3.0, 3.0, 9.0])).digests_pay()
-
-
-def test_changing_tensor_is_checked_less_often() -> None:
-    """The period is limited, so that weights frozen after long training are detected in time."""
-    one, layout, source, target = Frozen(), some_layout(), torch.zeros(100_000), torch.empty(100_000)
-    for _ in range(5 * MOST_REST):
+def test_tensor_with_counted_writes_is_not_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is skipped once its version counter stands still."""
+    digested: list[int] = []
+    monkeypatch.setattr(fill_module, "chunk_digest", lambda data: digested.append(data.nbytes) or chunk_digest(data))
+    one, layout, source, target = SlotDigests(), some_layout(), torch.zeros(100_000), torch.empty(100_000)
+    for _ in range(10):
         source.add_(1.0)
         fill(one, 0, layout, [target], [source])
-    assert len(one.rates.digesting) <= 1, "checking a changed version counter costs nothing"
-    for _ in range(MOST_REST + 3):
+    assert digested == []
+    for _ in range(3):
+        fill(one, 0, layout, [target], [source])
+    assert one.skipped_bytes == 2 * source.nbytes and torch.equal(target, source)
+
+
+def test_uncounted_write_pauses_digests() -> None:
+    """A write that torch does not count is copied. Then the tensor is copied without a digest for some fills."""
+    one, layout, source, target = SlotDigests(), some_layout(), torch.zeros(100_000), torch.empty(100_000)
+    for _ in range(3):
         fill(one, 0, layout, [target], [source])
     assert one.skipped_bytes == source.nbytes
+    source.data.add_(1.0)
+    for _ in range(fill_module.PAUSE + 1):
+        fill(one, 0, layout, [target], [source])
+        assert torch.equal(target, source)
+    assert one.skipped_bytes == source.nbytes
+    fill(one, 0, layout, [target], [source])
+    assert one.skipped_bytes == 2 * source.nbytes
 
 
 def test_digest_lets_other_threads_run() -> None:
@@ -555,20 +527,14 @@ def test_digest_lets_other_threads_run() -> None:
     other.start()
     sys.setswitchinterval(60.0)
     try:
-        one = Frozen()
         begun.set()
         for _ in range(200):
             if not seen:
-                one._digest(data.numpy().data)
+                chunk_digest(data.numpy().data)
     finally:
         sys.setswitchinterval(interval)
         other.join()
     assert seen
-
-
-class Keen(CopyRates):
-    def digests_pay(self) -> bool:
-        return True
 
 
 class Ring(RuleBasedStateMachine):
@@ -576,14 +542,13 @@ class Ring(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.frozen, self.layout = Frozen(), some_layout()
-        self.frozen.rates = Keen()
+        self.digests, self.layout = SlotDigests(), some_layout()
         self.sources = [torch.full((size,), 1.0) for size in (10, 20_000, 40_000)]
         self.slots = [[torch.full_like(s, -1.0) for s in self.sources] for _ in range(3)]
         self.filled: tuple[int, list[Tensor]] | None = None
 
     def copy(self, slot: int) -> None:
-        fill(self.frozen, slot, self.layout, self.slots[slot], self.sources)
+        fill(self.digests, slot, self.layout, self.slots[slot], self.sources)
         self.filled = slot, [s.clone() for s in self.sources]
 
     @rule(slot=st.integers(0, 2))
@@ -609,16 +574,16 @@ class Ring(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, 2), parts=st.integers(0, 2))
     def fail(self, slot: int, parts: int) -> None:
-        self.frozen.open(slot, self.layout)
+        self.digests.open(slot, self.layout)
         for number in range(parts):
-            self.frozen.put(number, self.slots[slot][number], self.sources[number])
+            self.digests.put(number, self.slots[slot][number], self.sources[number])
         for target in self.slots[slot]:
             target.fill_(9.0)
         self.filled = None
 
     @rule(slot=st.integers(0, 2))
     def give_up(self, slot: int) -> None:
-        self.frozen.forget(slot)
+        self.digests.forget(slot)
         for target in self.slots[slot]:
             target.zero_()
         self.filled = None
@@ -641,7 +606,7 @@ TestRing.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 def test_negative_control_state_machine_detects_broken_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """With versions as proof, the same random steps fail."""
-    monkeypatch.setattr(Frozen, "_proven", lambda self, digest, source: True)
+    monkeypatch.setattr(fill_module, "chunk_digest", lambda data: b"")
     steps = settings(TestRing.settings, max_examples=200, derandomize=True, database=None, phases=[Phase.generate])
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Ring, settings=steps)  # type: ignore[no-untyped-call]

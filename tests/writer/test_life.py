@@ -19,7 +19,7 @@ from ckpt.core.ipc.heartbeat import Process
 from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
 from ckpt.core.writer.life import NEXT, Life, State
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.parts import PartWriter, Settler
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import FencedError
 from ckpt_backends.memory import MemoryStore
 from logs import new_log
@@ -68,8 +68,9 @@ def test_write_fails_if_its_slot_is_released_meanwhile(checked: bool, monkeypatc
         tier = OpenTier(store.url, Keep(3), log, role=commits.Role())
         run.tiers.append(tier)
         run.become(owner)
-        parts = PartWriter(trainer, run, memory, Settler(trainer, run, memory, Background()))
-        writing = asyncio.create_task(parts.store(tier, arena, 0, label))
+        unused: Any = None
+        saver = Saver(trainer, run, memory, unused, unused, Background())
+        writing = asyncio.create_task(saver.store_part(tier, arena, 0, label))
         await store.began.wait()
         trainer.fence(FencedError("another job"))
         memory.free_all()

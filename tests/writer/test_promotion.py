@@ -23,8 +23,8 @@ from ckpt.core.writer.held_run import Background, HeldRun
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.parts import settle
-from ckpt.core.writer.persist import Persister
 from ckpt.core.writer.promotion import Throttle, Turns
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
 from ckpt.store import options_of
 from ckpt_backends.memory import MemoryStore
@@ -64,15 +64,15 @@ class Far(MemoryStore):
 
 
 class Writer:
-    """A persister of rank 0 of two, with a source tier, a destination tier and simulated slots."""
+    """A saver of rank 0 of two, with a source tier, a destination tier and simulated slots."""
 
     def __init__(self) -> None:
         self.told: list[Note] = []
         trainer: Any = SimpleNamespace(tell=self.told.append, adoptions=0, pid=0)
         self.memory, self.run, background = HeldMemory(trainer), HeldRun(trainer), Background()
         books = Bookkeeper(lambda: self.run.tiers, self.told.append)
-        self.persister = Persister(trainer, self.run, self.memory, books, background)
-        self.opener = TierOpener(trainer, self.run, self.persister.promoter, books, Throttle(lambda: 0), self.memory)
+        self.saver = Saver(trainer, self.run, self.memory, books, Throttle(lambda: 0), background)
+        self.opener = TierOpener(trainer, self.run, self.saver, books, self.memory)
 
     async def open(self, ranks: int = 2) -> None:
         role = commits.Role(tuple(range(ranks)), 0, ranks)
@@ -93,8 +93,8 @@ class Writer:
         self.memory.arenas["aa"] = arena
         stored = asyncio.get_running_loop().create_future()
         stored.set_result(True)
-        self.persister.parts.stored[self.near.url, one] = stored
-        await self.persister.write(WriteSlot(tier=1, arena="aa", slot=0, checkpoint=str(one)))
+        self.saver.stored[self.near.url, one] = stored
+        await self.saver.write(WriteSlot(tier=1, arena="aa", slot=0, checkpoint=str(one)))
 
     @property
     def freed(self) -> set[int]:
@@ -185,7 +185,7 @@ async def test_skip_on_one_rank_is_warning_for_others(writer: Writer) -> None:
         (20, "disk full", SaveError),
     ):
         await commits.abort(writer.far.log, writer.owner, writer.checkpoint(step), f"rank 1: {reason}")
-        own: Any = SimpleNamespace(manifest=SimpleNamespace(checkpoint=str(writer.checkpoint(step)), rank=0, world=2))
+        own: Any = SimpleNamespace(checkpoint=writer.checkpoint(step), manifest=SimpleNamespace(rank=0, world=2))
         with pytest.raises(SaveError) as caught:
             await settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
         assert type(caught.value) is kind
@@ -195,7 +195,7 @@ async def test_skip_on_one_rank_is_warning_for_others(writer: Writer) -> None:
 async def test_failed_resume_does_not_block_other_promotions(writer: Writer) -> None:
     """Interrupted promotions are resumed one by one: a damaged one is skipped and aborted for the other ranks."""
     steps = (30, 20, 10)
-    writer.persister.promoter.pending = lambda near, tier: [  # type: ignore[method-assign]
+    writer.saver._pending = lambda near, tier: [  # type: ignore[method-assign]
         Commit(writer.checkpoint(step), 2, ((0, "0" * 64),), "0" * 64) for step in steps
     ]
     resumed: list[int] = []
@@ -205,8 +205,8 @@ async def test_failed_resume_does_not_block_other_promotions(writer: Writer) -> 
         if one.step == 30:
             raise CorruptError("a flipped bit")
 
-    writer.persister.promoter.resume_one = resume_one  # type: ignore[method-assign]
-    await writer.persister.promoter.resume()
+    writer.saver.resume_one = resume_one  # type: ignore[method-assign]
+    await writer.saver.resume()
     assert resumed == [30, 20, 10]
     await writer.far.log.refresh()
     assert writer.far.log.state.aborted == {writer.checkpoint(30)}

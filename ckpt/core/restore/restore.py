@@ -465,7 +465,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
     source.damaged, source.term = ended["damaged"], ended["term"]
     job.capture.keep_apart(rank.placement.apart)
     _report_left_out(rank.placement, result)
-    result.overridden = rank.placement.overruled
+    result.overridden = rank.placement.overridden
     if world.rank == 0 and result.overridden:
         logger.warning(OVERRIDDEN, "; ".join(result.overridden))
     result.verified = source.verified
@@ -486,12 +486,12 @@ class _RankRestore:
         source, capture, world, strict = self._source, self._job.capture, self._job.world, self._job.strict
         source.open(described, capture.layout)
         self.placement = placement = _place(capture, source.saved, strict)
-        filled = placement.fills or placement.lying
+        filled = placement.fills or placement.whole
         if not strict and world.size == 1 and source.saved.tensors and not filled:
             raise mismatch([*placement.problems, "nothing of it fits, also with strict=False"])
         if not source.saved.complete:
             source.narrow({key: [target.box for target in targets] for key, targets in placement.fills.items()})
-        self._filler = filler = Filler(source.saved, placement.fills, placement.lying, in_place=strict)
+        self._filler = filler = Filler(source.saved, placement.fills, placement.whole, in_place=strict)
         post: dict[str, Json] = {"problems": placement.problems if strict else []}
         if world.size > 1:
             self._transfer = Transfer(world.rank)

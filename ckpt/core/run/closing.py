@@ -395,7 +395,8 @@ class Closing:
         return "; ".join(self._departures.behind(step)[:MOST_NAMED]) or "not all ranks have a newer one"
 
     def _check_any_saved(self, why: str) -> None:
-        """Make close() raise SaveError if training has done steps, but no job attempt has saved any.
+        """Make close() raise SaveError if training has done steps, but none of them was saved: a chain of such starts
+        would never advance.
 
         If the newest step is in memory, or with on_error="warn", only log that no tier has a step.
         """
@@ -406,8 +407,10 @@ class Closing:
         if in_memory or self._run.settings.on_error == "warn":
             if self._run.world.rank == 0:
                 log.error("step %s was the last one, and no step of this start is in any tier", self._run.step)
-        elif self._run.supervisor.owner.restored is None:
-            what = f"no step of this run was saved, and step {self._run.step} was the last one"
+        else:
+            restored = self._run.supervisor.owner.restored
+            which = "run" if restored is None else f"start, which continued from step {restored.step},"
+            what = f"no step of this {which} was saved, and step {self._run.step} was the last one"
             self._run.errors.note(SaveError(f"{what}: {why or self._why_not_common(self._run.step or 0)}"))
 
     def _is_only_in_memory(self) -> bool:
@@ -752,7 +755,7 @@ class EmergencySaver:
         outcome.durable_s = outcome.passed_s
 
     def _note_memory(self, outcome: Outcome) -> None:
-        if isinstance(self._supervisor.writer.failure, WriterError):
+        if isinstance(self._supervisor.failure, WriterError):
             return  # no writer survives this process, so its memory is lost with it
         known = {saved.step for saved in outcome.saved.get("live", ())}
         steps = sorted((checkpoint.step for checkpoint in self._supervisor.held.sealed()), reverse=True)

@@ -1,9 +1,12 @@
-"""The arenas of a rank: the one it stages into, the next one, and those of earlier job attempts, which are released
-when newer snapshots supersede them.
+"""This rank's snapshots, which its writer holds.
 
-Tracks this rank's snapshots in the writer, which gets their layouts, holds them, and writes them to tiers.
+    SnapshotMemory     the arenas: the one that this rank stages into, the next one (`NextArena`), and those of earlier
+                       job attempts, which are released when newer snapshots supersede them
+    KnownLayouts       layouts that the writer has; it gets one before a slot is sealed with it
+    Acknowledgements   a snapshot is staged once a process that survives the trainer has its slot and its layout
+    Writes             writes to tiers; a slot is pinned until its bytes are stored
 
-A writer that replaces a dead one gets all of these requests again.
+A writer that replaces a dead one gets the layouts, the memory and the writes again, in this order.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt.core.format.columns import Replicas
 from ckpt.core.format.layout import Layout
@@ -26,12 +29,15 @@ from ckpt.core.ipc.heartbeat import Process
 from ckpt.core.ipc.messages import StoredNote
 from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import World
-from ckpt.core.run.writer_link import REQUEST_S, CurrentWriter, WriterClient, WriterUser, start_thread
+from ckpt.core.run.writer_link import REQUEST_S, WriterClient, start_thread
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import CheckpointError, CorruptError, SaveError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
+
+if TYPE_CHECKING:
+    from ckpt.core.run.writer_supervisor import WriterSupervisor
 
 
 class KnownDigests(NamedTuple):
@@ -87,13 +93,13 @@ class HeldElsewhere:
             arena.close()
 
 
-class SnapshotMemory(WriterUser):
+class SnapshotMemory:
     """The arenas of this rank. `next`: the arena being made; `inherited`: memory of earlier job attempts, and of
     ranks that this job does not have; `everyone`: True if every rank has sealed enough newer snapshots."""
 
     def __init__(
         self,
-        writer: CurrentWriter,
+        writer: WriterSupervisor,
         stager: Stager,
         world: World,
         tiers: list[Tier],
@@ -103,9 +109,11 @@ class SnapshotMemory(WriterUser):
         """`node`: returns the NUMA node near the device of this rank, or None if unknown."""
         self._writer, self._stager, self._world = writer, stager, world
         self.lasts = memory is not None and memory.linger_s > 0
-        slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)))
-        least = 1 if tiers else 2
-        self.next = NextArena(writer, stager, slots, least, world.local_size, node)
+        # One rank needs the newest snapshot and the next one. With several, one rank may be a step behind the others.
+        slots = 2 if memory is None else max(memory.keep or 2, 2 if world.size == 1 else 3)
+        stager.slots.keep = slots
+        least, most = 1 if tiers else 2, min(MAX_SLOTS, slots + len(tiers))
+        self.next = NextArena(writer, stager, slots, most, least, world.local_size, node)
         self.inherited = HeldElsewhere()
         self.everyone = False
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
@@ -136,7 +144,7 @@ class SnapshotMemory(WriterUser):
         return self.lasts and self._writer.failure is None and (arena is None or arena.is_kept())
 
     def on_new_writer(self, client: WriterClient) -> None:
-        self._stager.on_writer(client.pid)
+        self._stager.gate.writer_pid = client.pid
         self._attached = [
             client.send(messages.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
         ]
@@ -211,7 +219,7 @@ class SnapshotMemory(WriterUser):
             self.inherited.arenas.append(arena)
             self._spares.append(arena)
             self._foreign.add(arena.id)
-            self._writer.ask(messages.AttachArena(foreign=True), fds=(arena.fd,))
+            self._writer.client.ask(messages.AttachArena(foreign=True), fds=(arena.fd,))
 
     def _use(self, arena: Arena) -> None:
         """Stage into this arena. The writer that is then current watches it."""
@@ -265,7 +273,7 @@ class SnapshotMemory(WriterUser):
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
             return
         with self._writer.lock:
-            busy = self._writer.in_use()
+            busy = self._writer.writes.in_use()
             for arena in self.all_arenas():
                 if arena not in (self._stager.arena, self._arriving) and arena.id not in busy:
                     self._writer.send(messages.UseArena(arena.id.hex(), used=False))
@@ -336,12 +344,19 @@ NOTHING = float("inf")
 
 class NextArena:
     """The arena that the writer is making, if any. `slots`: the requested number; `least`: the minimum number;
-    `ranks`, `node`: see `MakeArena`."""
+    `most`, `ranks`, `node`: see `MakeArena`."""
 
     def __init__(
-        self, writer: CurrentWriter, stager: Stager, slots: int, least: int, ranks: int, node: Callable[[], int | None]
+        self,
+        writer: WriterSupervisor,
+        stager: Stager,
+        slots: int,
+        most: int,
+        least: int,
+        ranks: int,
+        node: Callable[[], int | None],
     ) -> None:
-        self._writer, self._stager, self._slots, self._least = writer, stager, slots, least
+        self._writer, self._stager, self._slots, self._most, self._least = writer, stager, slots, most, least
         self._ranks, self._node = ranks, node
         self._making: Made | None = None
         self._asked_size = self._asked = 0  # requested bytes of a slot, and bytes of the snapshot it must hold
@@ -363,7 +378,7 @@ class NextArena:
             self._asked_size, self._asked = size, wanted
             self.drop(release=True)
             self._making = self._writer.send(
-                messages.MakeArena(self._slots, size, self._least, self._ranks, self._node())
+                messages.MakeArena(self._slots, size, self._least, self._most, self._ranks, self._node())
             )
 
     def drop(self, *, release: bool = False) -> None:
@@ -470,10 +485,10 @@ class WriteInFlight:
     replicas: Replicas = field(default_factory=dict)  # digests of replicated tensors, for its part
 
 
-class Writes(WriterUser):
+class Writes:
     """The writes of this rank that are under way. If the writer dies, the next one gets them."""
 
-    def __init__(self, writer: CurrentWriter, stager: Stager) -> None:
+    def __init__(self, writer: WriterSupervisor, stager: Stager) -> None:
         self._writer, self._stager = writer, stager
         self._writes: list[WriteInFlight] = []
         self._retracts: dict[CheckpointId, str] = {}
@@ -569,6 +584,7 @@ class Writes(WriterUser):
         self._writes.clear()
 
     def in_use(self) -> set[bytes]:
+        """Return the arenas that the writer still reads."""
         return {write.arena.id for write in self._writes if write.arena is not None}
 
 
@@ -576,10 +592,10 @@ MOST_LAYOUTS = 64  # number of layouts kept before unused ones are dropped
 NEWEST = 8  # number of newest layouts that are always kept
 
 
-class KnownLayouts(WriterUser):
+class KnownLayouts:
     """Layouts that the writer has. `known`: those of this rank and of the memory in its writer, by digest."""
 
-    def __init__(self, writer: CurrentWriter, memory: SnapshotMemory) -> None:
+    def __init__(self, writer: WriterSupervisor, memory: SnapshotMemory) -> None:
         self._writer, self._memory = writer, memory
         self.known: dict[str, Layout] = {}
         self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # done when the writer has the layout
@@ -637,10 +653,10 @@ class AwaitedSlot:
     done: Done
 
 
-class Acknowledgements(WriterUser):
+class Acknowledgements:
     """Reports for each snapshot of this rank when a process that survives the trainer holds it."""
 
-    def __init__(self, writer: CurrentWriter, layouts: KnownLayouts) -> None:
+    def __init__(self, writer: WriterSupervisor, layouts: KnownLayouts) -> None:
         self._writer, self._layouts = writer, layouts
         self._awaited: dict[tuple[bytes, int], AwaitedSlot] = {}
 

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpt.core.cadence.cadence import MEMORY, Auto
 from ckpt.core.checkpoint.commits import Role
@@ -24,7 +25,7 @@ from ckpt.core.log.run_log import Acquire, in_history
 from ckpt.core.ranks.world import World
 from ckpt.core.restore.sources import HeldSnapshot
 from ckpt.core.run.memory import HeldElsewhere, KnownLayouts, SnapshotMemory, as_digests
-from ckpt.core.run.writer_link import REQUEST_S, CurrentWriter, WriterClient
+from ckpt.core.run.writer_link import REQUEST_S, WriterClient
 from ckpt.core.snapshot.stage import Stager
 from ckpt.errors import (
     CheckpointError,
@@ -39,6 +40,9 @@ from ckpt.errors import (
 from ckpt.events import log
 from ckpt.store import folder_of
 from ckpt.tiers import Memory, Tier
+
+if TYPE_CHECKING:
+    from ckpt.core.run.writer_supervisor import WriterSupervisor
 
 OPEN_S = 300.0
 NUMBERS_EACH = 10_000  # data file numbers reserved for each writer of a checkpoint; the next writer uses higher ones
@@ -60,7 +64,7 @@ class RunOpener:
 
     def __init__(
         self,
-        writer: CurrentWriter,
+        writer: WriterSupervisor,
         held: SnapshotMemory,
         tiers: list[Tier],
         memory: Memory | None,
@@ -76,18 +80,22 @@ class RunOpener:
         self.owner = Acquire(0, "", None)
         self.found: list[str] = []  # the ids of the runs in all tiers
         self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
-        self._nonces: list[str] = []  # nonces with which this job has requested a term
+        self.turns = 0  # number of terms that this job has requested
+        self._fenced = False  # True if this start has fenced a job
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
         """Make the writer open the tiers, without changing anything in them. `writers`: how many writers of this
         trainer have died."""
+        every_of: list[tuple[str, object]] = [(tier.url, tier.every) for tier in self.tiers]
+        if self._memory is not None:
+            every_of.append((MEMORY, self._memory.every))
         request = messages.OpenRun(
             tiers=[tier.spec() for tier in self.tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
             commit_s=self._commit_s,
             first_number=NUMBERS_EACH * writers,
             check=not self._takeover and not self.owner.term and self._world.local_rank == 0,
-            auto=[name for name, every in self._cadences() if isinstance(every, Auto)],
+            auto=[name for name, every in every_of if isinstance(every, Auto)],
             next_nonces=self._next_nonces,
             acquires=[_row(acquire) for acquire in self._held.inherited.acquires],
             roots=self._roots,
@@ -100,10 +108,6 @@ class RunOpener:
         stored = any(tier.checkpoints or tier.damaged for tier in reply.tiers)
         snapshots = any(arena.sealed() for arena in inherited.arenas)
         return Opened(tuple(tier.root for tier in reply.tiers), max([0, *terms]), stored or snapshots, reply.cadence)
-
-    def _cadences(self) -> list[tuple[str, object]]:
-        memory: list[tuple[str, object]] = [(MEMORY, self._memory.every)] if self._memory is not None else []
-        return memory + [(tier.url, tier.every) for tier in self.tiers]
 
     def open_again(self, client: WriterClient, *, writers: int) -> None:
         """Open the run in a writer that replaces a dead one."""
@@ -121,20 +125,15 @@ class RunOpener:
         """Return the ids of the runs in all tiers, by URL, once they are open."""
         return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
-    @property
-    def turns(self) -> int:
-        """Return the number of terms that this job has requested."""
-        return len(self._nonces)
-
     def nonce(self, turn: int) -> str:
         """Return the nonce of a term. All ranks compute the same one, so that writers recognize their own job."""
-        self._nonces = [nonce_of(self._world.job, n) for n in range(turn + 1)]
-        return self._nonces[-1]
+        self.turns = turn + 1
+        return nonce_of(self._world.job, turn)
 
     @property
     def _next_nonces(self) -> list[str]:
         """List the nonces by which a writer recognizes that its own job has taken ownership."""
-        first = max(0, len(self._nonces) - 1)  # a new writer may have to repeat the request with the last nonce
+        first = max(0, self.turns - 1)  # a new writer may have to repeat the request with the last nonce
         return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
     def acquire(self, nonce: str, floor: int, restored: CheckpointId | None) -> list[int]:
@@ -166,7 +165,37 @@ class RunOpener:
     def is_ours(self, owner: messages.Owner) -> bool:
         """Return True if this owner belongs to our history, or is the next owner of our job."""
         ours = {(one.term, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
-        return owner[:2] in ours or owner[1] in self._nonces
+        return owner[:2] in ours or owner[1] in {nonce_of(self._world.job, turn) for turn in range(self.turns)}
+
+    def make_way(self, found: WriterClient, hello: messages.LendReply, what: str = "") -> None:
+        """Handle a live trainer of the run on this machine. With `takeover`, fence that job in the log, and wait until
+        its writer has released its memory, or is about to. `what`: a prefix of the run's name.
+
+        Raises InUseError if the trainer is still alive, or the error that prevents access to the tiers.
+        """
+        refusal = in_use(self.tiers, hello.trainer, time.time() - hello.since, what)
+        if not self._takeover:
+            raise refusal
+        if not self.tiers:
+            raise InUseError(f"{refusal}, and takeover=True needs a folder or URL, through which that job is fenced")
+        if not self._fenced:
+            run(fence([tier.spec() for tier in self.tiers]))
+            self._fenced = True
+            log.warning("%s: that job is fenced, and can save no more", refusal)
+        end = time.monotonic() + FREED_S
+        while time.monotonic() < end:
+            try:
+                if not found.ask(messages.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
+                    return
+            except WriterError:
+                return
+            except DeadlineError:
+                break
+            time.sleep(0.1)
+        raise InUseError(
+            f"{found.described()}, has not released it within {FREED_S:g} s, although its job is fenced. Start again "
+            f"when it has, or end it: kill -9 {found.found_pid}"
+        )
 
 
 def _row(acquire: Acquire) -> messages.Owner:
@@ -204,58 +233,20 @@ def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> 
     return InUseError(f"{who} on this machine ({socket.gethostname()}) trains {what}{run}{since}")
 
 
-class Intruder:
-    """Handles a start that finds a live trainer of the run on this machine. With `takeover`, it fences that job in the
-    log and waits until its writers have released their memory. Otherwise it refuses the start."""
-
-    def __init__(self, tiers: list[Tier], takeover: bool) -> None:
-        self._tiers, self._takeover, self._fenced = tiers, takeover, False
-
-    def make_way(self, found: WriterClient, hello: messages.LendReply, what: str = "") -> None:
-        """Wait until the writer has released its memory, or is about to. `what`: a prefix of the run's name.
-
-        Raises InUseError if the trainer is still alive, or the error that prevents access to the tiers.
-        """
-        refusal = in_use(self._tiers, hello.trainer, time.time() - hello.since, what)
-        if not self._takeover:
-            raise refusal
-        if not self._tiers:
-            raise InUseError(f"{refusal}, and takeover=True needs a folder or URL, through which that job is fenced")
-        if not self._fenced:
-            run(fence([tier.spec() for tier in self._tiers]))
-            self._fenced = True
-            log.warning("%s: that job is fenced, and can save no more", refusal)
-        end = time.monotonic() + FREED_S
-        while time.monotonic() < end:
-            try:
-                if not found.ask(messages.Lend(fenced=True), max(0.1, end - time.monotonic())).alive:
-                    return
-            except WriterError:
-                return
-            except DeadlineError:
-                break
-            time.sleep(0.1)
-        raise InUseError(
-            f"{found.described()}, has not released it within {FREED_S:g} s, although its job is fenced. Start again "
-            f"when it has, or end it: kill -9 {found.found_pid}"
-        )
-
-
 class WriterFinder:
     """Finds or starts the writer of this rank. `meanwhile`: work of this process to do while a writer starts. If it
     fails, no writer has accepted this trainer yet."""
 
     def __init__(
         self,
-        writer: CurrentWriter,
+        writer: WriterSupervisor,
         run: RunOpener,
         key: str,
         tiers: list[Tier],
-        intruder: Intruder,
         meanwhile: Callable[[], object],
     ) -> None:
         self._writer, self._run, self._meanwhile = writer, run, meanwhile
-        self._key, self._tiers, self._intruder = key, tiers, intruder
+        self._key, self._tiers = key, tiers
         self._deaths: list[float] = []
         self._respawns = 0
         self._said = 0  # size of the log when the newest of our writers started
@@ -268,7 +259,13 @@ class WriterFinder:
             try:
                 if client is not None:
                     return self._join(client)
-                self._say_unreachable()
+                if others := channel.writers_of(self._key):
+                    log.warning(
+                        "process %d holds memory of this run on this machine, and cannot be reached from here (another "
+                        "container, or another %s): it is not restored from",
+                        others[0],
+                        channel.RUNTIME,
+                    )
                 return self.spawn(), None
             except _Ended:
                 end = time.monotonic() + MEET_S
@@ -289,15 +286,6 @@ class WriterFinder:
             client.close()
             raise
         return client
-
-    def _say_unreachable(self) -> None:
-        if others := channel.writers_of(self._key):
-            log.warning(
-                "process %d holds memory of this run on this machine, and cannot be reached from here (another "
-                "container, or another %s): it is not restored from",
-                others[0],
-                channel.RUNTIME,
-            )
 
     def _join(self, found: WriterClient) -> Found:
         """Become the trainer of a writer that holds memory. Raises _Leaving if it leaves and frees the name."""
@@ -326,11 +314,11 @@ class WriterFinder:
         return found, (hello, fds)
 
     def _await_end_of_trainer(self, found: WriterClient) -> None:
-        """Wait until this writer detects its trainer as dead, which takes a moment. If it lives, see `Intruder`."""
+        """Wait until this writer detects its trainer as dead, which takes a moment. If it lives, see `make_way`."""
         end = time.monotonic() + DYING_S
         while (reply := self._look(found)).alive:
             if time.monotonic() > end:
-                self._intruder.make_way(found, reply)
+                self._run.make_way(found, reply)
             time.sleep(0.1)
 
     def _look(self, found: WriterClient) -> messages.LendReply:
@@ -390,18 +378,14 @@ class WriterFinder:
             if channel.holder(self._key) is None:
                 with contextlib.suppress(NameTakenError):
                     return self.spawn()
-            self._check_mine()
+            found = None
+            with contextlib.suppress(CheckpointError):
+                found = channel.ask_once(self._key, messages.Lend(look=True), HELLO_S)
+            if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
+                raise FencedError(f"process {found.trainer} on this machine has opened this run")
             if self._writer.closing or time.monotonic() > end:
                 raise WriterError("another writer has the name of this run")
             time.sleep(0.1)
-
-    def _check_mine(self) -> None:
-        """Raise FencedError if the writer that has the name serves another job."""
-        found = None
-        with contextlib.suppress(CheckpointError):
-            found = channel.ask_once(self._key, messages.Lend(look=True), HELLO_S)
-        if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
-            raise FencedError(f"process {found.trainer} on this machine has opened this run")
 
 
 def last_line(path: str, since: int) -> str:
@@ -433,16 +417,15 @@ class HeldSnapshots:
     def __init__(
         self,
         key: str,
-        writer: CurrentWriter,
+        writer: WriterSupervisor,
         stager: Stager,
         world: World,
         memory: SnapshotMemory,
         layouts: KnownLayouts,
         run: RunOpener,
-        intruder: Intruder,
     ) -> None:
         self._key, self._writer, self._stager, self._world = key, writer, stager, world
-        self._memory, self._layouts, self._run, self._intruder = memory, layouts, run, intruder
+        self._memory, self._layouts, self._run = memory, layouts, run
         self.damage: list[Loss] = []  # damaged snapshots found by the last search
 
     def sealed(self) -> dict[CheckpointId, int]:
@@ -489,7 +472,7 @@ class HeldSnapshots:
         inherited = self._memory.inherited
         with contextlib.suppress(CheckpointError):  # the writer has digests of all it wrote or found after a death
             everything = self._layouts.differ_from(self._world.size)
-            reply = self._writer.ask(messages.Lend(look=True, digest=everything), REQUEST_S)
+            reply = self._writer.client.ask(messages.Lend(look=True, digest=everything))
             inherited.digests.update(as_digests(reply.digests))
         layouts = {**inherited.layouts, **self._layouts.known}
         ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests, damaged=inherited.damaged)
@@ -541,7 +524,7 @@ class HeldSnapshots:
         return bool((self._run.roots.items() & reply.roots.items()) - (set() if reply.sees else self._run.near.items()))
 
     def check_left_over(self) -> None:
-        """Wait until no trainer of a left-over or former writer trains the run. See `Intruder`."""
+        """Wait until no trainer of a left-over or former writer trains the run. See `RunOpener.make_way`."""
         for key in [*self._left_over(), *self._former(self._in_our_folder)]:
             if (found := self._borrow_unused(key)) is not None:
                 found.held.close()
@@ -572,7 +555,7 @@ class HeldSnapshots:
             found.held.close()
             if time.monotonic() > end and (client := WriterClient.find(key)) is not None:
                 try:
-                    self._intruder.make_way(client, found.reply, "a rank of ")
+                    self._run.make_way(client, found.reply, "a rank of ")
                 finally:
                     client.close()
             time.sleep(0.1)

@@ -101,7 +101,7 @@ class Ownership:
             log.warning("Memory(replicas=2) needs a second node: all ranks are on one, so memory is kept once")
             return
         contacts = together(world, "partners", lambda: self.supervisor.client.ask(Partner()))
-        self.supervisor.standing.tell(Partner(contacts[other], world.rank))
+        self.supervisor.tell(Partner(contacts[other], world.rank))
 
     # -- a new term, the same in all tiers; after a restore it continues from the restored checkpoint --
 
@@ -135,7 +135,7 @@ class Ownership:
                 world.leave(f"could not continue in the new term: {error}")
                 raise
         if restored is None:  # recovery has finished in all tiers
-            self.supervisor.writer.send(ContinueRun(resume=True))
+            self.supervisor.send(ContinueRun(resume=True))
 
     def _begin_term_together(self, restored: CheckpointId | None, floor: int) -> None:
         """Begin a term with separate agreements, for a single rank and for tiers on node-local disks."""
@@ -147,7 +147,7 @@ class Ownership:
         complete = together(self._world, "own", own, _complete)
         first = [(tier, checkpoint) for tier, checkpoint in complete if run.roles[tier].place == 0]
         if first:
-            self.supervisor.writer.send(ContinueRun(first))
+            self.supervisor.send(ContinueRun(first))
 
     def _acquire(self, restored: CheckpointId | None, floor: int, *, all_ranks: bool = False) -> Acquire:
         """Acquire the tiers in which this rank is the lowest, in one term above `floor`. `all_ranks`: all do so."""
@@ -171,7 +171,7 @@ class Ownership:
             f"held/{tier}/{checkpoint}",
             roots,
             self._timeout_s,
-            lambda: self.supervisor.writer.send(ContinueRun([(tier, checkpoint)])),
+            lambda: self.supervisor.send(ContinueRun([(tier, checkpoint)])),
             f"step {step} is on this node's disk only",
         )
 

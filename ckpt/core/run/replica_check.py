@@ -85,7 +85,8 @@ class ReplicaCheck:
         if due or durable:
             comparison = Comparison(self._run.capture.replicated)
             snapshot.beside = comparison.look
-        some = [(of.holdings, one) for of, one in zip(snapshot.reading.replicas, snapshot.replicas, strict=True)]
+        pairs = zip(snapshot.captured.replicas, snapshot.replicas, strict=True)
+        some = [(holdings, sampled) for (holdings, _), sampled in pairs]
         with self._lock:
             self._sampled[snapshot.checkpoint] = _Sampled(snapshot.checkpoint.step, some, comparison)
             for old in list(self._sampled)[:-KEPT]:

@@ -174,8 +174,8 @@ class Restoring:
             why=_first_reason(result),
             damaged=source.tier if source is not None and source.damaged else "",
         )
-        run.supervisor.standing.amend(Introduce, restored=done)
-        run.supervisor.writer.send(RunEvent(restored=done))
+        run.supervisor.amend(Introduce, restored=done)
+        run.supervisor.send(RunEvent(restored=done))
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
             publish("restored", result.step, **facts)
@@ -215,6 +215,12 @@ class KeptSteps:
         """Pin a step; see `Checkpointer.pin`."""
         if not isinstance(note, str) or not note:
             raise InvalidArgumentError(f"pin(note={note!r}): note must be a string that is not empty")
+        last = self._run.step
+        if type(step) is int and last is not None and 0 <= step < last and not self._is_saved(step):
+            raise UsageError(
+                f"step {step} cannot be pinned: no tier has it, and training has come to step {last}. Pin a step "
+                "before its save()"
+            )
         self._change_pins(step, note)
 
     def unpin(self, step: int) -> None:
@@ -300,7 +306,7 @@ class KeptSteps:
         number = _number(value)
         if type(step) is not int or last is None or not 0 <= step <= last:
             raise InvalidArgumentError(f"step {step!r} was not made yet, so it has no score: step() has named {last}")
-        saved = self._ask(step).saved or any(save.step == step for save in self._saver.under_way())
+        saved = self._is_saved(step)
         if not math.isfinite(number):
             log.warning("step %d scored %s=%r: it is none of the best", step, best.monitor, number)
             return False, saved
@@ -338,8 +344,12 @@ class KeptSteps:
             self._tell()
             self._saver.save_last()
 
+    def _is_saved(self, step: int) -> bool:
+        """Return True if a tier has this step, or a save of it is under way."""
+        return self._ask(step).saved or any(save.step == step for save in self._saver.under_way())
+
     def _ask(self, step: int) -> KeptReply:
-        return self._run.supervisor.writer.insist(lambda client: client.ask(KeepSteps(step=step)))
+        return self._run.supervisor.insist(lambda client: client.ask(KeepSteps(step=step)))
 
     def _say_others(self, steps: list[int]) -> None:
         if steps and self._best is not None and self._pinned is not None:

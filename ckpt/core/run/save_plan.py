@@ -206,7 +206,7 @@ class Intervals:
         self._number = order.number
         if self._world.rank == 0:
             log.info("from step %d on: %s", order.step, "; ".join(cadence.lines(decision)))
-        self._supervisor.standing.tell(RunEvent(decision=asdict(decision)))
+        self._supervisor.tell(RunEvent(decision=asdict(decision)))
         publish("decided", order.step, every=dict(decision.every), why=dict(decision.why))
         return late
 

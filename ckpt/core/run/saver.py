@@ -59,7 +59,7 @@ from ckpt.core.snapshot.device import events_behind, wait_for
 from ckpt.core.snapshot.direct import write_directly
 from ckpt.core.snapshot.snapshot import NewSnapshot, Slot, Snapshot, WriteState
 from ckpt.core.snapshot.stage import ALL_BUSY
-from ckpt.core.state.capture import Reading
+from ckpt.core.state.capture import CapturedState
 from ckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -155,7 +155,7 @@ class Saver:
 
     def save_last(self) -> Save:
         """Save the last step to all tiers that neither have it nor are about to get it."""
-        with self._run.stager.held():  # another thread may be training
+        with self._run.stager.gate.held():  # another thread may be training
             step, last = self._last_step("say which step this is: save(step)")
             if last is None or (last.place is None and not last.stored):
                 self._check_same()
@@ -170,7 +170,7 @@ class Saver:
 
     def stage(self) -> Save:
         """Copy the last step into memory if it is not there. Return when the copy has ended or failed."""
-        with self._run.stager.held():
+        with self._run.stager.gate.held():
             step, last = self._last_step("call step() first: there is no step to stage")
             if last is not None and last.place is not None:
                 return last.save
@@ -215,8 +215,8 @@ class Saver:
             self._plan.saved_everywhere(step)
         save._raised = ordered and not self._is_scheduled(step)  # best effort: its failure need not be raised
         try:
-            reading, values = self._read()
-            sizes = reading.layout.arrangement.data_size, len(values)
+            captured, values = self._read()
+            sizes = captured.layout.arrangement.data_size, len(values)
             fits = self._await_memory(step, sizes, deadline, required=required, tiers=bool(tiers))
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
@@ -225,7 +225,7 @@ class Saver:
             raise
         snapshot = NewSnapshot(
             checkpoint,
-            reading,
+            captured,
             values,
             save=save,
             tiers=tiers,
@@ -254,15 +254,15 @@ class Saver:
         run.count_stall(save._stalled_s)
         return save
 
-    def _read(self) -> tuple[Reading, bytes]:
+    def _read(self) -> tuple[CapturedState, bytes]:
         """Return the state, and its plain values as JSON. Send the layout to the writer if it is new."""
         run = self._run
         run.capture.copy_eagerly(self._exposed)
         run.capture.keep_apart(self.replicas.differing)
-        reading = run.capture.read()
-        values = json.dumps(reading.values, separators=(",", ":")).encode()
-        run.supervisor.layouts.tell(reading.layout)
-        return reading, values
+        captured = run.capture.read()
+        values = json.dumps(captured.values, separators=(",", ":")).encode()
+        run.supervisor.layouts.tell(captured.layout)
+        return captured, values
 
     def _await_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool, tiers: bool) -> bool:
         """Return True when memory has slots of this size. Return False if the step must be written directly: it goes
@@ -309,7 +309,7 @@ class Saver:
             if made is not None:
                 run.stager.do(partial(memory.take_prepared, 0.0), deadline - now)
             elif now > warn_at:
-                run.stager.warn_of_wait("step()")
+                run.stager.gate.warn("step()")
                 warn_at = float("inf")
             else:
                 time.sleep(PAUSE_S)  # the next writer may not have started yet
@@ -347,7 +347,7 @@ class Saver:
 
     def _store_directly(self, snapshot: NewSnapshot, near: int, given_up: threading.Event) -> None:
         """Store a snapshot in a tier from the staging thread. Then the writer commits it, or the snapshot fails."""
-        run, checkpoint, nbytes = self._run, snapshot.checkpoint, snapshot.reading.layout.arrangement.data_size
+        run, checkpoint, nbytes = self._run, snapshot.checkpoint, snapshot.captured.layout.arrangement.data_size
         url, began, done, warned = run.tiers[near].url, time.monotonic(), 0, not self._first_direct
         self._first_direct = False
 
@@ -376,7 +376,7 @@ class Saver:
                     run.tiers[near].spec(),
                     run.supervisor.run.roots.get(url, ""),
                     checkpoint,
-                    snapshot.reading,
+                    snapshot.captured,
                     finite=snapshot.finite,
                     replicas=self.replicas.said_of(checkpoint),
                     on_bytes=on_bytes,
@@ -506,7 +506,7 @@ class Saver:
         live: no exception ends the training, so the training thread may read the state
         """
         run = self._run
-        with run.stager.held():  # another thread may be training
+        with run.stager.gate.held():  # another thread may be training
             step = run.step
             if step is None or not run.stepped or run.errors.fenced is not None:
                 return ""
@@ -596,7 +596,7 @@ class Saver:
                 self.unpin_restored()
             if not alone and run.supervisor.memory.newer == SURELY_NEWER:
                 run.ownership.tell_newer(snapshot.checkpoint.term)
-        done = partial(self._on_kept, snapshot.save, snapshot.reading.layout.arrangement.data_size)
+        done = partial(self._on_kept, snapshot.save, snapshot.captured.layout.arrangement.data_size)
         run.supervisor.acknowledgements.acknowledge(snapshot.checkpoint, *snapshot.place, done)
         run.supervisor.memory.on_sealed(sound=finite)
         for tier in list(snapshot.writes):
@@ -708,7 +708,7 @@ class Saver:
                 where = f"It is still in {others[0] if others else 'memory'}"
                 if not others and snapshot.direct:
                     where = "Memory has no room for it, so it is not saved"
-                if not others and isinstance(run.supervisor.writer.failure, WriterError):
+                if not others and isinstance(run.supervisor.failure, WriterError):
                     where = "No writer holds it: memory ends with this process"
                 error = SaveError(f"step {step} was not written to {url}: {error}. {where}")
             run.errors.note(error, save)  # before threads that wait for the save continue

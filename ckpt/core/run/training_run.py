@@ -300,12 +300,12 @@ class TrainingRun:
         self.ownership = Ownership(self.world, self.tiers, self.memory, settings.url, settings.busy_timeout_s)
         self.supervisor = self.ownership.open(lambda: self._prepare(state, takeover))
         undo.callback(self.supervisor.give_up)
-        self.stager.on_writer(self.supervisor.writer.client.pid)
+        self.stager.gate.writer_pid = self.supervisor.client.pid
         self.ends.callback(self.ownership.close)
         self.dead_ranks: dict[int, str] = {}  # how ranks on this machine were killed or crashed
         self.supervisor.hear(FaultNote, self._on_fault)
         self.supervisor.on_failure = self.errors.note
-        self.errors.fenced = self.supervisor.writer.lost  # if another job took ownership during opening
+        self.errors.fenced = self.supervisor.lost  # if another job took ownership during opening
         self.orders = Orders(self.world)
         self.ends.callback(self.orders.stop)
         known = self.ownership.cadence
@@ -368,7 +368,7 @@ class TrainingRun:
         )
         self.supervisor.hear(CadenceNote, self.intervals.propose)
         later = request if books is None else replace(request, books=replace(books, again=True))
-        self.supervisor.standing.tell(request, (self.heartbeat.fd,), later=later)
+        self.supervisor.tell(request, (self.heartbeat.fd,), later=later)
         if not self.ownership.has_checkpoints:  # otherwise prepare memory after restore(), which needs the cores
             self.supervisor.memory.next.prepare(_predicted_size(self.capture), 1 << 14)
 

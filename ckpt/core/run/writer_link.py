@@ -1,13 +1,9 @@
-"""The connection to a writer process, and the current writer of this trainer.
-
-A writer may die at any time. Then another one replaces it.
-"""
+"""The connection to one writer process: starts it or finds it, exchanges messages, and detects its end."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import queue
 import signal
@@ -21,7 +17,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import psutil
 
 import ckpt
@@ -45,9 +40,7 @@ from ckpt.core.ipc.messages import (
 )
 from ckpt.errors import (
     CheckpointError,
-    ClosedError,
     DeadlineError,
-    FencedError,
     InUseError,
     ProtocolError,
     UsageError,
@@ -389,87 +382,3 @@ def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -
     while process.alive and time.monotonic() < end and not closing():
         time.sleep(0.01)
     return not process.alive
-
-
-T = TypeVar("T")
-INSIST = 300  # maximum number of retries of a request, which may itself crash the writer
-
-AnyRequest = Request[Any]
-
-
-class WriterUser:
-    """A part of the trainer that brings the next writer up to date. See `CurrentWriter.users`."""
-
-    def on_new_writer(self, client: WriterClient) -> None:
-        """Send all required messages to a new writer. Called with the lock, so it must not wait for a reply."""
-
-    def on_no_writer(self, error: CheckpointError) -> None:
-        """Fail everything that waits for a writer, because no further one starts."""
-
-    def in_use(self) -> set[bytes]:
-        """Return the arenas that the writer still reads for this part."""
-        return set()
-
-
-class CurrentWriter:
-    """The current writer of this trainer. `client`: the connection to it or to the last one; `users`: parts that bring
-    the next writer up to date, in this order; `failure`: why no further writer starts; `lost`: the error if another job
-    owns the run; `closing`: this trainer is disconnecting. The writer is not replaced while `lock` is held."""
-
-    client: WriterClient
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal handler may interrupt the thread that holds the lock
-        self.users: list[WriterUser] = []
-        self.failure: CheckpointError | None = None
-        self.lost: FencedError | None = None
-        self.closing = False
-
-    def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
-        """Send to the current writer; see `WriterClient.send`."""
-        return self.client.send(request, fds)
-
-    def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
-        """Send a request to the current writer and wait for the reply; see `WriterClient.ask`."""
-        return self.client.ask(request, timeout_s, fds)
-
-    def insist(self, work: Callable[[WriterClient], T], end: float = math.inf) -> T:
-        """Call `work` with the writer. If the writer dies during the call, repeat it with the next one, until `end`."""
-        for tries in itertools.count():
-            try:
-                return work(self.client)
-            except WriterError as error:
-                if self.closing:  # by a signal handler
-                    raise ClosedError("this Checkpointer was closed meanwhile") from error
-                if self.failure is not None or tries > INSIST or time.monotonic() > end:
-                    raise
-                time.sleep(0.1)  # the next writer is starting
-        raise AssertionError
-
-    def in_use(self) -> set[bytes]:
-        """Return the arenas that the writer still reads."""
-        return set().union(*(user.in_use() for user in self.users))
-
-
-class StandingRequests(WriterUser):
-    """Requests that the current writer and each of its successors get once: the last request of each type."""
-
-    def __init__(self, writer: CurrentWriter) -> None:
-        self._writer = writer
-        self._told: dict[type[AnyRequest], tuple[AnyRequest, tuple[int, ...]]] = {}
-
-    def tell(self, request: AnyRequest, fds: tuple[int, ...] = (), *, later: AnyRequest | None = None) -> None:
-        """Send a request to this writer, and the same or `later` to the next ones."""
-        with self._writer.lock:
-            self._told[type(request)] = later or request, fds
-            self._writer.send(request, fds)
-
-    def amend(self, kind: type[AnyRequest], **changes: Any) -> None:
-        """Change the request that the next writers get."""
-        if kind in self._told:
-            request, fds = self._told[kind]
-            self._told[kind] = msgspec.structs.replace(request, **changes), fds
-
-    def on_new_writer(self, client: WriterClient) -> None:
-        for request, fds in list(self._told.values()):
-            client.send(request, fds)

@@ -1,36 +1,54 @@
 """The trainer's interface to its writer, and the replacement of a writer that dies.
 
 A `WriterSupervisor` finds the writer that survived the last job attempt or starts one, and opens the durable tiers
-through it. When the writer dies, it starts another one. Its parts bring the new writer up to date. Each is a
-`WriterUser`: layouts, memory, standing requests, writes, acknowledgements.
+through it. When the writer dies, it starts another one, which gets the layouts, the memory, the standing requests and
+the writes again, in this order. Messages go through a `WriterClient` for each writer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from ckpt.core.ipc import messages
-from ckpt.core.ipc.messages import Note
+from ckpt.core.ipc.messages import Note, Request
 from ckpt.core.log.run_log import Acquire
 from ckpt.core.ranks.world import World
 from ckpt.core.run.memory import Acknowledgements, KnownLayouts, SnapshotMemory, Writes
-from ckpt.core.run.opening import HeldSnapshots, Intruder, RunOpener, WriterFinder
-from ckpt.core.run.writer_link import CurrentWriter, StandingRequests, WriterClient
+from ckpt.core.run.opening import HeldSnapshots, RunOpener, WriterFinder
+from ckpt.core.run.writer_link import WriterClient
 from ckpt.core.snapshot.stage import Stager
-from ckpt.errors import CheckpointError, FencedError, SaveError, WriterError
+from ckpt.errors import CheckpointError, ClosedError, FencedError, SaveError, WriterError
 from ckpt.events import log
 from ckpt.tiers import Memory, Tier
 
 N = TypeVar("N", bound=Note)
+R = TypeVar("R")
+T = TypeVar("T")
+INSIST = 300  # maximum number of retries of a request, which may itself crash the writer
 
 
 class WriterSupervisor:
-    """Owns the connection to the writer. Methods may be called from any thread. `writer`: the current one; `run`: opens
-    the run, and has its owner; `memory`: the arenas; `held`: the snapshots in the memory of this node; `standing`:
-    requests that every writer gets; `layouts`, `writes`, `acknowledgements`: those of this rank's snapshots."""
+    """Owns the connection to the writer. Methods may be called from any thread.
+
+    client: the connection to the current writer, or to the last one; it is not replaced while `lock` is held
+    failure: why no further writer starts, or None
+    lost: the error if another job owns the run
+    closing: this trainer is disconnecting
+    run: opens the run, and has its owner
+    memory: the arenas of this rank; held: the snapshots in the memory of this node
+    layouts, writes, acknowledgements: those of this rank's snapshots
+    """
+
+    client: WriterClient
 
     def __init__(
         self,
@@ -46,34 +64,32 @@ class WriterSupervisor:
     ) -> None:
         """`node`: see `SnapshotMemory`; called while the writer starts, because it reads the state. `root`: see
         `RunOpener`."""
-        self._tiers, self._stager = tiers, stager
+        self._tiers = tiers
+        self.lock = threading.RLock()  # a signal handler may interrupt the thread that holds the lock
+        self.failure: CheckpointError | None = None
+        self.lost: FencedError | None = None
+        self.closing = False
+        self._standing: dict[type[Request[Any]], tuple[Request[Any], tuple[int, ...]]] = {}
         self._hears: dict[type[Note], list[Callable[[Any], None]]] = {}
         self._adopted = False
         self.faults: list[messages.Json] = []  # of earlier job attempts, not yet reported to a trainer
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
-        self.writer = writer = CurrentWriter()
-        self.memory = SnapshotMemory(writer, stager, world, tiers, memory, node)
-        self.layouts = KnownLayouts(writer, self.memory)
-        self.standing = StandingRequests(writer)
-        self.writes = Writes(writer, stager)
-        self.acknowledgements = Acknowledgements(writer, self.layouts)
-        writer.users = [self.layouts, self.memory, self.standing, self.writes, self.acknowledgements]
-        self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover, root)
-        intruder = Intruder(tiers, takeover)
-        self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, intruder)
-        self._finder = WriterFinder(writer, self.run, key, tiers, intruder, node)
+        self.memory = SnapshotMemory(self, stager, world, tiers, memory, node)
+        self.layouts = KnownLayouts(self, self.memory)
+        self.writes = Writes(self, stager)
+        self.acknowledgements = Acknowledgements(self, self.layouts)
+        self.run = RunOpener(self, self.memory, tiers, memory, world, commit_s, takeover, root)
+        self.held = HeldSnapshots(key, self, stager, world, self.memory, self.layouts, self.run)
+        self._finder = WriterFinder(self, self.run, key, tiers, node)
         self.hear(messages.StoredNote, self._on_stored)
         self.hear(messages.ProblemNote, self._on_problem)
-        self._begin()
-
-    def _begin(self) -> None:
         self.held.check_left_over()
         self._meet()
         try:
             self.held.take_left_over()
-            self.opened = self.writer.insist(self.run.open)
+            self.opened = self.insist(self.run.open)
             if self.held.take_former():
-                self.opened = self.writer.insist(self.run.open)  # our writer must know the history of that memory
+                self.opened = self.insist(self.run.open)  # our writer must know the history of that memory
         except BaseException:
             self.give_up()
             raise
@@ -81,7 +97,7 @@ class WriterSupervisor:
     def _meet(self) -> None:
         """Find or start the writer, and map the memory that it holds."""
         client, greeted = self._finder.find_or_spawn()
-        self.writer.client = client
+        self.client = client
         if greeted is None:
             self._listen(client)
             return
@@ -96,21 +112,42 @@ class WriterSupervisor:
 
     def give_up(self) -> None:
         """Disconnect, because the run could not be opened. Memory of an earlier job attempt stays with its writer."""
-        self.writer.closing = True
+        self.closing = True
         self.client.send(messages.Leave(keep=bool(self.memory.inherited.arenas)))
         self.client.close()
         self.memory.close()
 
     # -- the writer --
 
-    @property
-    def client(self) -> WriterClient:
-        return self.writer.client
+    def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
+        """Send to the current writer; see `WriterClient.send`."""
+        return self.client.send(request, fds)
 
-    @property
-    def failure(self) -> CheckpointError | None:
-        """Return why no further writer starts, or None."""
-        return self.writer.failure
+    def insist(self, request: Callable[[WriterClient], T], end: float = math.inf) -> T:
+        """Call `request` with the writer. If the writer dies during the call, repeat it with the next one, until
+        `end`."""
+        for tries in itertools.count():
+            try:
+                return request(self.client)
+            except WriterError as error:
+                if self.closing:  # by a signal handler
+                    raise ClosedError("this Checkpointer was closed meanwhile") from error
+                if self.failure is not None or tries > INSIST or time.monotonic() > end:
+                    raise
+                time.sleep(0.1)  # the next writer is starting
+        raise AssertionError
+
+    def tell(self, request: Request[Any], fds: tuple[int, ...] = (), *, later: Request[Any] | None = None) -> None:
+        """Send a request to this writer, and the same or `later` to the next ones: the last one of each type."""
+        with self.lock:
+            self._standing[type(request)] = later or request, fds
+            self.send(request, fds)
+
+    def amend(self, kind: type[Request[Any]], **changes: Any) -> None:
+        """Change the request of this type that the next writers get."""
+        if kind in self._standing:
+            request, fds = self._standing[kind]
+            self._standing[kind] = replace(request, **changes), fds
 
     def _listen(self, client: WriterClient) -> None:
         client.listen(self._on_note, self._on_lost)
@@ -132,8 +169,8 @@ class WriterSupervisor:
     def _on_problem(self, note: messages.ProblemNote) -> None:
         if note.error == "FencedError":
             error = FencedError(note.text)
-            with self.writer.lock:
-                self._lose(error)
+            with self.lock:
+                self.lost = self.lost or error
             self.acknowledgements.on_no_writer(error)
             self.on_failure(error)
         elif note.error:
@@ -146,24 +183,26 @@ class WriterSupervisor:
 
         The next writer starts without the lock, so that staging continues. `Writes` keeps the pending writes.
         """
-        writer = self.writer
-        with writer.lock:
-            if writer.closing or writer.failure is not None:
+        with self.lock:
+            if self.closing or self.failure is not None:
                 return
         try:
             fresh = self._finder.respawn()
         except Exception as error:  # for example out of descriptors
-            with writer.lock:
+            with self.lock:
                 self._fail(error if isinstance(error, CheckpointError) else WriterError(repr(error)))
             return
-        with writer.lock:
-            if writer.closing:
+        with self.lock:
+            if self.closing:
                 fresh.send(messages.Leave())
                 fresh.close()
                 return
-            for user in writer.users:
-                user.on_new_writer(fresh)
-            writer.client = fresh  # last, because a `Leave` must not arrive before the memory
+            self.layouts.on_new_writer(fresh)
+            self.memory.on_new_writer(fresh)
+            for request, fds in list(self._standing.values()):
+                fresh.send(request, fds)
+            self.writes.on_new_writer(fresh)
+            self.client = fresh  # last, because a `Leave` must not arrive before the memory
         with contextlib.suppress(CheckpointError, TimeoutError):  # this writer has died too, or the run is closing
             self.memory.await_attached()
         if fresh.alive:
@@ -174,16 +213,13 @@ class WriterSupervisor:
     def _fail(self, error: CheckpointError) -> None:
         failure = error
         if isinstance(error, FencedError):
-            self._lose(error)
+            self.lost = self.lost or error
         else:
             failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
-        self.writer.failure = failure
+        self.failure = failure
         self.on_failure(failure)
-        for user in self.writer.users:
-            user.on_no_writer(failure)
-
-    def _lose(self, error: FencedError) -> None:
-        self.writer.lost = self.writer.lost or error
+        self.writes.on_no_writer(failure)
+        self.acknowledgements.on_no_writer(failure)
 
     # -- the run --
 
@@ -212,13 +248,13 @@ class WriterSupervisor:
         if self.failure is None:
             try:
                 leave = messages.Leave(keep=True)
-                self.writer.insist(lambda client: client.ask(leave, max(0.1, end - time.monotonic())), end)
+                self.insist(lambda client: client.ask(leave, max(0.1, end - time.monotonic())), end)
             except FencedError:
                 pass  # another job owns the run
             except CheckpointError as error:
                 log.warning("whether the writer keeps what is in memory is not known: %s", error)
-        with self.writer.lock:
-            self.writer.closing = True
+        with self.lock:
+            self.closing = True
         self.client.close()
         self.acknowledgements.on_no_writer(WriterError("the writer had died when the trainer released its memory"))
         self.memory.close()
@@ -226,8 +262,8 @@ class WriterSupervisor:
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
         """Wait until the writer has finished. Raises DeadlineError after `timeout_s`; the writer then continues alone.
         `failed`: an error has ended the training, for the run metrics."""
-        with self.writer.lock:
-            self.writer.closing = True
+        with self.lock:
+            self.closing = True
         try:
             if self.failure is None:
                 with contextlib.suppress(WriterError):  # it died; the caller has already waited for its writes

@@ -35,7 +35,7 @@ from torch.autograd import profiler
 
 from ckpt.core.format.layout import Layout
 from ckpt.core.ipc.arena import LOCK, Arena
-from ckpt.core.state.capture import Reading
+from ckpt.core.state.capture import CapturedState
 from ckpt.core.state.tensors import TORCH_DTYPE, device_in_use
 from ckpt.events import log
 
@@ -55,13 +55,6 @@ def _library() -> Any:
             if all(hasattr(found, function) for function in NEEDED):
                 return found
     return None
-
-
-def relax_capture() -> None:
-    """Let this thread wait while another thread captures a graph. Without this, waiting fails and breaks the graph."""
-    library = _library()
-    if library is not None:
-        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 def new_stream(device: torch.device) -> Any:
@@ -133,44 +126,14 @@ def begin_thread(devices: Iterable[torch.device]) -> None:
     """Prepare one of our threads for these devices. Otherwise it would allocate memory on the first device."""
     for device in devices:
         torch.get_device_module(device).set_device(device)
-        if device.type == "cuda":
-            relax_capture()
+        if device.type == "cuda" and (library := _library()) is not None:
+            # Otherwise waiting while another thread captures a graph fails, and breaks the graph.
+            library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 def is_capturing() -> bool:
     """Return True if the calling thread captures its kernels into a graph."""
     return device_in_use() and torch.cuda.is_current_stream_capturing()
-
-
-def begin_range(name: str) -> bool:
-    """Begin a range in NVTX timelines. Return False if no device is in use."""
-    if device_in_use():
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-        return True
-    return False
-
-
-def end_range() -> None:
-    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-
-class CopyStreams:
-    """One separate stream on each device, for copies during training."""
-
-    def __init__(self) -> None:
-        self._streams: PerDevice = {}
-
-    def of(self, devices: Iterable[torch.device]) -> PerDevice:
-        for device in devices:
-            if device not in self._streams:
-                self._streams[device] = new_stream(device)
-        return {device: self._streams[device] for device in devices}
-
-    def settle(self, devices: Iterable[torch.device]) -> None:
-        """Wait until all copies have ended. Ignore devices that have failed, because they copy nothing."""
-        for device in devices:
-            with contextlib.suppress(Exception):
-                self.of([device])[device].synchronize()
 
 
 @contextlib.contextmanager
@@ -293,13 +256,18 @@ class Packs:
         self._numbers: dict[Kind, list[int]] = {}
         self._free: dict[Kind, list[Pack]] = {}
 
-    def take(self, reading: Reading, *, late: bool) -> list[Pack]:
+    def lend(self, captured: CapturedState, *, late: bool) -> list[Pack]:
         """Lend packs for the small tensors: for those that only optimizers change if `late`, otherwise for the rest."""
-        layout, guarded = reading.layout, reading.guarded
+        layout, guarded = captured.layout, captured.guarded
         with self._lock:
             if layout is not self._layout or guarded is not self._guarded:
                 self._layout, self._guarded, self._free = layout, guarded, {}
-                self._numbers = _small(layout, guarded, reading.tensors)
+                small: dict[Kind, list[int]] = {}
+                for number, (spec, source) in enumerate(zip(layout.tensors, captured.tensors, strict=True)):
+                    plain = not (source.is_conj() or source.is_neg())
+                    if source.device.type == "cuda" and 0 < spec.nbytes < SMALL and plain:
+                        small.setdefault((source.device, guarded[number]), []).append(number)
+                self._numbers = {key: numbers for key, numbers in small.items() if len(numbers) >= LEAST}
             found = []
             for key, numbers in self._numbers.items():
                 if key[1] is late:
@@ -314,15 +282,6 @@ class Packs:
                 for key, numbers in self._numbers.items():
                     if pack.numbers is numbers:
                         self._free.setdefault(key, []).append(pack)
-
-
-def _small(layout: Layout, guarded: list[bool], sources: Sequence[Tensor]) -> dict[Kind, list[int]]:
-    found: dict[Kind, list[int]] = {}
-    for number, (spec, source) in enumerate(zip(layout.tensors, sources, strict=True)):
-        plain = not (source.is_conj() or source.is_neg())
-        if source.device.type == "cuda" and 0 < spec.nbytes < SMALL and plain:
-            found.setdefault((source.device, guarded[number]), []).append(number)
-    return {key: numbers for key, numbers in found.items() if len(numbers) >= LEAST}
 
 
 # -- page locks --
@@ -350,13 +309,15 @@ class PageLocks:
         self.held: dict[int, list[int]] = {}
         self.steady = threading.Lock()  # while it is held, no further piece is locked
         self._given_up: set[int] = set()
+        self._slots = 0  # slots that are locked, or will be
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, arena: Arena, where: torch.device) -> None:
-        """Start locking the arena in the background, once."""
-        if self._thread is not None or where.type != "cuda":
+        """Start locking the arena in the background, once, and again after a slot was added."""
+        if where.type != "cuda" or arena.slots <= self._slots or (self._thread is not None and self._thread.is_alive()):
             return
+        self._slots = arena.slots
         self._stopped = stopped = threading.Event()
         thread = threading.Thread(target=self._lock, args=(arena, where, stopped), name="ckpt-lock", daemon=True)
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while the interpreter exits
@@ -378,7 +339,7 @@ class PageLocks:
         for slot in list(self.held):
             self.release(slot)
         self._given_up.clear()
-        self._thread = None
+        self._thread, self._slots = None, 0
 
     # -- in a separate thread --
 
@@ -386,7 +347,7 @@ class PageLocks:
         begin_thread([where])
         began = time.monotonic()
         for slot in ready_slots(arena, stopped):
-            for start in range(0, arena.slot_size, LOCK):
+            for start in range(0, 0 if slot in self.held else arena.slot_size, LOCK):
                 started = time.monotonic()
                 if not self._lock_piece(arena, slot, start, where, stopped):
                     return
@@ -442,11 +403,13 @@ class span:
         if profiler._is_profiler_enabled:
             self._recorded = torch.profiler.record_function(self._name)
             self._recorded.__enter__()
-        self._marked = begin_range(self._name)
+        self._marked = device_in_use()
+        if self._marked:
+            torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         if self._marked:
-            end_range()
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         if self._recorded is not None:
             self._recorded.__exit__(*error)
 

@@ -24,7 +24,8 @@ from ckpt.core.format.columns import Replicas
 from ckpt.core.format.digest import chunk_hasher, file_digest
 from ckpt.core.format.layout import CHUNK
 from ckpt.core.format.manifest import CheckpointId, DataFile, data_key, folder_of, metadata_of
-from ckpt.core.state.capture import Reading
+from ckpt.core.state.capture import CapturedState
+from ckpt.core.state.sharding import slices
 from ckpt.core.state.tensors import as_bytes
 
 _NUMBER = re.compile(r"rank-(\d{5})(?:-(\d{5}))?\.safetensors")
@@ -34,7 +35,7 @@ async def write_directly(
     spec: Mapping[str, Any],
     root: str,
     checkpoint: CheckpointId,
-    reading: Reading,
+    captured: CapturedState,
     *,
     finite: bool | None,
     replicas: Replicas,
@@ -52,10 +53,10 @@ async def write_directly(
     """
     tier = await open_place(dict(spec), root=root)
     try:
-        store, layout = tier.store, reading.layout
+        store, layout = tier.store, captured.layout
         key = data_key(checkpoint, layout.rank, await _next_number(tier.store, checkpoint, layout.rank))
         header = layout.arrangement.header(metadata_of(key))
-        live = LiveBytes(reading)
+        live = LiveBytes(captured)
 
         async def piece(offset: int, length: int) -> memoryview:
             check()
@@ -68,7 +69,7 @@ async def write_directly(
         size = layout.arrangement.data_size
         await upload_from(store, key, len(header) + size, piece, on_bytes, first=len(header))
         file = DataFile(key, len(header) + size, len(header), file_digest(header))
-        snapshot = RankSnapshot(checkpoint, layout, memoryview(b""), reading.values, finite, replicas)
+        snapshot = RankSnapshot(checkpoint, layout, memoryview(b""), captured.values, finite, replicas)
         try:
             table = build_table(layout, key, live.digests())
         except BaseException:
@@ -91,8 +92,8 @@ class LiveBytes:
     Ranges must be read in order, each once, because digests are computed as the bytes pass.
     """
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading, self._arrangement = reading, reading.layout.arrangement
+    def __init__(self, captured: CapturedState) -> None:
+        self._captured, self._arrangement = captured, captured.layout.arrangement
         self._position = self._tensor = self._within = 0  # offset in the data; index in the order; offset in the tensor
         self._digests: list[bytes] = []
         self._hasher = chunk_hasher()
@@ -104,9 +105,9 @@ class LiveBytes:
         done = 0
         while done < len(into):
             number = self._arrangement.order[self._tensor]
-            size = self._reading.layout.sizes[number]
+            size = self._captured.layout.sizes[number]
             count = min(size - self._within, len(into) - done)
-            _copy(self._reading.tensors[number], self._within, target[done : done + count])
+            _copy(self._captured.tensors[number], self._within, target[done : done + count])
             self._digest(into[done : done + count], size)
             done += count
             if self._within == size:
@@ -141,9 +142,7 @@ def _copy(source: Tensor, start: int, target: Tensor) -> None:
     run = torch.empty(last - first, dtype=source.dtype)  # a range may begin and end inside an element
     done = 0
     for at, sizes in boxes_of_run(tuple(source.shape), first, last):
-        here = source
-        for dim, (begin, size) in enumerate(zip(at, sizes, strict=True)):
-            here = here.narrow(dim, begin, size)
+        here = source[slices((at, sizes))]
         count = here.numel()
         run[done : done + count].view(here.shape).copy_(here)
         done += count

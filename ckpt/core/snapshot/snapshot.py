@@ -24,7 +24,7 @@ from torch import Tensor
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc.arena import Arena, Label
 from ckpt.core.snapshot.device import Pack, Packs, PerDevice, compute_streams, events_behind
-from ckpt.core.state.capture import Reading
+from ckpt.core.state.capture import CapturedState
 from ckpt.core.state.fingerprint import Fingerprint
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.events import log
@@ -68,7 +68,7 @@ class NewSnapshot(Snapshot):
     def __init__(
         self,
         checkpoint: CheckpointId,
-        reading: Reading,
+        captured: CapturedState,
         values: bytes,
         *,
         save: Save | None = None,
@@ -86,16 +86,18 @@ class NewSnapshot(Snapshot):
         """
         super().__init__(checkpoint, save)
         self.writes = dict.fromkeys(tiers, WriteState.QUEUED)
-        self.reading, self.values, self.finite = reading, values, finite
+        self.captured, self.values, self.finite = captured, values, finite
         self.required, self.busy, self.deadline = required, busy, deadline
         self.beside: Callable[[], None] | None = None  # also called while the guarded tensors do not change
-        self.sources: Sequence[Tensor] = reading.tensors
-        self.replicas: Sequence[Fingerprint] = [one.places.look(checkpoint.step) for one in reading.replicas]
-        self.overlapped = list(compress(reading.counters, reading.guarded))
+        self.sources: Sequence[Tensor] = captured.tensors
+        self.replicas: Sequence[Fingerprint] = [places.look(checkpoint.step) for _, places in captured.replicas]
+        self.overlapped = list(compress(captured.counters, captured.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
-        self.fingerprints: list[Fingerprint] = [spots.look() for spots in reading.spots]  # of tensors copied later
-        self.streams: PerDevice = compute_streams(reading.tensors) if reading.layout.accelerated else {}  # the caller's
-        self.ready: PerDevice = {}  # events on these streams
+        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # of tensors copied later
+        self.streams: PerDevice = (
+            compute_streams(captured.tensors) if captured.layout.accelerated else {}
+        )  # the caller's
+        self.ready: PerDevice = {}  # events on these streams of the caller
         self.early: list[Pack] = []  # small tensors, gathered before step() returned
         self.taken_early = False  # tensors that may change before the next optimizer step were cloned on their device
         self.submitted = False  # True once it is submitted, or about to be
@@ -121,37 +123,30 @@ class NewSnapshot(Snapshot):
 
     def label(self, state: int) -> Label:
         """Return the label of its slot in this state."""
-        layout = self.reading.layout
+        layout = self.captured.layout
         size = layout.arrangement.data_size
         return Label(
             state, self.order, self.checkpoint, layout.digest, size, len(self.values), time.time(), self.finite
         )
 
-    def take(self, packs: Packs) -> bool:
-        """Clone tensors that may change before the next update, on their devices. Return False if too large."""
-        sizes = self.reading.layout.sizes
-        if not self.streams and sum(sizes[n] for n in self.reading.early) > LITTLE:
-            return False
-        if not self.streams:
-            self.sources = list(self.sources)
-            for n in self.reading.early:
-                self.sources[n] = self.sources[n].clone()
-            return True
-        here = [n for n in self.reading.early if self.sources[n].is_cpu]
-        there = [n for n in self.reading.early if not self.sources[n].is_cpu]
-        if sum(sizes[n] for n in here) > LITTLE or sum(sizes[n] for n in there) > MOST:
-            return False
-        return self._clone_on_devices(packs, [*here, *there])
+    def clone_early(self, packs: Packs) -> bool:
+        """Clone tensors that may change before the next update, where they are. Return False if they are too large.
 
-    def _clone_on_devices(self, packs: Packs, numbers: list[int]) -> bool:
-        """Clone with kernels on the caller's streams, so that later kernels on them cannot change the clones."""
+        On devices, kernels on the caller's streams clone them, so that later kernels there cannot change the clones.
+        """
+        sizes, sources = self.captured.layout.sizes, list(self.sources)
+        sums = {True: 0, False: 0}  # bytes on the host, and on devices
+        for n in self.captured.early:
+            sums[sources[n].is_cpu] += sizes[n]
+        if sums[True] > LITTLE or sums[False] > MOST:
+            return False
         try:
-            self.early = packs.take(self.reading, late=False)
+            if self.streams:
+                self.early = packs.lend(self.captured, late=False)
             for pack in self.early:
-                pack.gather(self.sources)
+                pack.gather(sources)
             packed = self.packed
-            sources = list(self.sources)
-            for n in numbers:
+            for n in self.captured.early:
                 if n not in packed:
                     sources[n] = sources[n].clone()
         except torch.OutOfMemoryError:
@@ -159,11 +154,8 @@ class NewSnapshot(Snapshot):
             packs.give_back(self.early)
             self.early = []
             return False
-        self.sources, self.taken_early = sources, True
+        self.sources, self.taken_early = sources, bool(self.streams)
         return True
-
-    def fits(self, arena: Arena) -> bool:
-        return arena.fits(self.reading.layout.arrangement.data_size, len(self.values))
 
     def mark_ready(self) -> None:
         """Make the copies wait for the work that is on the caller's streams now."""
@@ -177,15 +169,15 @@ class NewSnapshot(Snapshot):
     def check_memory(self, numbers: Sequence[int]) -> None:
         """Raise SaveError if the memory of one of these sources was freed after it was read."""
         here = [n for n in numbers if self.sources[n].device.type in ("cpu", "cuda")]
-        sizes = map(self.reading.layout.sizes.__getitem__, here)
+        sizes = map(self.captured.layout.sizes.__getitem__, here)
         there = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, map(self.sources.__getitem__, here)))
-        if (
-            short := next((n for n, size, has in zip(here, sizes, there, strict=True) if has < size), None)
-        ) is not None:
-            raise SaveError(
-                f"step {self.checkpoint.step} was dropped: the memory of {self.reading.layout.tensors[short].name} was "
-                "freed or made smaller while it was copied. Call before_untracked_update() of the Checkpointer first"
-            )
+        for n, size, has in zip(here, sizes, there, strict=True):
+            if has < size:
+                name = self.captured.layout.tensors[n].name
+                raise SaveError(
+                    f"step {self.checkpoint.step} was dropped: the memory of {name} was freed or made smaller while it "
+                    "was copied. Call before_untracked_update() of the Checkpointer first"
+                )
 
     def check_versions(self) -> None:
         """Note tensors that code other than optimizers has written to since this snapshot began. Only the first call
@@ -195,7 +187,7 @@ class NewSnapshot(Snapshot):
                 return
             self._checked = True
             if list(map(_VERSION, self.overlapped)) != self.versions:
-                numbers = compress(range(len(self.reading.guarded)), self.reading.guarded)
+                numbers = (number for number, guarded in enumerate(self.captured.guarded) if guarded)
                 pairs = zip(numbers, self.overlapped, self.versions, strict=True)
                 self._note({number for number, tensor, version in pairs if tensor._version != version})
             self.overlapped = []
@@ -234,7 +226,7 @@ class NewSnapshot(Snapshot):
         )
 
     def _note(self, numbers: set[int]) -> None:
-        specs, guarded = self.reading.layout.tensors, self.reading.guarded
+        specs, guarded = self.captured.layout.tensors, self.captured.guarded
         names = (specs[number].name for number in sorted(numbers) if guarded[number])
         self.written_by_others = list(dict.fromkeys([*self.written_by_others, *names]))
 

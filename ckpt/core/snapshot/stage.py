@@ -1,13 +1,24 @@
-"""Makes optimizers wait before they change tensors that are being copied, and counts their steps.
+"""Copies live tensors into slots in shared memory while training goes on.
 
-The staging thread copies live tensors into a slot while training goes on.
+One thread (`Stager`) owns the arena: it holds the robust mutex, changes the states of slots, and copies. For each step:
 
-One thread owns the arena: it holds the robust mutex, changes the states of slots, and copies. `submit` gives it a
-`NewSnapshot`. The caller waits only for tensors that may change before the next optimizer step. If they are small, the
-caller clones them and does not wait. Otherwise it waits until they are in the slot (`eager_done`). The rest is copied
-during the next forward and backward pass, and a hook makes every optimizer wait for that (`before_update`).
+1. `Stager.submit` gives it a `NewSnapshot`. The caller waits only for tensors that may change before the next optimizer
+   step. If they are small, the caller clones them and does not wait. Otherwise it waits for `eager_done`.
+2. The staging thread takes a slot (`Slots`), labels it FILLING, copies these tensors, and then all others, during the
+   next forward and backward pass.
+3. Every optimizer passes the `UpdateGate` before it changes anything (`UpdateHook`). On the host it waits for the copy;
+   on a device, its stream does.
+4. When all copies have ended and the check finds the snapshot consistent, the slot is labelled SEALED.
 
 When a snapshot is sealed or has failed, the staging thread calls `on_ended`, which the saver sets once.
+
+Invariants:
+
+1. No update overtakes a copy: after the gate, a stream of an update is behind the copies, or they have ended.
+2. A slot is sealed only after the check of the whole snapshot, and is not reused while it is pinned or a device copies
+   into it.
+3. Every submitted snapshot ends, sealed or failed, whatever raises an error, and all threads that wait for it wake.
+4. The staging thread survives every error, because its end would release the robust mutex as if the trainer had died.
 """
 
 from __future__ import annotations
@@ -55,6 +66,412 @@ from ckpt.events import log
 from ckpt.failpoints import point
 
 WARN_S = 5.0  # how long training may wait for a copy before a warning explains it
+LEAST_SLOTS = 2  # one for the newest snapshot, one for the next
+LEAVING_S = 30.0  # timeout for a writer to release the mutex of a dead trainer
+ALL_BUSY = "all snapshots are still being written"
+Work = Callable[[], None]
+
+
+class Stager:
+    """The staging thread of this trainer."""
+
+    def __init__(self) -> None:
+        self.slots = Slots()
+        self.gate = UpdateGate()
+        self.page_locks = PageLocks()
+        self.arena: Arena | None = None  # only the staging thread sets it
+        self.on_ended: Callable[[NewSnapshot], None] | None = None
+        self._filler = SlotFiller(self.page_locks.steady)
+        self._waiter = Waiter()
+        self._packs = Packs()
+        self._toucher = SlotToucher()
+        self._flying: deque[NewSnapshot] = deque()  # copies still run on a device; for the staging thread only
+        self._adding: threading.Thread | None = None
+        self._order = 0
+        self._stopped = False
+        self._worker = Worker(self._leave)
+
+    # -- from any thread --
+
+    def submit(self, snapshot: NewSnapshot) -> None:
+        """Begin a snapshot. Return once it has failed, or tensors that may change before the next update are copied."""
+        self._check_running()
+        before, self.gate.snapshot = self.gate.snapshot, snapshot
+        try:
+            idle = before is None or before.copied.is_set()  # otherwise clones would pile up
+            cloned = idle and snapshot.clone_early(self._packs)
+            snapshot.mark_ready()
+            snapshot.submitted = True
+            self._worker.put(lambda: self._stage(snapshot))
+            if not cloned:
+                self.gate.wait_for(snapshot.eager_done, "step()")
+        except BaseException:  # Ctrl-C: end the snapshot, begun or not, so that no thread waits for it
+            snapshot.error = snapshot.error or SaveError(f"saving step {snapshot.checkpoint.step} was interrupted")
+            self._worker.put(lambda: self._end(snapshot))
+            raise
+        if before is not None:
+            self.gate.follow(before)
+
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise ClosedError("this Checkpointer is closed: make a new one")
+
+    def before_update(self, timeout_s: float = 600.0) -> float:
+        """Wait until an optimizer may change the state. Return the seconds waited. If a copy does not end in time, its
+        snapshot fails and the training continues."""
+        return 0.0 if self._worker.is_here else self.gate.wait(timeout_s)
+
+    def give_up_slot(self, least: int = LEAST_SLOTS) -> int:
+        """Release the memory of one slot to the system, until another arena is used. Return its size in bytes, or 0 if
+        only `least` slots are left."""
+        given: list[int] = []
+
+        def give() -> None:
+            arena = self.arena
+            slot = None if arena is None else self._free_slot(arena)
+            if arena is None or slot is None or len(self.slots.unpinned(arena)) <= least:
+                return
+            self._adding = threading.Thread()  # no slot is added to this arena any more
+            self.slots.pin(arena, slot)
+            self._filler.digests.forget(slot)
+            self._toucher.stop()
+            self.page_locks.release(slot)
+            given.append(arena.give_up(slot))
+
+        self.do(give)
+        return sum(given)
+
+    def use(self, arena: Arena, on_locked: Work) -> None:
+        """Stage into this arena from now on. Call `on_locked` when its mutex is locked."""
+
+        def switch() -> None:
+            if self.arena is arena:
+                return
+            self._unlock()
+            _lock(arena)
+            self._filler.clear()
+            self.arena, self._adding = arena, None
+            self._toucher.start(arena)
+            self._order = max([self._order, *(label.order for _, label in arena.sealed())])
+            on_locked()
+
+        self.do(switch)
+
+    def do(self, work: Work, timeout_s: float = 60.0) -> None:
+        """Run `work` in the staging thread after all copies, and wait for it. Raises DeadlineError."""
+        self._check_running()
+
+        def run() -> None:
+            self._land(wait=True)
+            work()
+
+        self._worker.do(run, timeout_s)
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Finish the submitted snapshots, release the mutex and the memory, and end the thread."""
+        self._stopped = True
+        self._worker.end(timeout_s)
+        self._filler.clear()
+        self.gate.snapshot = None
+
+    # -- in the staging thread --
+
+    @traced("ckpt.stage")
+    def _stage(self, snapshot: NewSnapshot) -> None:
+        snapshot.begun = True
+        self._land(wait=False)
+        with self._ending(snapshot):
+            arena = self.arena
+            if arena is None:
+                raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: no memory is ready yet")
+            if self._free_slot(arena) is None:
+                self._land(wait=True)
+            begin_thread(snapshot.streams)
+            for where in snapshot.streams:
+                self.page_locks.begin(arena, where)
+            slot = self.slots.take(arena, {flying.slot for flying in self._flying}, snapshot)
+            self._order += 1
+            snapshot.order, snapshot.slot = self._order, (arena, slot)
+            arena.set_label(slot, snapshot.label(FILLING))
+            point("stage.claimed")
+            being_read = len(self.slots.unpinned(arena)) < self.slots.keep  # a tier still reads a slot
+            if being_read and self._adding is None and arena.ready == arena.slots < arena.most:
+                self._adding = threading.Thread(target=self._add_slot, args=(arena,), name="ckpt-slot", daemon=True)
+                with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit
+                    self._adding.start()
+            self._filler.fill_eager(arena, slot, snapshot)
+            point("stage.eager")
+            snapshot.eager_done.set()
+            if snapshot.streams:
+                snapshot.late = self._packs.lend(snapshot.captured, late=True)
+            self._filler.fill_guarded(arena, slot, snapshot)
+            self._filler.digests.close(slot)
+            if snapshot.streams:
+                self._flying.append(snapshot)
+                land = partial(self._worker.put, partial(self._land, wait=False))
+                self._waiter.when_reached(snapshot.done, snapshot.all_there, land)
+            snapshot.enqueued.set()
+            if not snapshot.streams:
+                self._seal(arena, slot, snapshot)
+
+    def _free_slot(self, arena: Arena) -> int | None:
+        return self.slots.free(arena, {snapshot.slot for snapshot in self._flying})
+
+    def _land(self, *, wait: bool) -> None:
+        """Seal the snapshots that devices have copied, in order. With `wait`, wait for all copies."""
+        while self._flying and (wait or self._flying[0].all_there.is_set()):
+            snapshot = self._flying.popleft()
+            assert snapshot.slot is not None
+            with self._ending(snapshot):
+                self._seal(*snapshot.slot, snapshot)
+
+    def _seal(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
+        """Wait for the last copy of a snapshot, and seal the snapshot if it is consistent."""
+        wait_for(snapshot.done)
+        snapshot.check_whole(self._filler.deal_out(arena, slot, snapshot))
+        point("stage.copied")
+        if snapshot.error is None:
+            arena.set_label(slot, snapshot.label(SEALED))
+            snapshot.place = (arena, slot)
+            point("stage.sealed")
+
+    @contextlib.contextmanager
+    def _ending(self, snapshot: NewSnapshot) -> Iterator[None]:
+        """Record the result of a snapshot, free its resources, wake waiting threads, and call `on_ended`."""
+        try:
+            yield
+        except CheckpointError as error:
+            snapshot.error = error
+        except BaseException as error:
+            log.exception("staging step %d failed", snapshot.checkpoint.step)
+            snapshot.error = SaveError(
+                f"step {snapshot.checkpoint.step} could not be staged: {type(error).__name__}: {error}"
+            )
+        if snapshot.place is None and snapshot.error is None:
+            return  # a device still copies it
+        if snapshot.place is None:  # a sealed snapshot stays, even if `submit` is interrupted at that moment
+            self._flying = deque(one for one in self._flying if one is not snapshot)
+            if snapshot.slot is not None:  # otherwise it has no work on a stream
+                self._filler.settle(snapshot)
+            if snapshot.slot is not None and self.arena is snapshot.slot[0]:
+                self.arena.set_label(snapshot.slot[1], Label(EMPTY))
+        self._packs.give_back([*snapshot.early, *snapshot.late])
+        self._end(snapshot)
+
+    def _end(self, snapshot: NewSnapshot) -> None:
+        if snapshot.copied.is_set():  # `submit` was interrupted, and it has ended before
+            return
+        snapshot.sources = []
+        snapshot.release()
+        if self.on_ended is not None:
+            try:
+                self.on_ended(snapshot)
+            except Exception:
+                log.exception("after step %d was staged", snapshot.checkpoint.step)
+
+    def _add_slot(self, arena: Arena) -> None:
+        """Add a slot, so that the next step need not wait until a tier has read its slot. It is kept."""
+        try:
+            arena.add_slot()
+        except MemoryError as error:
+            log.warning("memory is short: no step is held while all %d snapshots are written: %s", arena.slots, error)
+            return
+        arena.touch(arena.slots - 1, lambda: arena.fd >= 0)
+        self._adding = None
+
+    def _leave(self) -> None:
+        self._waiter.stop()
+        try:
+            self._land(wait=True)
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self._toucher.stop()
+        if self.arena is not None:
+            self.page_locks.release_all()
+            self._filler.digests.clear()
+            try:
+                self.arena.mutex.unlock()
+            except OSError as error:
+                log.warning("the header of the shared memory is damaged, its lock cannot be released: %s", error)
+            self.arena = None
+
+
+def _lock(arena: Arena) -> None:
+    end = time.monotonic() + LEAVING_S
+    while arena.mutex.try_lock() is Got.BUSY:  # the writer has detected the death, and releases it soon
+        if arena.mutex.is_orphaned():
+            raise CorruptError("the header of the shared memory is damaged: nobody can lock it any more")
+        if time.monotonic() > end:
+            raise WriterError("the memory of the last run is still locked by another process")
+        time.sleep(0.001)
+
+
+class Slots:
+    """The slots in use. Any thread may pin slots, or block all of them. Only the staging thread takes slots."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pinned: dict[tuple[bytes, int], int] = {}
+        self.keep = LEAST_SLOTS  # number of slots that staging needs besides those that a tier reads
+        self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
+
+    def pin(self, arena: Arena, slot: int) -> None:
+        """Protect this slot from being overwritten until it is unpinned as often as pinned, in any order."""
+        self._count((arena.id, slot), 1)
+
+    def unpin(self, arena_id: bytes, slot: int) -> None:
+        self._count((arena_id, slot), -1)
+
+    def _count(self, key: tuple[bytes, int], change: int) -> None:
+        with self._changed:
+            self._pinned[key] = self._pinned.get(key, 0) + change
+            if self._pinned[key] == 0:
+                del self._pinned[key]
+            self._changed.notify_all()
+
+    def hold(self, change: int) -> None:
+        """Block all slots (`change` +1) while a previous trainer may still write to them; unblock them with -1."""
+        with self._changed:
+            self._holds += change
+            self._changed.notify_all()
+
+    def unpinned(self, arena: Arena) -> list[int]:
+        with self._changed:
+            return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
+
+    def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
+        """Return an empty slot, or the oldest. Never return a pinned slot, one that a device copies into (`flying`),
+        the newest snapshot, or the newest finite one. Return None if no slot is free. While a slot is being made, the
+        newest `keep - 1` snapshots stay: the other ranks may be a step behind."""
+        with self._changed:
+            if self._holds > 0:
+                return None
+            free = [slot for slot in self.unpinned(arena) if (arena, slot) not in flying]
+        sealed = arena.sealed()  # newest first
+        if arena.slots == 1:  # memory is short, so the only snapshot is overwritten once a tier has it
+            return next(iter(free), None)
+        held = {slot for slot, _ in sealed}
+        empty = [slot for slot in free if slot not in held]
+        finite = [slot for slot, label in sealed if label.finite is not False][:1]  # kept if newer ones are broken
+        older = sealed[1 if arena.ready == arena.slots else self.keep - 1 :]
+        oldest = [slot for slot, _ in reversed(older) if slot in free and slot not in finite]
+        broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
+        return next(iter([*empty, *oldest, *broken]), None)
+
+    def take(self, arena: Arena, flying: Container[Slot | None], snapshot: NewSnapshot) -> int:
+        """Wait for a slot for this snapshot. Raises SkippedError if it may not wait, or DeadlineError."""
+        if not arena.fits(snapshot.captured.layout.arrangement.data_size, len(snapshot.values)):
+            raise SkippedError(
+                f"step {snapshot.checkpoint.step} was not saved: memory for its new layout is not ready yet"
+            )
+        with self._changed:
+            while (slot := self.free(arena, flying)) is None:
+                being_made = arena.ready < arena.slots
+                if snapshot.busy == "skip" and not being_made:
+                    raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: {ALL_BUSY}")
+                left_s = snapshot.deadline - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(min(left_s, READY_S if being_made else 3600.0))
+                else:
+                    why = (
+                        "the last trainer is still leaving the memory it had"
+                        if self._holds > 0
+                        else "the disk does not keep up; save less often"
+                    )
+                    raise DeadlineError(
+                        f"step {snapshot.checkpoint.step} was not saved: no slot became free in time: {why}"
+                    )
+        return slot
+
+
+class SlotToucher:
+    """Touches each slot of an arena once it is ready, in a separate thread, so that copies are faster."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, arena: Arena) -> None:
+        self.stop()
+        self._stopped = stopped = threading.Event()
+
+        def touch() -> None:
+            for slot in ready_slots(arena, stopped):
+                arena.touch(slot, lambda: not stopped.is_set())
+
+        thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit; copies are just slower then
+            thread.start()
+            self._thread = thread
+
+    def stop(self) -> None:
+        """Stop touching pages, because touching a released page would allocate it again."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+class Worker:
+    """A thread that runs the work given by other threads, and at its end `at_end`."""
+
+    def __init__(self, at_end: Work) -> None:
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: end
+        self._at_end = at_end
+        self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Return True if the caller is in this thread."""
+        return threading.current_thread() is self._thread
+
+    def put(self, work: Work) -> None:
+        self._queue.put(work)
+
+    def do(self, work: Work, timeout_s: float) -> None:
+        """Run `work` and wait for it; if called in this thread, run it directly. Raises its error, or DeadlineError."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self.is_here:
+            run()
+        else:
+            self.put(run)
+        try:
+            failure = done.exception(timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"the staging thread did not answer within {timeout_s:g} s") from None
+        if failure is not None:
+            raise failure
+
+    def end(self, timeout_s: float) -> None:
+        """End the thread after all earlier work is done."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while (work := self._queue.get()) is not None:
+                self._do(work)
+            self._do(self._at_end)
+
+    def _do(self, work: Work) -> None:
+        try:
+            work()
+        except BaseException:  # if the thread ended, its robust mutex would signal the death of the trainer
+            log.exception("something failed in the staging thread, which goes on")
+
+
+# -- optimizers wait for copies --
 
 
 class UpdateGate:
@@ -226,430 +643,3 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     disable: Callable[..., Callable[..., Any]] | None = getattr(torch, "_disable_dynamo", None)
     return call if disable is None else disable(call)  # torch.compiler.disable would import the compiler
-
-
-# -- the staging thread --
-
-
-LEAST_SLOTS = 2  # one for the newest snapshot, one for the next
-LEAVING_S = 30.0  # timeout for a writer to release the mutex of a dead trainer
-ALL_BUSY = "all snapshots are still being written"
-Work = Callable[[], None]
-
-
-class Stager:
-    """The staging thread of this trainer."""
-
-    def __init__(self) -> None:
-        self.slots = Slots()
-        self.page_locks = PageLocks()
-        self._filler = SlotFiller(self.page_locks.steady)
-        self._waiter = Waiter()
-        self._packs = Packs()
-        self._toucher = SlotToucher()
-        self._gate = UpdateGate()
-        self._arena: Arena | None = None
-        self.on_ended: Callable[[NewSnapshot], None] | None = None
-        self._flying: deque[NewSnapshot] = deque()  # copies still run on a device; for the staging thread only
-        self._order = 0
-        self._stopped = False
-        self._worker = Worker(self._leave)
-
-    # -- from any thread --
-
-    @property
-    def arena(self) -> Arena | None:
-        return self._arena
-
-    def on_writer(self, pid: int) -> None:
-        """Set the current writer process, which makes the memory, for warnings about a long wait."""
-        self._gate.writer_pid = pid
-
-    def warn_of_wait(self, waiter: str) -> None:
-        """Log that `waiter` waits for memory or for a copy, and why."""
-        self._gate.warn(waiter)
-
-    @property
-    def skipped_bytes(self) -> int:
-        """Return the number of bytes not copied because the slot had them (`ckpt.core.snapshot.fill`)."""
-        return self._filler.frozen.skipped_bytes
-
-    def submit(self, snapshot: NewSnapshot) -> None:
-        """Begin a snapshot. Return once it has failed, or tensors that may change before the next update are copied."""
-        self._check_running()
-        before, self._gate.snapshot = self._gate.snapshot, snapshot
-        try:
-            idle = before is None or before.copied.is_set()  # otherwise clones would pile up
-            taken = idle and snapshot.take(self._packs)
-            snapshot.mark_ready()
-            snapshot.submitted = True
-            self._worker.put(lambda: self._stage(snapshot))
-            if not taken:
-                self._gate.wait_for(snapshot.eager_done, "step()")
-        except BaseException:  # Ctrl-C: end the snapshot, begun or not, so that no thread waits for it
-            snapshot.error = snapshot.error or SaveError(f"saving step {snapshot.checkpoint.step} was interrupted")
-            self._worker.put(lambda: self._end(snapshot))
-            raise
-        if before is not None:
-            self._gate.follow(before)
-
-    def _check_running(self) -> None:
-        if self._stopped:
-            raise ClosedError("this Checkpointer is closed: make a new one")
-
-    def held(self) -> contextlib.AbstractContextManager[None]:
-        """Keep optimizers from starting a step in this block. One that has already started is counted and continues."""
-        return self._gate.held()
-
-    def before_update(self, timeout_s: float = 600.0) -> float:
-        """Wait until an optimizer may change the state. Return the seconds waited. If a copy does not end in time, its
-        snapshot fails and the training continues."""
-        return 0.0 if self._worker.is_here else self._gate.wait(timeout_s)
-
-    def give_up_slot(self, least: int = LEAST_SLOTS) -> int:
-        """Release the memory of one slot to the system, until another arena is used. Return its size in bytes, or 0 if
-        only `least` slots are left."""
-        given: list[int] = []
-
-        def give() -> None:
-            arena = self._arena
-            if arena is None:
-                return
-            slot = self._free_slot(arena)
-            if slot is None or len(self.slots.unpinned(arena)) <= least:
-                return
-            self.slots.pin(arena, slot)
-            self._filler.frozen.forget(slot)
-            self._toucher.stop()
-            self.page_locks.release(slot)
-            given.append(arena.give_up(slot))
-
-        self.do(give)
-        return sum(given)
-
-    def use(self, arena: Arena, on_locked: Callable[[], None]) -> None:
-        """Stage into this arena from now on. Call `on_locked` when its mutex is locked."""
-
-        def switch() -> None:
-            if self._arena is arena:
-                return
-            self._unlock()
-            _lock(arena)
-            self._filler.clear()
-            self._arena = arena
-            self._toucher.start(arena)
-            self._order = max([self._order, *(label.order for _, label in arena.sealed())])
-            on_locked()
-
-        self.do(switch)
-
-    def do(self, work: Callable[[], None], timeout_s: float = 60.0) -> None:
-        """Run `work` in the staging thread after all copies, and wait for it. Raises DeadlineError."""
-        self._check_running()
-
-        def run() -> None:
-            self._land(wait=True)
-            work()
-
-        self._worker.do(run, timeout_s)
-
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """Finish the submitted snapshots, release the mutex and the memory, and end the thread."""
-        self._stopped = True
-        self._worker.end(timeout_s)
-        self._filler.clear()
-        self._gate.snapshot = None
-
-    # -- in the staging thread --
-
-    def _leave(self) -> None:
-        self._waiter.stop()
-        try:
-            self._land(wait=True)
-        finally:
-            self._unlock()
-
-    def _land(self, *, wait: bool) -> None:
-        """Seal the snapshots that devices have copied, in order. With `wait`, wait for all copies."""
-        while self._flying:
-            snapshot = self._flying[0]
-            slot = snapshot.slot
-            assert slot is not None
-            if not wait and not snapshot.all_there.is_set():
-                return
-            self._flying.popleft()
-            with self._ending(snapshot):
-                self._seal(*slot, snapshot)
-
-    def _unlock(self) -> None:
-        self._toucher.stop()
-        if self._arena is not None:
-            self.page_locks.release_all()
-            self._filler.frozen.clear()
-            try:
-                self._arena.mutex.unlock()
-            except OSError as error:
-                log.warning("the header of the shared memory is damaged, its lock cannot be released: %s", error)
-            self._arena = None
-
-    @traced("ckpt.stage")
-    def _stage(self, snapshot: NewSnapshot) -> None:
-        snapshot.begun = True
-        self._land(wait=False)
-        with self._ending(snapshot):
-            arena = self._arena
-            if arena is None:
-                raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: no memory is ready yet")
-            if self._free_slot(arena) is None:
-                self._land(wait=True)
-            begin_thread(snapshot.streams)
-            for where in snapshot.streams:
-                self.page_locks.begin(arena, where)
-            slot = self._claim(arena, snapshot)
-            self._filler.begin(slot, snapshot)
-            self._filler.fill_eager(arena, slot, snapshot)
-            point("stage.eager")
-            snapshot.eager_done.set()
-            self._fill_guarded(arena, slot, snapshot)
-            if not snapshot.streams:
-                self._seal(arena, slot, snapshot)
-
-    @contextlib.contextmanager
-    def _ending(self, snapshot: NewSnapshot) -> Iterator[None]:
-        """Record the result of a snapshot, free its resources, wake waiting threads, and call `on_ended`."""
-        try:
-            yield
-        except CheckpointError as error:
-            snapshot.error = error
-        except BaseException as error:
-            log.exception("staging step %d failed", snapshot.checkpoint.step)
-            snapshot.error = SaveError(
-                f"step {snapshot.checkpoint.step} could not be staged: {type(error).__name__}: {error}"
-            )
-        if snapshot.place is None and snapshot.error is None:
-            return  # a device still copies it
-        if snapshot.place is None:  # a sealed snapshot stays, even if `submit` is interrupted at that moment
-            self._flying = deque(one for one in self._flying if one is not snapshot)
-            if snapshot.slot is not None:  # otherwise it has no work on a stream
-                self._filler.settle(snapshot)
-            if snapshot.slot is not None and self._arena is snapshot.slot[0]:
-                self._arena.set_label(snapshot.slot[1], Label(EMPTY))
-        self._packs.give_back([*snapshot.early, *snapshot.late])
-        self._end(snapshot)
-
-    def _end(self, snapshot: NewSnapshot) -> None:
-        if snapshot.copied.is_set():  # `submit` was interrupted, and it has ended before
-            return
-        snapshot.sources = []
-        snapshot.release()
-        if self.on_ended is not None:
-            try:
-                self.on_ended(snapshot)
-            except Exception:
-                log.exception("after step %d was staged", snapshot.checkpoint.step)
-
-    def _free_slot(self, arena: Arena) -> int | None:
-        return self.slots.free(arena, {snapshot.slot for snapshot in self._flying})
-
-    def _claim(self, arena: Arena, snapshot: NewSnapshot) -> int:
-        slot = self.slots.take(arena, {flying.slot for flying in self._flying}, snapshot)
-        self._order += 1
-        snapshot.order, snapshot.slot = self._order, (arena, slot)
-        arena.set_label(slot, snapshot.label(FILLING))
-        point("stage.claimed")
-        return slot
-
-    def _fill_guarded(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
-        if snapshot.streams:
-            snapshot.late = self._packs.take(snapshot.reading, late=True)
-        self._filler.fill_guarded(arena, slot, snapshot)
-        self._filler.end(slot)
-        if snapshot.streams:
-            self._flying.append(snapshot)
-            land = partial(self._worker.put, partial(self._land, wait=False))
-            self._waiter.when_reached(snapshot.done, snapshot.all_there, land)
-        snapshot.enqueued.set()
-
-    def _seal(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
-        """Wait for the last copy of a snapshot, and seal the snapshot if it is consistent."""
-        wait_for(snapshot.done)
-        self._filler.deal_out(arena, slot, snapshot, [*snapshot.early, *snapshot.late])
-        snapshot.check_whole(self._filler.whole(arena, slot))
-        point("stage.copied")
-        if snapshot.error is None:
-            arena.set_label(slot, snapshot.label(SEALED))
-            snapshot.place = (arena, slot)
-            point("stage.sealed")
-
-
-def _lock(arena: Arena) -> None:
-    end = time.monotonic() + LEAVING_S
-    while arena.mutex.try_lock() is Got.BUSY:  # the writer has detected the death, and releases it soon
-        if arena.mutex.is_orphaned():
-            raise CorruptError("the header of the shared memory is damaged: nobody can lock it any more")
-        if time.monotonic() > end:
-            raise WriterError("the memory of the last run is still locked by another process")
-        time.sleep(0.001)
-
-
-class Slots:
-    """The slots in use. Any thread may pin slots, or block all of them. Only the staging thread takes slots."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pinned: dict[tuple[bytes, int], int] = {}
-        self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
-
-    def pin(self, arena: Arena, slot: int) -> None:
-        """Protect this slot from being overwritten until it is unpinned as often as pinned, in any order."""
-        self._count((arena.id, slot), 1)
-
-    def unpin(self, arena_id: bytes, slot: int) -> None:
-        self._count((arena_id, slot), -1)
-
-    def _count(self, key: tuple[bytes, int], change: int) -> None:
-        with self._changed:
-            self._pinned[key] = self._pinned.get(key, 0) + change
-            if self._pinned[key] == 0:
-                del self._pinned[key]
-            self._changed.notify_all()
-
-    def hold(self, change: int) -> None:
-        """Block all slots (`change` +1) while a previous trainer may still write to them; unblock them with -1."""
-        with self._changed:
-            self._holds += change
-            self._changed.notify_all()
-
-    def unpinned(self, arena: Arena) -> list[int]:
-        with self._changed:
-            return [slot for slot in range(arena.ready) if self._pinned.get((arena.id, slot), 0) <= 0]
-
-    def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
-        """Return an empty slot, or the oldest. Never return a pinned slot, one that a device copies into (`flying`),
-        the newest snapshot, or the newest finite one. Return None if no slot is free."""
-        with self._changed:
-            if self._holds > 0:
-                return None
-            free = [slot for slot in self.unpinned(arena) if (arena, slot) not in flying]
-        sealed = arena.sealed()  # newest first
-        if arena.slots == 1:  # memory is short, so the only snapshot is overwritten once a tier has it
-            return next(iter(free), None)
-        held = {slot for slot, _ in sealed}
-        empty = [slot for slot in free if slot not in held]
-        finite = [slot for slot, label in sealed if label.finite is not False][:1]  # kept if newer ones are broken
-        oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free and slot not in finite]
-        broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
-        return next(iter([*empty, *oldest, *broken]), None)
-
-    def take(self, arena: Arena, flying: Container[Slot | None], snapshot: NewSnapshot) -> int:
-        """Wait for a slot for this snapshot. Raises SkippedError if it may not wait, or DeadlineError."""
-        if not snapshot.fits(arena):
-            raise SkippedError(
-                f"step {snapshot.checkpoint.step} was not saved: memory for its new layout is not ready yet"
-            )
-        with self._changed:
-            while (slot := self.free(arena, flying)) is None:
-                being_made = arena.ready < arena.slots
-                if snapshot.busy == "skip" and not being_made:
-                    raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: {ALL_BUSY}")
-                left_s = snapshot.deadline - time.monotonic()
-                if left_s > 0:
-                    self._changed.wait(min(left_s, READY_S if being_made else 3600.0))
-                else:
-                    why = (
-                        "the last trainer is still leaving the memory it had"
-                        if self._holds > 0
-                        else "the disk does not keep up; save less often"
-                    )
-                    raise DeadlineError(
-                        f"step {snapshot.checkpoint.step} was not saved: no slot became free in time: {why}"
-                    )
-        return slot
-
-
-class SlotToucher:
-    """Touches each slot of an arena once it is ready, in a separate thread, so that copies are faster."""
-
-    def __init__(self) -> None:
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, arena: Arena) -> None:
-        self.stop()
-        self._stopped = stopped = threading.Event()
-
-        def touch() -> None:
-            for slot in ready_slots(arena, stopped):
-                arena.touch(slot, lambda: not stopped.is_set())
-
-        thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
-        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit; copies are just slower then
-            thread.start()
-            self._thread = thread
-
-    def stop(self) -> None:
-        """Stop touching pages, because touching a released page would allocate it again."""
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-
-class Worker:
-    """A thread that runs the work given by other threads, and at its end `at_end`."""
-
-    def __init__(self, at_end: Work) -> None:
-        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        self._at_end, self._ended = at_end, False
-        self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_here(self) -> bool:
-        """Return True if the caller is in this thread."""
-        return threading.current_thread() is self._thread
-
-    def put(self, work: Work) -> None:
-        self._queue.put(work)
-
-    def do(self, work: Work, timeout_s: float) -> None:
-        """Run `work` and wait for it; if called in this thread, run it directly. Raises its error, or DeadlineError."""
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                work()
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-
-        if self.is_here:
-            run()
-        else:
-            self.put(run)
-        try:
-            failure = done.exception(timeout_s)
-        except TimeoutError:
-            raise DeadlineError(f"the staging thread did not answer within {timeout_s:g} s") from None
-        if failure is not None:
-            raise failure
-
-    def end(self, timeout_s: float) -> None:
-        """End the thread after all earlier work is done."""
-        self.put(self._end)
-        self._thread.join(timeout_s)
-
-    def _end(self) -> None:
-        self._ended = True
-
-    def _run(self) -> None:
-        with torch.no_grad():
-            while not self._ended:
-                self._do(self._queue.get())
-            self._do(self._at_end)
-
-    def _do(self, work: Work) -> None:
-        try:
-            work()
-        except BaseException:  # if the thread ended, its robust mutex would signal the death of the trainer
-            log.exception("something failed in the staging thread, which goes on")

@@ -1,18 +1,24 @@
-"""The state as a full reading found it: its layout, and how to take the same slices at the next reading.
+"""Reads the user's state between two steps of training, and matches it with a saved one.
 
-It is valid until something in the state has moved. `Structure.same` checks this. Then a new one is built.
+`Capture.read` returns a `CapturedState`: the layout, the live tensors and the plain values of one moment. Nothing is
+copied here. The first reading walks the nested dict (`Walk`), reads each entry (`StateNode`), cuts the tensors among
+the ranks, and keeps the result as a `Structure`. Later readings only check that it still holds, which takes well under
+a millisecond for a thousand tensors. If something has moved, a new structure is built.
 
-Reads the user's state between two steps of training.
+`Capture.place` reads the state again and returns a `Placement`, without changing anything.
 
-`Capture` walks the nested dict once (`Walk`). If nothing in its structure (`ckpt.core.state.capture`) has changed,
-later readings take well under a millisecond for a thousand tensors. A `Reading` is the state at one moment: the layout,
-live tensors in the layout's order, and plain values. Nothing is copied here.
+Invariants:
+
+1. The tensors of a captured state keep their memory alive, so `p.data = ...` cannot free it during a copy.
+2. A tensor is guarded only if nothing but an optimizer whose hook runs writes to it. All others are copied early.
+3. Two readings with the same layout object have the same tensors in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -31,7 +37,6 @@ from ckpt.core.state.nodes import (
     Stateful,
     StatefulNode,
     StateNode,
-    SteppedNode,
     adapt,
 )
 from ckpt.core.state.optimizer_node import Joint, OptimizerNode, all_of_one_state, forgotten
@@ -52,361 +57,23 @@ from ckpt.core.state.tensors import Memory, Versioned, memory_of, order_of
 from ckpt.core.state.wrappers import Counters, adapter_of, inside, is_wrapped
 from ckpt.errors import MismatchError, StateError
 
-MOST_GUARDS = 16  # enough for usual alternations; more would not be worth their memory
+MODULES = {"module", "custom module"}  # the second kind has entries other than parameters and buffers
+BY_DCP = "dcp"  # the kind of the single entry of a checkpoint saved by torch's DCP
+MOST_GUARDS = 16  # enough for usual alternations of optimizers; more would not be worth their memory
+SINGLE = Seat()
+
+SampledReplicas = tuple[list[Holding], SampledPlaces]
+"""Elements to compare of tensors that several ranks have. The places have the indices of the holdings."""
 
 
 @dataclass(frozen=True)
-class Guards:
-    """Which tensors may be copied in the background while some optimizers are not trusted. `guarded`, `early`: as in a
-    `Reading`; `replicated`: those of them that other ranks have too."""
-
-    guarded: list[bool]
-    early: list[int]
-    replicated: list[LocalPiece]
-
-
-class Structure:
-    """Built from the contents of all nodes. Raise StateError for names that cannot be saved. `apart`: names that should
-    be replicated, but differ between ranks. `eager`: names whose copy may not overlap training."""
-
-    def __init__(
-        self, nodes: Sequence[StateNode], pieces: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]
-    ) -> None:
-        self._seat = seat
-        self._fixed, self._facts = [p.fixed for p in pieces], [p.facts for p in pieces]
-        fixed, loose = [e for each in self._fixed for e in each], loose_of(pieces)
-        entries = [*fixed, *loose]
-        memory, aliases = _shared(entries)
-        self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) in memory}
-        self._signature = self._sign(loose)
-        beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
-        self._apart = _spread(apart, beside)
-        parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
-        cuts = share([part.holding for part in parts], seat)
-        self._note_loose(parts, cuts, {e.name for e in loose})
-        self.layout = _layout(nodes, pieces, parts, cuts, aliases, seat)
-        self._tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
-        self._note_steps(nodes, pieces, parts, [parts[cut.holding].holding.name for cut in cuts], eager)
-        self._spots: list[SampledPlaces] = []
-        self._anew: list[int] = []
-        self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that each reading creates
-        # True if an object of the state may have returned copies of tensors that an optimizer steps.
-        self.copied = any(says_copies(node, piece) for node, piece in zip(nodes, pieces, strict=True))
-        everything = [*(entry.tensor for entry in entries), *(part.tensor for part in parts)]
-        self.storages = set(map(storage_of, everything))  # including other ranks' shares
-
-    def _note_steps(
-        self,
-        nodes: Sequence[StateNode],
-        pieces: Sequence[Contents],
-        parts: list[LocalPiece],
-        names: list[str],
-        eager: set[str],
-    ) -> None:
-        """Record the effects of optimizers on the tensors of these names."""
-        fixed = [e for each in self._fixed for e in each]
-        entries = [*fixed, *loose_of(pieces)]
-        guards, steppers = guards_of(nodes, entries, eager), steppers_of(nodes, pieces, entries)
-        self._names, self._around = names, {e.name: e.around for e in fixed if e.around}
-        self._guarded, self._steppers = [guards[name] for name in names], [steppers[name] for name in names]
-        shared = [p for p in parts if len(p.holding.replicas) > 1 and guards[p.holding.name]]
-        self._shared = [(p, steppers[p.holding.name]) for p in shared]
-        loose = {entry.name for entry in loose_of(pieces)}
-        self._replicated = [p for p in parts if len(p.holding.replicas) > 1 and p.holding.name not in loose]
-        self._replicated_anew = {p.holding.name for p in parts if len(p.holding.replicas) > 1} & loose
-        self._replica_spots: list[SampledReplicas] | None = None
-        self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not trusted
-
-    # -- is it still valid? --
-
-    def same(self, pieces: Sequence[Contents]) -> bool:
-        return (
-            len(pieces) == len(self._fixed)
-            and all(p.facts == f for p, f in zip(pieces, self._facts, strict=True))
-            and all(p.fixed is f for p, f in zip(pieces, self._fixed, strict=True))
-            and self._sign(loose_of(pieces)) == self._signature
-        )
-
-    def is_as_saved(self, saved: SavedState, pieces: Sequence[Contents]) -> bool:
-        """Return True if a single rank saved exactly this layout, each tensor in one piece, and nothing else."""
-        theirs, here = saved.layout, self.layout
-        if theirs is None or self._seat.size > 1 or len(saved.table.shards) != len(here.tensors):
-            return False
-        plain = not any(map(Tensor.is_conj, self._tensors)) and not any(map(Tensor.is_neg, self._tensors))
-        return plain and (theirs is here or theirs.digest == here.digest) and self.same(pieces)
-
-    def _sign(self, loose: list[StateEntry]) -> object:
-        """Return everything in the newly created entries that a layout depends on, including shared memory."""
-        memory: dict[Memory, str] = {}
-        found = []
-        for entry in loose:
-            key = memory_of(local(entry.tensor))
-            owner = None if key is None else self._memory.get(key) or memory.setdefault(key, entry.name)
-            order = order_of(local(entry.tensor))
-            found.append(([p.holding for p in of_rank(entry, self._seat)], owner, entry.guarded, order))
-        return found
-
-    # -- its tensors now --
-
-    def tensors(self, pieces: Sequence[Contents]) -> list[Tensor]:
-        """Return the live tensors, detached, in the order of the layout."""
-        found = self._tensors[: self._fixed_count]
-        for entry in loose_of(pieces):
-            if cuts := self._cuts.get(entry.name):
-                views = [piece.tensor.detach() for piece in self._pieces_of(entry)]
-                found += [views[number][index] for number, index in cuts]
-        return found
-
-    def counters(self, tensors: list[Tensor], pieces: Sequence[Contents]) -> Sequence[Versioned]:
-        """Return the object that counts the writes to each tensor."""
-        around = self._around | {e.name: e.around for e in loose_of(pieces) if e.around}
-        if not around:
-            return tensors
-        named = zip(tensors, self._names, strict=True)
-        return [Counters(one, around[name]) if name in around else one for one, name in named]
-
-    def guards(self, silent: frozenset[int]) -> Guards:
-        """Return the guards while some optimizers are not trusted, cached. `silent`: the ids of these optimizers."""
-        if silent not in self._guards:
-            if len(self._guards) == MOST_GUARDS:
-                self._guards.clear()
-            guarded = [
-                one and not steppers & silent for one, steppers in zip(self._guarded, self._steppers, strict=True)
-            ]
-            self._guards[silent] = Guards(
-                guarded,
-                [number for number, one in enumerate(guarded) if not one],
-                [piece for piece, steppers in self._shared if not steppers & silent],
-            )
-        return self._guards[silent]
-
-    def spots(self, tensors: list[Tensor]) -> list[SampledPlaces]:
-        """Return where to sample tensors that stay, and tensors that each reading creates."""
-        if not self._spots:
-            fixed = [i for i, one in enumerate(self._guarded[: self._fixed_count]) if one]
-            self._spots.append(SampledPlaces(self.layout, fixed, [tensors[i] for i in fixed]))
-            self._anew = [i for i in range(self._fixed_count, len(tensors)) if self._guarded[i]]
-        where = [(tensors[i].data_ptr(), tensors[i].stride()) for i in self._anew]
-        if where != self._where_anew:
-            self._where_anew = where
-            self._spots[1:] = [SampledPlaces(self.layout, self._anew, [tensors[i] for i in self._anew])]
-        return self._spots
-
-    def replicas(self, pieces: Sequence[Contents]) -> list[SampledReplicas]:
-        """Return where to sample whole tensors that other ranks have too."""
-        if self._replica_spots is None:
-            self._replica_spots = sampled_replicas(self._replicated)
-        if not self._replicated_anew:
-            return self._replica_spots
-        entries = [entry for entry in loose_of(pieces) if entry.name in self._replicated_anew]
-        anew = [part for entry in entries for part in self._pieces_of(entry)]
-        return [*self._replica_spots, *sampled_replicas([p for p in anew if len(p.holding.replicas) > 1])]
-
-    def _pieces_of(self, entry: StateEntry) -> list[LocalPiece]:
-        """Return this rank's pieces of an entry. If it differs between ranks, it belongs to this rank alone."""
-        found, rank = of_rank(entry, self._seat), self._seat.rank
-        if entry.name in self._apart and all(p.holding.sizes == p.holding.full for p in found):
-            return [LocalPiece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
-        return found
-
-    def _note_loose(self, parts: list[LocalPiece], cuts: list[Cut], loose: set[str]) -> None:
-        """Record how to take the same slices of newly created tensors. They are last in the layout."""
-        self._cuts: dict[str, list[tuple[int, tuple[slice, ...]]]] = {}
-        first: dict[str, int] = {}
-        for i, part in enumerate(parts):
-            first.setdefault(part.holding.name, i)
-        self._fixed_count = len(cuts)
-        for cut in reversed(cuts):
-            holding = parts[cut.holding].holding
-            if holding.name in loose:
-                self._fixed_count -= 1
-                where = (cut.holding - first[holding.name], _index(holding, cut))
-                self._cuts.setdefault(holding.name, []).insert(0, where)
-
-
-@dataclass(frozen=True)
-class SampledReplicas:
-    """Elements to compare of tensors that several ranks have. `places` has the indices of `holdings`."""
-
-    holdings: list[Holding]
-    places: SampledPlaces
-
-
-def sampled_replicas(pieces: Sequence[LocalPiece]) -> list[SampledReplicas]:
-    """Return one object for each group of ranks with the same tensors. These ranks sample the same elements."""
-    groups: dict[tuple[int, ...], list[LocalPiece]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.holding.replicas, []).append(piece)
-    found = []
-    for some in groups.values():
-        specs = [TensorSpec(str(n), p.holding.dtype, p.holding.sizes) for n, p in enumerate(some)]
-        tensors = [piece.tensor.detach() for piece in some]
-        places = SampledPlaces(Layout(tuple(specs), {}, []), range(len(some)), tensors)
-        found.append(SampledReplicas([piece.holding for piece in some], places))
-    return found
-
-
-def _spread(apart: set[str], beside: Mapping[str, str]) -> set[str]:
-    """Add the optimizer state of each parameter that differs, and the parameter of each optimizer state that differs:
-    at the next step, one makes the other differ. `beside`: the parameter of each tensor of optimizer state."""
-    params = {beside.get(name, name) for name in apart}
-    return apart | {one for state, param in beside.items() if param in params for one in (state, param)}
-
-
-def loose_of(pieces: Sequence[Contents]) -> list[StateEntry]:
-    return [entry for piece in pieces for entry in piece.loose]
-
-
-def _shared(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int, str], dict[str, str]]:
-    """Return the name of the owner of each memory, and the owner of each name that is an alias of another."""
-    memory: dict[Memory | int, str] = {}
-    aliases: dict[str, str] = {}
-    seen = set[str]()
-    for entry in entries:
-        if entry.name in seen or entry.name == "__metadata__" or not is_text(entry.name):
-            raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
-        seen.add(entry.name)
-        divided = isinstance(entry.alike, Division)  # identified by its name, not by its memory
-        key = id(entry.alike) if divided else _memory_of(entry.tensor)
-        owner = entry.name if key is None else memory.setdefault(key, entry.name)
-        if owner != entry.name:
-            aliases[entry.name] = owner
-    return memory, aliases
-
-
-def _layout(
-    nodes: Sequence[StateNode],
-    pieces: Sequence[Contents],
-    parts: list[LocalPiece],
-    cuts: list[Cut],
-    aliases: dict[str, str],
-    seat: Seat,
-) -> Layout:
-    components = [
-        {"path": list(node.path), "kind": node.kind, "facts": piece.facts | _orders(piece), "names": piece.names}
-        for node, piece in zip(nodes, pieces, strict=True)
-    ]
-    return Layout(
-        tuple(_spec(parts[cut.holding].holding, cut) for cut in cuts),
-        aliases,
-        components,
-        seat.rank,
-        seat.size,
-        {p.holding.name: p.holding.instance for p in parts if p.holding.instance != GLOBAL},
-        _elsewhere(parts, cuts),
-    )
-
-
-def _orders(piece: Contents) -> dict[str, Any]:
-    """Return the memory layout of each tensor that is not contiguous, as a fact."""
-    entries = [entry for entry in (*piece.fixed, *piece.loose) if not isinstance(entry.alike, Division)]
-    found = {entry.name: order for entry in entries if (order := order_of(local(entry.tensor))) is not None}
-    return {ORDERS: found} if found else {}
-
-
-def _memory_of(tensor: Tensor) -> Memory | int | None:
-    """Return a key that is equal for two views of the same memory or DTensor."""
-    return memory_of(local(tensor)) or (id(tensor) if is_dtensor(tensor) else None)
-
-
-def _index(holding: Holding, cut: Cut) -> tuple[slice, ...]:
-    """Return the index of a cut in a piece, or () if the cut is the whole piece."""
-    return () if cut.box[1] == holding.sizes else slices(cut.box)
-
-
-def _elsewhere(parts: list[LocalPiece], cuts: list[Cut]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the replicated tensors that another rank stages."""
-    staged = {parts[cut.holding].holding.name for cut in cuts}
-    rest = (p.holding for p in parts if p.holding.instance == GLOBAL and p.holding.name not in staged)
-    return {holding.name: (holding.dtype, holding.full) for holding in rest}
-
-
-def _spec(holding: Holding, cut: Cut) -> TensorSpec:
-    at = tuple(i + j for i, j in zip(holding.offsets, cut.box[0], strict=True))
-    sizes = cut.box[1]
-    whole, offsets = (None, ()) if sizes == holding.full else (holding.full, at)
-    return TensorSpec(holding.name, holding.dtype, sizes, holding.accelerator, whole, offsets, holding.instance)
-
-
-# -- which optimizer steps which tensors: a tensor that only optimizers change may be copied in the background --
-
-
-def guards_of(nodes: Sequence[StateNode], entries: Sequence[StateEntry], eager: set[str]) -> dict[str, bool]:
-    """Return by name whether only optimizer steps change the tensor. Other code, for example a moving average, may
-    write at any time. So may the writers of the `eager` tensors, and an optimizer whose steps run no hooks."""
-    optimizers = stepped_nodes(nodes)
-    exposed = tuple(show(node.path) + "." for node in optimizers if node.unguarded)
-    stepped = {id(p) for node in optimizers if not node.unguarded for p in params_of(node.optimizer)}
-
-    def may_overlap(entry: StateEntry) -> bool:
-        if not entry.guarded or entry.name in eager or entry.name.startswith(exposed):
-            return False
-        whole = entry.owner.tensor
-        return not isinstance(whole, nn.Parameter) or id(whole) in stepped
-
-    return {entry.name: may_overlap(entry) for entry in entries}
-
-
-def steppers_of(
-    nodes: Sequence[StateNode], pieces: Sequence[Contents], entries: Sequence[StateEntry]
-) -> dict[str, frozenset[int]]:
-    """Return the ids of the optimizers that change each name."""
-    of_param: dict[int, set[int]] = {}
-    of_name: dict[str, int] = {}
-    for node, piece in zip(nodes, pieces, strict=True):
-        if isinstance(node, SteppedNode) and node.optimizer is not None:
-            of_name.update((name, id(node.optimizer)) for name in piece.names)
-            for param in params_of(node.optimizer):
-                of_param.setdefault(id(param), set()).add(id(node.optimizer))
-    found: dict[str, frozenset[int]] = {}
-    for entry in entries:
-        owner = {of_name[entry.name]} if entry.name in of_name else set[int]()
-        found[entry.name] = frozenset(owner | of_param.get(id(entry.owner.tensor), set()))
-    return found
-
-
-def stepped_nodes(nodes: Iterable[StateNode]) -> list[SteppedNode]:
-    """Return the nodes whose tensors a known optimizer changes."""
-    return [n for n in nodes if isinstance(n, SteppedNode) and n.optimizer is not None]
-
-
-def params_of(optimizer: Any) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def parts_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return the optimizers that must all step for this one to step."""
-    return optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
-
-
-def steps_for(stepping: Any, optimizer: Any) -> bool:
-    """Return True for the same optimizer, for one that it wraps (as Accelerate's does), and for its parts."""
-    if stepping is optimizer or any(stepping is part for part in parts_of(optimizer)):
-        return True
-    groups = list(optimizer.param_groups)
-    return bool(groups) and all(any(one is group for one in stepping.param_groups) for group in groups)
-
-
-def says_copies(node: StateNode, piece: Contents) -> bool:
-    """Return True if an object's `state_dict()` may have returned copies instead of its own memory."""
-    if isinstance(node, ModuleNode):
-        return node.kind != "module"
-    tensors = [entry.tensor for entry in (*piece.fixed, *piece.loose)] if isinstance(node, StatefulNode) else []
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-
-
-# -- reading the state --
-
-
-@dataclass(frozen=True)
-class Reading:
+class CapturedState:
     """The state at one moment.
 
-    `tensors`: the live tensors that this rank stages, in the order of the layout. They are detached and keep their
-    memory alive, so `p.data = ...` cannot free memory during a copy. `guarded`: for each tensor, True if only optimizer
-    steps change it. `early`: the indices of all other tensors. `counters`: for each tensor, the object that counts the
-    writes to it and to the wrappers around it. `spots`: where to sample the guarded tensors, to detect writes by other
-    code.
+    `tensors`: the live tensors that this rank stages, detached, in the order of the layout. `guarded`: for each tensor,
+    True if only optimizer steps change it. `early`: the indices of all other tensors. `counters`: for each tensor, the
+    object that counts the writes to it and to the wrappers around it. `spots`: where to sample the guarded tensors, to
+    detect writes by other code. `replicas`: where to sample whole tensors that other ranks have too.
     """
 
     layout: Layout
@@ -415,11 +82,8 @@ class Reading:
     early: list[int]
     values: list[Json]
     counters: Sequence[Versioned]
-    spots: list[SampledPlaces] = field(default_factory=list)
-    replicas: list[SampledReplicas] = field(default_factory=list)  # tensors that other ranks have too
-
-
-SINGLE = Seat()
+    spots: list[SampledPlaces]
+    replicas: list[SampledReplicas]
 
 
 class Capture:
@@ -440,6 +104,59 @@ class Capture:
         self.apart: set[str] = set()  # names that should be replicated, but differ between ranks
         self.eager: set[str] = set()  # names whose copy may not overlap training, because other code writes to them
 
+    # -- reading --
+
+    def read(self) -> CapturedState:
+        """Read the present state."""
+        # Ctrl-C or a signal handler may have interrupted an earlier reading.
+        if self._unfinished or self._walk.moved():
+            self._walk_again()
+        self._unfinished = True
+        contents = self._read_nodes()
+        known = self._valid
+        if known is None or not known.same(contents):
+            self._holds = False
+            known = self._structure = Structure(self.nodes, contents, self.seat, self.apart, self.eager)
+            self._holds = True
+        captured = known.capture(contents, self._silent())
+        self._unfinished = False
+        return captured
+
+    def _walk_again(self) -> None:
+        unguarded = {id(node.optimizer) for node in self._walk.stepped if node.unguarded}
+        settings = {id(node.optimizer): node.settings for node in self._walk.optimizers}
+        walk = Walk(self.state)
+        for one in walk.optimizers:
+            one.settings = settings.get(id(one.optimizer), one.settings)
+        for node in walk.stepped:
+            node.unguarded = id(node.optimizer) in unguarded
+        self._holds = False
+        self._walk = walk
+
+    def _read_nodes(self) -> list[Contents]:
+        """Read all nodes, optimizers last, because they need the names of parameters."""
+        found = {i: node.read(self._names) for i, node in enumerate(self.nodes) if not isinstance(node, OptimizerNode)}
+        fixed, loose = [one.fixed for one in found.values()], loose_of(found.values())
+        stepped = [entry for entry in loose if entry.owner.tensor.requires_grad]
+        if (
+            stepped
+            or len(fixed) != len(self._named)
+            or any(a is not b for a, b in zip(fixed, self._named, strict=True))
+        ):
+            self._named, names = fixed, Names()
+            # including frozen ones, which may be unfrozen later
+            for entry in [*(entry for each in fixed for entry in each), *stepped]:
+                names.setdefault(id(entry.owner.tensor), entry.owner)
+            if _who(names) != _who(self._names):  # optimizers compare the identity of this dict
+                self._names = names
+        self._names.note(fixed, loose)
+        for i, node in enumerate(self.nodes):
+            if isinstance(node, OptimizerNode):
+                found[i] = node.read(self._names)
+        return [found[i] for i in range(len(self.nodes))]
+
+    # -- what is known of the state --
+
     @property
     def nodes(self) -> list[StateNode]:
         return self._walk.nodes
@@ -450,15 +167,19 @@ class Capture:
         return list(dict.fromkeys(one for node in self._walk.stepped if (one := node.optimizer) is not None))
 
     @property
+    def _valid(self) -> Structure | None:
+        return self._structure if self._holds else None
+
+    @property
     def layout(self) -> Layout | None:
         """Return the layout of the last reading, or None if it is no longer valid."""
-        return self._structure.layout if self._structure is not None and self._holds else None
+        return None if self._valid is None else self._valid.layout
 
-    def name_of(self, param: Tensor) -> str:
-        """Return the name of a parameter, or "" if the state has no name for it."""
-        if (entry := self._names.get(id(param))) is not None:
-            return entry.name
-        return next((name for node in self._walk.optimizers if (name := node.own_name(param))), "")
+    @property
+    def replicated(self) -> list[LocalPiece]:
+        """Return the replicated tensors that only optimizers change."""
+        silent = self._silent()
+        return [] if self._valid is None else [p for p, steppers in self._valid.shared if not steppers & silent]
 
     @property
     def has_scaler(self) -> bool:
@@ -472,31 +193,27 @@ class Capture:
         """Return True if some optimizer's steps run no hooks, so that they cannot be counted."""
         return any(node.unguarded for node in self._walk.stepped)
 
-    def unguard(self, optimizer: Any) -> None:
-        """Copy the tensors of this optimizer before step() returns from now on, because its steps run no hooks."""
-        for node in self._walk.stepped:
-            if not node.unguarded and steps_for(optimizer, node.optimizer):
-                node.unguarded = True
-                self.forget()
+    def holds_gradients(self) -> bool:
+        """Return True if any parameter of the optimizers has a gradient."""
+        return any(p.grad is not None for optimizer in self.optimizers for p in params_of(optimizer))
 
-    def guard_again(self) -> None:
-        """Trust all optimizers again. Code that changes tensors outside steps calls
-        `Checkpointer.before_untracked_update`.
-        """
-        for node in self._walk.stepped:
-            if node.unguarded:
-                node.unguarded = False
-                self.forget()
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of a parameter, or "" if the state has no name for it."""
+        if (entry := self._names.get(id(param))) is not None:
+            return entry.name
+        return next((name for node in self._walk.optimizers if (name := node.own_name(param))), "")
 
     def concerns(self, optimizer: Any) -> bool:
         """Return True if a step of this optimizer may change the saved state. Return False for example for a probe that
         trains a model of its own."""
-        known = self._structure if self._holds else None
+        known = self._valid
         if known is None or known.copied or any(steps_for(optimizer, one) for one in self.optimizers):
             return True
         params = params_of(optimizer)
         theirs = {storage_of(one) for p in params for one in (inside(p) if is_wrapped(p) else [p])}
         return not theirs or 0 in theirs or not theirs.isdisjoint(known.storages)
+
+    # -- which tensors may be copied in the background --
 
     def trust(self, announced: list[Any]) -> None:
         """Set the optimizers whose hook ran before this step. Any other may have stepped without it, for example in a
@@ -517,15 +234,21 @@ class Capture:
 
         return frozenset(id(one) for one in self.optimizers if not trusted(one))
 
-    @property
-    def replicated(self) -> list[LocalPiece]:
-        """Return the replicated tensors that only optimizers change."""
-        known = self._structure if self._holds else None
-        return [] if known is None else known.guards(self._silent()).replicated
+    def unguard(self, optimizer: Any) -> None:
+        """Copy the tensors of this optimizer before step() returns from now on, because its steps run no hooks."""
+        for node in self._walk.stepped:
+            if not node.unguarded and steps_for(optimizer, node.optimizer):
+                node.unguarded = True
+                self.forget()
 
-    def holds_gradients(self) -> bool:
-        """Return True if any parameter of the optimizers has a gradient."""
-        return any(p.grad is not None for optimizer in self.optimizers for p in params_of(optimizer))
+    def guard_again(self) -> None:
+        """Trust all optimizers again. Code that changes tensors outside steps calls
+        `Checkpointer.before_untracked_update`.
+        """
+        for node in self._walk.stepped:
+            if node.unguarded:
+                node.unguarded = False
+                self.forget()
 
     def copy_eagerly(self, names: set[str]) -> None:
         """From now on, copy these before step() returns, because other code than optimizers writes to them."""
@@ -543,68 +266,6 @@ class Capture:
         """Build the layout again at the next reading."""
         self._holds = False
 
-    # -- reading --
-
-    def _walk_again(self) -> None:
-        unguarded = {id(node.optimizer) for node in self._walk.stepped if node.unguarded}
-        settings = {id(node.optimizer): node.settings for node in self._walk.optimizers}
-        walk = Walk(self.state)
-        for one in walk.optimizers:
-            one.settings = settings.get(id(one.optimizer), one.settings)
-        for node in walk.stepped:
-            node.unguarded = id(node.optimizer) in unguarded
-        self._holds = False
-        self._walk = walk
-
-    def read(self) -> Reading:
-        """Read the present state."""
-        # Ctrl-C or a signal handler may have interrupted an earlier reading.
-        if self._unfinished or self._walk.moved():
-            self._walk_again()
-        self._unfinished = True
-        pieces = self._pieces()
-        known = self._structure if self._holds else None
-        if known is None or not known.same(pieces):
-            self._holds = False
-            known = self._structure = Structure(self.nodes, pieces, self.seat, self.apart, self.eager)
-            self._holds = True
-        reading = self._reading(known, pieces)
-        self._unfinished = False
-        return reading
-
-    def _reading(self, known: Structure, pieces: list[Contents]) -> Reading:
-        tensors = known.tensors(pieces)
-        values = [piece.values for piece in pieces]
-        guards, counters = known.guards(self._silent()), known.counters(tensors, pieces)
-        spots, replicas = known.spots(tensors), known.replicas(pieces) if self.seat.size > 1 else []
-        return Reading(known.layout, tensors, guards.guarded, guards.early, values, counters, spots, replicas)
-
-    def _pieces(self) -> list[Contents]:
-        """Read all nodes, optimizers last, because they need the names of parameters."""
-        found: dict[int, Contents] = {}
-        for i, node in enumerate(self.nodes):
-            if not isinstance(node, OptimizerNode):
-                found[i] = node.read(self._names)
-        others = list(found.values())
-        sources, loose = [piece.fixed for piece in others], loose_of(others)
-        stepped = [entry for entry in loose if (entry.part_of or entry).tensor.requires_grad]
-        if (
-            stepped
-            or len(sources) != len(self._named)
-            or any(a is not b for a, b in zip(sources, self._named, strict=True))
-        ):
-            self._named, names = sources, Names()
-            # including frozen ones, which may be unfrozen later
-            for entry in [*(e for fixed in sources for e in fixed), *stepped]:
-                names.setdefault(id(entry.owner.tensor), entry.owner)
-            if _who(names) != _who(self._names):  # optimizers compare the identity of this dict
-                self._names = names
-        self._names.note(sources, loose)
-        for i, node in enumerate(self.nodes):
-            if isinstance(node, OptimizerNode):
-                found[i] = node.read(self._names)
-        return [found[i] for i in range(len(self.nodes))]
-
     # -- restoring --
 
     def place(self, saved: SavedState, *, strict: bool = True) -> Placement:
@@ -620,11 +281,11 @@ class Capture:
                 target.match_structure({one.path: one for one in found})
         if self._walk.moved():
             self._walk_again()
-        pieces = self._pieces()
+        contents = self._read_nodes()
         placement = Placement(saved, strict, self._names, self.seat)
-        known = self._structure if self._holds and not self._unfinished else None
-        as_saved, lying = known is not None and known.is_as_saved(saved, pieces), set[str]()
-        fixed = {node.path: piece.fixed for node, piece in zip(self.nodes, pieces, strict=True)}
+        known = None if self._unfinished else self._valid
+        as_saved, whole = known is not None and known.is_as_saved(saved, contents), set[str]()
+        fixed = {node.path: one.fixed for node, one in zip(self.nodes, contents, strict=True)}
         live = {node.path: node for node in self.nodes}
         if found and all(one.kind == BY_DCP for one in found):
             raise MismatchError(
@@ -638,30 +299,24 @@ class Capture:
         expected = saved.paths(self.seat.rank) if saved.world == self.seat.size else None
         for one in found:
             node = live.pop(one.path, None)
-            if node is None and expected is not None and one.path not in expected:
-                continue
-            if node is None and self.subset and one.path[0] not in self.state:
-                continue
             if node is None:
-                placement.problem(f"{show(one.path)} is in the checkpoint, and not in the state")
+                theirs = expected is not None and one.path not in expected
+                if not theirs and not (self.subset and one.path[0] not in self.state):
+                    placement.problem(f"{show(one.path)} is in the checkpoint, and not in the state")
             elif node.kind != one.kind and not _plain_again(node, one) and not {node.kind, one.kind} <= MODULES:
                 placement.problem(f"{show(one.path)} is a {one.kind} in the checkpoint and a {node.kind} here")
             elif as_saved and node.prepare_as_saved(one, placement):
-                lying.update(entry.name for entry in fixed[node.path])
+                whole.update(entry.name for entry in fixed[node.path])
             else:
                 node.prepare(one, placement)
         for path in live:
             placement.problem(f"{show(path)} is not in the checkpoint")
-        if known is not None and lying:
+        if known is not None and whole:
             rows = {name: row for row, name in enumerate(saved.table.columns.names)}
-            live_tensors = zip(known.layout.tensors, known.tensors(pieces), strict=True)
-            placement.lying = [(rows[of.name], tensor) for of, tensor in live_tensors if of.name in lying]
+            live_tensors = zip(known.layout.tensors, known.tensors(contents), strict=True)
+            placement.whole = [(rows[of.name], tensor) for of, tensor in live_tensors if of.name in whole]
         placement.check_sharing()
         return placement
-
-
-MODULES = {"module", "custom module"}  # the second kind has entries other than parameters and buffers
-BY_DCP = "dcp"  # the kind of the single entry of a checkpoint saved by torch's DCP
 
 
 def _plain_again(node: StateNode, saved: SavedNode) -> bool:
@@ -673,7 +328,303 @@ def _who(names: Names) -> dict[int, tuple[str, object]]:
     return {key: (entry.name, entry.alike) for key, entry in names.items()}
 
 
-# -- the entries of the state --
+# -- the structure of a state --
+
+
+class Structure:
+    """What one reading found: the layout, and how the next reading takes the same slices of the tensors."""
+
+    def __init__(
+        self, nodes: Sequence[StateNode], contents: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]
+    ) -> None:
+        """Cut the tensors of all nodes among the ranks. Raise StateError for names that cannot be saved.
+
+        apart: names that should be replicated, but differ between ranks
+        eager: names whose copy may not overlap training
+        """
+        self._seat = seat
+        self._fixed, self._facts = [one.fixed for one in contents], [one.facts for one in contents]
+        fixed, loose = [entry for each in self._fixed for entry in each], loose_of(contents)
+        entries = [*fixed, *loose]
+        memory, aliases = _owners_of_memory(entries)
+        self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) in memory}
+        self._signature = self._sign(loose)
+        # Optimizer state of a parameter that differs is saved apart too, and vice versa: at the next step, one makes
+        # the other differ.
+        params = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
+        differing = {params.get(name, name) for name in apart}
+        self._apart = apart | {one for pair in params.items() if pair[1] in differing for one in pair}
+        parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
+        cuts = share([part.holding for part in parts], seat)
+        self.layout = _layout(nodes, contents, parts, cuts, aliases, seat)
+        everything = [*(entry.tensor for entry in entries), *(part.tensor for part in parts)]
+        self.storages = set(map(storage_of, everything))  # including other ranks' shares
+        # True if an object of the state may have returned copies of tensors that an optimizer steps.
+        self.copied = any(_may_return_copies(node, one) for node, one in zip(nodes, contents, strict=True))
+
+        # Where the tensors are: the fixed ones, and how to take slices of the loose ones, which are last in the layout.
+        self._tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
+        first: dict[str, int] = {}
+        for i, part in enumerate(parts):
+            first.setdefault(part.holding.name, i)
+        created = {entry.name for entry in loose}
+        self._cuts: dict[str, list[tuple[int, tuple[slice, ...]]]] = {}
+        for cut in cuts:
+            holding = parts[cut.holding].holding
+            if holding.name in created:
+                place = cut.holding - first[holding.name], _index(holding, cut)
+                self._cuts.setdefault(holding.name, []).append(place)
+        self._fixed_count = len(cuts) - sum(map(len, self._cuts.values()))
+
+        # Who writes to them. A tensor that only optimizers change may be copied in the background.
+        guards, steppers = _writers(nodes, contents, entries, eager)
+        self._names = [parts[cut.holding].holding.name for cut in cuts]
+        self._around = {e.name: e.around for e in fixed if e.around}
+        self._guarded, self._steppers = [guards[n] for n in self._names], [steppers[n] for n in self._names]
+        self._guards: dict[frozenset[int], tuple[list[bool], list[int]]] = {}  # by the optimizers that are not trusted
+        self._spots: list[SampledPlaces] = []
+        self._anew: list[int] = []  # guarded tensors that each reading creates
+        self._where_anew: list[tuple[int, tuple[int, ...]]] = []
+
+        # The tensors that other ranks have too. `shared`: the guarded ones, with the optimizers that step them.
+        several = [part for part in parts if len(part.holding.replicas) > 1]
+        self.shared = [(p, steppers[p.holding.name]) for p in several if guards[p.holding.name]]
+        self._replicated_anew = {p.holding.name for p in several} & created
+        self._replicas = _sampled_replicas([p for p in several if p.holding.name not in created])
+
+    # -- is it still valid? --
+
+    def same(self, contents: Sequence[Contents]) -> bool:
+        return (
+            len(contents) == len(self._fixed)
+            and all(one.facts == facts for one, facts in zip(contents, self._facts, strict=True))
+            and all(one.fixed is fixed for one, fixed in zip(contents, self._fixed, strict=True))
+            and self._sign(loose_of(contents)) == self._signature
+        )
+
+    def is_as_saved(self, saved: SavedState, contents: Sequence[Contents]) -> bool:
+        """Return True if a single rank saved exactly this layout, each tensor in one piece, and nothing else."""
+        theirs, here = saved.layout, self.layout
+        if theirs is None or self._seat.size > 1 or len(saved.table.shards) != len(here.tensors):
+            return False
+        plain = not any(map(Tensor.is_conj, self._tensors)) and not any(map(Tensor.is_neg, self._tensors))
+        return plain and (theirs is here or theirs.digest == here.digest) and self.same(contents)
+
+    def _sign(self, loose: list[StateEntry]) -> object:
+        """Return everything in the newly created entries that a layout depends on, including shared memory."""
+        memory: dict[Memory, str] = {}
+        found = []
+        for entry in loose:
+            key = memory_of(local(entry.tensor))
+            owner = None if key is None else self._memory.get(key) or memory.setdefault(key, entry.name)
+            order = order_of(local(entry.tensor))
+            found.append(([p.holding for p in of_rank(entry, self._seat)], owner, entry.guarded, order))
+        return found
+
+    # -- the state now --
+
+    def capture(self, contents: Sequence[Contents], silent: frozenset[int]) -> CapturedState:
+        """Return the state as these contents have it. `silent`: the ids of optimizers that are not trusted."""
+        tensors = self.tensors(contents)
+        loose = loose_of(contents)
+        counters: Sequence[Versioned] = tensors
+        if around := self._around | {e.name: e.around for e in loose if e.around}:
+            named = zip(tensors, self._names, strict=True)
+            counters = [Counters(one, around[name]) if name in around else one for one, name in named]
+        if silent not in self._guards:
+            if len(self._guards) == MOST_GUARDS:
+                self._guards.clear()
+            both = zip(self._guarded, self._steppers, strict=True)
+            guarded = [one and not steppers & silent for one, steppers in both]
+            self._guards[silent] = guarded, [number for number, one in enumerate(guarded) if not one]
+        replicas = self._replicas
+        if self._replicated_anew:
+            parts = [p for entry in loose if entry.name in self._replicated_anew for p in self._pieces_of(entry)]
+            replicas = [*replicas, *_sampled_replicas([p for p in parts if len(p.holding.replicas) > 1])]
+        values = [one.values for one in contents]
+        return CapturedState(
+            self.layout, tensors, *self._guards[silent], values, counters, self._sampled_places(tensors), replicas
+        )
+
+    def tensors(self, contents: Sequence[Contents]) -> list[Tensor]:
+        """Return the live tensors, detached, in the order of the layout."""
+        found = self._tensors[: self._fixed_count]
+        for entry in loose_of(contents):
+            if cuts := self._cuts.get(entry.name):
+                views = [piece.tensor.detach() for piece in self._pieces_of(entry)]
+                found += [views[number][index] for number, index in cuts]
+        return found
+
+    def _sampled_places(self, tensors: list[Tensor]) -> list[SampledPlaces]:
+        """Return where to sample guarded tensors that stay, and those that each reading creates."""
+        if not self._spots:
+            fixed = list(compress(range(self._fixed_count), self._guarded))
+            self._spots.append(SampledPlaces(self.layout, fixed, [tensors[i] for i in fixed]))
+            self._anew = [i for i in range(self._fixed_count, len(tensors)) if self._guarded[i]]
+        where = [(tensors[i].data_ptr(), tensors[i].stride()) for i in self._anew]
+        if where != self._where_anew:
+            self._where_anew = where
+            self._spots[1:] = [SampledPlaces(self.layout, self._anew, [tensors[i] for i in self._anew])]
+        return self._spots
+
+    def _pieces_of(self, entry: StateEntry) -> list[LocalPiece]:
+        """Return this rank's pieces of an entry. If it differs between ranks, it belongs to this rank alone."""
+        found, rank = of_rank(entry, self._seat), self._seat.rank
+        if entry.name in self._apart and all(p.holding.sizes == p.holding.full for p in found):
+            return [LocalPiece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
+        return found
+
+
+def loose_of(contents: Iterable[Contents]) -> list[StateEntry]:
+    """Return the entries that this reading has created."""
+    return [entry for one in contents for entry in one.loose]
+
+
+def _memory_of(tensor: Tensor) -> Memory | int | None:
+    """Return a key that is equal for two views of the same memory or DTensor."""
+    return memory_of(local(tensor)) or (id(tensor) if is_dtensor(tensor) else None)
+
+
+def _owners_of_memory(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int, str], dict[str, str]]:
+    """Return the name of the owner of each memory, and the owner of each name that is an alias of another."""
+    memory: dict[Memory | int, str] = {}
+    aliases: dict[str, str] = {}
+    seen = set[str]()
+    for entry in entries:
+        if entry.name in seen or entry.name == "__metadata__" or not is_text(entry.name):
+            raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
+        seen.add(entry.name)
+        divided = isinstance(entry.alike, Division)  # identified by its name, not by its memory
+        key = id(entry.alike) if divided else _memory_of(entry.tensor)
+        owner = entry.name if key is None else memory.setdefault(key, entry.name)
+        if owner != entry.name:
+            aliases[entry.name] = owner
+    return memory, aliases
+
+
+def _layout(
+    nodes: Sequence[StateNode],
+    contents: Sequence[Contents],
+    parts: list[LocalPiece],
+    cuts: list[Cut],
+    aliases: dict[str, str],
+    seat: Seat,
+) -> Layout:
+    components = []
+    for node, one in zip(nodes, contents, strict=True):
+        # The memory layout of each tensor that is not contiguous is a fact.
+        dense = [entry for entry in (*one.fixed, *one.loose) if not isinstance(entry.alike, Division)]
+        orders = {e.name: order for e in dense if (order := order_of(local(e.tensor))) is not None}
+        facts = one.facts | ({ORDERS: orders} if orders else {})
+        components.append({"path": list(node.path), "kind": node.kind, "facts": facts, "names": one.names})
+    return Layout(
+        tuple(_spec(parts[cut.holding].holding, cut) for cut in cuts),
+        aliases,
+        components,
+        seat.rank,
+        seat.size,
+        {p.holding.name: p.holding.instance for p in parts if p.holding.instance != GLOBAL},
+        _elsewhere(parts, cuts),
+    )
+
+
+def _elsewhere(parts: list[LocalPiece], cuts: list[Cut]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the replicated tensors that another rank stages."""
+    staged = {parts[cut.holding].holding.name for cut in cuts}
+    rest = (p.holding for p in parts if p.holding.instance == GLOBAL and p.holding.name not in staged)
+    return {holding.name: (holding.dtype, holding.full) for holding in rest}
+
+
+def _spec(holding: Holding, cut: Cut) -> TensorSpec:
+    at = tuple(i + j for i, j in zip(holding.offsets, cut.box[0], strict=True))
+    sizes = cut.box[1]
+    whole, offsets = (None, ()) if sizes == holding.full else (holding.full, at)
+    return TensorSpec(holding.name, holding.dtype, sizes, holding.accelerator, whole, offsets, holding.instance)
+
+
+def _index(holding: Holding, cut: Cut) -> tuple[slice, ...]:
+    """Return the index of a cut in a piece, or () if the cut is the whole piece."""
+    return () if cut.box[1] == holding.sizes else slices(cut.box)
+
+
+def _sampled_replicas(pieces: Sequence[LocalPiece]) -> list[SampledReplicas]:
+    """Return one entry for each group of ranks with the same tensors. These ranks sample the same elements."""
+    groups: dict[tuple[int, ...], list[LocalPiece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.holding.replicas, []).append(piece)
+    found = []
+    for some in groups.values():
+        specs = [TensorSpec(str(n), p.holding.dtype, p.holding.sizes) for n, p in enumerate(some)]
+        tensors = [piece.tensor.detach() for piece in some]
+        places = SampledPlaces(Layout(tuple(specs), {}, []), range(len(some)), tensors)
+        found.append(([piece.holding for piece in some], places))
+    return found
+
+
+# -- which optimizer steps which tensors --
+
+
+def _writers(
+    nodes: Sequence[StateNode], contents: Sequence[Contents], entries: Sequence[StateEntry], eager: set[str]
+) -> tuple[dict[str, bool], dict[str, frozenset[int]]]:
+    """Return by name whether only optimizer steps change the tensor, and the ids of the optimizers that change it.
+
+    Other code, for example a moving average, may write at any time. So may the writers of the `eager` tensors, and an
+    optimizer whose steps run no hooks.
+    """
+    exposed: tuple[str, ...] = ()
+    hooked = set[int]()  # parameters of optimizers whose steps run hooks
+    of_param: dict[int, set[int]] = {}
+    of_name: dict[str, int] = {}
+    for node, one in zip(nodes, contents, strict=True):
+        if node.optimizer is None:
+            continue
+        of_name.update((name, id(node.optimizer)) for name in one.names)
+        params = set(map(id, params_of(node.optimizer)))
+        for param in params:
+            of_param.setdefault(param, set()).add(id(node.optimizer))
+        if node.unguarded:
+            exposed += (show(node.path) + ".",)
+        else:
+            hooked |= params
+    guards: dict[str, bool] = {}
+    steppers: dict[str, frozenset[int]] = {}
+    for entry in entries:
+        whole = entry.owner.tensor
+        guarded = entry.guarded and entry.name not in eager and not entry.name.startswith(exposed)
+        guards[entry.name] = guarded and (not isinstance(whole, nn.Parameter) or id(whole) in hooked)
+        owner = {of_name[entry.name]} if entry.name in of_name else set[int]()
+        steppers[entry.name] = frozenset(owner | of_param.get(id(whole), set()))
+    return guards, steppers
+
+
+def params_of(optimizer: Any) -> list[Any]:
+    """Return the parameters that an optimizer steps."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def parts_of(optimizer: Any) -> tuple[Any, ...]:
+    """Return the optimizers that must all step for this one to step."""
+    return optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
+
+
+def steps_for(stepping: Any, optimizer: Any) -> bool:
+    """Return True for the same optimizer, for one that it wraps (as Accelerate's does), and for its parts."""
+    if stepping is optimizer or any(stepping is part for part in parts_of(optimizer)):
+        return True
+    groups = list(optimizer.param_groups)
+    return bool(groups) and all(any(one is group for one in stepping.param_groups) for group in groups)
+
+
+def _may_return_copies(node: StateNode, contents: Contents) -> bool:
+    """Return True if an object's `state_dict()` may have returned copies instead of its own memory."""
+    if isinstance(node, ModuleNode):
+        return node.kind != "module"
+    tensors = [entry.tensor for entry in (*contents.fixed, *contents.loose)] if isinstance(node, StatefulNode) else []
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+
+
+# -- the entries of a state --
 
 
 class Walk:
@@ -684,7 +635,7 @@ class Walk:
         self._objects: list[tuple[Any, Any, object]] = []
         self.nodes: list[StateNode] = list(self._find(state, ()))
         self.optimizers = [node for node in self.nodes if isinstance(node, OptimizerNode)]
-        self.stepped = stepped_nodes(self.nodes)
+        self.stepped = [node for node in self.nodes if node.optimizer is not None]
         listed = {id(one) for node in self.optimizers for one in all_of_one_state(node.optimizer)}
         listed |= {id(getattr(node, "target", None)) for node in self.nodes}
         for outer in self.optimizers:
@@ -724,10 +675,8 @@ class Walk:
                 yield ModuleNode(here, value)
             elif isinstance(value, torch.optim.Optimizer):
                 yield OptimizerNode(here, value)
-            elif (adapted := adapt(value)) is not None:
+            elif isinstance(adapted := adapt(value) or value, Stateful) and not isinstance(value, type):
                 yield StatefulNode(here, adapted)
-            elif isinstance(value, Stateful) and not isinstance(value, type):
-                yield StatefulNode(here, value)
             elif type(value) in (dict, list, tuple) and _holds_objects(value):
                 yield from self._find(value, here)
             elif isinstance(container, tuple):
@@ -744,13 +693,9 @@ def _keys(container: Any) -> Any:
 
 def _holds_objects(value: Any, depth: int = 0) -> bool:
     """Return True if a container has an object with state of its own inside."""
-    if depth > MAX_DEPTH:
-        return False
     if type(value) in (dict, list, tuple):
         inner = value.values() if type(value) is dict else value
-        return any(_holds_objects(v, depth + 1) for v in inner)
+        return depth < MAX_DEPTH and any(_holds_objects(v, depth + 1) for v in inner)
     if isinstance(value, (nn.Module, torch.optim.Optimizer)) or adapter_of(value) is not None:
         return True
-    if adapt(value) is not None:
-        return True
-    return isinstance(value, Stateful) and not isinstance(value, type)
+    return isinstance(adapt(value) or value, Stateful) and not isinstance(value, type)

@@ -65,23 +65,24 @@ class Filler:
         self,
         saved: SavedState,
         fills: Mapping[Key, list[Target]],
-        lying: Sequence[tuple[int, Tensor]] = (),
+        whole: Sequence[tuple[int, Tensor]] = (),
         *,
         in_place: bool = True,
     ) -> None:
-        """Find the chunks to read. `lying`: shard numbers, each with a tensor of the same form that takes all of it."""
+        """Find the chunks to read. `whole`: shard numbers, each with a tensor of the same form that takes all of it."""
         self._saved = saved
         self._later: list[tuple[Tensor, Tensor]] = []
         self._met: list[tuple[I64, Target]] = []  # shards, and a target that they overlap
-        self._whole = list(lying)
+        self._whole = list(whole)
         self._overlaps: dict[int, list[_Overlap]] = {}
-        self._filled = [tensor for _, tensor in lying] + [one.tensor for targets in fills.values() for one in targets]
+        self._filled = [tensor for _, tensor in whole] + [one.tensor for targets in fills.values() for one in targets]
         wanted: list[I64] = [np.zeros(0, np.int64)]
         for key, targets in fills.items():
             tensor = saved.tensors[key]
             for target in targets:
                 ready = self._ready(target, tensor.spec)
-                if saved.complete and len(tensor.shards) == 1 and _is_whole(ready, tensor.spec):
+                flat = ready.tensor.is_contiguous() and ready.tensor.numel() > 0
+                if saved.complete and len(tensor.shards) == 1 and flat and ready.box[1] == tensor.spec.shape:
                     self._whole.append((tensor.shards[0], ready.tensor))
                 elif len(tensor.shards):
                     numbers = np.asarray(tensor.shards, np.int64)
@@ -91,11 +92,9 @@ class Filler:
         self.chunks: list[int] = found[saved.table.length[found] > 0].tolist()
         self._crowded, self._address = set[int](), np.zeros(len(saved.table.shards), np.int64)
         self._in_place = in_place
-        if in_place:
-            self._find_addresses(numbers)
-
-    def _find_addresses(self, numbers: I64) -> None:
-        """Find addresses for whole shards that go into one host tensor unchanged. `numbers`: the shards of `_whole`."""
+        if not in_place:
+            return
+        # Find addresses for whole shards that go into one host tensor unchanged.
         tensors = [tensor for _, tensor in self._whole]
         places = [*tensors, *(target.tensor for _, target in self._met)]
         crowded = _crowded(places)
@@ -217,11 +216,6 @@ class Filler:
         except TypeError:  # an older torch, which takes one tensor at a time
             for tensor in filled:
                 torch.autograd.graph.increment_version(tensor)
-
-
-def _is_whole(target: Target, spec: TensorSpec) -> bool:
-    """Return True if all of a saved tensor is one byte range in its target."""
-    return target.box[1] == spec.shape and target.tensor.is_contiguous() and target.tensor.numel() > 0
 
 
 def _ranges(starts: I64, numbers: I64) -> I64:

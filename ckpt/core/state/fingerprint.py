@@ -15,7 +15,6 @@ It cannot detect a write that torch does not count and that leaves all sampled e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -36,16 +35,42 @@ _WHERE = {2, 4, 5, 7}  # the columns of a row that are positions, see `_row`
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
 class _Group:
     """Sampled positions in the memory of one device, in words of one width."""
 
-    memory: Tensor  # from the start of the first tensor to the end of the last, with everything between them
-    numbers: Tensor  # for each position: the index of its tensor in the layout
-    live: tuple[Tensor, Tensor, Tensor]  # on the device, see `_places`
-    slot: tuple[Tensor, Tensor, Tensor]  # the same positions in a slot, on the host
-    storages: dict[int, torch.UntypedStorage]  # by index of the tensor
-    memories: list[tuple[int, int]]  # address and size of these storages
+    def __init__(
+        self, device: torch.device, width: int, rows: Array, between: int, storages: dict[int, torch.UntypedStorage]
+    ) -> None:
+        """Sample the first and last element of each row (see `_row`), and `between` elements between them.
+
+        storages: of the tensors, by index
+        """
+        number, count, address, apart, last, offset, apart_there, last_there = rows.T
+        parts = np.minimum(between, count)
+        row = np.repeat(np.arange(len(rows)), parts)
+        part = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
+        begin = count[row] * part // parts[row]
+        span = count[row] * (part + 1) // parts[row] - begin
+        more = np.flatnonzero(last > address)
+        still = np.zeros(len(rows) + len(more), np.int64)
+        base, end = int(address.min()), int(last.max()) + width
+        spans = np.concatenate([still, span]) if len(span) else span
+
+        def places(*where: Array, apart: Array, to: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+            found = np.concatenate(where) // width, spans, np.concatenate([still, apart[row]]) // width
+            first, moves, distance = (torch.from_numpy(one).to(to) for one in found)
+            return first, moves, distance
+
+        # From the start of the first tensor to the end of the last, with everything between them.
+        memory = torch._C._construct_storage_from_data_pointer(base, device, end - base)
+        self.memory = torch.empty(0, dtype=_WORDS[width], device=device).set_(memory)
+        # For each position: the index of its tensor in the layout, and its place on the device and in a slot.
+        self.numbers = torch.from_numpy(np.concatenate([number, number[more], number[row]]))
+        here = (address - base, last[more] - base, address[row] - base + begin * apart[row])
+        there = (offset, last_there[more], offset[row] + begin * apart_there[row])
+        self._live = places(*here, apart=apart, to=device)
+        self._slot = places(*there, apart=apart_there, to=torch.device("cpu"))
+        self._storages, self._memories = storages, _memories(storages.values())
 
     @property
     def device(self) -> torch.device:
@@ -53,18 +78,18 @@ class _Group:
 
     def freed(self) -> set[int]:
         """Return the indices of tensors whose memory was freed. Nothing can be read in this group then."""
-        now = _memories(self.storages.values())
-        if now == self.memories:
+        now = _memories(self._storages.values())
+        if now == self._memories:
             return set()
-        return {n for n, was, is_now in zip(self.storages, self.memories, now, strict=True) if was != is_now}
+        return {n for n, was, is_now in zip(self._storages, self._memories, now, strict=True) if was != is_now}
 
     def look(self, turn: int) -> Tensor:
-        return self.memory.index_select(0, _places(self.live, turn))
+        return self.memory.index_select(0, _places(self._live, turn))
 
     def look_in(self, slot: Tensor, turn: int) -> Tensor:
         width = self.memory.itemsize
         words = slot[: len(slot) // width * width].view(self.memory.dtype)
-        return words.index_select(0, _places(self.slot, turn))
+        return words.index_select(0, _places(self._slot, turn))
 
 
 class SampledPlaces:
@@ -86,7 +111,7 @@ class SampledPlaces:
         between = max(0, ELEMENTS // max(1, len(tensors)) - 2)
         for (device, width), found in rows.items():
             if device.type in ("cpu", "cuda"):  # on other devices an address may have another meaning
-                self._groups.append(_group(device, width, np.array(found, np.int64), between, storages[device, width]))
+                self._groups.append(_Group(device, width, np.array(found, np.int64), between, storages[device, width]))
             else:
                 log.warning("on %s only writes that torch counts are noticed during a copy", device)
 
@@ -172,40 +197,3 @@ def _row(number: int, tensor: Tensor, offset: int) -> tuple[int, list[int]]:
 
 def _memories(storages: Iterable[torch.UntypedStorage]) -> list[tuple[int, int]]:
     return [(one.data_ptr(), one.nbytes()) for one in storages]
-
-
-def _group(
-    device: torch.device,
-    width: int,
-    rows: Array,
-    between: int,
-    storages: dict[int, torch.UntypedStorage],
-) -> _Group:
-    """Return a group that samples the first and last element of each row, and elements between them."""
-    number, count, address, apart, last, offset, apart_there, last_there = rows.T
-    parts = np.minimum(between, count)
-    row = np.repeat(np.arange(len(rows)), parts)
-    part = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
-    begin = count[row] * part // parts[row]
-    span = count[row] * (part + 1) // parts[row] - begin
-    more = np.flatnonzero(last > address)
-    still = np.zeros(len(rows) + len(more), np.int64)
-    base, end = int(address.min()), int(last.max()) + width
-    memory = torch._C._construct_storage_from_data_pointer(base, device, end - base)
-    spans = np.concatenate([still, span]) if len(span) else span
-
-    def places(*where: Array, apart: Array, to: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        found = np.concatenate(where) // width, spans, np.concatenate([still, apart[row]]) // width
-        first, moves, distance = (torch.from_numpy(one).to(to) for one in found)
-        return first, moves, distance
-
-    here = (address - base, last[more] - base, address[row] - base + begin * apart[row])
-    there = (offset, last_there[more], offset[row] + begin * apart_there[row])
-    return _Group(
-        torch.empty(0, dtype=_WORDS[width], device=device).set_(memory),
-        torch.from_numpy(np.concatenate([number, number[more], number[row]])),
-        places(*here, apart=apart, to=device),
-        places(*there, apart=apart_there, to=torch.device("cpu")),
-        storages,
-        _memories(storages.values()),
-    )

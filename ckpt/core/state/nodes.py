@@ -1,20 +1,14 @@
-"""The settings of optimizers and schedulers, compared to report which ones a checkpoint overrides.
+"""The entries of a state: how each kind is read, and how it is restored.
 
-Objects with `state_dict()` and `load_state_dict()`, and wrappers that add these methods.
+`StateNode.read` returns `Contents`: named live tensors (`StateEntry`) and plain values. Tensors that stay the same from
+step to step are cached, and only compared by identity and address (`Places`, `Memories`), because reading happens
+between two steps of training. Restoring has two halves. `prepare` matches every tensor and finds every mismatch before
+anything is changed. The work that it registers, which runs after the tensors are filled, sets plain values and attaches
+new tensors.
 
-The wrappers are for random number generators and gradient scalers.
-
-The kinds of entries of a state: how each is read, and how it is restored.
-
-Reading returns `StateEntry`s (a name, a live tensor) and plain values. Entries that stay the same from step to step are
-cached and only compared by identity, because reading happens between two steps of training. Restoring has two halves.
-`prepare` matches every tensor and finds every mismatch before anything is changed. `finish`, after the tensors are
-filled, sets plain values and attaches created tensors.
-
-Modules are in `ckpt.core.state.nodes`, optimizers in `ckpt.core.state.optimizer_node`. Adapters have nodes for
-the kinds that the core does not know (`ckpt.core.state.wrappers`).
-
-Reads modules and restores them.
+Here are modules, objects with a `state_dict()` and plain values, and wrappers that give a `state_dict()` to random
+number generators and gradient scalers. Optimizers are in `ckpt.core.state.optimizer_node`. Adapters have nodes for the
+kinds that the core does not know (`ckpt.core.state.wrappers`).
 """
 
 from __future__ import annotations
@@ -24,6 +18,7 @@ import hashlib
 import json
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,70 +59,366 @@ from ckpt.core.state.tensors import (
 from ckpt.core.state.wrappers import WrapperForm, inside, is_wrapped, sign, take_apart
 from ckpt.errors import CorruptError, StateError
 
-Settings = list[dict[str, Any]]  # of each group, in order
+
+@dataclass
+class Contents:
+    """The contents of a node now. `fixed` is the same object as before if nothing in it changed."""
+
+    fixed: list[StateEntry]
+    loose: list[StateEntry] = field(default_factory=list)  # created by each reading
+    values: Json = None
+    facts: dict[str, Any] = field(default_factory=dict)  # plain values that are part of the layout
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in (*self.fixed, *self.loose)]
 
 
-def settings_of(optimizer: Any) -> Settings:
-    """Return the numeric settings of each group, as JSON has them, with the learning rate before any schedule."""
-    found = []
-    for group in optimizer.param_groups:
-        several = {k: list(v) if type(v) is tuple else v for k, v in group.items()}
-        plain = {k: v for k, v in several.items() if all(map(_is_number, v if type(v) is list else [v]))}
-        plain["lr"] = plain.pop("initial_lr", plain.get("lr"))
-        found.append(plain)
-    return found
+_NOTHING: list[StateEntry] = []  # one object, so that an empty list compares as unchanged
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (bool, int, float) and math.isfinite(value) and abs(value) < 1 << 53  # type: ignore[arg-type]
+class StateNode(ABC):
+    """One entry of the state.
+
+    `optimizer`: the one whose steps change its tensors. `unguarded`: that optimizer's steps run no hooks.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    unguarded = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The kind of the entry, as checkpoints name it."""
+
+    @abstractmethod
+    def read(self, names: Names) -> Contents:
+        """Read the entry. `names`: the known parameters."""
+
+    @abstractmethod
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        """Match the saved tensors with the live ones. Problems are recorded in the placement, not raised."""
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        """Prepare an entry of a state that is exactly as it was saved: its fixed tensors are filled without checking
+        each. Return False if the entry needs more than that."""
+        return False
 
 
-def overruled(then: Settings, now: Settings, in_effect: Settings) -> str:
-    """Return the settings that the script has changed since the run began, but that are not `in_effect` after a
-    restore, because the checkpoint overrides them. Return "" if there are none."""
-    differ: dict[str, list[str]] = {}
-    for number, (old, new, real) in enumerate(zip(then, now, in_effect, strict=False)):
-        for name in sorted(old.keys() & new.keys() & real.keys()):
-            if old[name] != new[name] != real[name]:
-                differ.setdefault(f"{name} {real[name]}, not the script's {new[name]}", []).append(str(number))
-    return "; ".join(
-        text if len(groups) == len(in_effect) else f"{text} (group {', '.join(groups)})"
-        for text, groups in differ.items()
-    )
+class Collector:
+    """Replaces tensors and arrays in plain values by references.
+
+    objects: encodes the objects of an optimizer; without it, objects raise StateError.
+    exact: also keep the type of each tensor, for example Parameter, and raise StateError for other types.
+    """
+
+    def __init__(self, objects: ObjectEncoder | None = None, *, exact: bool = False) -> None:
+        self._exact = exact
+        self.entries: list[StateEntry] = []
+        self.objects: dict[str, object] = {}
+        self._encoder = objects
+
+    def __call__(self, value: object, path: Path) -> Json | None:
+        if not isinstance(value, Tensor | np.ndarray) and (constant := encode_constant(value, path, self)) is not None:
+            return constant
+        if self._encoder is not None and (found := self._encoder.encode(value, path, self)) is not None:
+            return found
+        name = show(path)
+        if isinstance(value, Tensor):
+            expanded = dims_of_expansion(value) if self._encoder is not None else []
+            if expanded:
+                value = once(value, expanded)
+            entries, form = take_apart(StateEntry(name, value))
+            self.entries += entries
+            self.objects.update((entry.name, value) for entry in entries)
+            if form is not None:
+                return form.to_json()
+            found = {"$": "tensor", "name": name, **(kind_of_tensor(value, path) if self._exact else {})}
+            return {**found, "expanded": expanded} if expanded else found
+        if not isinstance(value, np.ndarray):
+            return None
+        tensor, reference = from_array(value, path)
+        self.entries.append(StateEntry(name, tensor))
+        self.objects[name] = value
+        return {**reference, "name": name}
 
 
-PROGRESS = {
-    "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_step_count", "_last_lr",
-    "_get_lr_called_within_step", "_is_initial",
-}  # fmt: skip
-"""The keys of a scheduler's state_dict() that change during training."""
+# -- is it unchanged? --
 
 
-def scheduler_settings(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's numeric settings by name, including those of schedulers inside it."""
-    found: dict[str, Any] = {}
+_FORM = attrgetter("shape", "dtype")
+_NBYTES, _NUMBER = torch.UntypedStorage.nbytes, 8
+_TOGETHER = 256  # tensors checked together, so that torch's data on them stays in the processor's cache
 
-    def collect(start: str, values: Any) -> None:
-        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-            several = list(value) if isinstance(value, tuple) else value
-            if isinstance(key, str) and key in PROGRESS:
-                continue
-            if _is_number(value) or (isinstance(several, list) and several and all(map(_is_number, several))):
-                found[f"{start}{key}"] = several
-            elif isinstance(several, dict | list):
-                collect(f"{start}{key}.", several)
 
+class Places:
+    """The values of dicts under some keys, and sizes. Checked at every step, so without Python code for each key."""
+
+    def __init__(self, places: Sequence[tuple[Any, Any, object]] = (), sizes: Sequence[Any] = ()) -> None:
+        self._asks = [owner.get if isinstance(owner, dict) else partial(_get, owner) for owner, _, _ in places]
+        self._keys, self._values = [key for _, key, _ in places], [value for _, _, value in places]
+        self._sized, self._sizes = list(sizes), list(map(len, sizes))
+
+    def differs(self) -> bool:
+        """Return True if a key has another value, or a container another size."""
+        if list(map(len, self._sized)) != self._sizes:
+            return True
+        return not all(map(is_, map(call, self._asks, self._keys), self._values))
+
+
+def _get(members: Any, key: str) -> object:
+    """Return a member of a ScriptModule, whose members are not in a dict."""
     try:
-        collect("", scheduler.state_dict())
-    except Exception:  # user code; the next save raises the error
-        return {}
-    return found
+        return members[key]
+    except KeyError:
+        return None
 
 
-def overridden(script: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return which settings of the script the checkpoint overrides, "" if none."""
-    differ = [key for key in sorted(script.keys() & now.keys()) if script[key] != now[key]]
-    return "; ".join(f"{key} {now[key]}, not the script's {script[key]}" for key in differ)
+class Memories:
+    """The addresses and forms of tensors. Checked at every step, so lookups are cached."""
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._wrapped = [(t, sign(t)) for t in tensors if is_wrapped(t)]
+        if self._wrapped:
+            tensors = [one for t in tensors for one in (inside(t) if is_wrapped(t) else [t])]
+        self._some = [
+            _Some(some[i : i + _TOGETHER], dtensors)
+            for dtensors in (False, True)
+            if (some := [t for t in tensors if is_dtensor(t) is dtensors])
+            for i in range(0, len(some), _TOGETHER)
+        ]
+
+    def changed(self) -> bool:
+        return any(some.changed() for some in self._some) or any(sign(one) != was for one, was in self._wrapped)
+
+
+class _Some:
+    """The addresses and forms of one batch of tensors. `dtensors`: all of them are DTensors."""
+
+    def __init__(self, tensors: Sequence[Tensor], dtensors: bool) -> None:
+        self._tensors, self._dtensors = tensors, dtensors
+        now = self._now()
+        self._were, self._forms, self._guards = list(map(Tensor.data_ptr, now)), _shapes(now), guards(now)
+        self._storages = _storages(now)
+        self._sizes = list(map(_NBYTES, self._storages))
+
+    def _now(self) -> Sequence[Tensor]:
+        return list(map(local, self._tensors)) if self._dtensors else self._tensors
+
+    def changed(self) -> bool:
+        now = self._now()
+        if list(map(Tensor.data_ptr, now)) != self._were or list(map(_NBYTES, self._storages)) != self._sizes:
+            return True
+        # Another view of the same memory, or more of it, after `.data = …`, `t_()` or `resize_()`.
+        if self._guards is not None and self._guards(*now):
+            return False
+        if _shapes(now) != self._forms:
+            return True
+        self._guards = guards(now)  # these guards also depend on torch's modes and on requires_grad
+        return False
+
+
+def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages that can shrink at their address, each once. The comparison of addresses detects the rest.
+
+    A storage of one number is left out, because it cannot shrink: a quarter of an AdamW state are such.
+    """
+    found = dict[int, torch.UntypedStorage]()
+    for one in tensors:
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have none
+            storage = one.untyped_storage()
+            if storage.nbytes() > _NUMBER:
+                found[storage._cdata] = storage
+    return list(found.values())
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[object]:
+    asked = (_FORM, Tensor.stride, Tensor.is_conj, Tensor.is_neg)
+    return [ask(one) for one in tensors for ask in asked]
+
+
+def guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Return a function that checks in one call of torch that these tensors have their present shape, strides and
+    dtype. It takes a fifth of the time of checking each. Compiled code uses it, and it is private to torch. Return None
+    without it."""
+    try:
+        make = torch._C._dynamo.guards.TensorGuards
+        check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check if check(*tensors) else None
+    except Exception:  # another version, or tensors that it cannot check
+        return None
+
+
+# -- modules --
+
+
+TWO_TENSORS = (
+    "two tensors of the module get this name, so one of them would be lost. Rename one of them; wrappers such as "
+    "torch.compile's add nothing to the names of the tensors in them"
+)
+
+
+class ModuleNode(StateNode):
+    """Reads and restores the parameters and persistent buffers of an `nn.Module`, in place. It calls none of the
+    module's own code: an adapter reads any other entries of its `state_dict()`."""
+
+    def __init__(self, path: Path, module: nn.Module) -> None:
+        super().__init__(path)
+        self.whole, self.module = module, unwrap(module)  # `module` identifies it, with or without wrappers
+        self._replicas: dict[int, Replicas] = {}
+        self._there, self._memories = Places(), Memories()
+        self._piece: Contents | None = None
+        self._forms: dict[str, WrapperForm] = {}  # forms of the wrapper tensors, by name
+
+    @property
+    def kind(self) -> str:
+        return "module"
+
+    def read(self, names: Names) -> Contents:
+        if self._piece is None:
+            reshard(self.whole)
+        if self._piece is None or self.changed():
+            self._piece = None  # if reading fails midway, the next call must read again
+            self._piece = self._read(list(named_modules(self.whole)))
+        return self._piece
+
+    def changed(self) -> bool:
+        """Return True if tensors were replaced or moved since the last reading. Reshard it first if necessary."""
+        if not (self._there.differs() or self._memories.changed()):
+            return False
+        reshard(self.whole)
+        return self._there.differs() or self._memories.changed()
+
+    def _read(self, modules: Sequence[NamedModule]) -> Contents:
+        owners: list[dict[str, Any]] = []
+        places: list[tuple[dict[str, Any], str, Tensor]] = []
+        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []  # child modules, and tensors that are None
+        self._there, self._memories = Places(), Memories()
+        self._replicas = replicated_by_ddp(self.whole)
+        live: dict[str, tuple[list[StateEntry], WrapperForm | None]] = {}
+        for prefix, _, module in modules:
+            members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+            owners += members
+            children += [(module._modules, key, child) for key, child in module._modules.items()]
+            for owner in members[1:]:
+                for key, tensor in owner.items():
+                    name = self._saved_as(f"{prefix}.{key}" if prefix else key)
+                    if name is None or key in module._non_persistent_buffers_set:
+                        continue
+                    if tensor is None:  # it may be set later
+                        children.append((owner, key, None))
+                        continue
+                    if name in live and not is_one(live[name][0][0].owner.tensor, tensor):
+                        raise StateError(f"{self._name(name)}: {TWO_TENSORS}")
+                    live[name] = take_apart(self._entry(name, tensor))
+                    places.append((owner, key, tensor))
+        self._there, self._memories = Places([*children, *places], owners), Memories([t for _, _, t in places])
+        self._forms = {name: form for name, (_, form) in live.items() if form is not None}
+        return Contents([e for entries, _ in live.values() for e in entries], facts=facts_of(self._forms.values()))
+
+    def _saved_as(self, name: str) -> str | None:
+        """Return the name of a tensor in the checkpoint. Return None if it is not saved directly."""
+        return name
+
+    def _entry(self, name: str, tensor: Tensor) -> StateEntry:
+        replicas = self._replicas.get(id(tensor))
+        return StateEntry(self._name(name), tensor, isinstance(tensor, nn.Parameter), replicas)
+
+    def _name(self, key: str) -> str:
+        return show((*self.path, key))
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        own = {entry.name: entry for entry in self.read(Names()).fixed}
+        names = placement.compare(self.path, saved.names, own)
+        for name in matching(names, own, saved.facts, saved.names, placement):
+            placement.fill(name, own[name])
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        return True
+
+
+def memory_id(tensor: Tensor) -> object:
+    """Return a key that is equal for tensors in the same storage."""
+    return storage_of(tensor) or id(tensor)
+
+
+def view_id(tensor: Tensor) -> object:
+    """Return a key that is equal for the same view of the same storage."""
+    if (memory := memory_id(tensor)) == id(tensor):
+        return memory
+    return memory, local(tensor).storage_offset(), tensor.shape, local(tensor).stride()
+
+
+def is_one(a: Tensor, b: Tensor) -> bool:
+    """Return True for the same tensor, or the same view of the same storage."""
+    return a is b or view_id(a) == view_id(b)
+
+
+# -- plain values --
+
+
+class PlainNode(StateNode):
+    """Plain values, tensors and arrays in the user's own dict or list, written back into it."""
+
+    kind = "plain"
+
+    def __init__(self, path: Path, parent: Any, key: str | int) -> None:
+        super().__init__(path)
+        self.parent, self.key = parent, key
+
+    def read(self, names: Names) -> Contents:
+        collect = Collector(exact=True)
+        values = encode(self.parent[self.key], self.path, collect)
+        return Contents(_NOTHING, collect.entries, values)
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        collect = Collector()
+        encode(self.parent[self.key], self.path, collect)
+        live = {e.name: e for e in collect.entries if isinstance(collect.objects[e.name], Tensor)}
+        build = placement.build(saved.values, live)
+
+        def finish() -> None:
+            self.parent[self.key] = write_back(self.parent[self.key], build())
+
+        placement.finish(self.path, finish)
+
+
+def write_back(live: Any, value: Any) -> Any:
+    """Return `value`, in the user's own containers and arrays if they have the same type."""
+    if type(live) is not type(value):
+        return value
+    if isinstance(live, dict):
+        new = {k: write_back(live[k], v) if k in live else v for k, v in value.items()}
+        live.clear()
+        live.update(new)
+        return live
+    if isinstance(live, list | deque | tuple):
+        items = [*map(write_back, live, value), *list(value)[len(live) :]]
+        if isinstance(live, deque) and live.maxlen == value.maxlen:
+            live.clear()
+            live.extend(items)
+            return live
+        if isinstance(live, list):
+            live[:] = items
+            return live
+        return tuple(items) if type(live) is tuple else value
+    if isinstance(live, set):
+        live.clear()
+        live.update(value)
+        return live
+    if isinstance(live, bytearray):
+        try:
+            live[:] = value
+        except BufferError:  # a memoryview of it prevents a change of size
+            return value
+        return live
+    if isinstance(live, np.ndarray) and (live.dtype, live.shape) == (value.dtype, value.shape) and live.flags.writeable:
+        np.copyto(live, value)
+        return live
+    return value
 
 
 # -- objects with a state_dict --
@@ -225,7 +516,9 @@ class RNG:
             "numpy": (name, keys, int(position), int(has_gauss), float(cached)),
             "torch": torch.get_rng_state(),
         }
-        if _in_use():
+        # An accelerator that was not initialized by other code is left alone.
+        there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if there is not None and (there.type != "cuda" or device_in_use()):
             module = torch.get_device_module()
             state["accelerator"] = [module.get_rng_state(i) for i in range(torch.accelerator.device_count())]
         return state
@@ -269,12 +562,6 @@ class RNG:
                 module.set_rng_state(one.cpu(), i)
 
 
-def _in_use() -> bool:
-    """Return True if an accelerator was initialized by other code. A training on the CPU leaves it alone."""
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return there is not None and (there.type != "cuda" or device_in_use())
-
-
 def _mark(state: dict[str, Any]) -> bytes:
     """Return a digest that differs if two states differ."""
     found = hashlib.sha256(
@@ -287,211 +574,15 @@ def _mark(state: dict[str, Any]) -> bytes:
     return found.digest()
 
 
-# -- kinds of entries --
-
-
-@dataclass
-class Contents:
-    """The contents of a node now. `fixed` is the same object as before if nothing in it changed."""
-
-    fixed: list[StateEntry]
-    loose: list[StateEntry] = field(default_factory=list)  # created by each reading
-    values: Json = None
-    facts: dict[str, Any] = field(default_factory=dict)  # plain values that are part of the layout
-
-    @property
-    def names(self) -> list[str]:
-        return [entry.name for entry in (*self.fixed, *self.loose)]
-
-
-_NOTHING: list[StateEntry] = []  # one object, so that an empty list compares as unchanged
-
-
-class StateNode(Protocol):
-    """One entry of the state."""
-
-    path: Path
-
-    @property
-    def kind(self) -> str: ...
-
-    def read(self, names: Names) -> Contents:
-        """Read the entry. `names`: the known parameters."""
-
-    def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        """Match the saved tensors with the live ones. Problems are recorded in the placement, not raised."""
-
-    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        """Prepare an entry of a state that is exactly as it was saved: its fixed tensors are filled without checking
-        each. Return False if the entry needs more than that."""
-
-
-@runtime_checkable
-class SteppedNode(StateNode, Protocol):
-    """An entry whose tensors an optimizer changes. `unguarded`: the optimizer's steps run no hooks."""
-
-    unguarded: bool
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
-
-
-class Collector:
-    """Replaces tensors and arrays in plain values by references.
-
-    objects: encodes the objects of an optimizer; without it, objects raise StateError.
-    exact: also keep the type of each tensor, for example Parameter, and raise StateError for other types.
-    """
-
-    def __init__(self, objects: ObjectEncoder | None = None, *, exact: bool = False) -> None:
-        self._exact = exact
-        self.entries: list[StateEntry] = []
-        self.objects: dict[str, object] = {}
-        self._encoder = objects
-
-    def __call__(self, value: object, path: Path) -> Json | None:
-        if not isinstance(value, Tensor | np.ndarray) and (constant := encode_constant(value, path, self)) is not None:
-            return constant
-        if self._encoder is not None and (found := self._encoder.encode(value, path, self)) is not None:
-            return found
-        name = show(path)
-        if isinstance(value, Tensor):
-            expanded = dims_of_expansion(value) if self._encoder is not None else []
-            if expanded:
-                value = once(value, expanded)
-            entries, form = take_apart(StateEntry(name, value))
-            self.entries += entries
-            self.objects.update((entry.name, value) for entry in entries)
-            if form is not None:
-                return form.to_json()
-            found = {"$": "tensor", "name": name, **(kind_of_tensor(value, path) if self._exact else {})}
-            return {**found, "expanded": expanded} if expanded else found
-        if not isinstance(value, np.ndarray):
-            return None
-        tensor, reference = from_array(value, path)
-        self.entries.append(StateEntry(name, tensor))
-        self.objects[name] = value
-        return {**reference, "name": name}
-
-
-_FORM = attrgetter("shape", "dtype")
-_NBYTES, _NUMBER = torch.UntypedStorage.nbytes, 8
-_TOGETHER = 256  # tensors checked together, so that torch's data on them stays in the processor's cache
-
-
-class Places:
-    """The values of dicts under some keys, and sizes. Checked at every step, so without Python code for each key."""
-
-    def __init__(self, places: Sequence[tuple[Any, Any, object]] = (), sizes: Sequence[Any] = ()) -> None:
-        self._asks = [owner.get if isinstance(owner, dict) else partial(_get, owner) for owner, _, _ in places]
-        self._keys, self._values = [key for _, key, _ in places], [value for _, _, value in places]
-        self._sized, self._sizes = list(sizes), list(map(len, sizes))
-
-    def differs(self) -> bool:
-        """Return True if a key has another value, or a container another size."""
-        if list(map(len, self._sized)) != self._sizes:
-            return True
-        return not all(map(is_, map(call, self._asks, self._keys), self._values))
-
-
-def _get(members: Any, key: str) -> object:
-    """Return a member of a ScriptModule, whose members are not in a dict."""
-    try:
-        return members[key]
-    except KeyError:
-        return None
-
-
-class Memories:
-    """The addresses and forms of tensors. Checked at every step, so lookups are cached."""
-
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
-        self._wrapped = [(t, sign(t)) for t in tensors if is_wrapped(t)]
-        if self._wrapped:
-            tensors = [one for t in tensors for one in (inside(t) if is_wrapped(t) else [t])]
-        plain = [t for t in tensors if not is_dtensor(t)]
-        others = [t for t in tensors if is_dtensor(t)]
-        self._some = [_Some(plain[i : i + _TOGETHER]) for i in range(0, len(plain), _TOGETHER)]
-        self._some += [_SomeDTensors(others[i : i + _TOGETHER]) for i in range(0, len(others), _TOGETHER)]
-
-    def changed(self) -> bool:
-        return any(some.changed() for some in self._some) or any(sign(one) != was for one, was in self._wrapped)
-
-
-class _Some:
-    """The addresses and forms of one batch of tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        now = self._now()
-        self._were, self._forms, self._guards = _places(now), _shapes(now), guards(now)
-        self._storages = _storages(now)
-        self._sizes = list(map(_NBYTES, self._storages))
-
-    def _now(self) -> Sequence[Tensor]:
-        return self._tensors
-
-    def changed(self) -> bool:
-        now = self._now()
-        if _places(now) != self._were or list(map(_NBYTES, self._storages)) != self._sizes:
-            return True
-        # Another view of the same memory, or more of it, after `.data = …`, `t_()` or `resize_()`.
-        if self._guards is not None and self._guards(*now):
-            return False
-        if _shapes(now) != self._forms:
-            return True
-        self._guards = guards(now)  # these guards also depend on torch's modes and on requires_grad
-        return False
-
-
-class _SomeDTensors(_Some):
-    def _now(self) -> Sequence[Tensor]:
-        return list(map(local, self._tensors))
-
-
-def _places(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
-
-
-def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages that can shrink at their address, each once. `_places` detects another address.
-
-    A storage of one number is left out, because it cannot shrink: a quarter of an AdamW state are such.
-    """
-    found = dict[int, torch.UntypedStorage]()
-    for one in tensors:
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have none
-            storage = one.untyped_storage()
-            if storage.nbytes() > _NUMBER:
-                found[storage._cdata] = storage
-    return list(found.values())
-
-
-def _shapes(tensors: Sequence[Tensor]) -> list[object]:
-    asked = (_FORM, Tensor.stride, Tensor.is_conj, Tensor.is_neg)
-    return [ask(one) for one in tensors for ask in asked]
-
-
-def guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Return a function that checks in one call of torch that these tensors have their present shape, strides and
-    dtype. It takes a fifth of the time of checking each. Compiled code uses it, and it is private to torch. Return None
-    without it."""
-    try:
-        make = torch._C._dynamo.guards.TensorGuards
-        check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        return check if check(*tensors) else None
-    except Exception:  # another version, or tensors that it cannot check
-        return None
-
-
-class StatefulNode:
+class StatefulNode(StateNode):
     """Reads and restores any object with state_dict and load_state_dict."""
 
     kind = "stateful"
 
     def __init__(self, path: Path, target: Stateful) -> None:
-        self.path, self.target = path, target
-        self._said = ""  # the kind of value that it last returned
+        super().__init__(path)
+        self.target = target
+        self._kind_here = ""  # the kind of value that it last returned
         self._tensors, self._values = True, None  # whether it had tensors, and its plain values
         # The settings of the script, to report which ones the checkpoint overrides.
         self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
@@ -501,7 +592,7 @@ class StatefulNode:
 
     def _read(self, collect: Collector) -> Contents:
         values = encode(self.target.state_dict(), self.path, collect)
-        self._said, self._tensors, self._values = kind_of(values), bool(collect.entries), values
+        self._kind_here, self._tensors, self._values = kind_of(values), bool(collect.entries), values
         return Contents(_NOTHING, collect.entries, values)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
@@ -520,8 +611,9 @@ class StatefulNode:
 
             def finish() -> None:
                 self._load(build())
-                if self._settings and (text := overridden(self._settings, scheduler_settings(target))):
-                    placement.overruled.append(f"{show(self.path)}: {text}")
+                now = [scheduler_settings(target)] if self._settings else []
+                if self._settings and (text := overridden(now, [self._settings], now)):
+                    placement.overridden.append(f"{show(self.path)}: {text}")
 
             placement.finish(self.path, finish, last=last)
 
@@ -532,9 +624,6 @@ class StatefulNode:
     def _load(self, state: Any) -> None:
         self.target.load_state_dict(state)
 
-    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        return False
-
     def may_have_moments(self) -> bool:
         """Return False if the saved values cannot contain an optimizer's state: a scheduler has only numbers."""
         if isinstance(self.target, torch.optim.Optimizer) or self._tensors:
@@ -543,178 +632,70 @@ class StatefulNode:
 
     def _is_alike(self, values: Json, placement: Placement) -> bool:
         """Return True if the saved value is of the kind that the object returns now, usually a dict."""
-        if (found := kind_of(values)) == self._said:
+        if (found := kind_of(values)) == self._kind_here:
             return True
-        placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._said} here")
+        placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._kind_here} here")
         return False
 
 
-class PlainNode:
-    """Plain values, tensors and arrays in the user's own dict or list, written back into it."""
-
-    kind = "plain"
-
-    def __init__(self, path: Path, parent: Any, key: str | int) -> None:
-        self.path, self.parent, self.key = path, parent, key
-
-    def read(self, names: Names) -> Contents:
-        collect = Collector(exact=True)
-        values = encode(self.parent[self.key], self.path, collect)
-        return Contents(_NOTHING, collect.entries, values)
-
-    def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        collect = Collector()
-        encode(self.parent[self.key], self.path, collect)
-        live = {e.name: e for e in collect.entries if isinstance(collect.objects[e.name], Tensor)}
-        build = placement.build(saved.values, live)
-
-        def finish() -> None:
-            self.parent[self.key] = write_back(self.parent[self.key], build())
-
-        placement.finish(self.path, finish)
-
-    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        return False
+# -- settings of optimizers and schedulers, compared to report which ones a checkpoint overrides --
 
 
-def write_back(live: Any, value: Any) -> Any:
-    """Return `value`, in the user's own containers and arrays if they have the same type."""
-    if type(live) is not type(value):
-        return value
-    if isinstance(live, dict):
-        new = {k: write_back(live[k], v) if k in live else v for k, v in value.items()}
-        live.clear()
-        live.update(new)
-        return live
-    if isinstance(live, list | deque | tuple):
-        items = [*map(write_back, live, value), *list(value)[len(live) :]]
-        if isinstance(live, deque) and live.maxlen == value.maxlen:
-            live.clear()
-            live.extend(items)
-            return live
-        if isinstance(live, list):
-            live[:] = items
-            return live
-        return tuple(items) if type(live) is tuple else value
-    if isinstance(live, set):
-        live.clear()
-        live.update(value)
-        return live
-    if isinstance(live, bytearray):
-        try:
-            live[:] = value
-        except BufferError:  # a memoryview of it prevents a change of size
-            return value
-        return live
-    if isinstance(live, np.ndarray) and (live.dtype, live.shape) == (value.dtype, value.shape) and live.flags.writeable:
-        np.copyto(live, value)
-        return live
-    return value
+Settings = list[dict[str, Any]]  # of each group, in order
 
 
-# -- modules --
+def settings_of(optimizer: Any) -> Settings:
+    """Return the numeric settings of each group, as JSON has them, with the learning rate before any schedule."""
+    found = []
+    for group in optimizer.param_groups:
+        several = {k: list(v) if type(v) is tuple else v for k, v in group.items()}
+        plain = {k: v for k, v in several.items() if all(map(_is_number, v if type(v) is list else [v]))}
+        plain["lr"] = plain.pop("initial_lr", plain.get("lr"))
+        found.append(plain)
+    return found
 
 
-TWO_TENSORS = (
-    "two tensors of the module get this name, so one of them would be lost. Rename one of them; wrappers such as "
-    "torch.compile's add nothing to the names of the tensors in them"
-)
+def _is_number(value: object) -> bool:
+    return type(value) in (bool, int, float) and math.isfinite(value) and abs(value) < 1 << 53  # type: ignore[arg-type]
 
 
-class ModuleNode:
-    """Reads and restores the parameters and persistent buffers of an `nn.Module`, in place. It calls none of the
-    module's own code: an adapter reads any other entries of its `state_dict()`."""
-
-    def __init__(self, path: Path, module: nn.Module) -> None:
-        self.path = path
-        self.whole, self.module = module, unwrap(module)  # `module` identifies it, with or without wrappers
-        self._replicas: dict[int, Replicas] = {}
-        self._there, self._memories = Places(), Memories()
-        self._piece: Contents | None = None
-        self._forms: dict[str, WrapperForm] = {}  # forms of the wrapper tensors, by name
-
-    @property
-    def kind(self) -> str:
-        return "module"
-
-    def read(self, names: Names) -> Contents:
-        if self._piece is None:
-            reshard(self.whole)
-        if self._piece is None or self.changed():
-            self._piece = None  # if reading fails midway, the next call must read again
-            self._piece = self._read(list(named_modules(self.whole)))
-        return self._piece
-
-    def changed(self) -> bool:
-        """Return True if tensors were replaced or moved since the last reading. Reshard it first if necessary."""
-        if not self._differs():
-            return False
-        reshard(self.whole)
-        return self._differs()
-
-    def _differs(self) -> bool:
-        return self._there.differs() or self._memories.changed()
-
-    def _read(self, modules: Sequence[NamedModule]) -> Contents:
-        owners: list[dict[str, Any]] = []
-        places: list[tuple[dict[str, Any], str, Tensor]] = []
-        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []  # child modules, and tensors that are None
-        self._there, self._memories = Places(), Memories()
-        self._replicas = replicated_by_ddp(self.whole)
-        live: dict[str, tuple[list[StateEntry], WrapperForm | None]] = {}
-        for prefix, _, module in modules:
-            members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
-            owners += members
-            children += [(module._modules, key, child) for key, child in module._modules.items()]
-            for owner in members[1:]:
-                for key, tensor in owner.items():
-                    name = self._saved_as(f"{prefix}.{key}" if prefix else key)
-                    if name is None or key in module._non_persistent_buffers_set:
-                        continue
-                    if tensor is None:  # it may be set later
-                        children.append((owner, key, None))
-                        continue
-                    if name in live and not is_one(live[name][0][0].owner.tensor, tensor):
-                        raise StateError(f"{self._name(name)}: {TWO_TENSORS}")
-                    live[name] = take_apart(self._entry(name, tensor))
-                    places.append((owner, key, tensor))
-        self._there, self._memories = Places([*children, *places], owners), Memories([t for _, _, t in places])
-        self._forms = {name: form for name, (_, form) in live.items() if form is not None}
-        return Contents([e for entries, _ in live.values() for e in entries], facts=facts_of(self._forms.values()))
-
-    def _saved_as(self, name: str) -> str | None:
-        """Return the name of a tensor in the checkpoint. Return None if it is not saved directly."""
-        return name
-
-    def _entry(self, name: str, tensor: Tensor) -> StateEntry:
-        replicas = self._replicas.get(id(tensor))
-        return StateEntry(self._name(name), tensor, isinstance(tensor, nn.Parameter), replicas)
-
-    def _name(self, key: str) -> str:
-        return show((*self.path, key))
-
-    def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        own = {entry.name: entry for entry in self.read(Names()).fixed}
-        names = placement.compare(self.path, saved.names, own)
-        for name in matching(names, own, saved.facts, saved.names, placement):
-            placement.fill(name, own[name])
-
-    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        return True
+def overridden(then: Settings, now: Settings, in_effect: Settings) -> str:
+    """Return the settings that the script has changed since the run began, but that are not `in_effect` after a
+    restore, because the checkpoint overrides them. Return "" if there are none."""
+    differ: dict[str, list[str]] = {}
+    for number, (old, new, real) in enumerate(zip(then, now, in_effect, strict=False)):
+        for name in sorted(old.keys() & new.keys() & real.keys()):
+            if old[name] != new[name] != real[name]:
+                differ.setdefault(f"{name} {real[name]}, not the script's {new[name]}", []).append(str(number))
+    return "; ".join(
+        text if len(groups) == len(in_effect) else f"{text} (group {', '.join(groups)})"
+        for text, groups in differ.items()
+    )
 
 
-def memory_id(tensor: Tensor) -> object:
-    """Return a key that is equal for tensors in the same storage."""
-    return storage_of(tensor) or id(tensor)
+PROGRESS = {
+    "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_step_count", "_last_lr",
+    "_get_lr_called_within_step", "_is_initial",
+}  # fmt: skip
+"""The keys of a scheduler's state_dict() that change during training."""
 
 
-def view_id(tensor: Tensor) -> object:
-    """Return a key that is equal for the same view of the same storage."""
-    if (memory := memory_id(tensor)) == id(tensor):
-        return memory
-    return memory, local(tensor).storage_offset(), tensor.shape, local(tensor).stride()
+def scheduler_settings(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's numeric settings by name, including those of schedulers inside it."""
+    found: dict[str, Any] = {}
 
+    def collect(start: str, values: Any) -> None:
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            several = list(value) if isinstance(value, tuple) else value
+            if isinstance(key, str) and key in PROGRESS:
+                continue
+            if _is_number(value) or (isinstance(several, list) and several and all(map(_is_number, several))):
+                found[f"{start}{key}"] = several
+            elif isinstance(several, dict | list):
+                collect(f"{start}{key}.", several)
 
-def is_one(a: Tensor, b: Tensor) -> bool:
-    """Return True for the same tensor, or the same view of the same storage."""
-    return a is b or view_id(a) == view_id(b)
+    try:
+        collect("", scheduler.state_dict())
+    except Exception:  # user code; the next save raises the error
+        return {}
+    return found

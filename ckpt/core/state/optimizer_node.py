@@ -1,13 +1,15 @@
-"""Presents several optimizers as one, for pipeline stages that are on this rank but elsewhere on several ranks.
+"""Reads optimizers and restores them.
 
-Reads optimizers and restores them.
+`OptimizerNode` saves the state of each parameter under the parameter's name, and writes it back directly: live tensors
+are filled in place, missing ones are created like their parameter. `Joint` presents several optimizers as one, for
+pipeline stages that are on this rank but elsewhere on several ranks.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain, compress
 from operator import is_
@@ -33,8 +35,17 @@ from ckpt.core.format.values import (
     show,
     splitter,
 )
-from ckpt.core.state.nodes import Collector, Contents, Memories, Places, overruled, settings_of, write_back
-from ckpt.core.state.placement import MomentPlaces, Placement, facts_of, forms_of, matching, references
+from ckpt.core.state.nodes import (
+    Collector,
+    Contents,
+    Memories,
+    Places,
+    StateNode,
+    overridden,
+    settings_of,
+    write_back,
+)
+from ckpt.core.state.placement import Placement, facts_of, forms_of, matching, references
 from ckpt.core.state.sharding import (
     Division,
     Names,
@@ -65,95 +76,11 @@ from ckpt.errors import CorruptError, MismatchError, StateError
 IN_TURN = ("params", "param_names")  # the keys of a group that are concatenated
 
 
-class Joint(torch.optim.Optimizer):
-    """Presents optimizers with equal groups of different parameters as a single optimizer.
-
-    It is a view: reads and writes go to the parts. It steps when all parts have stepped. `parts`: in order.
-    """
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        """Join optimizers. Raise ValueError if their numbers of groups differ."""
-        if len({len(one.param_groups) for one in parts}) != 1:
-            raise ValueError("optimizers with other numbers of groups are not alike")
-        self.parts = tuple(parts)
-        self.defaults = getattr(parts[0], "defaults", {})
-        self.state = _States(self.parts)  # type: ignore[assignment]
-
-    @property
-    def param_groups(self) -> list[Any]:  # type: ignore[override]
-        return [_Group(alike) for alike in zip(*(one.param_groups for one in self.parts), strict=True)]
-
-
-class _Group(MutableMapping[str, Any]):
-    """The groups with the same index in all parts."""
-
-    def __init__(self, alike: Sequence[dict[str, Any]]) -> None:
-        self._alike = alike
-
-    def __getitem__(self, key: str) -> Any:
-        if key in IN_TURN:
-            return [one for group in self._alike for one in group[key]]
-        return self._alike[0][key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        for group in self._alike:
-            group[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        for group in self._alike:
-            del group[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._alike[0])
-
-    def __len__(self) -> int:
-        return len(self._alike[0])
-
-
-class _States(MutableMapping[Tensor, dict[str, Any]]):
-    """The state of all parameters. Check for a parameter first: torch's defaultdict would create a missing entry."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, param: Tensor) -> dict[str, Any]:
-        for part in self._parts:
-            if param in part.state:
-                values: dict[str, Any] = part.state[param]
-                return values
-        raise KeyError(param)
-
-    def __setitem__(self, param: Tensor, values: dict[str, Any]) -> None:
-        home = next(part for part in self._parts if any(p is param for g in part.param_groups for p in g["params"]))
-        home.state[param] = values
-
-    def __delitem__(self, param: Tensor) -> None:
-        for part in self._parts:
-            part.state.pop(param, None)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return chain.from_iterable(part.state for part in self._parts)
-
-    def __len__(self) -> int:
-        return sum(len(part.state) for part in self._parts)
-
-    def values(self) -> Any:
-        """Return the values of all parts in order, without lookups."""
-        return chain.from_iterable(part.state.values() for part in self._parts)
-
-    def clear(self) -> None:
-        for part in self._parts:
-            part.state.clear()
-
-
-# -- optimizers --
-
-
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
 DEPTH = 3  # how many containers deep an optimizer may contain others
 
 
-class OptimizerNode:
+class OptimizerNode(StateNode):
     """Reads and restores a torch optimizer. State is saved by parameter name and written back directly, because the
     optimizer's own loader would cast dtypes.
 
@@ -166,8 +93,8 @@ class OptimizerNode:
     kind = "optimizer"
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
-        self.path, self.optimizer = path, optimizer
-        self.unguarded = False  # True if its steps run no hooks
+        super().__init__(path)
+        self.optimizer: torch.optim.Optimizer = optimizer
         self.settings = settings_of(optimizer)  # the settings of the script that began the run
         self._names: Names | None = None
         self._piece: Contents | None = None
@@ -215,14 +142,10 @@ class OptimizerNode:
         }
         if self._more:
             values["more"] = [
-                [owner, encode(state[key], self._path_of_more(owner), collect)] for owner, key in self._more
+                [owner, encode(state[key], (*self.path, *_path_of_row(("more", _as_text(owner)))), collect)]
+                for owner, key in self._more
             ]
         return values
-
-    def _path_of_more(self, owner: Json) -> Path:
-        """Return the path of an entry of the state that is not a dict of a parameter."""
-        (name,) = owner.values()
-        return (*self.path, "more", name if type(name) is str else part_of(decode(name, as_plain)))
 
     def changed(self) -> bool:
         """Return True if the optimizer's tensors were replaced or moved since they were read."""
@@ -353,7 +276,7 @@ class OptimizerNode:
         fresh: dict[str, dict[str, Any]] = {
             name: _DICTS.get(dicts.get(name, ""), dict)() for name in saved.facts["with_state"] if name in params
         }
-        self._begin_anew(fresh, params, placement)
+        self._drop_reshaped(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
         objects = self._decoder(saved.values)
         others = self._other_state(fresh, saved, placement, objects)
@@ -385,10 +308,16 @@ class OptimizerNode:
         return True
 
     def _put(self, state: dict[Any, Any]) -> None:
-        """Replace the optimizer's state by these entries."""
-        if not _filled(self.optimizer.state, state):
-            self.optimizer.state.clear()
-            self.optimizer.state.update(state)
+        """Replace the optimizer's state by these entries. A plain dict of a parameter stays the same object."""
+        live = self.optimizer.state
+        for param, values in state.items():
+            have = live.get(param)
+            if type(have) is type(values) is dict and have is not values:
+                have.clear()
+                have.update(values)
+                state[param] = have
+        live.clear()
+        live.update(state)
 
     def _other_kind(self, saved: SavedNode) -> str:
         """Return how the saved kind of optimizer differs from this one, or "" if it does not: each has settings that
@@ -409,8 +338,8 @@ class OptimizerNode:
             own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
                 _update_group(group, build(), own)
-            if text := overruled(then, self.settings, settings_of(self.optimizer)):
-                placement.overruled.append(f"{show(self.path)}: {text}")
+            if text := overridden(then, self.settings, settings_of(self.optimizer)):
+                placement.overridden.append(f"{show(self.path)}: {text}")
             self.settings = then
 
         return finish
@@ -447,7 +376,7 @@ class OptimizerNode:
     ) -> list[tuple[str, Any, Callable[[], Any]]]:
         """Build the values that are not tensors. If a value is ambiguous, its parameter starts without state."""
         rows = {(name, _as_text(key)): (key, value) for name, key, value in saved.values["state"] if name in fresh}
-        unclear = {name for name, _ in self._note_differing(rows, _rows_of_params, placement)}
+        unclear = {name for name, _ in self._differing(rows, placement)}
         found = []
         for (name, _), (key, value) in rows.items():
             if name not in unclear:
@@ -471,7 +400,7 @@ class OptimizerNode:
         """Build the entries of the state that are not dicts of parameters."""
         rows = {("more", _as_text(owner)): (owner, value) for owner, value in saved.values.get("more", ())}
         rows = {k: row for k, row in rows.items() if "key" in row[0] or row[0]["param"] in params}
-        unclear = self._note_differing(rows, _rows_of_more, placement)
+        unclear = self._differing(rows, placement)
         found: list[tuple[Any, Callable[[], Any]]] = []
         for one, (owner, value) in rows.items():
             if one not in unclear:
@@ -480,18 +409,18 @@ class OptimizerNode:
                 found.append((key, build))
         return found
 
-    def _note_differing(
-        self, rows: Mapping[Row, Any], rows_of: Callable[[Json], Iterable[tuple[Row, Json]]], placement: Placement
-    ) -> set[Row]:
+    def _differing(self, rows: Collection[Row], placement: Placement) -> set[Row]:
         """If the number of ranks changed, record a problem for each value that they saved differently. Return these."""
         if not rows or not placement.resized:
             return set()
         ranks_by_value: dict[Row, dict[str, list[int]]] = {}
         try:
             for rank, values in placement.saved.values_of(self.path):
-                for row, value in rows_of(values):
-                    if row in rows:
-                        ranks_by_value.setdefault(row, {}).setdefault(_as_text(value), []).append(rank)
+                theirs: dict[Row, Json] = {(name, _as_text(key)): value for name, key, value in values["state"]}
+                theirs |= {("more", _as_text(owner)): value for owner, value in values.get("more", ())}
+                theirs |= {EXTRA: values["extra"]} if "extra" in values else {}
+                for row in theirs.keys() & rows:
+                    ranks_by_value.setdefault(row, {}).setdefault(_as_text(theirs[row]), []).append(rank)
         except ODD as error:
             raise CorruptError(f"{show(self.path)}: a rank's stored data is not the state of an optimizer") from error
         differing = {row: by_value for row, by_value in ranks_by_value.items() if len(by_value) > 1}
@@ -506,20 +435,18 @@ class OptimizerNode:
         for key, value in saved.items():
             if key in IN_TURN:
                 continue
-            kinds = {kind_of(value), self._kind_of(live.get(key))} - {"None"}
+            here = encode(live.get(key), (*self.path, "param_groups", 0, "live"), Collector(self._new_encoder()))
+            kinds = {kind_of(value), kind_of(here)} - {"None"}
             if len(kinds) < 2 or kinds == {"a number", "a tensor"}:
                 found[key] = value
             else:
                 placement.problem(f"{show(self.path)}: {key} is {kind_of(value)} in the checkpoint, but not here")
         return found
 
-    def _kind_of(self, value: object) -> str:
-        return kind_of(encode(value, (*self.path, "param_groups", 0, "live"), Collector(self._new_encoder())))
-
     def _new_encoder(self) -> ObjectEncoder | None:
         return None
 
-    def _begin_anew(
+    def _drop_reshaped(
         self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
     ) -> None:
         """Drop the state of parameters whose shape has changed, because the next step would fail with it."""
@@ -537,7 +464,8 @@ class OptimizerNode:
 
     def _compare_groups(self, here: list[list[str]], saved: list[list[str]], placement: Placement) -> None:
         """Compare the parameter groups. In a multi-rank job, one rank's groups may have only some of the parameters."""
-        if here == saved or (not placement.alone and _fit(here, saved)):
+        part = len(here) == len(saved) and all(set(a) <= set(b) for a, b in zip(here, saved, strict=True))
+        if here == saved or (part and not placement.alone):
             return
         have, want = {n for g in here for n in g}, {n for g in saved for n in g}
         if placement.strict:
@@ -581,7 +509,7 @@ class OptimizerNode:
             return torch.device("cpu") if offloaded else local(param).device
 
         if form is not None or (isinstance(live, Tensor) and is_wrapped(live)):
-            return MomentPlaces(placement, device_of).find(form, full, live, beside)
+            return placement.moment(form, full, live, beside, device_of)
         if isinstance(live, Tensor):
             entry = StateEntry(full, live, True, _alike(live, param, placement.names, key in shares))
             if placement.fits(full, entry):
@@ -589,8 +517,10 @@ class OptimizerNode:
                 if not is_dtensor(live):
                     placement.filled(full, entry)
                 return live
-        if (held := placement.names.get(id(param))) is not None and placement.were_one(full, held.name):
-            return param.detach()  # it was the weight itself, as SAM leaves it
+        if (held := placement.names.get(id(param))) is not None:
+            rank, canonical = placement.seat.rank, placement.saved.canonical
+            if canonical(full, rank) == canonical(held.name, rank):
+                return param.detach()  # it was the weight itself, as SAM leaves it
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # the problem is recorded
         like = None if self._lay_otherwise(full, param, placement) else local(param)
@@ -646,18 +576,11 @@ def _kind_of_dict(values: dict[Any, Any], path: Path) -> str:
 
 
 Row = tuple[str, str]  # identifies a plain value of the state
+EXTRA: Row = ("extra", "")  # the entries that an optimizer's own state_dict() adds
 
 
 def _as_text(value: Json) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-def _rows_of_params(values: Json) -> Iterable[tuple[Row, Json]]:
-    return [((name, _as_text(key)), value) for name, key, value in values["state"]]
-
-
-def _rows_of_more(values: Json) -> Iterable[tuple[Row, Json]]:
-    return [(("more", _as_text(owner)), value) for owner, value in values.get("more", ())]
 
 
 def _key(data: Json, objects: ObjectDecoder | None) -> Any:
@@ -667,12 +590,10 @@ def _key(data: Json, objects: ObjectDecoder | None) -> Any:
 
 def _path_of_row(row: Row) -> Path:
     kind, text = row
-    if kind == "extra":
-        return (kind,)
-    if kind != "more":
-        return ("state", kind, part_of(decode(json.loads(text), as_plain)))
-    owner = json.loads(text)
-    return (kind, owner["param"] if "param" in owner else part_of(decode(owner["key"], as_plain)))
+    if kind == "more":
+        (name,) = json.loads(text).values()
+        return (kind, name if type(name) is str else part_of(decode(name, as_plain)))
+    return (kind,) if row == EXTRA else ("state", kind, part_of(decode(json.loads(text), as_plain)))
 
 
 def _first(names: list[str], count: int = 5) -> str:
@@ -716,27 +637,6 @@ def _held_optimizers(value: Any, name: str = "", depth: int = 0) -> Iterator[tup
             yield from _held_optimizers(one, here, depth + 1)
 
 
-def _filled(live: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> bool:
-    """Return True if the state already consists of exactly these tensors in this order."""
-    if len(live) != len(wanted) or not all(a is b for a, b in zip(live, wanted, strict=True)):
-        return False
-    for param, values in wanted.items():
-        have = live[param]
-        if have is values:
-            continue
-        if type(have) is not dict or type(values) is not dict or len(have) != len(values):
-            return False
-        # Compare in order. A key may be a tensor, which must not be compared by value.
-        if list(map(hash, have)) != list(map(hash, values)):
-            return False
-        if any(have.get(key, _NOT_THERE) is not value for key, value in values.items()):
-            return False
-    return True
-
-
-_NOT_THERE = object()
-
-
 def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
     """Return the ranks or DTensor of a parameter. Its optimizer state is distributed in the same way."""
     if is_dtensor(param):
@@ -753,16 +653,6 @@ def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas 
     return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: equal on all ranks
 
 
-def _fit(here: list[list[str]], saved: list[list[str]]) -> bool:
-    return len(here) == len(saved) and all(set(a) <= set(b) for a, b in zip(here, saved, strict=True))
-
-
-def _takes(live: Tensor, value: Tensor) -> bool:
-    """Return True if a tensor among the settings can be filled, and has the saved dtype and kind."""
-    kind = plain_kind(value)
-    return live.shape == value.shape and live.dtype == value.dtype and (not kind or kind == plain_kind(live))
-
-
 @torch.no_grad()
 def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: Container[int]) -> None:
     """Restore the settings of a group. `own`: the ids of the optimizer's parameters, to which a setting may refer."""
@@ -772,9 +662,98 @@ def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: C
             continue
         if id(value) in own:
             group[key] = value
-        elif isinstance(live, Tensor) and isinstance(value, Tensor) and _takes(live, value):
+        elif (
+            isinstance(live, Tensor)
+            and isinstance(value, Tensor)
+            and (live.shape, live.dtype) == (value.shape, value.dtype)
+            and plain_kind(value) in ({}, plain_kind(live))
+        ):
             live.copy_(value)  # a captured graph reads this tensor object
         elif isinstance(live, torch.device) and isinstance(value, torch.device):
             continue  # keep this rank's device, which may differ from the saved one
         else:
             group[key] = value
+
+
+# -- several optimizers as one --
+
+
+class Joint(torch.optim.Optimizer):
+    """Presents optimizers with equal groups of different parameters as a single optimizer.
+
+    It is a view: reads and writes go to the parts. It steps when all parts have stepped. `parts`: in order.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        """Join optimizers. Raise ValueError if their numbers of groups differ."""
+        if len({len(one.param_groups) for one in parts}) != 1:
+            raise ValueError("optimizers with other numbers of groups are not alike")
+        self.parts = tuple(parts)
+        self.defaults = getattr(parts[0], "defaults", {})
+        self.state = _States(self.parts)  # type: ignore[assignment]
+
+    @property
+    def param_groups(self) -> list[Any]:  # type: ignore[override]
+        return [_Group(alike) for alike in zip(*(one.param_groups for one in self.parts), strict=True)]
+
+
+class _Group(MutableMapping[str, Any]):
+    """The groups with the same index in all parts."""
+
+    def __init__(self, alike: Sequence[dict[str, Any]]) -> None:
+        self._alike = alike
+
+    def __getitem__(self, key: str) -> Any:
+        if key in IN_TURN:
+            return [one for group in self._alike for one in group[key]]
+        return self._alike[0][key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        for group in self._alike:
+            group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        for group in self._alike:
+            del group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._alike[0])
+
+    def __len__(self) -> int:
+        return len(self._alike[0])
+
+
+class _States(MutableMapping[Tensor, dict[str, Any]]):
+    """The state of all parameters. Check for a parameter first: torch's defaultdict would create a missing entry."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        for part in self._parts:
+            if param in part.state:
+                values: dict[str, Any] = part.state[param]
+                return values
+        raise KeyError(param)
+
+    def __setitem__(self, param: Tensor, values: dict[str, Any]) -> None:
+        home = next(part for part in self._parts if any(p is param for g in part.param_groups for p in g["params"]))
+        home.state[param] = values
+
+    def __delitem__(self, param: Tensor) -> None:
+        for part in self._parts:
+            part.state.pop(param, None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain.from_iterable(part.state for part in self._parts)
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._parts)
+
+    def values(self) -> Any:
+        """Return the values of all parts in order, without lookups."""
+        return chain.from_iterable(part.state.values() for part in self._parts)
+
+    def clear(self) -> None:
+        for part in self._parts:
+            part.state.clear()

@@ -1,10 +1,10 @@
 """Matches the tensors of a checkpoint with the live state, before they are filled (`state.filler`).
 
-`Placement` is built without changing anything. It collects every mismatch, so that one error lists all.
+A `Placement` is built without changing anything. Each entry of the state (`StateNode.prepare`) compares its tensors,
+and either fills a live tensor, or creates one. All mismatches are collected, so that one error lists all. Work for the
+time after the tensors are filled is registered with `finish`.
 
-Restores wrapper tensors: into a live one of the same form, or into a new one.
-
-A wrapper is restored completely or not at all: codes are useless without their scales.
+A wrapper tensor is restored completely or not at all: codes are useless without their scales.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ def comes_from_user(error: BaseException) -> bool:
 @dataclass
 class Placement:
     """The matched tensors of a restore. `fills`: for every saved tensor that this rank reads, the live or new tensors
-    that take it; `lying`: live tensors that take all of a shard unchanged, by shard number."""
+    that take it; `whole`: live tensors that take all of a shard unchanged, by shard number."""
 
     saved: SavedState
     strict: bool
     names: Names = field(default_factory=Names)
     seat: Seat = field(default_factory=Seat)
     fills: dict[Key, list[Target]] = field(default_factory=dict)
-    lying: list[tuple[int, Tensor]] = field(default_factory=list)
+    whole: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    overruled: list[str] = field(default_factory=list)  # settings of the script that are overridden
+    overridden: list[str] = field(default_factory=list)  # settings of the script that are overridden
     cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the dtype here, by name
     apart: set[str] = field(default_factory=set)  # replicas here that each rank saved separately
     finishers: list[Callable[[], object]] = field(default_factory=list)
@@ -102,7 +102,6 @@ class Placement:
     _filled: dict[Key, Tensor] = field(default_factory=dict)  # live tensors of optimizers
     _handed: set[Key] = field(default_factory=set)  # created only for a load_state_dict, which copies them
     _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # tensors that are filled here or by such a call
-    _called: dict[Key, set[str]] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:
@@ -241,11 +240,6 @@ class Placement:
         if (key := self._key_for(name, entry)) is not None:
             self._filled.setdefault(key, entry.tensor)
 
-    def were_one(self, name: str, other: str) -> bool:
-        """Return True if two names were the same tensor when they were saved."""
-        rank = self.seat.rank
-        return self.saved.canonical(name, rank) == self.saved.canonical(other, rank)
-
     def fill(self, name: str, entry: StateEntry) -> None:
         """Fill this rank's part of a tensor."""
         key = self._key_for(name, entry)
@@ -260,7 +254,6 @@ class Placement:
         key = self._key_for(name, entry)
         if key is not None and not isinstance(entry.alike, Division):  # such tensors are identified by name
             self._live.setdefault(key, []).append(local(entry.tensor))
-            self._called.setdefault(key, set()).add(name)
 
     def key_to_create(
         self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False, plain: bool = False
@@ -355,10 +348,7 @@ class Placement:
                 self.problem(problem)
         self._reader = rank
         try:
-            forms = forms_in(values)
-            filled, live = self._filled_wrappers(forms, live)
-            tensors = self._tensors_of(values, live, like, guarded)
-            new = {form.name: self._wrapper(form, tensors) for form in forms if form.name not in filled}
+            wrappers, tensors, live = self._match(values, live, like, guarded)
         finally:
             self._reader = None
 
@@ -368,7 +358,7 @@ class Placement:
             if objects is not None and reference["$"] in OBJECT_TAGS:
                 return objects.decode(reference)
             if reference["$"] == "wrapper":
-                return (filled | new)[reference["name"]]
+                return wrappers[reference["name"]]
             if reference["$"] == "tensor":
                 tensor, have = tensors[reference["name"]], (live or {}).get(reference["name"])
                 if have is not None and have.tensor is tensor:
@@ -381,21 +371,54 @@ class Placement:
 
         return lambda: decode(values, extern)
 
-    def _filled_wrappers(
-        self, forms: list[WrapperForm], live: Mapping[str, StateEntry] | None
-    ) -> tuple[dict[str, Tensor], Mapping[str, StateEntry] | None]:
-        """Return the live wrappers that are filled in place, by name, and `live` without the tensors of all others."""
-        filled, others = dict[str, Tensor](), dict(live or {})
+    def _match(
+        self,
+        values: Json,
+        live: Mapping[str, StateEntry] | None,
+        like: Mapping[str, StateEntry] | None,
+        guarded: bool | Container[str],
+    ) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Mapping[str, StateEntry] | None]:
+        """Return all wrappers and tensors in plain values, live or new, and `live` without those that do not fit."""
+        wrappers: dict[str, Tensor | None] = {}
+        others = dict(live or {})
         wholes = {entry.owner.name: entry.owner for entry in others.values()}
-        for form in forms:
-            if (owner := wholes.get(form.name)) is None:
+        new: list[WrapperForm] = []
+        for one in _tagged(values, ("wrapper",)):
+            form = WrapperForm.from_json(one)
+            owner = wholes.get(form.name)
+            if owner is not None and self.parts_that_fit(form, owner) is not None:
+                wrappers[form.name] = owner.tensor
                 continue
-            if self.parts_that_fit(form, owner) is not None:
-                filled[form.name] = owner.tensor
-                continue
-            for part in take_apart(owner)[0]:
+            new.append(form)
+            for part in take_apart(owner)[0] if owner is not None else ():
                 others.pop(part.name, None)
-        return filled, None if live is None else others
+        tensors: dict[str, Tensor] = {}
+        for name in references(values):
+            of_optimizer = guarded if isinstance(guarded, bool) else name in guarded
+            have = others.get(name)
+            if have is not None and self._comparable(name, have):
+                self.fill(name, have)
+                tensors[name] = have.tensor
+            elif of_optimizer and like is None and (key := self.key_to_create(name, guarded=True)) in self._filled:
+                tensors[name] = self._filled[key]
+            else:
+                model = like[name].tensor if like and name in like else None
+                device = saved_device(self.spec(name))
+                tensors[name] = self.create(name, device, model, guarded=of_optimizer, like=model)
+                key = self.key_to_create(name, model, guarded=of_optimizer)
+                if live is None and key is not None:
+                    self._handed.add(key)
+        for form in new:
+            try:
+                if form.whole is not None:
+                    raise MismatchError(f"{form.name} was a rank's share of a DTensor and can only be filled in place")
+                wrappers[form.name] = remake(form, tensors)
+            except MismatchError as error:
+                if not self.strict:  # there is no other value to return
+                    raise
+                self.problem(str(error))
+                wrappers[form.name] = None
+        return wrappers, tensors, others
 
     def parts_that_fit(self, form: WrapperForm | None, live: StateEntry) -> list[StateEntry] | None:
         """Return the tensors of a live wrapper if all of it can be filled. Otherwise return None, and record a problem.
@@ -407,18 +430,60 @@ class Placement:
         fit = all(self._comparable(part.name, part) and self.fits(part.name, part) for part in parts)
         return parts if fit else None
 
-    def _wrapper(self, form: WrapperForm, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Build a wrapper around new tensors. If that is impossible, return None and record a problem, or raise with
-        strict=False, because there is no other value to return."""
+    def moment(
+        self,
+        form: WrapperForm | None,
+        name: str,
+        live: object,
+        beside: Any,
+        device_of: Callable[[str], torch.device],
+    ) -> Tensor | None:
+        """Return the live wrapper in the state of an optimizer, or a new one like the saved one. Return None, and
+        record a problem, if neither is possible.
+
+        form: None if a plain tensor was saved and the live one is a wrapper
+        device_of: the device of a new tensor, by name
+        """
         try:
-            if form.whole is not None:
-                raise MismatchError(f"{form.name} was a rank's share of a DTensor and can only be filled in place")
-            return remake(form, tensors)
+            if form is not None and not isinstance(live, Tensor):
+                return self._new_moment(form, beside, device_of)
+            assert isinstance(live, Tensor)
+            parts = self.parts_that_fit(form, StateEntry(name, live, True, beside))
         except MismatchError as error:
-            if not self.strict:
-                raise
             self.problem(str(error))
             return None
+        for part in parts or ():
+            self.fill(part.name, part)
+        return None if parts is None else live
+
+    def _new_moment(self, form: WrapperForm, beside: Any, device_of: Callable[[str], torch.device]) -> Tensor | None:
+        sharded, cut = is_dtensor(beside), form.share is None and form.whole is not None
+        if not cut and form.share != (share_of(beside) if sharded else None):
+            raise MismatchError(cut_otherwise(form))
+        ranks = beside if isinstance(beside, Replicas) else None
+        if any(self.key_to_create(name, beside if cut else ranks, guarded=True) is None for name in form.names):
+            return None  # the problem is recorded
+        if form.whole is not None and (not sharded or tuple(beside.shape) != form.whole):
+            raise MismatchError(
+                f"{form.name} was a rank's share of a DTensor of shape {list(form.whole)}, and here is none"
+            )
+        tensors: dict[str, Tensor] = {}
+        for name in form.names:
+            if cut:  # memory for this rank's share of a tensor that is sharded like `beside`
+                spec = replace(self.spec(name), shape=tuple(local(beside).shape))
+                tensors[name] = empty(spec, device_of(name), like=local(beside))
+                self.fill(name, StateEntry(name, tensors[name], True, beside))
+            else:
+                tensors[name] = self.create(name, device_of(name), ranks, guarded=True)
+        if form.whole is None:
+            return remake(form, tensors)
+        size = tuple(local(beside).shape) if cut else form.size
+        made = remake(replace(form, size=size, whole=None, share=None), tensors)
+        found: Tensor = type(beside).from_local(
+            made, beside.device_mesh, beside.placements, run_check=False, shape=beside.shape, stride=beside.stride()
+        )
+        found._local_tensor = made  # type: ignore[attr-defined]  # not every class supports the view of it that is there
+        return found
 
     def _check(self, reference: Json) -> object:
         """Check a reference. Raise CorruptError or ValueError unless it is a constant, a tensor, or an array with the
@@ -437,31 +502,6 @@ class Placement:
         elif reference.get("kind") not in TENSORS:
             raise CorruptError(f"unknown kind of tensor {reference['kind']!r:.80}: written by a newer version?")
         return None
-
-    def _tensors_of(
-        self,
-        values: Json,
-        live: Mapping[str, StateEntry] | None,
-        like: Mapping[str, StateEntry] | None,
-        guarded: bool | Container[str],
-    ) -> dict[str, Tensor]:
-        tensors, weights = dict[str, Tensor](), guarded
-        for name in references(values):
-            guarded = weights if isinstance(weights, bool) else name in weights
-            have = (live or {}).get(name)
-            if have is not None and self._comparable(name, have):
-                self.fill(name, have)
-                tensors[name] = have.tensor
-            elif guarded and like is None and (key := self.key_to_create(name, guarded=True)) in self._filled:
-                tensors[name] = self._filled[key]
-            else:
-                model = like[name].tensor if like and name in like else None
-                device = saved_device(self.spec(name))
-                tensors[name] = self.create(name, device, model, guarded=guarded, like=model)
-                key = self.key_to_create(name, model, guarded=guarded)
-                if live is None and key is not None:
-                    self._handed.add(key)
-        return tensors
 
     def check(self) -> None:
         """Raise MismatchError listing every problem, unless strict is False."""
@@ -498,11 +538,6 @@ def mismatch(problems: list[str]) -> MismatchError:
 def references(values: Json) -> list[str]:
     """Return the names of all tensors that plain values refer to."""
     return [str(one.get("name")) for one in _tagged(values, ("tensor", "ndarray"))]
-
-
-def forms_in(values: Json) -> list[WrapperForm]:
-    """Return the forms of all wrappers that plain values refer to."""
-    return [WrapperForm.from_json(one) for one in _tagged(values, ("wrapper",))]
 
 
 def _tagged(values: Json, tags: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -556,66 +591,3 @@ def matching(
         if here is not None and (problem or not all(n in names and to.fits(n, own[n]) for n in here.names)):
             left_out.update(here.names)
     return [name for name in names if name not in left_out]
-
-
-class MomentPlaces:
-    """Finds or creates the wrappers in the state of an optimizer. `device_of`: the device of a new tensor, by name."""
-
-    def __init__(self, placement: Placement, device_of: Callable[[str], torch.device]) -> None:
-        self._placement, self._device_of = placement, device_of
-
-    def find(
-        self, form: WrapperForm | None, name: str, live: object, beside: Replicas | Tensor | None
-    ) -> Tensor | None:
-        """Return the live wrapper, or a new one like the saved one. Return None, and record a problem, if neither is
-        possible. `form`: None if a plain tensor was saved and the live one is a wrapper."""
-        try:
-            if form is None or isinstance(live, Tensor):
-                assert isinstance(live, Tensor)
-                return self._live(form, StateEntry(name, live, True, beside))
-            return self._new(form, beside)
-        except MismatchError as error:
-            self._placement.problem(str(error))
-            return None
-
-    def _live(self, form: WrapperForm | None, entry: StateEntry) -> Tensor | None:
-        parts = self._placement.parts_that_fit(form, entry)
-        for part in parts or ():
-            self._placement.fill(part.name, part)
-        return None if parts is None else entry.tensor
-
-    def _new(self, form: WrapperForm, beside: Any) -> Tensor | None:
-        placement = self._placement
-        sharded, cut = is_dtensor(beside), form.share is None and form.whole is not None
-        if not cut and form.share != (share_of(beside) if sharded else None):
-            raise MismatchError(cut_otherwise(form))
-        ranks = beside if isinstance(beside, Replicas) else None
-        if any(placement.key_to_create(name, beside if cut else ranks, guarded=True) is None for name in form.names):
-            return None  # the problem is recorded
-        if form.whole is None:
-            parts = {n: placement.create(n, self._device_of(n), ranks, guarded=True) for n in form.names}
-            return remake(form, parts)
-        if not sharded or tuple(beside.shape) != form.whole:
-            raise MismatchError(
-                f"{form.name} was a rank's share of a DTensor of shape {list(form.whole)}, and here is none"
-            )
-        size = tuple(local(beside).shape) if cut else form.size
-        tensors = {
-            n: self._share(n, beside) if cut else placement.create(n, self._device_of(n), guarded=True)
-            for n in form.names
-        }
-        made = remake(replace(form, size=size, whole=None, share=None), tensors)
-        mesh, placements = beside.device_mesh, beside.placements
-        found = type(beside).from_local(
-            made, mesh, placements, run_check=False, shape=beside.shape, stride=beside.stride()
-        )
-        found._local_tensor = made  # from_local() made a view of it, which not every class supports
-        assert isinstance(found, Tensor)
-        return found
-
-    def _share(self, name: str, beside: Any) -> Tensor:
-        """Create memory for this rank's share of a tensor that is sharded like `beside`."""
-        spec = replace(self._placement.spec(name), shape=tuple(local(beside).shape))
-        made = empty(spec, self._device_of(name), like=local(beside))
-        self._placement.fill(name, StateEntry(name, made, True, beside))
-        return made

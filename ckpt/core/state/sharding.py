@@ -1,14 +1,17 @@
-"""Describes how ranks share a live tensor: as shards of a DTensor, as replicas, or as a tensor of a single rank.
+"""Describes the tensors of a state on this rank: how ranks share them, and how they are named.
 
-All facts come from the tensors and their meshes, without communication. `ckpt.core.format.saved_state` decides which
-rank's own values a rank restores.
+`pieces` returns this rank's pieces of an entry: shards of a DTensor, a replica, boxes that the user has described, or a
+tensor of this rank alone. All facts come from the tensors and their meshes, without communication.
+`ckpt.core.format.saved_state` decides which rank's own values a rank restores.
 
-The names of parameters, and the memory of the state outside optimizers.
+`named_modules` gives the names of modules and parameters without the wrappers of torch around them. `Names` has the
+parameters by id, and the memory of the state outside optimizers.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -406,7 +409,9 @@ def replicated_by_ddp(module: nn.Module) -> dict[int, Replicas]:
     for _, _, ddp in named_modules(module):
         if not isinstance(ddp, nn.parallel.DistributedDataParallel):
             continue
-        replicas = replicas_of(ddp)
+        replicas = None
+        with contextlib.suppress(KeyError):  # a torchft group connects jobs, and each job saves its own state
+            replicas = Replicas(tuple(sorted(torch.distributed.get_process_group_ranks(ddp.process_group))))
         for name, raw_name, each in named_modules(ddp.module):
             for key, tensor in (*each._parameters.items(), *each._buffers.items()):
                 if tensor is None:
@@ -420,16 +425,6 @@ def replicated_by_ddp(module: nn.Module) -> dict[int, Replicas]:
                 elif ddp.broadcast_buffers:  # before each forward; otherwise each rank has its own buffers
                     found[id(tensor)] = Replicas(replicas.ranks, first_only=True)
     return found
-
-
-def replicas_of(ddp: nn.parallel.DistributedDataParallel) -> Replicas | None:
-    """Return the ranks among which DDP keeps parameters equal, or None if they are not ranks of this job."""
-    import torch.distributed as dist
-
-    try:
-        return Replicas(tuple(sorted(dist.get_process_group_ranks(ddp.process_group))))
-    except KeyError:  # a torchft group connects jobs, and each job saves its own state
-        return None
 
 
 def reshard(module: nn.Module) -> None:

@@ -1,8 +1,7 @@
-"""Describes tensors: dtype names, which tensors can be saved, and which share memory.
+"""Describes tensors: dtype names, which tensors can be saved, which share memory, and how to create one again.
 
-Encodes values that are neither plain nor tensors: constants of torch, members of enums and named tuples.
-
-A class named in a file is never imported. An adapter encodes and restores objects of other classes, if one exists.
+Also encodes values that are neither plain nor tensors: numpy arrays, constants of torch, members of enums and named
+tuples. A class named in a file is never imported. An adapter encodes and restores objects of other classes.
 """
 
 from __future__ import annotations

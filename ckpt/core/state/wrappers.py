@@ -1,25 +1,22 @@
-"""The interface for everything in a state that is not a dense tensor, a DTensor, an ordinary module or optimizer, a
-Stateful object or a plain value.
+"""Adapters, and tensors made of other tensors.
 
-There are two kinds of adapters:
+Adapters read everything in a state that is not a dense tensor, a DTensor, an ordinary module or optimizer, a Stateful
+object or a plain value. There are two kinds:
 
 - **For an object** (`StateAdapter`): flat shards, and modules and optimizers whose own `state_dict()` or loader does
-  more than torch's. An adapter is a class of nodes. `owns(value)` claims an object, and its node reads and restores it
-  like every `StateNode`: `read` returns named tensors (dense, DTensor, or boxes of a whole), plain values and facts;
-  `prepare` matches the saved tensors in the `Placement`.
-- **For a tensor** (`TensorAdapter`): subclasses that are made of other tensors, for example those of torchao.
-  `owns(kind)` claims a class, `flatten` takes one tensor apart by one level, and `unflatten` builds it again. Names,
-  DTensors around or inside it, comparison and filling stay in this module and in `ckpt.core.state.placement`.
+  more than torch's. An adapter is a class of nodes. `owns(value)` claims an object, and its node (`StateNode`) reads
+  and restores it.
+- **For a tensor** (`TensorAdapter`): subclasses that are made of other tensors, for example Float8 weights and the
+  moments of 8-bit optimizers. `owns(kind)` claims a class, `flatten` takes one tensor apart by one level, and
+  `unflatten` builds it again. Names, DTensors around or inside it, comparison and filling stay in this module and in
+  `ckpt.core.state.placement`.
 
-The first adapter that owns an object gets it. The core reads all other objects itself, and never imports an adapter.
-`ckpt.adapters` registers the existing ones, and every reader of a state (`ckpt.checkpointer`, the integrations) imports
-that package. Registration is global, because a class means the same in every state of a process.
+The first adapter that owns an object gets it. The core never imports an adapter. `ckpt.adapters` registers the existing
+ones, and every reader of a state (`ckpt.checkpointer`, the integrations) imports that package. Registration is global,
+because a class means the same in every state of a process.
 
-Tensors made of other tensors, for example Float8 weights and the moments of 8-bit optimizers.
-
-Such a wrapper has no memory of its own. A `TensorAdapter` claims its class, takes it apart, and builds it again. The
-tensors in it are saved as `<name>.<attribute>`, and a `WrapperForm` describes how they belong together. A live wrapper
-is filled in place. Otherwise a new one is built.
+A wrapper tensor has no memory of its own. The tensors in it are saved as `<name>.<attribute>`, and a `WrapperForm`
+describes how they belong together. A live wrapper is filled in place. Otherwise a new one is built.
 """
 
 from __future__ import annotations
@@ -148,16 +145,13 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def _adapter_of(kind: type) -> TensorAdapter | None:
-    for one in tensors:
-        if one.owns(kind):
-            return one
-    return None
+    return next((one for one in tensors if one.owns(kind)), None)
 
 
-def _flat(tensor: Tensor) -> tuple[Sequence[str], list[Any], Json]:
+def _owner_of(tensor: Tensor) -> TensorAdapter:
     adapter = _adapter_of(type(tensor))
     assert adapter is not None
-    return adapter.flatten(tensor)
+    return adapter
 
 
 # -- taking apart --
@@ -174,7 +168,8 @@ def take_apart(entry: StateEntry) -> tuple[list[StateEntry], WrapperForm | None]
     alike = entry.alike if isinstance(entry.alike, Replicas) else None  # otherwise they belong to this rank alone
     if is_dtensor(beside := entry.alike if not is_dtensor(entry.tensor) else entry.tensor):
         form = replace(form, share=share_of(beside))
-    if is_dtensor(entry.tensor) and all(_elements_of(local(entry.tensor), one) for _, one, _ in found):
+    # Tensors with the wrapper's elements in the same layout are sharded like it. Codes and scales are not.
+    if is_dtensor(entry.tensor) and all(_layout(one) == _layout(local(entry.tensor)) for _, one, _ in found):
         alike, form = entry.tensor, replace(form, share=None)  # type: ignore[assignment]
     parts = [StateEntry(n, t, entry.guarded, alike, entry.of, entry, around) for n, t, around in found]
     return parts, form
@@ -197,8 +192,7 @@ def _taken(
         share = _taken(name, local(tensor), (*around, tensor), found)
         assert isinstance(share, WrapperForm)
         return replace(share, whole=tuple(tensor.shape))
-    adapter = _adapter_of(type(tensor))
-    assert adapter is not None
+    adapter = _owner_of(tensor)
     adapter.check(tensor, name)
     attributes, inner, context = adapter.flatten(tensor)
     parts = [
@@ -209,20 +203,19 @@ def _taken(
     return WrapperForm(name, kind, context, tuple(tensor.shape), tensor.stride(), tuple(parts))
 
 
-def _elements_of(whole: Tensor, one: Tensor) -> bool:
-    """Return True if these are the wrapper's elements in the same layout, and not codes or scales."""
-    return (one.shape, one.dtype, one.stride()) == (whole.shape, whole.dtype, whole.stride())
+def _layout(tensor: Tensor) -> object:
+    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 def inside(tensor: Tensor) -> list[Tensor]:
     """Return the innermost tensors of a wrapper."""
-    inner = _flat(local(tensor))[1]
+    inner = _owner_of(local(tensor)).flatten(local(tensor))[1]
     return [one for each in inner for one in (inside(each) if is_wrapped(each) else [each])]
 
 
 def sign(tensor: Tensor) -> object:
     """Return a key that is equal as long as a wrapper consists of the same memory in the same way."""
-    attributes, inner, context = _flat(local(tensor))
+    attributes, inner, context = _owner_of(local(tensor)).flatten(local(tensor))
     parts = [sign(one) if is_wrapped(one) else memory_of(local(one)) or tuple(one.shape) for one in inner]
     return tuple(attributes), context, parts
 
@@ -293,7 +286,9 @@ def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
     made = adapter.unflatten(kind, form, inner)
     try:
         again = _taken(form.name, made, (), [])
-        whole = again == form and all(_same(a, b) for a, b in zip(inner.values(), _flat(made)[1], strict=True))
+        whole = again == form and all(
+            _same(a, b) for a, b in zip(inner.values(), _owner_of(made).flatten(made)[1], strict=True)
+        )
     except Exception as error:  # code of other libraries, with data from a file
         raise MismatchError(f"{form.name}: {form.shown} cannot be created from its saved parts: {error!r}") from error
     if not whole:

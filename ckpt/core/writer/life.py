@@ -1,9 +1,7 @@
-"""The connections of the writer. It listens under the name of the run on this machine while it holds memory.
+"""The life of a writer: which trainer it serves, who may inherit its memory, and when it leaves.
 
-A thread reads each connection. A task of the event loop handles each request. Tasks begin in the order in which
-requests arrive.
-
-The life of a writer: which trainer it serves, who may inherit its memory, and when it leaves.
+`Server` listens under the name of the run on this machine while the writer holds memory. A thread reads each
+connection. A task of the event loop handles each request. Tasks begin in the order in which requests arrive.
 
     state       what it means                                          next
     SERVING     a trainer lives and may save                           DRAINING, FENCED, LEAVING
@@ -83,8 +81,7 @@ from ckpt.core.writer.held_run import (
 )
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
-from ckpt.core.writer.parts import PartWriter
-from ckpt.core.writer.persist import Drain, Persister
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import CheckpointError, FencedError, InUseError, ProtocolError, WriterError
 from ckpt.units import duration
 
@@ -234,7 +231,7 @@ class TrainerWatch(Protocol):
     The core notices by itself that a trainer has died. `ckpt.guard.fault_reports` is a watch; `ckpt.writer_process`
     passes it to the core.
 
-    A watch handles its own requests. It reads `PresentTrainer`, `HeldRun`, `HeldMemory` and `Drain`. It sets
+    A watch handles its own requests. It reads `PresentTrainer`, `HeldRun`, `HeldMemory` and `Saver`. It sets
     `PresentTrainer.crashed`, which is earlier than the end of the process, and `PresentTrainer.announced` if the
     trainer has explained its end, and calls `Bookkeeper.fault`. All methods are called in the event loop.
     """
@@ -259,10 +256,8 @@ class Life:
     trainer: PresentTrainer
     run: HeldRun
     held_memory: HeldMemory
-    parts: PartWriter
     opener: TierOpener
-    persister: Persister
-    drain: Drain
+    saver: Saver
     books: Bookkeeper
     watch: TrainerWatch
     server: Server
@@ -327,7 +322,7 @@ class Life:
 
     async def _drain_again(self, adoptions: int) -> None:
         await asyncio.to_thread(self.held_memory.digest_ring)
-        await self.drain.drain(adoptions)
+        await self.saver.drain(adoptions)
 
     def died(self, adoptions: int) -> None:
         """Begin to drain memory, because the trainer of this adoption has died or left."""
@@ -369,7 +364,7 @@ class Life:
         began, missing = time.monotonic(), list(self.run.tiers)
         while adoptions == self.trainer.adoptions:
             for tier in list(missing):
-                if await self.drain.make_durable(adoptions, tier, owed):
+                if await self.saver.make_durable(adoptions, tier, owed):
                     missing.remove(tier)
                 if self.run.tiers[0] not in missing:
                     drained.set()
@@ -425,7 +420,7 @@ class Life:
             process,
             writing_on=[(one.pid, one.started) for one in trainer.writing_on if one != process],
             lost=lost,
-            writing=list(self.parts.reads),
+            writing=list(self.saver.reads),
             faults=self.watch.hand_over() if adopts else [],
         )
         if adopts:
@@ -518,7 +513,7 @@ class Life:
 
     async def _finish(self) -> None:
         await self.books.finish()
-        await self.persister.finish_begun()
+        await self.saver.finish_begun()
         self.server.finished.set()
 
     @handles(messages.Leave)
@@ -533,7 +528,7 @@ class Life:
             self.books.ended("left")
             self.died(trainer.adoptions)
             return
-        adoptions, owed = trainer.adoptions, self.persister.begun()
+        adoptions, owed = trainer.adoptions, self.saver.begun()
         trainer.closed = True
         self.watch.stop()
         self._ended("left" if request.failed else "closed")
@@ -553,20 +548,20 @@ class Life:
             except TimeoutError:
                 pass  # a bucket does not reply
             finally:
-                await self.persister.close()
+                await self.saver.close()
         finally:
             self.background.loop.call_later(0.05, self.server.finished.set)  # after the reply has left
 
     async def _see_out(self, adoptions: int, owed: set[CheckpointId]) -> None:
         """Make the requested saves of a closed trainer durable, until another trainer inherits the memory."""
-        while adoptions == self.trainer.adoptions and self.persister.unfinished:
+        while adoptions == self.trainer.adoptions and self.saver.unfinished:
             await asyncio.sleep(0.01)
         try:
             await self._make_durable(adoptions, asyncio.Event(), owed)
         except FencedError as error:
             events.log.warning("%s", error)
         if adoptions == self.trainer.adoptions:
-            await self.persister.finish_begun()
+            await self.saver.finish_begun()
 
 
 def _memory_is_short() -> bool:

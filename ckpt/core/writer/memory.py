@@ -19,7 +19,7 @@ from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import messages
-from ckpt.core.ipc.arena import Arena, ArenaKeeper, Label, room
+from ckpt.core.ipc.arena import FREE_SHARE, Arena, ArenaKeeper, Label, room
 from ckpt.core.ipc.messages import Digest
 from ckpt.core.log.run_log import Acquire, in_history
 from ckpt.core.writer.held_run import Answer, Caller, PresentTrainer, handles
@@ -27,7 +27,6 @@ from ckpt.errors import SaveError, SkippedError, WriterError
 from ckpt.events import log
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
-MEMORY_SHARE = 0.8  # share of the available memory that an arena may use
 RING_SHARE = 0.5  # share of all memory that the arenas of a machine may use beyond two slots each
 KEEP_S = 1.0  # timeout for another process to release an arena that it keeps
 
@@ -38,12 +37,12 @@ def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
     there = room()
     free = there.available
     fair = int(RING_SHARE * there.total) // ranks // slot_size
-    found = min(slots, int(MEMORY_SHARE * free) // slot_size, max(2, fair))
+    found = min(slots, int(FREE_SHARE * free) // slot_size, max(2, fair))
     if found < least:
         some = "a snapshot" if least == 1 else f"{least} snapshots"
         fits = "does" if least == 1 else "do"
         raise SkippedError(
-            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {MEMORY_SHARE:.0%} of the {free / 2**20:.0f} "
+            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {FREE_SHARE:.0%} of the {free / 2**20:.0f} "
             "MiB of memory that are free: give the job more"
         )
     return found
@@ -54,13 +53,18 @@ def check_room(slots: int, slot_size: int) -> None:
     room_for(slots, slot_size, slots)
 
 
-def make_arena(slots: int, slot_size: int, least: int, *, ranks: int = 1, node: int | None = None) -> Arena:
+def make_arena(
+    slots: int, slot_size: int, least: int, *, most: int = 0, ranks: int = 1, node: int | None = None
+) -> Arena:
     """Make an arena with as many slots as fit, at most `slots`; the first one is ready. Raises SkippedError if `least`
-    do not fit. `ranks`, `node`: see `MakeArena`."""
+    do not fit. `most`, `ranks`, `node`: see `MakeArena`."""
+    wanted = slots
     slots = room_for(slots, slot_size, least, max(1, ranks))
     while True:
         try:
-            return Arena.create(slots, slot_size, ready=1, node=node)
+            return Arena.create(
+                slots, slot_size, most=max(most, slots) if slots == wanted else slots, ready=1, node=node
+            )
         except (MemoryError, OSError) as error:  # for example, others were faster, or memory locking is limited
             if slots == least:
                 raise SkippedError(f"{slots} snapshots do not fit into memory: {error}") from error
@@ -159,10 +163,6 @@ class HeldMemory:
         """Return the numbers of data files that this writer may still use for a checkpoint in a tier."""
         return self._numbers.setdefault((url, checkpoint), itertools.count(first))
 
-    def take_back(self, checkpoint: CheckpointId, reason: str) -> None:
-        """Record that a snapshot must not become a checkpoint."""
-        self.retracted.setdefault(checkpoint, reason)
-
     def forget_old(self) -> None:
         """Forget digests and numbers of snapshots that are no longer in memory."""
         held = {label.checkpoint for arena in self.all() for _, label in arena.sealed()}
@@ -204,7 +204,13 @@ class HeldMemory:
     async def make(self, request: messages.MakeArena) -> Answer:
         begun = self._trainer.adoptions
         arena = await asyncio.to_thread(
-            make_arena, request.slots, request.slot_size, request.least, ranks=request.ranks, node=request.node
+            make_arena,
+            request.slots,
+            request.slot_size,
+            request.least,
+            most=request.most,
+            ranks=request.ranks,
+            node=request.node,
         )
         if begun != self._trainer.adoptions:  # the next trainer would never release it
             arena.close()

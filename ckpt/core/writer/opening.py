@@ -23,8 +23,9 @@ from ckpt.core.ipc.messages import PartsHere, ProblemNote, TierFound
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, acquire_of, handles
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.promotion import IdleCores, Promoter, Throttle, threads
-from ckpt.errors import OutcomeUnknownError, SaveError, StoreError
+from ckpt.core.writer.promotion import IdleCores, threads
+from ckpt.core.writer.saver import Saver
+from ckpt.errors import OutcomeUnknownError, SaveError, StoreError, UsageError
 
 LOOK_BACK = 4  # number of earlier job attempts that are searched for save intervals
 
@@ -35,9 +36,8 @@ class TierOpener:
 
     trainer: PresentTrainer
     run: HeldRun
-    promoter: Promoter
+    saver: Saver
     books: Bookkeeper
-    throttle: Throttle
     held_memory: HeldMemory
 
     @handles(messages.OpenRun)
@@ -60,6 +60,7 @@ class TierOpener:
             for tier in (tier for tier in tiers if tier.opened):
                 await check_free(tier.log, lambda text: self.trainer.tell(ProblemNote(text)), self._has_ended)
         run.check_still(begun)
+        _check_one_run(tiers)
         run.tiers = tiers
         for tier in tiers:  # drop bases that were kept for a tier that was removed
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
@@ -93,7 +94,7 @@ class TierOpener:
         tier = await open_place(spec, later=later, root=root, again=again)
         if caveat := getattr(tier.store, "caveat", ""):
             self.trainer.tell(ProblemNote(caveat))
-        tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
+        tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.saver.throttle, IdleCores()
         return tier
 
     def _has_ended(self, lease: Lease) -> bool:
@@ -141,7 +142,7 @@ class TierOpener:
 
     async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:
         """Finish or abort unfinished checkpoints in a tier. Return the parts here if the tier is node-local."""
-        mine, wanted = self.run.mine(), self.promoter.wanted(tier)
+        mine, wanted = self.run.mine(), self.saver.to_copy(tier)
         await commits.recover(tier.log, mine, frozenset(tier.in_flight | wanted), partial=tier.role.partial)
         await tier.drop_uploads(mine, wanted)
         if not tier.role.partial:
@@ -182,9 +183,25 @@ class TierOpener:
             except SaveError as error:  # a checkpoint that it builds on is gone, so it was aborted
                 events.log.warning("%s: %s", tier.url, error)
         if request.resume:
-            self.promoter.begin_to_resume()
+            self.saver.begin_to_resume()
 
 
 def _found(tier: OpenTier) -> TierFound:
     state = tier.log.state
     return TierFound(tier.log.root, state.term, len(state.commits) + len(state.held), state.damaged)
+
+
+def _check_one_run(tiers: Sequence[OpenTier]) -> None:
+    """Raise UsageError if two tiers have checkpoints of different runs. The run with more starts would take over the
+    other one, and retention would delete its checkpoints."""
+    seen: list[tuple[str, set[tuple[int, str]]]] = []
+    for tier in (tier for tier in tiers if tier.opened and tier.log.state.commits):
+        state = tier.log.state
+        terms = {(a.term, a.nonce) for a in state.acquires} | {(a.term, a.nonce) for a in state.commits}
+        for url, others in seen:
+            if terms.isdisjoint(others):
+                raise UsageError(
+                    f"{url} and {tier.url} have checkpoints of different runs, which no start has had together. "
+                    "Nothing was changed. Pass the tiers of one run, or a new location"
+                )
+        seen.append((tier.url, terms))

@@ -1,17 +1,12 @@
-"""Limits the cores of background work, and throttles it while the training waits for a core.
+"""The work of the writer behind the training: its pace, copies of checkpoints from store to store, and queues of tiers.
 
 Low priority alone is not enough: a shared core has less cache and memory bandwidth for each side, and if all cores are
 busy, even the lowest priority gets some time. The kernel counts how long each thread was ready to run but did not run
-(`schedstat`). While that grows for the trainer, background work sleeps.
+(`schedstat`). While that grows for the trainer, `Throttle` makes background work sleep.
 
-Copies a checkpoint's files from one store to another, byte for byte, and verifies each chunk.
-
-    pending -> copy_part of every rank -> commit
-
+A copy takes a checkpoint's files byte for byte, and verifies each chunk: `pending`, `copy_part` for every rank, commit.
 Names are the same in all tiers, so files copied before a crash are found and not copied again. Nothing counts in the
 target before its log records it.
-
-Copies checkpoints from a nearer tier to a further one, so that memory is free sooner, and after a crash.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ import mmap
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,29 +24,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 
-from ckpt import events
 from ckpt.core.checkpoint import chunks, commits
-from ckpt.core.checkpoint.incremental import InStore
-from ckpt.core.checkpoint.manifests import layout_of, load_manifest
+from ckpt.core.checkpoint.manifests import load_manifest
 from ckpt.core.checkpoint.open_tier import OpenTier
-from ckpt.core.checkpoint.write import CHUNK, RankSnapshot, WrittenManifest, upload_from
+from ckpt.core.checkpoint.write import CHUNK, WrittenManifest, upload_from
 from ckpt.core.format.digest import chunk_digest, file_digest
 from ckpt.core.format.manifest import (
     MAX_JSON,
     CheckpointId,
     DataFile,
-    data_number,
-    folder_of,
-    is_data,
     manifest_key,
-    rank_of,
 )
 from ckpt.core.format.table import Table
 from ckpt.core.log.run_log import Commit, RunLog, RunState
-from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
-from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.parts import PartWriter, Settler
-from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError, RunGoneError, SaveError, SkippedError
+from ckpt.errors import CorruptError, ExistsError, NotFoundError, SkippedError
 from ckpt.store import PAGE, Store, get_small
 from ckpt.units import duration
 
@@ -346,163 +331,6 @@ class Turns:
         oldest = min(self.line, key=lambda one: one[0])
         self.line.remove(oldest)
         return oldest
-
-
-@dataclass(eq=False)
-class Promoter:
-    """Copies parts from a nearer tier to further ones, in the writer's event loop."""
-
-    trainer: PresentTrainer
-    run: HeldRun
-    held_memory: HeldMemory
-    parts: PartWriter
-    settler: Settler
-    background: Background
-    turns: defaultdict[str, Turns] = field(default_factory=lambda: defaultdict(Turns))  # of each tier, by its URL
-    _resuming: asyncio.Task[None] | None = None
-
-    async def promote(
-        self, tier: OpenTier, near: OpenTier, checkpoint: CheckpointId, free: Callable[[], None]
-    ) -> WrittenManifest | None:
-        """Copy this rank's part once a nearer tier has it. Return None if the attempt is a checkpoint already.
-
-        `free` is called when memory is no longer needed for it. Raises SkippedError if the further tier is too slow.
-        """
-        rank = _rank(near)
-        tier.in_flight.add(checkpoint)
-        tier.waiting += 1
-        try:
-            if (unsettled := len(tier.in_flight) - tier.waiting) >= BACKLOG:
-                free()
-                raise left_out(tier, checkpoint, f"has yet to get other ranks' parts of {unsettled} steps before it")
-            known = self.parts.stored.get((near.url, checkpoint))
-            if known is not None and not await asyncio.shield(known):
-                raise SaveError(f"step {checkpoint.step} is not in {near.url} either")
-            free()
-            async with self.turns[tier.url].turn(tier, checkpoint, BACKLOG - 1), tier.busy:
-                await tier.prepare()
-                self._check_wanted(tier, checkpoint)
-                if tier.log.state.ended(checkpoint):
-                    tier.in_flight.discard(checkpoint)
-                    return None
-                here = await commits.stored_manifest(near.store, checkpoint, rank)
-                if here is None:
-                    raise SaveError(f"step {checkpoint.step} is no longer in {near.url}")
-                written = await self._transfer(tier, near, here)
-            self._check_wanted(tier, checkpoint)
-            return written
-        except BaseException as error:
-            tier.in_flight.discard(checkpoint)
-            if isinstance(error, RunGoneError):
-                await tier.remove_rest(checkpoint, rank)
-            self.background.spawn(self.settler.tell_others(tier, checkpoint, rank, error))
-            raise
-        finally:
-            tier.waiting -= 1
-
-    async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenManifest) -> WrittenManifest:
-        """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
-        checkpoint, part = CheckpointId.parse(here.manifest.checkpoint), here.manifest
-        there = await commits.stored_manifest(tier.store, checkpoint, part.rank)
-        if there is not None:
-            return there
-        layout, source = layout_of(part, here.table), InStore(near.store, here.table)
-        previous = await tier.encoder.previous(tier.log, checkpoint, layout)
-        listed = [info.key async for info in tier.store.list(folder_of(checkpoint))]
-        left = [key for key in listed if is_data(key) and rank_of(key) == part.rank]
-        plain = not part.needs and not here.table.codec.any() and len(part.files) == 1
-        if plain and set(left) <= {part.files[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
-            with tier.flow.writing(checkpoint.step, part.files[0].size):
-                written = await copy_part(near.store, tier.store, checkpoint, part.rank, on_bytes=tier.flow.add)
-            tier.encoder.remember(written)
-            return written
-        first = max([self.run.first_number, *(data_number(key) + 1 for key in left)])
-        numbers = self.held_memory.numbers(tier.url, checkpoint, first)
-        snapshot = RankSnapshot(checkpoint, layout, memoryview(b""), part.values, part.finite, part.replicas)
-        return await self.parts.encode(tier, snapshot, source, numbers, reason=part.reason)
-
-    def _check_wanted(self, tier: OpenTier, checkpoint: CheckpointId) -> None:
-        """Raise SaveError if the step was retracted here or aborted by another rank."""
-        state = tier.log.state
-        if checkpoint in self.held_memory.retracted:
-            raise SaveError(f"step {checkpoint.step} was given up: {self.held_memory.retracted[checkpoint]}")
-        if checkpoint in state.aborted or (checkpoint in state.retired and checkpoint in state.reasons):
-            raise commits.given_up(state, checkpoint)
-
-    # -- after a start --
-
-    def wanted(self, tier: OpenTier) -> set[CheckpointId]:
-        """Return the checkpoints from before a crash that are still to be copied from the nearest tier to this one."""
-        near = self.run.near(tier)
-        if near is None:
-            return set()
-        return {one.checkpoint for one in self.pending(near, tier)} | set(near.log.state.held)
-
-    def pending(self, near: OpenTier, tier: OpenTier) -> list[Commit]:
-        """Return checkpoints whose copy from one tier to the other a crash has interrupted."""
-        return pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().term)
-
-    def begin_to_resume(self) -> None:
-        """Resume copies when all ranks have recovered."""
-        self._resuming = self.background.spawn(self.resume())
-
-    async def resume(self) -> None:
-        """Resume the copies that a crash has interrupted. The ranks share the parts, and all find the same pending
-        copies whenever they check."""
-        adoptions = self.trainer.adoptions
-        for tier in self.run.tiers[1:]:
-            near = self.run.near(tier)
-            if near is None:
-                continue
-            try:
-                await near.log.refresh()
-                await tier.prepare()
-                wanted = self.pending(near, tier)
-            except CheckpointError as error:
-                events.log.warning("earlier checkpoints are not copied to %s: %s", tier.url, error)
-                continue
-            for one in wanted:  # a damaged one must not block the others
-                if one.checkpoint not in tier.in_flight and adoptions == self.trainer.adoptions:
-                    try:
-                        await self.resume_one(tier, near, one)
-                    except CheckpointError as error:
-                        events.log.warning("step %d is not in %s: %s", one.step, tier.url, error)
-                        await self.settler.tell_others(tier, one.checkpoint, _rank(near), error)
-
-    async def resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
-        """Copy this rank's share of a checkpoint."""
-        mine = one.manifests[near.role.place :: len(near.role.ranks)]
-        if not mine:
-            return
-        near.promoting[one.checkpoint] += 1
-        tier.in_flight.add(one.checkpoint)
-        try:
-            async with tier.busy:
-                here = [
-                    await commits.load_manifest(near.store, one.checkpoint, rank, expected=digest)
-                    for rank, digest in mine
-                ]
-                await tier.prepare()
-                try:
-                    written = [await self._transfer(tier, near, part) for part in here]
-                except RunGoneError:
-                    for part in here:
-                        await tier.remove_rest(one.checkpoint, part.manifest.rank)
-                    raise
-            await self.settler.settle(tier, written[0])
-        finally:
-            near.unpin(one.checkpoint)
-            tier.in_flight.discard(one.checkpoint)
-
-    async def stop(self) -> None:
-        """Stop the copies. The next start resumes them."""
-        if self._resuming is not None:
-            self._resuming.cancel()
-            await asyncio.gather(self._resuming, return_exceptions=True)
-
-
-def _rank(tier: OpenTier) -> int:
-    return tier.role.ranks[tier.role.place]
 
 
 def left_out(tier: OpenTier, checkpoint: CheckpointId, why: str) -> SkippedError:

@@ -23,7 +23,7 @@ from ckpt.core.ipc.messages import Json
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.persist import Drain
+from ckpt.core.writer.saver import Saver
 from ckpt.errors import CheckpointError
 from ckpt.guard.fault_reports import FaultReporter
 from ckpt.metrics import Metrics
@@ -62,12 +62,12 @@ class Observers:
         trainer: PresentTrainer,
         run: HeldRun,
         held_memory: HeldMemory,
-        drain: Drain,
+        saver: Saver,
         books: Bookkeeper,
         reporter: FaultReporter,
     ) -> None:
         self._trainer, self._run, self._held_memory = trainer, run, held_memory
-        self._drain, self._books, self._reporter = drain, books, reporter
+        self._saver, self._books, self._reporter = saver, books, reporter
         self._serves = ""
         self._told: watch.Introduce | None = None
         self._heartbeat: Heartbeat | None = None
@@ -196,7 +196,7 @@ class Observers:
         return heartbeat.since(self._stretch.calls)[1]
 
     def _with_steps(self, found: RankStatus, heartbeat: Heartbeat, beat: Beat) -> RankStatus:
-        done, held = self._done(heartbeat), self._drain.wanted()
+        done, held = self._done(heartbeat), self._saver.in_memory()
         in_memory = held[0].step if held else None
         last = done[-1] if done else None
         step_s, stall_s, share = recent(done)

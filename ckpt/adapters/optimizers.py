@@ -14,9 +14,13 @@ import logging
 import random
 import re
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date, timedelta
+from enum import Enum
+from numbers import Number
+from pathlib import PurePath
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -548,12 +552,18 @@ def _name_of_class(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+_VALUES = (
+    str, bytes, bytearray, Number, list, tuple, set, frozenset, dict, deque, date, timedelta, PurePath, Enum,
+)  # fmt: skip
+
+
 def _form_of(value: object) -> str | None:
-    """Return a text that changes with the plain values in an object. None if the object has tensors or is an iterator.
+    """Return a text that changes with the plain values in an object. None if the object has tensors, is an iterator, or
+    is itself a value, like a text of another class.
 
     Process groups and meshes of torch.distributed have no values of a training.
     """
-    if isinstance(value, Iterator):
+    if isinstance(value, (Iterator, *_VALUES)):
         return None
 
     def extern(inner: object, path: Path) -> Json:

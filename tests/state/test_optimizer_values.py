@@ -431,7 +431,6 @@ def script_objects() -> Iterator[Callable[[int], dict[str, Any]]]:
         "args": Namespace(lr=lr),
         "user_dict": UserDict(lr=lr),
         "proxy": MappingProxyType({"lr": lr}),
-        "default": defaultdict(list, lr=[lr]),
     }
     dist.destroy_process_group()
 

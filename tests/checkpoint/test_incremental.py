@@ -36,7 +36,7 @@ from ckpt.core.format.codec import CODECS, DELTA, PLANES, RAW, word_of
 from ckpt.core.format.codec import encode as coded
 from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import BITS, Layout, TensorSpec
-from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, new_nonce, owner
+from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, is_data, new_nonce, owner, rank_of
 from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
@@ -44,6 +44,7 @@ from ckpt.core.writer import promotion
 from ckpt.core.writer.saver import Saver
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.tools.maintain import copy_run
+from ckpt.tools.maintain.listing import sizes_of
 from ckpt_backends.memory import MemoryStore
 from run_files import DATA, MANIFEST, checkpoint_id, data_key, kind_of, manifest_key, select
 
@@ -1183,3 +1184,23 @@ def test_next_checkpoint_is_full_after_unknown_codecs() -> None:
 def replace_encoders(job: Job) -> Job:
     """Return the same run with new encoders, as after a restart."""
     return Job(job.log, job.mine, [Encoder(e.policy) for e in job.encoders], job.saved)
+
+
+def test_rank_without_own_bytes_is_not_gone() -> None:
+    """A rank without tensors has no data file in a compressed tier: its full checkpoint still has a size. It is gone if
+    the data file of the other rank was deleted, or the manifest of the rank without one."""
+
+    async def scenario() -> None:
+        for lost in (None, "data", "manifest"):
+            job = await Job.open(Policy(compression="zstd"), world=2)
+            commit = await job.save(1, {"a": ("F32", 512, bytes(range(256)) * 8)})
+            keys = [info.key async for info in job.log.store.list("steps/")]
+            (data,) = (key for key in keys if is_data(key))
+            assert commit.full and commit.world == 2 and rank_of(data) == 0
+            if lost is not None:
+                await job.log.store.delete(data if lost == "data" else manifest_key(commit.checkpoint, 1))
+            (size,), total = await sizes_of(job.log, [commit])
+            assert (size is None) == (lost is not None), lost
+            assert total == size or lost is not None
+
+    asyncio.run(scenario())

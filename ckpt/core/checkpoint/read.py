@@ -65,6 +65,7 @@ from ckpt.errors import (
     NotFoundError,
     StoreError,
     TruncatedError,
+    UnreadableError,
     is_unreadable,
 )
 from ckpt.events import log as logger
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Note = Callable[[str], None]
 MOST_PROBLEMS = 100  # in a checkpoint, after which verification stops
+CHECK_HERE = "`ckpt verify RUN` checks the files that are here. A restore on all nodes reads the whole checkpoint."
 FEW = 8  # up to this many ranks, all manifests are read; with more, the index and the needed manifests
 
 
@@ -108,10 +110,7 @@ class Manifests:
     def saved(self, known: Layout | None = None) -> SavedState:
         """Return the checkpoint as one state. Raise CorruptError if this tier has only some ranks' manifests."""
         if len(self.manifests) != self.commit.world:
-            raise CorruptError(
-                f"this tier has only {len(self.manifests)} of the {self.commit.world} ranks' manifests of step "
-                f"{self.commit.step}: the others are on the disks of other nodes"
-            )
+            raise CorruptError(elsewhere(self.commit))
         layouts = [self.layout(manifest.rank, known) for manifest in self.manifests]
         return SavedState(layouts, [manifest.values for manifest in self.manifests], self.tables)
 
@@ -221,6 +220,14 @@ async def _from_any(
     raise failure
 
 
+def elsewhere(commit: Commit) -> str:
+    """Return which part of a checkpoint is here, if the rest is on the disks of other nodes."""
+    return (
+        f"this location has the files of only {len(commit.manifests)} of the {commit.world} ranks of step "
+        f"{commit.step}: the others are on the disks of other nodes"
+    )
+
+
 async def load_all(store: Store, commit: Commit) -> Manifests:
     """Read and verify every rank's manifest. Raise CorruptError or NotFoundError if one is damaged or missing."""
     sizes = await sizes_of_many(store, commit.checkpoint, len(commit.manifests))
@@ -296,7 +303,10 @@ async def saved_of(
 
 @contextlib.asynccontextmanager
 async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
-    """Explain a CorruptError: the checkpoint is damaged, or was retired during the read."""
+    """Explain a CorruptError: the checkpoint is damaged, or was retired during the read. Raise UnreadableError if the
+    files of some ranks are on the disks of other nodes."""
+    if not commit.whole:
+        raise UnreadableError(elsewhere(commit), advice=CHECK_HERE)
     try:
         yield
     except (CorruptError, NotFoundError, TruncatedError) as error:

@@ -277,8 +277,8 @@ class RunLog(LogFiles):
             root = await infer_root(self.store)
             if root is None and isinstance(error, NotFoundError):
                 raise NoCheckpointError(
-                    f"no run at {self.store.url}: it has no FORMAT.json. `ckpt import` makes a run of files of other "
-                    "programs"
+                    f"no run at {self.store.url}: it has no FORMAT.json. `ckpt import` creates a run from another "
+                    "program's files"
                 ) from None
             if root is None:
                 raise FormatError(f"{self.store.url} is not a run, or its log is damaged: {error}") from None

@@ -45,6 +45,7 @@ from ckpt.errors import CheckpointError, DeadlineError, FencedError, PeerError, 
 from ckpt.events import log
 from ckpt.saving import Save
 from ckpt.subscribers import flush, publish
+from ckpt.units import count_of
 
 STOP_S = 30.0  # for a fault that is being handled
 MOST_NAMED = 8  # ranks in a message
@@ -388,7 +389,7 @@ class Closing:
         if not self._run.stepped or last is None or kept == last or not speaks:
             return
         what = "no step is" if kept is None else f"step {kept} is"
-        again = f"; a restart does {last - kept} steps again" if kept is not None else ""
+        again = f"; a restart does {count_of(last - kept, 'step')} again" if kept is not None else ""
         log.warning("step %d was the last one, and %s kept: %s%s", last, what, why or self._why_not_common(last), again)
 
     def _why_not_common(self, step: int) -> str:

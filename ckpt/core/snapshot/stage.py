@@ -274,7 +274,7 @@ class Stager:
         try:
             arena.add_slot()
         except MemoryError as error:
-            log.warning("memory is short: no step is held while all %d snapshots are written: %s", arena.slots, error)
+            log.warning("memory is short: no step is held while the snapshots are written (%d): %s", arena.slots, error)
             return
         arena.touch(arena.slots - 1, lambda: arena.fd >= 0)
         self._adding = None

@@ -72,6 +72,7 @@ from ckpt.core.state.tensors import (
 )
 from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.units import count_of
 
 IN_TURN = ("params", "param_names")  # the keys of a group that are concatenated
 
@@ -471,12 +472,19 @@ class OptimizerNode(StateNode):
         if placement.strict:
             odd = sorted(have ^ want if placement.alone else have - want)
             difference = f"not in both: {_first(odd)}" if odd else "other order"
-            text = f"the parameter groups differ ({len(here)} groups here, {len(saved)} saved; {difference})"
+            text = (
+                f"the parameter groups differ ({count_of(len(here), 'group')} here, {len(saved)} saved; {difference})"
+            )
         else:
             new = sorted(have - want)
-            start = f"{len(new)} start without state ({_first(new)})" if new else "the groups are others"
-            whose = "its settings" if len(here) <= len(saved) else f"the settings of its first {len(saved)} groups"
-            text = f"{len(have & want)} parameters keep their state, {start}; {whose} are the checkpoint's"
+            start = f"{len(new)} without state ({_first(new)})" if new else "the groups are others"
+            whose = (
+                "its settings"
+                if len(here) <= len(saved)
+                else f"the settings of its first {count_of(len(saved), 'group')}"
+            )
+            kept = count_of(len(have & want), "parameter")
+            text = f"restored the state of {kept}, {start}; {whose} are the checkpoint's"
         placement.problem(f"{show(self.path)}: {text}")
 
     def _target(

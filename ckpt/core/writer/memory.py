@@ -25,6 +25,7 @@ from ckpt.core.log.run_log import Acquire, in_history
 from ckpt.core.writer.held_run import Answer, Caller, PresentTrainer, handles
 from ckpt.errors import SaveError, SkippedError, WriterError
 from ckpt.events import log
+from ckpt.units import count_of
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 RING_SHARE = 0.5  # share of all memory that the arenas of a machine may use beyond two slots each
@@ -67,7 +68,7 @@ def make_arena(
             )
         except (MemoryError, OSError) as error:  # for example, others were faster, or memory locking is limited
             if slots == least:
-                raise SkippedError(f"{slots} snapshots do not fit into memory: {error}") from error
+                raise SkippedError(f"no room in memory for {count_of(slots, 'snapshot')}: {error}") from error
             slots -= 1
 
 
@@ -78,7 +79,7 @@ def _make_ready(arena: Arena) -> None:
         try:
             arena.make_ready()
         except MemoryError as error:
-            log.warning("%d snapshots are held, and no more: %s", arena.slots, error)
+            log.warning("memory is limited to %s: %s", count_of(arena.slots, "snapshot"), error)
 
     threading.Thread(target=work, name="ckpt-ready", daemon=True).start()
 

@@ -50,6 +50,7 @@ from ckpt.errors import (
     SkippedError,
     StoreError,
 )
+from ckpt.units import count_of
 
 FAR_PATIENCE = 6  # factor of the timeout for other ranks' parts in slow tiers
 FAR_QUEUE = 1  # number of checkpoints that may wait for a write from memory to a slow tier
@@ -303,7 +304,8 @@ class Saver:
         try:
             if (unsettled := len(tier.in_flight) - tier.waiting) >= BACKLOG:
                 self.trainer.tell(note)
-                raise left_out(tier, checkpoint, f"has yet to get other ranks' parts of {unsettled} steps before it")
+                before = count_of(unsettled, "step")
+                raise left_out(tier, checkpoint, f"has yet to get other ranks' parts of {before} before it")
             known = self.stored.get((near.url, checkpoint))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {checkpoint.step} is not in {near.url} either")

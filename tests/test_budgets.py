@@ -52,7 +52,6 @@ BUDGETS = {
     "transformers": (1_520, 990),
 }
 TOTAL = (63_680, 42_230)
-TOTAL = (63_680, 42_230)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

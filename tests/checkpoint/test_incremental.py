@@ -797,8 +797,8 @@ def test_damaged_base_affects_only_its_delta() -> None:
     batches = read.plan_reads(table, range(4))
     asyncio.run(read.fetch(store, table, batches, lambda b, d: got.update({b: bytes(d)}), on_damage=note))
     assert lost.keys() == {0} and got == {b: plain[b] for b in (1, 2, 3)}
-    assert all("what one is based on is damaged" in text for text in lost.values())
-    with pytest.raises(CorruptError, match="what one is based on"):
+    assert all("the base of one is damaged" in text for text in lost.values())
+    with pytest.raises(CorruptError, match="the base of one"):
         asyncio.run(fetched(store, table, range(4)))
 
 

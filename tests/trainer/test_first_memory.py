@@ -184,7 +184,7 @@ def test_missing_memory_fails_the_step_in_time(run_dir: str, slow: threading.Eve
     with ckpt.Checkpointer(state, tiers, triggers=None, options=ckpt.Options(busy_timeout_s=0.5)) as cp:
         cp.restore(default=0)
         train(state)
-        with pytest.raises(ckpt.errors.DeadlineError, match="step 1 was not saved: there was no memory in time"):
+        with pytest.raises(ckpt.errors.DeadlineError, match="step 1 was not saved: no memory became free in time"):
             cp.step(1)
         slow.set()
         train(state)
@@ -203,7 +203,7 @@ def test_long_wait_for_memory_is_explained(
         train(state)
         threading.Timer(0.5, slow.set).start()
         cp.step(1)
-    assert caplog.text.count("has not made the memory yet") == 1
+    assert caplog.text.count("has not allocated the memory yet") == 1
 
 
 def arenas_open() -> list[str]:

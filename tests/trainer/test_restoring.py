@@ -19,7 +19,7 @@ def test_restore_log_line() -> None:
     assert restoring._line(found, 9).endswith("; training had come to step 9: 2 steps are lost")
     assert "lost" not in restoring._line(found, 7)
     found.skipped.append(Skipped(9, "file:///run", "damaged"))
-    assert restoring._line(found, 0).endswith("; newer ones that cannot be used, see above: 1")
+    assert restoring._line(found, 0).endswith("; skipped 1 newer ones, see above")
 
 
 def test_restore_during_interpreter_exit_fails(run_dir: str) -> None:

@@ -133,7 +133,7 @@ async def test_retracted_snapshot_is_not_promoted(writer: Writer) -> None:
         writing = asyncio.create_task(writer.write(10))
         await asyncio.sleep(0.01)
         writer.memory.retracted[writer.checkpoint(10)] = "it is torn"
-    with pytest.raises(SaveError, match="given up: it is torn"):
+    with pytest.raises(SaveError, match="aborted: it is torn"):
         await writing
 
 

@@ -274,7 +274,7 @@ class Stager:
         try:
             arena.add_slot()
         except MemoryError as error:
-            log.warning("memory is short: no step is held while all %d snapshots are written: %s", arena.slots, error)
+            log.warning("memory is short: staging pauses while all %d snapshots are written: %s", arena.slots, error)
             return
         arena.touch(arena.slots - 1, lambda: arena.fd >= 0)
         self._adding = None
@@ -294,7 +294,7 @@ class Stager:
             try:
                 self.arena.mutex.unlock()
             except OSError as error:
-                log.warning("the header of the shared memory is damaged, its lock cannot be released: %s", error)
+                log.warning("cannot release the lock of the shared memory, because its header is damaged: %s", error)
             self.arena = None
 
 
@@ -302,7 +302,7 @@ def _lock(arena: Arena) -> None:
     end = time.monotonic() + LEAVING_S
     while arena.mutex.try_lock() is Got.BUSY:  # the writer has detected the death, and releases it soon
         if arena.mutex.is_orphaned():
-            raise CorruptError("the header of the shared memory is damaged: nobody can lock it any more")
+            raise CorruptError("the header of the shared memory is damaged: it can no longer be locked")
         if time.monotonic() > end:
             raise WriterError("the memory of the last run is still locked by another process")
         time.sleep(0.001)
@@ -376,9 +376,9 @@ class Slots:
                     self._changed.wait(min(left_s, READY_S if being_made else 3600.0))
                 else:
                     why = (
-                        "the last trainer is still leaving the memory it had"
+                        "the previous trainer has not released the memory yet"
                         if self._holds > 0
-                        else "the disk does not keep up; save less often"
+                        else "the disk is too slow for the save interval; save less often"
                     )
                     raise DeadlineError(
                         f"step {snapshot.checkpoint.step} was not saved: no slot became free in time: {why}"
@@ -449,7 +449,7 @@ class Worker:
         try:
             failure = done.exception(timeout_s)
         except TimeoutError:
-            raise DeadlineError(f"the staging thread did not answer within {timeout_s:g} s") from None
+            raise DeadlineError(f"the staging thread did not respond within {timeout_s:g} s") from None
         if failure is not None:
             raise failure
 
@@ -468,7 +468,7 @@ class Worker:
         try:
             work()
         except BaseException:  # if the thread ended, its robust mutex would signal the death of the trainer
-            log.exception("something failed in the staging thread, which goes on")
+            log.exception("an operation of the staging thread failed; the thread continues")
 
 
 # -- optimizers wait for copies --
@@ -549,11 +549,11 @@ class UpdateGate:
         writer = Process.of(self.writer_pid)
         if self.writer_pid and writer.suspended:
             cause = (
-                f"the writer process {writer.pid} is stopped. Training goes on when that process continues "
+                f"the writer process {writer.pid} is stopped. Training resumes when that process continues "
                 f"(kill -CONT {writer.pid}) or ends"
             )
         else:
-            cause = f"the writer process {writer.pid} has not made the memory yet, or the machine is busy"
+            cause = f"the writer process {writer.pid} has not allocated the memory yet, or the machine is busy"
         log.warning("%s has waited %g s for the copy of a step: %s", waiter, WARN_S, cause)
 
     def _line_up(self, snapshot: NewSnapshot) -> None:

@@ -474,7 +474,7 @@ class OptimizerNode(StateNode):
             text = f"the parameter groups differ ({len(here)} groups here, {len(saved)} saved; {difference})"
         else:
             new = sorted(have - want)
-            start = f"{len(new)} start without state ({_first(new)})" if new else "the groups are others"
+            start = f"{len(new)} start without state ({_first(new)})" if new else "the groups differ"
             whose = "its settings" if len(here) <= len(saved) else f"the settings of its first {len(saved)} groups"
             text = f"{len(have & want)} parameters keep their state, {start}; {whose} are the checkpoint's"
         placement.problem(f"{show(self.path)}: {text}")
@@ -687,7 +687,7 @@ class Joint(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         """Join optimizers. Raise ValueError if their numbers of groups differ."""
         if len({len(one.param_groups) for one in parts}) != 1:
-            raise ValueError("optimizers with other numbers of groups are not alike")
+            raise ValueError("the optimizers have different numbers of groups")
         self.parts = tuple(parts)
         self.defaults = getattr(parts[0], "defaults", {})
         self.state = _States(self.parts)  # type: ignore[assignment]

@@ -176,7 +176,7 @@ class Server:
             if self.left.is_set() and isinstance(error, RuntimeError):  # the worker threads have ended already
                 error = WriterError("this writer is about to leave")
             elif not isinstance(error, CheckpointError):
-                events.log.exception("the writer failed at %r", incoming.op)
+                events.log.exception("the writer failed to handle the request %r", incoming.op)
             value = failure(error)
         _reply(channel, incoming.id, *(value if isinstance(value, Answer) else (value,)))
 
@@ -374,7 +374,7 @@ class Life:
             seconds = time.monotonic() - began
             if seconds > max(RETRY_FOR_S, self.run.linger_s) or (seconds > self.run.linger_s and _memory_is_short()):
                 urls = ", ".join(tier.url for tier in missing)
-                events.log.warning("gave up bringing memory to %s after %s", urls, duration(seconds))
+                events.log.warning("stopped writing memory to %s after %s", urls, duration(seconds))
                 return
             await asyncio.sleep(RETRY_S)
         drained.set()
@@ -393,7 +393,7 @@ class Life:
                 checked = now
                 await self.run.check_owner()
                 if await self.run.replaced():
-                    events.log.warning("another run has begun in place of this one: its memory is released")
+                    events.log.warning("another run replaced this one: released its memory")
                     return
                 if self.run.tiers and _memory_is_short():
                     events.log.warning("memory is short: released the snapshots, which every tier has")

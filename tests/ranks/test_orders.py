@@ -196,7 +196,7 @@ def test_post_raises_when_the_store_has_died() -> None:
         host.kill()
         host.wait(10)
         for orders in ranks.orders:
-            with pytest.raises(PeerError, match="cannot reach the torch.distributed store"):
+            with pytest.raises(PeerError, match=r"cannot reach the torch\.distributed store"):
                 orders.post("save", 2, {})
         ranks.stop()
         assert eventually(lambda: not readers())

@@ -181,8 +181,8 @@ START, LENGTH = 7, 13  # a range with neither the beginning nor the end of the o
 
 
 async def check_empty(store: Store) -> None:
-    """Raise FormatError if the store has files other than a run or test objects. What the writer of a deleted run may
-    have written last does not count."""
+    """Raise FormatError if the store has files other than a run or test objects. Files that the writer of a deleted
+    run may have written last do not count."""
     async for info in store.list():
         if info.key in ("lease.json", "latest.json"):
             continue

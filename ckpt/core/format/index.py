@@ -187,7 +187,7 @@ class Index:
 
     @cached_property
     def first_chunk(self) -> I64:
-        """Return the number of each rank's first chunk, counting the chunks of one rank after the other."""
+        """Return the number of each rank's first chunk, counting the chunks of a rank after the other."""
         return starts_of(np.cumsum(self.columns["owned"]))
 
     @cached_property

@@ -128,7 +128,7 @@ class Orders:
         while True:
             with self._lock:
                 if self._suspended or self._generation != generation:
-                    raise PeerError("the order was dropped, because the ranks are restoring")
+                    raise PeerError("the order was dropped, because a restore is under way")
                 order = Order(generation, self._next, self._world.rank, kind, step, body)
             ours = pack([order.rank, kind, step, body])
             found = self._create(self._key(generation, order.number), ours)

@@ -131,7 +131,7 @@ class Stager:
             slot = None if arena is None else self._free_slot(arena)
             if arena is None or slot is None or len(self.slots.unpinned(arena)) <= least:
                 return
-            self._adding = threading.Thread()  # no slot is added to this arena any more
+            self._adding = threading.Thread()  # no slot is added to this arena any longer
             self.slots.pin(arena, slot)
             self._filler.digests.forget(slot)
             self._toucher.stop()

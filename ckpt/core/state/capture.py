@@ -332,7 +332,7 @@ def _who(names: Names) -> dict[int, tuple[str, object]]:
 
 
 class Structure:
-    """What one reading found: the layout, and how the next reading takes the same slices of the tensors."""
+    """The result of a capture: the layout, and how the next reading takes the same slices of the tensors."""
 
     def __init__(
         self, nodes: Sequence[StateNode], contents: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]

@@ -210,7 +210,7 @@ def test_post_and_stop_return_when_store_hangs() -> None:
         process = Process.of(host.pid)
         os.kill(host.pid, signal.SIGSTOP)
         assert eventually(lambda: process.suspended)
-        with pytest.raises(PeerError, match="no answer within 1 s"):
+        with pytest.raises(PeerError, match="no response within 1 s"):
             ranks.orders[0].post("save", 2, {})
         os.kill(host.pid, signal.SIGCONT)
         assert eventually(lambda: can_post(ranks.orders[0]))

@@ -105,7 +105,7 @@ async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenManifest,
 async def _too_late(log: RunLog, mine: Acquire, own: WrittenManifest, role: Role, deadline_s: float) -> None:
     checkpoint = own.checkpoint
     missing = await _missing(log.store, checkpoint, own, role)
-    what = f"the manifests of ranks {missing}" if missing else "the confirmation that the disks of other nodes have theirs"
+    what = f"the manifests of ranks {missing}" if missing else "confirmation from the disks of other nodes"
     reason = f"{what} did not arrive within {deadline_s:g} s"
     if not role.partial:
         await abort(log, mine, checkpoint, reason)

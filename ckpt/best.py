@@ -90,5 +90,5 @@ def kept(url: str) -> dict[int, str]:
     try:
         return read.run(read_notes())
     except CheckpointError as error:
-        logger.warning("cannot read which checkpoints of %s are kept: %s", url, error)
+        logger.warning("cannot read the list of kept checkpoints of %s: %s", url, error)
         return {}

@@ -151,12 +151,12 @@ class Checkpointer:
 
     @property
     def stats(self) -> Stats:
-        """What saving has cost this process so far: stalls, copies and counts."""
+        """The cost of saving in this process so far: stalls, copies and counts."""
         return self._run.stats
 
     @property
     def last_restore(self) -> Restored | None:
-        """What the last restore() restored and which checkpoints it skipped."""
+        """The step that the last restore() restored, and the checkpoints that it skipped."""
         return self._restoring.last
 
     # -- saving --

@@ -44,7 +44,7 @@ def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = T
     capture = Capture(state, Seat(world.rank, world.size), subset=subset)
 
     def prepare() -> int | None:
-        """Read the state, so that an error of one rank ends the call on all of them. Return the step on rank 0."""
+        """Read the state, so that an error on any rank ends the call on all of them. Return the step on rank 0."""
         capture.read()
         return _step_of(location, which) if which == reference.BEST and world.rank == 0 else number
 

@@ -182,7 +182,7 @@ class _Order:
 
 
 class _Numbers(Sampler[int]):
-    """The sampler of one rank. Each number is epoch * size + sample, so that workers know the epoch."""
+    """The sampler of a rank. Each number is epoch * size + sample, so that workers know the epoch."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

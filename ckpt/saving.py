@@ -92,7 +92,7 @@ class Save:
             return future.result(timeout_s)
         except TimeoutError as error:
             if not isinstance(error, CheckpointError):
-                raise DeadlineError(f"{task} has not finished within {timeout_s:g} s; it goes on") from None
+                raise DeadlineError(f"{task} has not finished within {timeout_s:g} s; it continues") from None
             self._raised = True
             raise
         except CheckpointError:
@@ -114,7 +114,7 @@ class Save:
         _settle(self._staged, Checkpoint(self.step, self.id, where))
 
     def _set_unstaged(self, error: CheckpointError) -> None:
-        """Record that no process besides the trainer holds the step; durable tiers may still store it."""
+        """Record that only the trainer holds the step; durable tiers may still store it."""
         _settle(self._staged, error)
 
     def _set_committed(self, url: str) -> None:

@@ -57,4 +57,4 @@ def _check_empty(url: str) -> None:
 
 
 def _taken(url: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{url} has checkpoints already, and ckpt.save overwrites nothing: use another path")
+    return InvalidArgumentError(f"{url} already has checkpoints, and ckpt.save does not overwrite: use another path")

@@ -168,7 +168,7 @@ async def exists(store: Store, key: str) -> bool:
     return True
 
 
-LEASE = "lease.json"  # tells who trains a run: see `ckpt.core.checkpoint.lease`
+LEASE = "lease.json"  # names the process that trains a run: see `ckpt.core.checkpoint.lease`
 _FSSPEC = "ckpt_backends.remote:RemoteStore"
 _BUILT_IN = {
     "file": "ckpt_backends.local:LocalStore",
@@ -207,7 +207,9 @@ def normalise(url: str | Path) -> str:
     if not separator:
         scheme, rest = "file", text
     if not rest:
-        raise InvalidArgumentError(f"{text!r} names no folder: pass a folder or a URL, for example file:///data/run1")
+        raise InvalidArgumentError(
+            f"{text!r} does not name a folder: pass a folder or a URL, for example file:///data/run1"
+        )
     scheme = scheme.lower()
     if scheme == "file":
         if separator and rest.partition("/")[0] == "localhost":

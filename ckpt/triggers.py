@@ -197,7 +197,7 @@ def on_memory_pressure(*, share: float = 0.05) -> OnMemoryPressure:
 
 
 def as_triggers(triggers: object) -> tuple[Trigger, ...]:
-    """What the user passed: "auto", None for none, or a list."""
+    """The value that the user passed: "auto", None for none, or a list."""
     if isinstance(triggers, str) and triggers == "auto":
         return (
             on_signal(), on_preemption(), on_deadline(), on_exception(), on_oom(), on_hang(), on_memory_pressure(),
@@ -214,10 +214,10 @@ def as_triggers(triggers: object) -> tuple[Trigger, ...]:
             raise InvalidArgumentError(f"{one!r} is not a trigger{hint}")
     for kind in (OnHang, OnMemoryPressure):
         if sum(isinstance(one, kind) for one in found) > 1:
-            raise InvalidArgumentError(f"{kind.__name__} is among the triggers twice")
+            raise InvalidArgumentError(f"triggers contains {kind.__name__} twice: remove one")
     numbers = [number for one in found if isinstance(one, OnSignal) for number in one.numbers]
     if len(set(numbers)) != len(numbers):
-        raise InvalidArgumentError("the same signal is among the triggers twice")
+        raise InvalidArgumentError("triggers contains the same signal twice: remove one")
     return found
 
 

@@ -44,7 +44,7 @@ from ckpt.core.writer.life import Life, Server, call_myself
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.promotion import Throttle
-from ckpt.core.writer.saver import Saver
+from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import CheckpointError, NameTakenError, UsageError, WriterError
 from ckpt.guard.fault_reports import FaultReporter
 from ckpt.later import bring
@@ -62,7 +62,7 @@ async def serve(channel: Channel, listener: socket.socket, key: str, path: str, 
     memory = HeldMemory(trainer)
     server, run = Server(path, listener, trainer, background), HeldRun(trainer)
     books = Bookkeeper(lambda: run.tiers, trainer.tell)
-    saver = Saver(trainer, run, memory, books, Throttle(lambda: trainer.pid), background)
+    saver = WriterSaver(trainer, run, memory, books, Throttle(lambda: trainer.pid), background)
     opener = TierOpener(trainer, run, saver, books, memory)
     watch = FaultReporter(key, trainer, run, memory, saver, books, background)
     life = Life(trainer, run, memory, opener, saver, books, watch, server, background)

@@ -237,11 +237,11 @@ def test_uncalled_trigger_function_gets_a_hint() -> None:
 
 def test_duplicate_triggers_are_rejected() -> None:
     """Two settings for one hang, one memory or one signal are ambiguous."""
-    with pytest.raises(UsageError, match="OnHang is among the triggers twice"):
+    with pytest.raises(UsageError, match="triggers contains OnHang twice"):
         as_triggers([ckpt.triggers.on_hang(), ckpt.triggers.on_hang(min_s=5)])
-    with pytest.raises(UsageError, match="OnMemoryPressure is among the triggers twice"):
+    with pytest.raises(UsageError, match="triggers contains OnMemoryPressure twice"):
         as_triggers([ckpt.triggers.on_memory_pressure(), ckpt.triggers.on_memory_pressure()])
-    with pytest.raises(UsageError, match="the same signal is among the triggers twice"):
+    with pytest.raises(UsageError, match="triggers contains the same signal twice: remove one"):
         as_triggers([ckpt.triggers.on_signal("SIGTERM", "SIGUSR1"), ckpt.triggers.on_signal("SIGUSR1")])
     assert as_triggers([ckpt.triggers.on_signal("SIGTERM"), ckpt.triggers.on_signal("SIGUSR1")])  # negative control
 

@@ -139,7 +139,7 @@ async def begin(tiers: Sequence[Tier], job: Incarnation, step: int, world: int) 
     if saving is None:  # it was tried before and aborted
         owner = await _take_over(tiers, job, again=True)
         saving = await _begin(tiers, owner, step, world)
-        assert saving is not None, "nothing was tried in a new term"
+        assert saving is not None, "no save was attempted in a new term"
     if not any(isinstance(error, NoCheckpointError) for error in saving.errors.values()):
         note_owner(urls, job, owner)
     for url in saving.urls:
@@ -207,7 +207,7 @@ async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -
 
 
 def _with_help(error: CheckpointError, url: str) -> CheckpointError:
-    return FullError(f"{error}. `ckpt gc {url}` deletes what nothing needs") if isinstance(error, FullError) else error
+    return FullError(f"{error}. `ckpt gc {url}` deletes unused files") if isinstance(error, FullError) else error
 
 
 async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:

@@ -75,7 +75,7 @@ def wait_for(urls: Sequence[str]) -> None:
 
 
 def check_time(step: int) -> None:
-    """SaveError if it is too late: no thread can be started any more."""
+    """SaveError if it is too late: threads can no longer be started."""
     if concurrent.futures.thread._shutdown:
         raise SaveError(
             f"step {step} cannot be saved while the interpreter ends: save before that, not in an atexit handler"

@@ -32,7 +32,7 @@ class Incarnation:
 
 @dataclass
 class Known:
-    """What this process knows of one tier. `root`: id of the run that was opened there, "" before that."""
+    """The state that this process keeps for a tier. `root`: id of the run that was opened there, "" before that."""
 
     root: str = ""
     trusted: bool = False  # it was seen to create objects only if absent

@@ -36,7 +36,7 @@ PATH = ["dcp"]
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What the coordinator sends to a rank. `tiers`: URLs to write to, nearest first; `read_back`: those to read back;
+    """A request to a rank. `tiers`: URLs to write to, nearest first; `read_back`: those to read back;
     `names`: tensors that other ranks write; `token`: identifies this save; `job`: nonce of the job.
     """
 
@@ -52,7 +52,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a rank sends to the coordinator. `parts`: by URL, the digest of the manifest there; `errors`: by URL, why
+    """A reply to the coordinator. `parts`: by URL, the digest of the manifest there; `errors`: by URL, why
     there is none, as of `errors.to_wire`; `read_back`: tiers where everything was read back and is intact."""
 
     checkpoint: str

@@ -22,7 +22,7 @@ from ckpt.core.ipc.messages import FaultNote, Look, Report
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Background, Caller, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.saver import Saver
+from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.events import log
 from ckpt.guard.hang import Evidence, note_evidence
@@ -50,7 +50,7 @@ class FaultReporter:
     trainer: PresentTrainer
     run: HeldRun
     held_memory: HeldMemory
-    saver: Saver
+    saver: WriterSaver
     books: Bookkeeper
     background: Background
     faults: list[Fault] = field(default_factory=list)

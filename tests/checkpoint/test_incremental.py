@@ -41,7 +41,7 @@ from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
 from ckpt.core.writer import promotion
-from ckpt.core.writer.saver import Saver
+from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.tools.maintain import copy_run
 from ckpt.tools.maintain.listing import sizes_of
@@ -798,8 +798,8 @@ def test_damaged_base_affects_only_its_delta() -> None:
     batches = read.plan_reads(table, range(4))
     asyncio.run(read.fetch(store, table, batches, lambda b, d: got.update({b: bytes(d)}), on_damage=note))
     assert lost.keys() == {0} and got == {b: plain[b] for b in (1, 2, 3)}
-    assert all("what one is based on is damaged" in text for text in lost.values())
-    with pytest.raises(CorruptError, match="what one is based on"):
+    assert all("the base of one is damaged" in text for text in lost.values())
+    with pytest.raises(CorruptError, match="the base of one"):
         asyncio.run(fetched(store, table, range(4)))
 
 
@@ -1020,7 +1020,7 @@ def test_abort_keeps_files_of_a_copied_checkpoint() -> None:
         await log.refresh()
         await commits.abort(log, mine, second.checkpoint, "rank 1: its connection was reset")
         saver: Any = SimpleNamespace(run=SimpleNamespace(mine=lambda: mine))
-        await Saver._give_up(saver, OpenTier("memory://far", Keep(5), log), own, SaveError("rank 1"))
+        await WriterSaver._give_up(saver, OpenTier("memory://far", Keep(5), log), own, SaveError("rank 1"))
         assert third.checkpoint in log.state.commits
         assert await read.verify(far, log.state.commits[third.checkpoint]) == []
 

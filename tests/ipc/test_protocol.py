@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "missing field": ({"op": "write_slot", "tier": 0}, "'write_slot' is malformed: Object missing required field"),
     "missing descriptor": ({"op": "attach_arena"}, "'attach_arena' comes with 1 descriptors, not 0"),
-    "too long": ({"op": "retract", "checkpoint": "x" * (10 * MIB)}, "'retract' has 10 MiB, where 8 MiB are the most"),
+    "too long": ({"op": "retract", "checkpoint": "x" * (10 * MIB)}, "'retract' has 10 MiB, limit 8 MiB"),
     "a long name": ({"op": "x" * 5000}, "'" + "x" * 60 + "' is not known here"),
 }
 
@@ -300,7 +300,7 @@ def test_new_writer_of_another_version_is_rejected(own_sockets: Path, other_vers
         first.do(f"os.kill({first.writer}, 9)")
         first.do("from processes import eventually; eventually(lambda: cp._run.supervisor.failure is not None)")
         said = first.do("train()")
-    assert "there is no writer any more" in said and "9.9" in said and "changed on disk" in said, said
+    assert "the writer is lost" in said and "9.9" in said and "changed on disk" in said, said
 
 
 def test_writer_without_versions_gets_no_hello(own_sockets: Path, caplog: pytest.LogCaptureFixture) -> None:

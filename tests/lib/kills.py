@@ -38,7 +38,7 @@ spares = sys.argv[4:]  # what the writers that replace a killed one are armed wi
 
 class NextWriter(logging.Handler):
     def emit(self, record):
-        if "a new writer has taken over" in record.getMessage():
+        if "started a new writer" in record.getMessage():
             tell("replaced", 1)
             os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
 

@@ -159,7 +159,7 @@ class NextWriter(logging.Handler):
         os.environ["CKPT_FAIL"] = self.spares.pop(0) if self.spares else ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "a new writer has taken over" in record.getMessage():
+        if "started a new writer" in record.getMessage():
             say("replaced")
             self.arm()
 

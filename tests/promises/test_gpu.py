@@ -424,7 +424,7 @@ def test_a_refusal_to_lock_memory_does_not_come_up_later(
     cp = open_run(state)
     try:
         cp.save(1).wait_staged(60.0)
-        assert eventually(lambda: "could not be page-locked" in caplog.text)
+        assert eventually(lambda: "could not page-lock" in caplog.text)
         assert differences(read_back(cp, 1, twin), freeze(state)) == []
     finally:
         for address in taken:

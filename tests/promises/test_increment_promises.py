@@ -145,5 +145,5 @@ def test_save_error_about_damage_names_the_remedy(run_dir: str) -> None:
             if step == 5:
                 key, offset = newest(run_dir).place_of("model.frozen.weight")
                 flip(Path(run_dir, key), offset + 100)
-    assert all("ckpt repair" in error and "Training can go on" in error for error in errors)
+    assert all("ckpt repair" in error and "Training can continue" in error for error in errors)
     assert inside.problems_of_newest(run_dir) == []

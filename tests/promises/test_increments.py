@@ -344,7 +344,7 @@ spares = sys.argv[4:]
 
 class NextWriter(logging.Handler):
     def emit(self, record):
-        if "a new writer has taken over" in record.getMessage():
+        if "started a new writer" in record.getMessage():
             print("replaced", 1, flush=True)
             os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
 

@@ -862,7 +862,7 @@ def test_why_no_new_writer_starts_is_said(run_dir: str, own_sockets: Path, monke
     inside.run_in_writers(monkeypatch, "import everystep_was_removed", instead=True)
     kill_all(writers(own_sockets))
     saved = cp.save()
-    with pytest.raises(ckpt.errors.SaveError, match="No writer holds it: memory ends with this process") as failed:
+    with pytest.raises(ckpt.errors.SaveError, match="No writer has it: memory is lost when this process") as failed:
         saved.wait_durable(60)
     assert "still in memory" not in str(failed.value)
     with pytest.raises(ckpt.errors.WriterError, match=r"times within.*No module named 'everystep_was_removed'"):

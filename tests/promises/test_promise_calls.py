@@ -36,7 +36,7 @@ def test_no_restore_within_a_step(run_dir: str, monkeypatch: pytest.MonkeyPatch,
     steps(cp, state, 2)
 
     def interrupted() -> None:
-        with pytest.raises(ckpt.errors.UsageError, match="cannot come into") as caught:
+        with pytest.raises(ckpt.errors.UsageError, match="cannot run inside") as caught:
             cp.restore()
         said.append(caught.value)
 

@@ -148,7 +148,7 @@ def test_what_is_left_to_the_writer_is_no_failure(run_dir: str, caplog: pytest.L
         assert save is not None
         save.wait_staged(60)
         inside.abandon(cp)
-        with pytest.raises(ckpt.errors.SaveError, match="its writer goes on"):
+        with pytest.raises(ckpt.errors.SaveError, match="its writer continues"):
             save.wait_durable(60)
     assert not caplog.messages
     assert eventually(lambda: newest(run_dir) == 1)

@@ -165,7 +165,7 @@ def test_socket_names_taken_by_another_user_are_named(intruder: str) -> None:
     words = [sys.executable, "-c", TRAIN, intruder, "2", "return"]
     refused = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1
-    assert "another user of this machine (uid 65534) has the socket names of this run" in refused.stderr
+    assert "another user of this machine (uid 65534) uses the socket names of this run" in refused.stderr
     assert inside.VARIABLE_OF_NAMES in refused.stderr
 
 

@@ -123,7 +123,7 @@ def test_a_step_whose_weights_are_exchanged_cannot_be_saved(run_dir: str) -> Non
         train(cp, state)
         with cp.not_training(changes_state=True):
             halve(state)
-            with pytest.raises(ckpt.errors.UsageError, match=r"step 25 cannot be saved any more.*right after step"):
+            with pytest.raises(ckpt.errors.UsageError, match=r"step 25 can no longer be saved.*right after step"):
                 cp.save()
             raise ValueError("enough")
     assert restored(run_dir) == (20, toy.reference(20))

@@ -21,7 +21,7 @@ opt = torch.optim.SGD([w], lr=1.0)
 def update():
     w.grad = torch.full_like(w, -1.0)
     opt.step()
-with ckpt.Checkpointer({"w": w, "opt": opt}, options=ckpt.Options(name="promises")) as cp:
+with ckpt.Checkpointer({"w": w, "opt": opt}, memory=ckpt.Memory(keep=4), options=ckpt.Options(name="promises")) as cp:
     if "leave" in sys.argv:
         sys.exit(0)
     start = cp.restore(default=0)

@@ -397,7 +397,7 @@ def test_an_absent_rank_is_named(told: dict[str, list[Any]], where: str, step: i
     text = scene[1 - missing]["first"]
     assert text.startswith("DeadlineError: ") and f"rank {missing} did not " in text
     if (where, missing) == ("restoring", 1):
-        assert "rank 1 did not come" in scene[1]["late"]
+        assert "rank 1 did not arrive" in scene[1]["late"]
 
 
 def test_ranks_with_other_settings(told: dict[str, list[Any]]) -> None:
@@ -415,7 +415,7 @@ def test_ranks_at_other_steps(told: dict[str, list[Any]]) -> None:
     is committed."""
     scene = told["other step"]
     for rank, (step, other) in enumerate(((4, 1), (5, 0))):
-        assert f"step {step} was not committed: the parts of ranks {other} did not come within" in scene[rank]["error"]
+        assert f"step {step} was not committed: the manifests of ranks {other} did not arrive" in scene[rank]["error"]
     went_on(scene, 6, "file:")
 
 
@@ -460,7 +460,7 @@ def test_the_disk_fails_one_rank(told: dict[str, list[Any]]) -> None:
     errors = [one["errors"] for one in scene]
     assert all(mine[0] == mine[5] == "" for mine in errors)
     for theirs, own in zip(errors[0][1:4], errors[1][1:4], strict=True):
-        assert "was given up: rank 1: " in theirs
+        assert "was aborted: rank 1: " in theirs
         assert own.startswith("SaveError: ")
     for text in (errors[0][4], errors[1][4]):  # the manifest was whole: the others may have been quick enough
         assert text == "" or "No space" in text or "Input/output error" in text
@@ -471,8 +471,8 @@ def test_the_disk_fails_the_committer(told: dict[str, list[Any]]) -> None:
     """The same where one rank commits for all; only of a record that may have landed the others know better."""
     first, second = (one["errors"] for one in told["committer"])
     assert (first[0], second[0], first[3], second[3]) == ("", "", "", "")
-    assert "cannot tell whether the checkpoint is recorded in " in first[1]
-    assert first[2].startswith("SaveError: ") and "was given up: rank 0: " in second[2]
+    assert "cannot determine whether the checkpoint is recorded in " in first[1]
+    assert first[2].startswith("SaveError: ") and "was aborted: rank 0: " in second[2]
     went_on(told["committer"], 4)
 
 
@@ -492,7 +492,7 @@ def test_full_disk_is_not_filled_by_aborted_saves(told: dict[str, list[Any]]) ->
 def test_staging_fails_on_one_rank(told: dict[str, list[Any]], how: str) -> None:
     """The others do not wait for it, and get its error."""
     scene = told[f"staging: {how}"]
-    assert "was given up: rank 1: step 2 " in scene[0]["error"]
+    assert "was aborted: rank 1: step 2 " in scene[0]["error"]
     assert scene[1]["error"].startswith("SaveError: step 2 ")
     assert 2 not in both(scene, "steps")
     went_on(scene, 3)

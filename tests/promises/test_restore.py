@@ -249,7 +249,7 @@ MISFITS: dict[str, tuple[Callable[[], State], list[str]]] = {
     "entry missing": (lambda: {**build(1), "late": 1}, ["late is not in the checkpoint"]),
     "entry unexpected": (
         lambda: {k: v for k, v in build(1).items() if k != "loader"},
-        ["loader is in the checkpoint, and not in the state"],
+        ["loader is in the checkpoint, but not in the state"],
     ),
     "kind": (lambda: {**build(1), "loader": 5}, ["loader is a stateful in the checkpoint and a plain here"]),
     "several": (

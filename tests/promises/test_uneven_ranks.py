@@ -97,8 +97,8 @@ def test_close_counts_a_committed_step_as_saved(run_dir: str) -> None:
 @pytest.mark.parametrize(
     ("counts", "missing", "kept"),
     [
-        ((5, 6, 6), "rank 0 closed after step 5 and saved no step 6", [2, 4, 5]),
-        ((6, 6, 0), "rank 2 closed without any step() and saved no step 2", []),
+        ((5, 6, 6), "rank 0 closed after step 5 without saving step 6", [2, 4, 5]),
+        ((6, 6, 0), "rank 2 closed without any step() without saving step 2", []),
     ],
 )
 def test_close_names_the_rank_that_ended_early(
@@ -115,12 +115,12 @@ def test_close_names_the_rank_that_ended_early(
 def test_save_fails_while_training_when_another_rank_has_closed(run_dir: str) -> None:
     """The remaining rank is notified before it calls close()."""
     found, logged = uneven(run_dir, "one closes first", 3, 3)
-    assert "rank 1 closed after step 3 and saved no step 9" in found[0]["save"], (found, logged)
+    assert "rank 1 closed after step 3 without saving step 9" in found[0]["save"], (found, logged)
 
 
 @pytest.mark.parametrize(
     ("how", "names"),
-    [("one raises", "rank 1 left without close() after step 4"), ("one is killed", "rank 1 does not come any more")],
+    [("one raises", "rank 1 left without close() after step 4"), ("one is killed", "rank 1 has left")],
 )
 def test_close_does_not_wait_for_a_rank_that_left(run_dir: str, how: str, names: str) -> None:
     """It raised an exception or was killed. The error names it, and what was committed before stays."""
@@ -132,7 +132,7 @@ def test_close_does_not_wait_for_a_rank_that_left(run_dir: str, how: str, names:
 def test_score_fails_when_rank_0_has_left(run_dir: str) -> None:
     """Rank 0 decides which steps are the best, so the others would wait for it in vain."""
     found, logged = uneven(run_dir, "one raises, the other scores", 4, 4)
-    assert found[1]["score"].startswith("rank 0 left without close(), so nobody decides"), (found, logged)
+    assert found[1]["score"].startswith("rank 0 left without close(), so it is unknown"), (found, logged)
 
 
 def test_scores_agree_again_after_restore(run_dir: str) -> None:
@@ -216,7 +216,7 @@ def test_state_of_one_rank_returns_to_that_rank(run_dir: str) -> None:
     assert [one["restored"] for one in second] == [one["then"] for one in first]
     assert "log" in first[0]["then"] and "counts" not in first[0]["then"] and "counts" in first[1]["then"]
     for one in own(run_dir, 3):
-        assert "log is in the checkpoint, and not in the state" in one["error"]
+        assert "log is in the checkpoint, but not in the state" in one["error"]
 
 
 # An optimizer that keeps its moments as plain local tensors next to DTensor parameters, as TransformerEngine does.

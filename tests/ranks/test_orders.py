@@ -196,7 +196,7 @@ def test_post_raises_when_the_store_has_died() -> None:
         host.kill()
         host.wait(10)
         for orders in ranks.orders:
-            with pytest.raises(PeerError, match="store of the job cannot be reached"):
+            with pytest.raises(PeerError, match=r"cannot reach the torch\.distributed store"):
                 orders.post("save", 2, {})
         ranks.stop()
         assert eventually(lambda: not readers())
@@ -210,7 +210,7 @@ def test_post_and_stop_return_when_store_hangs() -> None:
         process = Process.of(host.pid)
         os.kill(host.pid, signal.SIGSTOP)
         assert eventually(lambda: process.suspended)
-        with pytest.raises(PeerError, match="no answer within 1 s"):
+        with pytest.raises(PeerError, match="no response within 1 s"):
             ranks.orders[0].post("save", 2, {})
         os.kill(host.pid, signal.SIGCONT)
         assert eventually(lambda: can_post(ranks.orders[0]))
@@ -253,7 +253,7 @@ def test_invalid_order_is_skipped(raw: bytes, caplog: pytest.LogCaptureFixture) 
     posted = ranks.orders[0].post("save", 1, {})
     assert posted.number == 1
     assert eventually(lambda: ranks.executed == [[posted], [posted]])
-    assert "order 0 of this job cannot be read" in caplog.text
+    assert "skipped order 0 of this job" in caplog.text
     ranks.stop()
 
 

@@ -494,7 +494,7 @@ def test_denied_append_raises_error_with_description(remote: bool) -> None:
         with pytest.raises(OutcomeUnknownError if remote else AccessError) as raised:
             await log.append(kept(checkpoint(1, 1), "mine"), owner=mine)
         said = (
-            "cannot tell whether the note that keeps a checkpoint is"
+            "cannot determine whether the note that keeps a checkpoint is"
             if remote
             else "the note that keeps a checkpoint cannot be"
         )
@@ -770,7 +770,7 @@ def test_slow_rank_is_reported_once_and_then_committed(monkeypatch: pytest.Monke
         await ranks.check()
 
     asyncio.run(scenario())
-    assert len(reports) == 1 and "rank 2 has not saved its part" in reports[0]
+    assert len(reports) == 1 and "rank 2 has not saved its shard" in reports[0]
 
 
 @pytest.mark.usefixtures("hasty")
@@ -781,10 +781,10 @@ def test_missing_manifest_aborts_checkpoint_after_deadline() -> None:
         ranks = await Ranks.open()
         waiting = [ranks.settle(await ranks.write(rank), deadline_s=0.1) for rank in (0, 1)]
         said = refused(await asyncio.gather(*waiting, return_exceptions=True))
-        assert all("the parts of ranks 2 did not come within 0.1 s" in text for text in said)
-        assert "ranks 2 did not come" in await ranks.reason()
+        assert all("the manifests of ranks 2 did not arrive within 0.1 s" in text for text in said)
+        assert "ranks 2 did not arrive" in await ranks.reason()
         said += refused(await asyncio.gather(ranks.save(2), return_exceptions=True))
-        assert "was given up: the parts of ranks 2" in said[-1]
+        assert "was aborted: the manifests of ranks 2" in said[-1]
         assert [kind for _, kind in ranks.appended] == ["ABORT"]
         await asyncio.gather(*(ranks.save(rank, step=2) for rank in range(WORLD)))
         await ranks.check(2)
@@ -884,8 +884,8 @@ def test_wrong_or_damaged_manifest_does_not_count(wrong: str) -> None:
             objects[key] = b"" if wrong == "empty" else bytes(raw)
         waiting = (ranks.settle(own, deadline_s=0.1) for own in parts)
         for text in refused(await asyncio.gather(*waiting, return_exceptions=True)):
-            assert "the parts of ranks 2 did not come" in text
-        assert "the parts of ranks 2 did not come" in await ranks.reason()
+            assert "the manifests of ranks 2 did not arrive" in text
+        assert "the manifests of ranks 2 did not arrive" in await ranks.reason()
 
     asyncio.run(scenario())
 
@@ -949,7 +949,7 @@ def test_existing_index_must_have_identical_bytes(there: str) -> None:
 UNFIT: dict[str, tuple[Layout, str]] = {
     "rows twice": (share_of(2, at=ROWS, rows=2 * ROWS), "do not agree about w: some of it was saved 2 times"),
     "a row twice": (share_of(2, at=2 * ROWS - 1, rows=ROWS + 1), "do not agree about w: some of it was saved 2 times"),
-    "a hole": (share_of(2, rows=ROWS - 1), "do not agree about w: some of it was saved by nobody"),
+    "a hole": (share_of(2, rows=ROWS - 1), "do not agree about w: some of it was not saved"),
     "another dtype": (share_of(2, dtype="I32"), "w is of shape [21] and dtype"),
     "another shape": (
         Layout((TensorSpec("w", "F32", (ROWS,)),), {}, share_of(2).components, 2, WORLD, {}, {"n": ("F32", ())}),
@@ -960,7 +960,7 @@ UNFIT: dict[str, tuple[Layout, str]] = {
         replace(share_of(2), components=[{**share_of(2).components[0], "names": ["w"]}]),
         "n is not in the state of rank 2",
     ),
-    "of another world": (share_of(2, 4), "rank 2 of 3 says it is rank 2 of 4"),
+    "of another world": (share_of(2, 4), "the manifest of rank 2 of 3 names rank 2 of 4"),
 }
 
 
@@ -976,7 +976,7 @@ def test_inconsistent_manifests_are_rejected(how: str, late: bool) -> None:
         parts = [await ranks.write(rank, layout=layout if rank == 2 else None) for rank in range(WORLD)]
         if late:
             await commits.recover(ranks.logs[0], ranks.mine)
-            message = "not whole" if how == "of another world" else message
+            message = "incomplete" if how == "of another world" else message
         else:
             waiting = (ranks.settle(own, deadline_s=1000) for own in parts)
             said = refused(await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30))
@@ -1135,7 +1135,7 @@ def test_node_with_missing_manifest_appends_no_held() -> None:
         ranks = await Ranks.open(4)
         own = await ranks.write(0)
         (said,) = refused(await asyncio.gather(ranks.settle(own, HERE, deadline_s=0.1), return_exceptions=True))
-        assert "the parts of ranks 1 did not come" in said
+        assert "the manifests of ranks 1 did not arrive" in said
         assert ranks.appended == []
 
     asyncio.run(scenario())

@@ -220,7 +220,7 @@ def test_every_sharding_restores_on_any_ranks(
 
 REFUSED = {
     "twice": ("the ranks do not agree about s.w: some of it was saved 2 times", "must cover it and not overlap"),
-    "hole": ("the ranks do not agree about s.w: some of it was saved by nobody", "must cover it and not overlap"),
+    "hole": ("the ranks do not agree about s.w: some of it was not saved", "must cover it and not overlap"),
     "replicas of one": ("some of it was saved 2 times", "list each other as `replicas`"),
     "dtype": ("s.w is of shape [4, 5] and dtype F", "F64", "F32", " for one rank, and of [4, 5] and F"),
     "dtype of nothing": ("s.w is of shape [4, 5] and dtype F64 for rank 1, and of [4, 5] and F32 for others",),

@@ -44,7 +44,7 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
 
         def open_run(state: State, *, every: int = 1, **settings: Any) -> ckpt.Checkpointer:
             options = ckpt.Options(name="frozen", **settings)
-            cp = ckpt.Checkpointer(state, memory=ckpt.Memory(every=every), options=options)
+            cp = ckpt.Checkpointer(state, memory=ckpt.Memory(every=every, keep=4), options=options)
             stack.callback(close, cp)
             cp.restore(default=0)
             memory_ready(cp)

@@ -51,5 +51,5 @@ def test_several_objects_handle_a_request_in_order(others: object) -> None:
 
 
 def test_writer_start_fails_on_a_request_without_handler(others: object) -> None:
-    with pytest.raises(TypeError, match="nobody deals with KeepSteps"):
+    with pytest.raises(TypeError, match="no handler for KeepSteps"):
         Dispatch(others)

@@ -57,5 +57,5 @@ def test_actions_for_a_trainer_end_when_another_connects() -> None:
 def test_writer_start_fails_if_a_request_has_no_handler() -> None:
     """A handler method in another class does not suffice."""
     run: Any = HeldRun(SimpleNamespace(adoptions=0))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="nobody deals with"):
+    with pytest.raises(TypeError, match="no handler for"):
         Dispatch(run)

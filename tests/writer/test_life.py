@@ -19,7 +19,7 @@ from ckpt.core.ipc.heartbeat import Process
 from ckpt.core.writer.held_run import Background, HeldRun, PresentTrainer
 from ckpt.core.writer.life import NEXT, Life, State
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.saver import Saver
+from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import FencedError
 from ckpt_backends.memory import MemoryStore
 from logs import new_log
@@ -69,7 +69,7 @@ def test_write_fails_if_its_slot_is_released_meanwhile(checked: bool, monkeypatc
         run.tiers.append(tier)
         run.become(owner)
         unused: Any = None
-        saver = Saver(trainer, run, memory, unused, unused, Background())
+        saver = WriterSaver(trainer, run, memory, unused, unused, Background())
         writing = asyncio.create_task(saver.store_part(tier, arena, 0, label))
         await store.began.wait()
         trainer.fence(FencedError("another job"))

@@ -24,7 +24,7 @@ from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
 from ckpt.core.writer.parts import settle
 from ckpt.core.writer.promotion import Throttle, Turns
-from ckpt.core.writer.saver import Saver
+from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
 from ckpt.store import options_of
 from ckpt_backends.memory import MemoryStore
@@ -71,7 +71,7 @@ class Writer:
         trainer: Any = SimpleNamespace(tell=self.told.append, adoptions=0, pid=0)
         self.memory, self.run, background = HeldMemory(trainer), HeldRun(trainer), Background()
         books = Bookkeeper(lambda: self.run.tiers, self.told.append)
-        self.saver = Saver(trainer, self.run, self.memory, books, Throttle(lambda: 0), background)
+        self.saver = WriterSaver(trainer, self.run, self.memory, books, Throttle(lambda: 0), background)
         self.opener = TierOpener(trainer, self.run, self.saver, books, self.memory)
 
     async def open(self, ranks: int = 2) -> None:
@@ -133,7 +133,7 @@ async def test_retracted_snapshot_is_not_promoted(writer: Writer) -> None:
         writing = asyncio.create_task(writer.write(10))
         await asyncio.sleep(0.01)
         writer.memory.retracted[writer.checkpoint(10)] = "it is torn"
-    with pytest.raises(SaveError, match="given up: it is torn"):
+    with pytest.raises(SaveError, match="aborted: it is torn"):
         await writing
 
 

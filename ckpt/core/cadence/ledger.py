@@ -262,10 +262,10 @@ class Account:
             data["landed"] = _in_lines(data.get("landed") or dict.fromkeys(_OF_LANDED, ()), _OF_LANDED)
             account = typed(cls, data)
             if not _NAME.fullmatch(account.key):
-                raise ValueError("its epoch is invalid")
+                raise ValueError("its term is invalid")
             return account
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"this is not the account of a job attempt, or it is truncated: {error!r}") from None
+            raise CorruptError(f"not the run metrics of a job attempt, or truncated: {error!r}") from None
 
 
 def _in_lines(columns: dict[str, list[Any]], names: Sequence[str]) -> list[dict[str, Any]]:

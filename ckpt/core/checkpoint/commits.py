@@ -181,8 +181,8 @@ START, LENGTH = 7, 13  # a range with neither the beginning nor the end of the o
 
 
 async def check_empty(store: Store) -> None:
-    """Raise FormatError if the store has files other than a run or test objects. What the writer of a deleted run may
-    have written last does not count."""
+    """Raise FormatError if the store has files other than a run or test objects. Files that the writer of a deleted
+    run may have written last do not count."""
     async for info in store.list():
         if info.key in ("lease.json", "latest.json"):
             continue
@@ -328,7 +328,7 @@ async def acquire(
     point("acquire.done")
     mine = [a for a in state.acquires if a.nonce == nonce]
     if not mine:
-        raise FormatError(f"the log of {log.store.url} has used up its terms: go on in another location")
+        raise FormatError(f"the log of {log.store.url} has used up its terms: continue in another location")
     return mine[-1]
 
 
@@ -496,8 +496,8 @@ async def complete(log: RunLog, mine: Acquire, checkpoint: CheckpointId) -> None
 
 def given_up(state: RunState, checkpoint: CheckpointId) -> SaveError:
     """Return the error that explains why a checkpoint was aborted or skipped."""
-    why = state.reasons.get(checkpoint, "its reason is not known any more")
-    return failed_by(f"step {checkpoint.step} was given up: {why}")
+    why = state.reasons.get(checkpoint, "the reason is no longer known")
+    return failed_by(f"step {checkpoint.step} was aborted: {why}")
 
 
 async def commit_or_end(
@@ -580,7 +580,7 @@ async def recover(
             reason = str(error)
             logger.warning("%s", error)
         except StoreError as error:
-            logger.warning("checkpoint %s stays open, because it cannot be read now: %s", checkpoint, error)
+            logger.warning("did not commit checkpoint %s, which cannot be read now: %s", checkpoint, error)
             continue
         await abort(log, mine, checkpoint, reason)
         done.aborted.append(checkpoint)
@@ -594,7 +594,7 @@ async def _is_to_land(
     """Return (True, "") if a checkpoint must be committed, else (False, reason)."""
     state = log.state
     if not manifests or not (is_whole(manifests) or partial):
-        return False, "not whole when the run was opened"
+        return False, "incomplete when the run was opened"
     since = state.requests.get(f"acquire:{checkpoint.nonce}", -1)
     if all(seq <= since for seq in state.damaged):  # no damaged record after the ACQUIRE of its job may have ended it
         return True, ""
@@ -603,5 +603,5 @@ async def _is_to_land(
         if bytes(await get_small(log.store, index_key(checkpoint), len(index))) == index:
             return True, ""
     reason = f"it {UNCLEAR}: {records(state.damaged)}"
-    logger.warning("step %d is left out, though all of it is there: %s", checkpoint.step, reason)
+    logger.warning("skipped step %d, although all its files exist: %s", checkpoint.step, reason)
     return False, reason

@@ -334,7 +334,7 @@ async def _read_lease(log: RunLog) -> bytes | None:
     except CorruptError:
         return b""  # longer than any lease
     except StoreError as error:
-        text = f"cannot check now whether another process trains {log.store.url}, so it was not taken over: {error}"
+        text = f"cannot check now whether another process trains {log.store.url}, so this one did not open it: {error}"
         raise UnreadableError(text, retryable=error.retryable, advice=UNSEEN) from error
 
 

@@ -21,7 +21,7 @@ UNCLEAR = "may have been taken back"  # part of the reason in an ABORT of a chec
 SHOWN = 4  # problems in one message
 RECORDED_S = 4.0  # from an index to its record, on a busy machine
 PAUSE_S = 0.25
-NO_RECORD = "no log record says"
+NO_RECORD = "no log record shows"
 
 
 @dataclass(frozen=True)
@@ -147,4 +147,4 @@ def in_words(skipped: Sequence[Skipped], chosen: int) -> str:
     last = max(one.step for one in skipped)
     count = max(0, last - chosen)
     steps = "1 step" if count == 1 else f"{count} steps"
-    return f"{steps} after step {chosen}, up to step {last}, passed over because of damage: {listed(skipped)}"
+    return f"{steps} after step {chosen}, up to step {last}, skipped because of damage: {listed(skipped)}"

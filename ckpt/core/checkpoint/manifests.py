@@ -114,7 +114,7 @@ def table_of(manifest: Manifest) -> Table:
     np.maximum.at(ends, table.file, table.offset + table.stored)
     for key, end in zip(table.files, ends.tolist(), strict=True):
         if end > sizes[key]:
-            raise CorruptError(f"{what} points behind the end of {key}")
+            raise CorruptError(f"{what} points past the end of {key}")
     return table
 
 
@@ -174,7 +174,7 @@ async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict
     async def one(rank: int) -> tuple[list[Any], Table]:
         manifest, _ = await read_manifest(store, commit.checkpoint, rank, expected=known[rank])
         if manifest.world != commit.world:
-            raise CorruptError(f"the manifest of rank {rank} at step {commit.step} is of another number of ranks")
+            raise CorruptError(f"the manifest of rank {rank} at step {commit.step} names another number of ranks")
         return manifest.values, table_of(manifest)
 
     return dict(zip(ranks, await of_each(ranks, one), strict=True))
@@ -215,7 +215,7 @@ async def _sound(
             return await load_manifest(store, checkpoint, rank, sizes=sizes, compact=compact)
         except (CorruptError, FormatError, NotFoundError, TruncatedError) as error:
             if not (again and isinstance(error, CorruptError)):
-                logger.warning("checkpoint %s: the manifest of rank %d does not count: %s", checkpoint, rank, error)
+                logger.warning("checkpoint %s: ignored the manifest of rank %d: %s", checkpoint, rank, error)
                 return None
     return None
 

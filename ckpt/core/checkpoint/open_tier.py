@@ -186,8 +186,8 @@ class OpenTier:
                 self.encoder.distrust(max([newest.checkpoint, *self.log.state.commits, *self.in_flight]))
                 found = "; ".join(problems[:10])
                 text = (
-                    f"step {newest.step} in {self.url} is damaged on disk: {found}. Training can go on: the next "
-                    f"checkpoint does not build on it. `ckpt repair {self.url}` says what can be mended"
+                    f"step {newest.step} in {self.url} is damaged on disk: {found}. Training can continue: the next "
+                    f"checkpoint does not build on it. `ckpt repair {self.url}` shows what can be repaired"
                 )
                 notify(ProblemNote(text, "SaveError"))
                 return

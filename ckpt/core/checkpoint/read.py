@@ -251,7 +251,7 @@ async def _manifest(
 
     manifests = tuple(await of_each(wanted, load))
     if any(manifest.world != commit.world for manifest in manifests):
-        raise CorruptError(f"the manifests of step {commit.step} are of another number of ranks than its record says")
+        raise CorruptError(f"the manifests of step {commit.step} name another number of ranks than its log record")
     return Manifests(commit, manifests, tuple(map(table_of, manifests)))
 
 

@@ -128,7 +128,7 @@ def _check_base(codec: int, length: int, base: Buffer | None, error: type[Except
     there = None if base is None else memoryview(base).nbytes
     wanted = length if codec == DELTA else None
     if there != wanted:
-        raise error(f"{CODECS[codec]} of {length} bytes takes a base of {wanted} bytes, not {there}")
+        raise error(f"{CODECS[codec]} of {length} bytes needs a base of {wanted} bytes, not {there}")
 
 
 # -- byte planes --

@@ -78,7 +78,7 @@ class ColumnFile:
         frames = _arrays().load(bytes(raw))
         counts = json.loads(frames.pop("counts").tobytes())
         if counts.keys() != self.kinds.keys() or frames.keys() != self.kinds.keys():
-            raise CorruptError(f"{what} has other columns than it should")
+            raise CorruptError(f"{what} does not have the expected columns")
         if not all(type(n) is int and 0 <= n <= self.most for n in counts.values()):
             raise CorruptError(f"{what} declares impossible sizes")
         sizes = {name: n * np.dtype(self.kinds[name]).itemsize for name, n in counts.items()}
@@ -87,10 +87,10 @@ class ColumnFile:
         if sum(sizes.values()) > min(self.most, self.folds * few):
             raise CorruptError(f"{what} declares {sum(sizes.values())} bytes, which is implausibly large")
         if max(counts[name] for name in self.rows) > few:
-            raise CorruptError(f"{what} declares more of something than a file of its size has")
+            raise CorruptError(f"{what} declares more items than fit into a file of its size")
         for name, size in sizes.items():
             if size != (len(stored[name]) if name in self.whole else zstandard.frame_content_size(stored[name])):
-                raise CorruptError(f"{what}: column {name} does not hold what it declares")
+                raise CorruptError(f"{what}: column {name} does not have the declared size")
         reader = zstandard.ZstdDecompressor(max_window_size=1 << 27)
         found = {}
         for name, size in sizes.items():
@@ -98,11 +98,11 @@ class ColumnFile:
             if name not in self.whole:
                 plain = reader.decompress(plain, max_output_size=size, allow_extra_data=False)
             if len(plain) != size:
-                raise CorruptError(f"{what}: column {name} does not hold what it declares")
+                raise CorruptError(f"{what}: column {name} does not have the declared size")
             found[name] = np.frombuffer(plain, self.kinds[name])
             # A few bytes of JSON may expand to very many objects.
             if name in self.spoken and sum(plain.count(mark) for mark in b",[{") > 8 * few:
-                raise CorruptError(f"{what}: column {name} says more than a file of its size has to say")
+                raise CorruptError(f"{what}: column {name} has more values than fit into a file of its size")
         return found
 
 
@@ -125,7 +125,7 @@ class Columns:
         """Return a column of `count` ascending end positions, of which the last is `total`."""
         column = self.numbers(name, count, 0, total)
         if (np.diff(column) < 0).any() or (int(column[-1]) if count else 0) != total:
-            raise CorruptError(f"{self._what}: column {name} does not add up")
+            raise CorruptError(f"{self._what}: column {name} has an inconsistent sum")
         return column
 
     def digests(self, name: str, count: int) -> Bytes:

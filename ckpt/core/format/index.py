@@ -129,10 +129,10 @@ def check_cover(shape: Dims, boxes: Sequence[Box], name: str, effort: Effort) ->
     except TangledError as error:
         raise CorruptError(f"the ranks do not agree about {name}: {error}") from None
     if (least, most) != (1, 1):
-        wrong = "saved by nobody" if least == 0 else f"saved {most} times"
+        wrong = "not saved" if least == 0 else f"saved {most} times"
         raise CorruptError(
             f"the ranks do not agree about {name}: some of it was {wrong}. Pieces in ckpt.state.Shards must "
-            "cover it and not overlap; those that hold the same all list each other as `replicas`"
+            "cover it and not overlap; pieces with the same elements must list each other as `replicas`"
         )
 
 
@@ -187,7 +187,7 @@ class Index:
 
     @cached_property
     def first_chunk(self) -> I64:
-        """Return the number of each rank's first chunk, counting the chunks of one rank after the other."""
+        """Return the number of each rank's first chunk, counting the chunks of a rank after the other."""
         return starts_of(np.cumsum(self.columns["owned"]))
 
     @cached_property
@@ -260,7 +260,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str, world: int, count: int
     entries = np.array([len(view.components) for view in views])[columns.numbers("view", count, 0, len(views) - 1)]
     alike = columns.numbers("alike", count, 0, count - 1)
     if (alike > np.arange(count)).any() or (alike[alike] != alike).any() or (entries[alike] != entries).any():
-        raise CorruptError(f"{what} has a rank that is like an impossible one")
+        raise CorruptError(f"{what} refers to an impossible rank")
     return Index(raw, names, views, columns.files())
 
 
@@ -278,7 +278,7 @@ def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: st
     if int(dim_starts[-1]) != len(raw["piece_dims"]):
         raise CorruptError(f"{what}: column piece_dims does not add up")
     if (np.diff(starts) == 0).any():
-        raise CorruptError(f"{what} has a tensor of which no rank has anything")
+        raise CorruptError(f"{what} has a tensor that no rank has")
     first = np.maximum(raw["tensor_instance"], 0)
     if len(pattern) and (np.maximum.reduceat(rank, starts[:-1])[pattern] + first >= world).any():
         raise CorruptError(f"{what} has a piece of an impossible rank")
@@ -343,7 +343,7 @@ def _build(shares: Sequence[Share], partial: bool) -> Index:
     for at, share in enumerate(shares):
         world, ranks = shares[0].world if partial else len(shares), share.table.columns.rank
         if share.world != world or (share.rank != at and not partial) or (ranks != share.rank).any():
-            raise CorruptError(f"rank {at} of {world} says it is rank {share.rank} of {share.world}")
+            raise CorruptError(f"the manifest of rank {at} of {world} names rank {share.rank} of {share.world}")
     names, numbers = _numbered([share.table.columns.names for share in shares])
     tensors = _Tensors(names, partial, sum(map(len, numbers)))
     for block in _blocks(len(names), numbers, [share.table for share in shares]):
@@ -444,7 +444,7 @@ class _Tensors:
         there = shards.rank - np.maximum(0, shards.instance)
         if (there < 0).any():
             name = self._names[int(block.name[np.argmax(there < 0)])]
-            raise CorruptError(f"{name}: a rank has a piece of what belongs to higher ranks only")
+            raise CorruptError(f"{name}: a rank has a piece of a tensor that belongs to higher ranks only")
         pattern, content = np.full(len(heads), -1, np.int64), np.zeros((len(heads), DIGEST_SIZE), np.uint8)
         accelerated = np.maximum.reduceat(shards.accelerated, heads) if len(heads) else heads
         alone = (np.diff(starts) == 1) & shards.whole[heads]
@@ -546,7 +546,7 @@ def _check_views(shares: Sequence[Share], pool: _Pool, tensors: _Tensors) -> Non
         if lost := own - known:
             raise CorruptError(f"{min(lost)} is not in the table of the checkpoint")
         for name in sorted(together - own - view.aliases.keys())[:1]:
-            raise CorruptError(f"{name} is not in the state of rank {view.first}, and others hold it together: {ALL}")
+            raise CorruptError(f"{name} is not in the state of rank {view.first}, but is sharded on others: {ALL}")
     for layout, rank in pool.layouts.values():
         for name, (dtype, shape) in layout["forms"].items():
             if forms.get((name, GLOBAL), (dtype, tuple(shape))) != (dtype, tuple(shape)):
@@ -558,7 +558,7 @@ def _check_views(shares: Sequence[Share], pool: _Pool, tensors: _Tensors) -> Non
     for share in shares:
         for name, instance in pool.instances(share):
             if (name, share.rank if instance == OWN else instance) not in forms:
-                raise CorruptError(f"{name}: what rank {share.rank} has of it was saved by no rank")
+                raise CorruptError(f"{name}: no rank saved the elements that rank {share.rank} has")
 
 
 class _Pool:

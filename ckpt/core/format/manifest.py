@@ -82,10 +82,10 @@ def nonce_of(job: str, turn: int) -> str:
 def read_needs(texts: Any, checkpoint: CheckpointId) -> tuple[CheckpointId, ...]:
     """Parse the ids that a checkpoint builds on. Raise CorruptError unless all are older, sorted, and not too many."""
     if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
-        raise CorruptError(f"checkpoint {checkpoint} needs an impossible number of others")
+        raise CorruptError(f"checkpoint {checkpoint} depends on an impossible number of checkpoints")
     found = tuple(map(CheckpointId.parse, texts))
     if any(a >= b for a, b in itertools.pairwise((*found, checkpoint))):
-        raise CorruptError(f"checkpoint {checkpoint} needs one that is not older, or not in its place")
+        raise CorruptError(f"checkpoint {checkpoint} depends on a checkpoint that is not older, or out of order")
     return found
 
 
@@ -319,7 +319,7 @@ def read_format(raw: bytes | memoryview) -> str:
     """Return the root id. Raise CorruptError if it is damaged, FormatError for other formats and major versions."""
     data = unseal(raw, "FORMAT.json")
     if data.get("format") != "everystep" or not isinstance(data.get("root"), str):
-        raise FormatError("not a run of everystep: FORMAT.json says otherwise")
+        raise FormatError("not a run of everystep: FORMAT.json is from another program")
     if (major := data.get("major")) != MAJOR:
         older = type(major) is int and major < MAJOR
         raise FormatError(

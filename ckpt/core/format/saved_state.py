@@ -207,7 +207,7 @@ class SavedState:
         tables = {rank: table for rank, (_, table) in found.items()}
         for rank, table in tables.items():
             if table.owned != int(self.index.columns["owned"][rank]) or (table.columns.rank != rank).any():
-                raise CorruptError(f"the table of rank {rank} is not what the index says")
+                raise CorruptError(f"the table of rank {rank} does not match the index")
         self._kept |= tables
         if sum(table.owned for table in self._kept.values()) > KEPT:
             self._kept = {}
@@ -236,7 +236,7 @@ class SavedState:
                     and bool((shards.dtype[mine] == DTYPE_NUMBER[spec.dtype]).all())
                 )
             if not fits:
-                raise CorruptError(f"the index says of {spec.name} what the tables of its ranks do not")
+                raise CorruptError(f"the index does not match the tables of the ranks that have {spec.name}")
             found[number] = mine[(np.cumsum(there) - 1)[pieces]].tolist()
         self.tensors = _Tensors(self.index, found)
 
@@ -323,7 +323,7 @@ class SavedState:
             for component in view.components:
                 orders: dict[str, list[int]] = component["facts"].get(ORDERS, {})
                 if type(orders) is not dict or not all(map(_is_order, orders.values())):
-                    raise CorruptError("what is stored of the memory layout of tensors is not a list of dimensions")
+                    raise CorruptError("the stored memory layout of tensors is not a list of dimensions")
                 found.update((view.aliases.get(name, name), order) for name, order in orders.items())
         return self._ordered[view.first]
 
@@ -403,7 +403,7 @@ class SavedState:
         """Keep the plain values of some ranks, so that they need not be read again."""
         for rank, mine in values.items():
             if len(mine) != len(self._view(rank).components):
-                raise CorruptError(f"the plain values of rank {rank} are not of its layout")
+                raise CorruptError(f"the plain values of rank {rank} do not match its layout")
         self._fetched.update(values)
 
     def check_values(self, values: Mapping[int, list[Json]]) -> None:
@@ -416,7 +416,7 @@ class SavedState:
         for rank, mine in values.items():
             components = self._view(rank).components
             if len(components) != len(mine):
-                raise CorruptError(f"the plain values of rank {rank} are not of its layout")
+                raise CorruptError(f"the plain values of rank {rank} do not match its layout")
             self._orders(self._view(rank))
             for one, value in zip(components, mine, strict=True):
                 node = SavedNode(tuple(one["path"]), one["kind"], one["facts"], value, tuple(one["names"]))

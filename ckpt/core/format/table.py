@@ -355,7 +355,7 @@ class Table:
     def name_of(self, chunk: int) -> str:
         """Return the name of the tensor that a chunk belongs to."""
         names = [self.columns.names[shard] for shard in self.users(chunk)] or ["nothing"]
-        return names[0] if chunk < self.owned else f"what {names[0]} is based on"
+        return names[0] if chunk < self.owned else f"the base of {names[0]}"
 
     def compact(self) -> Table:
         """Return a copy with only what the index needs, in the narrowest dtypes, without locations of chunks."""
@@ -508,12 +508,12 @@ def _check_forms(table: Table, what: str) -> None:
     if (table.stored > table.length).any():
         raise CorruptError(f"{what}: a chunk takes more room than its plain bytes")
     if (table.base[~delta] >= 0).any():
-        raise CorruptError(f"{what}: a chunk has a base that it cannot use")
+        raise CorruptError(f"{what}: a chunk has an impossible base")
     if delta[table.owned :].any():
-        raise CorruptError(f"{what}: a base needs a base itself")
+        raise CorruptError(f"{what}: a base has a base itself")
     base = table.base[delta]
     if (base < table.owned).any() or (table.length[base] != table.length[delta]).any():
-        raise CorruptError(f"{what}: a delta against what cannot be its base")
+        raise CorruptError(f"{what}: a delta has an impossible base")
 
 
 @cache

@@ -75,7 +75,7 @@ INSTEAD = {
         "torch's DataLoader has no state that can be saved: use ckpt.Loader or torchdata's StatefulDataLoader. "
     ),
     "argparse.": "Save vars(...) of it. ",
-    "builtins.generator": "Save what it is made from, for example the torch.Generator that draws the order. ",
+    "builtins.generator": "Save its source instead, for example the torch.Generator that draws the order. ",
 }
 """Alternatives to objects that users often put into a state."""
 
@@ -411,7 +411,7 @@ def joined(nodes: list[SavedNode]) -> SavedNode:
     try:
         return _joined(nodes)
     except ODD as error:
-        raise CorruptError(f"what the ranks saved of one entry does not go together: {error}") from None
+        raise CorruptError(f"the values that the ranks saved for one entry are inconsistent: {error}") from None
 
 
 def _joined(nodes: list[SavedNode]) -> SavedNode:
@@ -450,7 +450,7 @@ def _joined_wrappers(nodes: list[SavedNode]) -> dict[str, Any]:
     """Join the descriptions of tensors that consist of other tensors."""
     rows = [form for node in reversed(nodes) for form in node.facts.get("wrappers", ())]
     if not all(type(form) is dict and type(form.get("name")) is str for form in rows):
-        raise CorruptError("what is stored of tensors that are made of others has no names")
+        raise CorruptError("the stored list of wrapper tensors has no names")
     return {"wrappers": list({form["name"]: form for form in rows}.values())} if rows else {}
 
 
@@ -483,9 +483,9 @@ def _union(lists: Iterable[Iterable[Any]]) -> list[Any]:
 def check_node(node: SavedNode, find: Callable[[str], TensorSpec | None]) -> None:
     """Raise CorruptError unless a restore can read this entry. `find`: returns the tensor of a name, or None."""
     if node.kind == "optimizer" and not is_optimizer(node):
-        raise CorruptError(f"{show(node.path)}: what is stored of it is not the state of an optimizer")
+        raise CorruptError(f"{show(node.path)}: the stored data is not the state of an optimizer")
     if node.kind == "custom module" and unpaired(node.values) is None:
-        raise CorruptError(f"{show(node.path)}: what is stored of it is not the state of a module")
+        raise CorruptError(f"{show(node.path)}: the stored data is not the state of a module")
 
     def check(reference: Json) -> str:
         tag = str(reference["$"])
@@ -498,7 +498,7 @@ def check_node(node: SavedNode, find: Callable[[str], TensorSpec | None]) -> Non
         for name in [reference["name"]] if reference["$"] != "wrapper" else _names_in(reference):
             found = find(name) if type(name) is str else None
             if found is None:
-                raise CorruptError(f"{show(node.path)} refers to {name!r:.80}, which the checkpoint does not hold")
+                raise CorruptError(f"{show(node.path)} refers to {name!r:.80}, which is not in the checkpoint")
             if reference["$"] == "ndarray":
                 check_array(found, reference)
         return tag
@@ -508,7 +508,7 @@ def check_node(node: SavedNode, find: Callable[[str], TensorSpec | None]) -> Non
         for form in node.facts.get("wrappers", ()):
             check(form)
     except ODD as error:
-        raise CorruptError(f"{show(node.path)}: what is stored of it is damaged: {error}") from None
+        raise CorruptError(f"{show(node.path)}: the stored data is damaged: {error}") from None
 
 
 def _names_in(wrapper: Json) -> list[Any]:
@@ -548,5 +548,5 @@ def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[in
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"not a shape: {shape!r:.80}")
     if of.dtype != "U8" or len(of.shape) != 1 or math.prod(shape) * dtype.itemsize != of.nbytes:
-        raise ValueError(f"{of.name} does not hold an array of {dtype} of shape {shape!r:.80}")
+        raise ValueError(f"{of.name} does not contain an array of {dtype} of shape {shape!r:.80}")
     return dtype, shape

@@ -326,7 +326,7 @@ def listen(key: str) -> socket.socket | None:
             time.sleep(0.01)  # its owner may be about to listen, or to end
         sock.close()
     raise UsageError(
-        f"another user of this machine{other} has the socket names of this run (@{_address(key, 0)[1:]}). End that "
+        f"another user of this machine{other} uses the socket names of this run (@{_address(key, 0)[1:]}). End that "
         f"user's process, or set the environment variable {RUNTIME} to a folder of your own: it gives your runs other "
         "names"
     )

@@ -172,7 +172,7 @@ def _convert(data: object, kind: type[T], name: str) -> T:
 
 def _check_size(name: str, size: int, most: int) -> None:
     if size > most:
-        raise refusal(name, f"has {size / MIB:.0f} MiB, where {most / MIB:.0f} MiB are the most")
+        raise refusal(name, f"has {size / MIB:.0f} MiB, limit {most / MIB:.0f} MiB")
 
 
 def refusal(name: str, problem: str) -> ProtocolError:

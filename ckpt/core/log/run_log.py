@@ -189,7 +189,7 @@ class LogFiles:
             raise CorruptError("missing")
         record = unseal(raw, f"log record {seq}")
         if record.get("seq") != seq or record.get("root") != self.root:
-            raise CorruptError(f"log record {seq} belongs to another run or number")
+            raise CorruptError(f"log record {seq} belongs to another run or has another number")
         return record
 
     def snapshot(self, seq: int, raw: bytes | None) -> RunState | None:
@@ -244,7 +244,7 @@ class RunLog(LogFiles):
             root = await infer_root(self.store)
             if root is None and [one async for one in self.store.list("log/") if sequence(one.key) is not None]:
                 raise UnreadableError(
-                    f"{self.store.url} cannot be read now: it lists records of a run, and returns none of them"
+                    f"{self.store.url} cannot be read now: it lists records of a run, but returns none of them"
                 ) from None
             return root == self.root and not await self._newest_missing()
 
@@ -451,7 +451,7 @@ class RunLog(LogFiles):
                 self.check_owner(owner)
                 if self._tried.get(record.id, state.requests_from) < state.requests_from:
                     raise OutcomeUnknownError(
-                        f"cannot tell whether {TITLES[record.type]} is recorded in {self.store.url}: too many "
+                        f"cannot determine whether {TITLES[record.type]} is recorded in {self.store.url}: too many "
                         "records followed, and the log no longer names this request"
                     )
                 due = self._snapshot_due()
@@ -571,7 +571,7 @@ def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) 
     title = TITLES[record.type]
     if isinstance(error, AccessError) and not put and not store.remote:
         return AccessError(f"{title} cannot be recorded: {error}")
-    return OutcomeUnknownError(f"cannot tell whether {title} is recorded in {store.url}: {error}")
+    return OutcomeUnknownError(f"cannot determine whether {title} is recorded in {store.url}: {error}")
 
 
 async def infer_root(store: Store) -> str | None:

@@ -128,7 +128,7 @@ class Orders:
         while True:
             with self._lock:
                 if self._suspended or self._generation != generation:
-                    raise PeerError("the ranks restore, so that the order is dropped")
+                    raise PeerError("the order was dropped, because a restore is under way")
                 order = Order(generation, self._next, self._world.rank, kind, step, body)
             ours = pack([order.rank, kind, step, body])
             found = self._create(self._key(generation, order.number), ours)
@@ -141,7 +141,7 @@ class Orders:
     def _create(self, key: str, body: bytes) -> bytes:
         boards = self._boards
         if boards is None:
-            raise PeerError("the store of the job cannot be reached: its last answer did not come")
+            raise PeerError("cannot reach the torch.distributed store: it did not respond to the last request")
         try:
             return boards[1].create(key, body)
         except PeerError:
@@ -174,7 +174,7 @@ class Orders:
             order = Order(generation, number, int(rank), str(kind), int(step), body)
         except (TypeError, ValueError, PeerError) as error:
             order = None
-            log.warning("order %d of this job cannot be read, and is skipped: %r", number, error)
+            log.warning("skipped order %d of this job, which cannot be read: %r", number, error)
         with self._lock:
             if self._suspended or (generation, number) != (self._generation, self._next):
                 return order
@@ -194,7 +194,7 @@ class Orders:
                 self.pause_s = min(AGAIN_S, max(self._usual_s, SLOW * (time.monotonic() - began)))
             except PeerError as error:
                 if self._boards is not None:
-                    log.info("orders of other ranks cannot be read for now: %s", error)
+                    log.info("could not read the orders of other ranks, retrying: %s", error)
                 self._boards, self.pause_s = None, min(AGAIN_S, 2 * self.pause_s)
 
     # -- a restore, in which all ranks take part --

@@ -93,7 +93,7 @@ class Transfer:
             while chunks:
                 chunk, length = _unpack(sock, HEADER, idle=True)
                 if chunk not in chunks or length > MAX_CHUNK:
-                    raise PeerError(f"sent chunk {chunk} of {length} bytes, which is not expected")
+                    raise PeerError(f"sent an unexpected chunk: {chunk}, {length} bytes")
                 if len(buffer) < length:
                     buffer = memoryview(bytearray(length))
                 take(chunk, _read(sock, buffer[:length]))
@@ -119,7 +119,7 @@ class Transfer:
                 if _unpack(sock, BYTE) == (WELCOME,):
                     _limit(sock, self._silence_s)
                     return sock
-                problems.append(f"{address}: something else listens there")
+                problems.append(f"{address}: another program listens there")
             except (OSError, PeerError) as error:
                 problems.append(f"{address}: {error}")
         raise PeerError(f"cannot be reached ({'; '.join(problems) or 'it has no address'})")
@@ -148,7 +148,7 @@ class Transfer:
                 sock.sendall(data)
         except OSError as error:
             _hang_up(sock)  # after an incomplete chunk, the receiver cannot parse the rest
-            raise PeerError(f"rank {rank} takes nothing more: {error.strerror}") from None
+            raise PeerError(f"rank {rank} no longer receives data: {error.strerror}") from None
 
     def _accept(self) -> None:
         while not self._closed:
@@ -184,7 +184,7 @@ class Transfer:
                 raise self._error
             if self._left:
                 raise DeadlineError(
-                    f"{count_of(self._left, 'chunk')} of other ranks did not come within {timeout_s:g} s"
+                    f"{count_of(self._left, 'chunk')} of other ranks did not arrive within {timeout_s:g} s"
                 )
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ def _read(sock: socket.socket, view: memoryview, *, idle: bool = False) -> memor
                 raise PeerError("stands still") from None
             continue
         if size == 0:
-            raise PeerError("hung up before it had sent everything")
+            raise PeerError("closed the connection before it had sent everything")
         got += size
     return view
 

@@ -127,11 +127,11 @@ class Board:
                     run()
                 self._silent = not futures.wait([answer], self.answer_s).done
             if self._silent:
-                raise PeerError(f"the store of the job cannot be reached: no answer within {self.answer_s:g} s")
+                raise PeerError(f"cannot reach the torch.distributed store: no response within {self.answer_s:g} s")
         try:
             return answer.result()
         except (RuntimeError, OSError) as error:  # torch raises RuntimeError
-            raise PeerError(f"the store of the job cannot be reached: {str(error).partition(chr(10))[0]}") from error
+            raise PeerError(f"cannot reach the torch.distributed store: {str(error).partition(chr(10))[0]}") from error
 
 
 class Alone:
@@ -149,10 +149,10 @@ def pack(value: Json) -> bytes:
     try:
         text = json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"ranks tell each other JSON only: {error}") from None
+        raise UsageError(f"a message between ranks must be JSON: {error}") from None
     body = b"j" + text if len(text) <= SQUEEZE else b"z" + zlib.compress(text)
     if len(body) > MAX_VALUE:
-        raise UsageError(f"{len(body)} bytes are too much for one message between ranks, which holds {MAX_VALUE}")
+        raise UsageError(f"a message between ranks has {len(body)} bytes, more than the limit of {MAX_VALUE}")
     return body
 
 
@@ -162,7 +162,7 @@ def unpack(body: bytes) -> Json:
             raise ValueError(body[:20])
         return json.loads(zlib.decompress(body[1:]) if body[:1] == b"z" else body[1:])
     except (ValueError, zlib.error, RecursionError) as error:
-        raise PeerError(f"the store of the job holds something that is no message of ours: {error}") from None
+        raise PeerError(f"the torch.distributed store contains an invalid message: {error}") from None
 
 
 # -- ranks and agreements --
@@ -189,7 +189,7 @@ class World:
     ) -> None:
         """`node`: any string that is equal for ranks that share memory. With several ranks, this waits for all."""
         if not 0 <= rank < size or (size > 1 and store is None):
-            raise UsageError(f"rank {rank} of {size} with store {store!r}: a rank is below the size, and several meet")
+            raise UsageError(f"rank={rank}, size={size}: rank must be below size, and size > 1 needs a store")
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._store = Alone() if size == 1 else store  # keep a reference, because a TCPStore ends with its object
         self._board = Board(self._store).another()
@@ -226,7 +226,7 @@ class World:
                     answered[rank] = found
             if time.monotonic() > end:
                 absent = [rank for rank, key in enumerate(here, 1) if not board.has([key])]
-                raise DeadlineError(f"meet: rank {_some(absent)} did not come within {self.timeout_s:g} s")
+                raise DeadlineError(f"meet: rank {_some(absent)} did not arrive within {self.timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.2, PAUSE_S)
         nodes = _numbered([node, *map(str, board.get(here))])
@@ -239,7 +239,7 @@ class World:
     def _answer(self, key: str) -> Json:
         """Wait for a value that rank 0 posts while the ranks meet."""
         if self._board.missing([key], self.timeout_s + GRACE_S):
-            raise DeadlineError(f"meet: rank 0 did not answer within {self.timeout_s + GRACE_S:g} s")
+            raise DeadlineError(f"meet: rank 0 did not respond within {self.timeout_s + GRACE_S:g} s")
         return self._board.get([key])[0]
 
     @classmethod
@@ -258,8 +258,8 @@ class World:
         size = os.environ.get("WORLD_SIZE", "")
         if size.isdecimal() and int(size) > 1 and not (dist.is_available() and dist.is_initialized()):
             raise UsageError(
-                f"WORLD_SIZE={size}, but this process has not met the others: "
-                "call torch.distributed.init_process_group() before making a Checkpointer"
+                f"WORLD_SIZE={size}, but torch.distributed is not initialized: "
+                "call torch.distributed.init_process_group() before creating a Checkpointer"
             )
         return cls(node=node, timeout_s=timeout_s)
 
@@ -339,8 +339,8 @@ class World:
         self._board.put(f"{turn}{self.rank}", post)
         if self._board.missing([f"{turn}verdict"], timeout_s + GRACE_S, lambda _: 0 in dead()):
             if 0 in (known := dead()):
-                raise PeerError(f"{topic}: rank 0 does not come any more: {known[0]}")
-            raise DeadlineError(f"{topic}: rank 0 did not answer within {timeout_s + GRACE_S:g} s")
+                raise PeerError(f"{topic}: rank 0 has left: {known[0]}")
+            raise DeadlineError(f"{topic}: rank 0 did not respond within {timeout_s + GRACE_S:g} s")
         verdict = _message(self._board.get([f"{turn}verdict"])[0], "rank 0")
         if "error" in verdict:
             raise from_wire(verdict["error"])
@@ -384,7 +384,7 @@ class World:
             raise PeerError(f"{topic}: {self._board.get([f'{turn}{LEFT}'])[0]['error']['message']}")
         for rank, key in keys.items():
             if key in left and key in missing:
-                raise PeerError(f"{topic}: rank {rank} does not come any more: {left[key]}")
+                raise PeerError(f"{topic}: rank {rank} has left: {left[key]}")
         came = [rank for rank, key in keys.items() if key not in missing]
         posts = {0: unpack(post)} | dict(zip(came, self._board.get([keys[rank] for rank in came]), strict=True))
         self._stale += [*keys.values(), f"{turn}verdict"]
@@ -430,7 +430,7 @@ class Mailbox:
         missing = self._board.missing([self._prefix + key for key in keys], timeout_s, lambda _: stopped())
         if missing:
             names = [key for key in keys if self._prefix + key in missing]
-            raise DeadlineError(f"no word from other ranks within {timeout_s:g} s: {_some(names)}")
+            raise DeadlineError(f"no response from other ranks within {timeout_s:g} s: {_some(names)}")
         return self._board.get([self._prefix + key for key in keys])
 
     def poll(self, keys: Sequence[str]) -> bool:
@@ -444,7 +444,7 @@ def _message(value: Json, who: str) -> dict[str, Any]:
         return value
     wire = value.get("error") if type(value) is dict else None
     if type(wire) is not dict or {type(wire.get(key)) for key in ("error", "message")} != {str}:
-        raise PeerError(f"{who} posted something that is no message of ours; is its version of this library another?")
+        raise PeerError(f"{who} posted an invalid message: use the same version of everystep on all ranks")
     return {"topic": value.get("topic"), "error": wire}
 
 
@@ -464,11 +464,11 @@ def _values(topic: str, posts: dict[int, Json], missing: list[int], timeout_s: f
     for rank, message in messages.items():
         if message.get("topic") != topic:
             raise PeerError(
-                f"rank 0 came to {topic!r}, rank {rank} to {message.get('topic')!r}: "
+                f"rank 0 called {topic!r}, rank {rank} called {message.get('topic')!r}: "
                 "all ranks must make the same calls in the same order"
             )
     if missing:
-        raise DeadlineError(f"{topic}: rank {_some(missing)} did not come within {timeout_s:g} s")
+        raise DeadlineError(f"{topic}: rank {_some(missing)} did not arrive within {timeout_s:g} s")
     for rank, message in messages.items():
         if "error" in message:  # the rank could not post its value
             raise from_wire({**message["error"], "message": f"rank {rank}: {message['error']['message']}"})

@@ -80,7 +80,7 @@ DESCRIBED = 256 << 20  # characters that all ranks together may post with the ca
 RETRY_AFTER_S = (0.2, 1.0)
 CONNECT_S, TRANSFER_S = 30.0, 600.0  # timeouts to connect to a rank, and to receive all chunks
 OVERRIDDEN = (
-    "the checkpoint's settings were taken for %s. To use the script's, set them after restore(): in "
+    "the checkpoint's settings replaced the script's for %s. To use the script's, set them after restore(): in "
     "optimizer.param_groups (lr and initial_lr), and as attributes of the scheduler (base_lrs, T_max)"
 )
 
@@ -204,7 +204,7 @@ class Candidates:
         step = posts[0]["step"]
         for rank, post in enumerate(posts):
             if post["step"] != step:
-                raise UsageError(f"rank {rank} asks for {_asked(post['step'])}, rank 0 for {_asked(step)}")
+                raise UsageError(f"rank {rank} requests {_asked(post['step'])}, rank 0 for {_asked(step)}")
         acquires = {
             (e, n): Acquire(e, n, r and CheckpointId.parse(r)) for post in posts for e, n, r in post["acquires"]
         }
@@ -369,7 +369,7 @@ def restore_first(
             logger.warning("step %d in %s cannot be read now: %s", source.checkpoint.step, source.tier, error)
             continue
         result.skipped.append(Skipped(source.checkpoint.step, source.tier, str(error)))
-        advice = "" if source.tier == "memory" else f" (`ckpt repair {source.tier}` may mend it)"
+        advice = "" if source.tier == "memory" else f" (`ckpt repair {source.tier}` may repair it)"
         logger.warning("step %d in %s cannot be used%s: %s", source.checkpoint.step, source.tier, advice, error)
     if unreadable is not None:
         checkpoint, tier, why = unreadable
@@ -420,7 +420,7 @@ def _report_lost(
     if world.rank == 0 and missed and chosen is not None:
         logger.warning("%s", losses.in_words(missed, chosen.step))
     elif world.rank == 0 and lost and not missed:
-        logger.warning("damage was found, and nothing newer is known to be lost by it: %s", losses.listed(lost))
+        logger.warning("found damage, but no newer checkpoint is known to be lost: %s", losses.listed(lost))
 
 
 @contextlib.contextmanager
@@ -442,7 +442,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
         try:
             described = together(world, "describe", source.describe)
         except UsageError as error:  # too large for one message; another location may need no description
-            raise CorruptError(f"the ranks cannot tell each other what they have of it: {error}") from error
+            raise CorruptError(f"the ranks cannot exchange their layouts of it: {error}") from error
     rank = _RankRestore(job, source)
     try:
         posts = together(
@@ -488,7 +488,7 @@ class _RankRestore:
         self.placement = placement = _place(capture, source.saved, strict)
         filled = placement.fills or placement.whole
         if not strict and world.size == 1 and source.saved.tensors and not filled:
-            raise mismatch([*placement.problems, "nothing of it fits, also with strict=False"])
+            raise mismatch([*placement.problems, "no entry fits, even with strict=False"])
         if not source.saved.complete:
             source.narrow({key: [target.box for target in targets] for key, targets in placement.fills.items()})
         self._filler = filler = Filler(source.saved, placement.fills, placement.whole, in_place=strict)
@@ -566,7 +566,7 @@ def _report_left_out(placement: Placement, result: Restored) -> None:
     if placement.problems:
         shown = "; ".join(placement.problems[:5])
         more = f"; and {len(placement.problems) - 5} more" if len(placement.problems) > 5 else ""
-        logger.warning("strict=False took what fits, and not: %s%s (all in last_restore.left_out)", shown, more)
+        logger.warning("strict=False skipped entries that do not fit: %s%s (all in last_restore.left_out)", shown, more)
 
 
 def _place(capture: Capture, saved: SavedState, strict: bool) -> Placement:
@@ -575,4 +575,4 @@ def _place(capture: Capture, saved: SavedState, strict: bool) -> Placement:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         if comes_from_user(error):
             raise
-        raise CorruptError(f"what was saved does not describe a state: {type(error).__name__}: {error}") from error
+        raise CorruptError(f"the saved data does not describe a state: {type(error).__name__}: {error}") from error

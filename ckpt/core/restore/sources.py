@@ -145,7 +145,7 @@ class HeldSnapshot:
                 f"the snapshot of step {self.checkpoint.step} in memory was overwritten while it was read"
             )
         if self.label.data_size != self.layout.arrangement.data_size:
-            raise CorruptError("the snapshot in memory is of another size than its layout")
+            raise CorruptError("the snapshot in memory does not have the size of its layout")
 
 
 class MemorySource(RestoreSource):
@@ -193,7 +193,7 @@ class MemorySource(RestoreSource):
         self._late = bool(late)
         world = max(layout.world for layout, _, _ in seen.values())
         if missing := sorted(set(range(world)) - seen.keys()):
-            raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
+            raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are no longer in memory")
         ranks = [seen[rank] for rank in range(world)]
         tables = [build_table(la, data_key(self.checkpoint, la.rank), digests, 0) for la, _, digests in ranks]
         self._digested = {la.rank for la, _, digests in ranks if digests is not None}
@@ -278,7 +278,7 @@ def _shares(chunks: I64, length: I64) -> list[I64]:
 def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
     if digests is not None:
         if len(digests) != (layout.arrangement.chunk_starts[-1] + 1) * DIGEST_SIZE:
-            raise CorruptError("the digests of the snapshot in memory are of another layout")
+            raise CorruptError("the digests of the snapshot in memory do not match its layout")
         if digests[-DIGEST_SIZE:] != chunk_digest(text):
             raise CorruptError("the plain values of the snapshot in memory do not match their digest")
     try:
@@ -340,9 +340,7 @@ class StoreSource(RestoreSource):
             layouts.append(Layout.of_manifest(shared, rank, part["world"], table.columns.specs()))
             tables.append(table)
         if not layouts or len(layouts) != layouts[0].world:
-            raise CorruptError(
-                f"the disks that can be reached hold {len(layouts)} parts of step {self.checkpoint.step}"
-            )
+            raise CorruptError(f"the reachable disks have {len(layouts)} rank manifests of step {self.checkpoint.step}")
         self._saved = SavedState(layouts, [parts[rank]["values"] for rank in sorted(parts)], tables)
 
     @property
@@ -362,7 +360,7 @@ class StoreSource(RestoreSource):
             if self._commit is None:  # the ranks agreed on it, and its log record was not posted
                 self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.checkpoint)
             if self._commit is None:
-                raise CorruptError(f"step {self.checkpoint.step} is not in {self.tier} any more")
+                raise CorruptError(f"step {self.checkpoint.step} is no longer in {self.tier}")
             found = await read.consists_of(store, self._commit)
         return read.saved_by(found, self._commit, (self.tier, *self._others), self.repaired.append, known)
 
@@ -421,7 +419,7 @@ def fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
         wanted = np.any([_unpack_mask(post["tensors"], len(saved.keys)) for post in posts], axis=0)
         if lost := _unclaimed(saved, wanted):
             raise mismatch(
-                [f"{name} was saved by {_who(saved, name)}, and is in the state of no rank here" for name in lost]
+                [f"{name} was saved by {_who(saved, name)}, but no rank has it in its state here" for name in lost]
             )
     return posts
 
@@ -540,7 +538,7 @@ def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence
     """
     lost = int(np.count_nonzero(wants.any(0) & ~can_read.any(0)))
     if lost:
-        raise StoreError(f"no rank can read {lost} of the pieces of tensors that are wanted")
+        raise StoreError(f"no rank can read {lost} of the requested tensor pieces")
     node = np.unique(np.asarray(nodes), return_inverse=True)[1]
     source = _sources(sizes, wants, can_read, node, int(node[rank]))
     mine = source == rank
@@ -614,7 +612,7 @@ def known(saved: SavedState, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
     """Return the chunks of this rank's table that have these global numbers."""
     found = np.minimum(np.searchsorted(saved.numbers, numbers), max(0, len(saved.numbers) - 1))
     if (saved.numbers[found] != np.asarray(numbers, np.int64)).any():
-        raise CorruptError("the ranks do not mean the same by the numbers of chunks")
+        raise CorruptError("the ranks number the chunks differently")
     return found
 
 

@@ -106,7 +106,7 @@ class Departures:
             mail.put(f"left/{self._run.world.rank}", post)
             mail.put("left/any", True)
         except CheckpointError as error:
-            log.info("other ranks cannot be told that this one leaves: %s", error)
+            log.info("could not notify other ranks that this rank leaves: %s", error)
         finally:
             posted.set()
 
@@ -132,7 +132,7 @@ class Departures:
         supervisor = self._run.supervisor
         if at_once or checkpoint in self._seen or any(role.place == 0 for role in supervisor.run.roles):
             parsed = CheckpointId.parse(checkpoint)
-            reason = f"{self.describe(missing[0])} and saved no step {parsed.step}"
+            reason = f"{self.describe(missing[0])} without saving step {parsed.step}"
             supervisor.writes.retract(parsed, reason)
         self._seen.add(checkpoint)
 
@@ -157,7 +157,7 @@ class Departures:
                 self.check()
                 pause_s = usual_s
             except CheckpointError as error:
-                log.debug("posts of ranks that left cannot be read: %s", error)
+                log.debug("could not read the posts of departed ranks: %s", error)
                 pause_s = min(2 * pause_s, AGAIN_S)
 
 
@@ -316,14 +316,14 @@ class Closing:
             try:
                 self._departures.check(all_left=True)
             except CheckpointError as error:
-                log.info("posts of ranks that left cannot be read: %s", error)
+                log.info("could not read the posts of departed ranks: %s", error)
         self._agreed = True
         if self._run.errors.fenced is None and (self._run.tiers or why):
             self._write_last(end, why)
         self._saver.wait(max(0.0, end - time.monotonic()))
         self._saver.note_owed()
         if why == NO_TIME:
-            raise DeadlineError(f"step {self._run.step} was the last one: {why}, and it is lost")
+            raise DeadlineError(f"step {self._run.step} was the last one and is lost: {why}")
         if self._run.tiers and self._run.errors.fenced is None:
             self._check_any_saved(why)
 

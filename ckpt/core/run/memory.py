@@ -81,7 +81,7 @@ class HeldElsewhere:
         except CorruptError as error:
             os.close(fd)
             self.damaged[key] = f"{error}. All snapshots in it are lost"
-            log.warning("memory of the last run is discarded: %s", self.damaged[key])
+            log.warning("discarded the memory of the last job attempt: %s", self.damaged[key])
         else:
             self.arenas.append(arena)
 
@@ -112,7 +112,7 @@ class SnapshotMemory:
         # One rank needs the newest snapshot and the next one. With several, one rank may be a step behind the others.
         slots = 2 if memory is None else max(memory.keep or 2, 2 if world.size == 1 else 3)
         stager.slots.keep = slots
-        least, most = 1 if tiers else 2, min(MAX_SLOTS, slots + len(tiers))
+        least, most = 1 if tiers else 2, min(MAX_SLOTS, slots + len(tiers) + 1)
         self.next = NextArena(writer, stager, slots, most, least, world.local_size, node)
         self.inherited = HeldElsewhere()
         self.everyone = False
@@ -187,7 +187,7 @@ class SnapshotMemory:
             try:
                 self._use(self._arriving)
             except (CorruptError, WriterError) as error:
-                log.warning("memory of the last run is read, and not used any more: %s", error)
+                log.warning("read the memory of the last job attempt, but cannot reuse it: %s", error)
                 self._spares.append(self._arriving)
             self._arriving = None
 
@@ -327,7 +327,7 @@ def _touch_newest(arenas: list[Arena]) -> None:
         arena.touch(slot, lambda: arena.fd >= 0)
 
 
-NONE_KEPT = ", so none is kept there: only steps that are due in a tier are saved"
+NONE_KEPT = ", so none is kept there: only steps that a tier has scheduled are saved"
 NO_ROOM = "Until then a step is saved only if a tier has scheduled it, and training waits for that write"
 
 

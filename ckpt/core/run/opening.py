@@ -181,7 +181,7 @@ class RunOpener:
         if not self._fenced:
             run(fence([tier.spec() for tier in self.tiers]))
             self._fenced = True
-            log.warning("%s: that job is fenced, and can save no more", refusal)
+            log.warning("%s: fenced that job, so it can no longer save", refusal)
         end = time.monotonic() + FREED_S
         while time.monotonic() < end:
             try:
@@ -262,7 +262,7 @@ class WriterFinder:
                 if others := channel.writers_of(self._key):
                     log.warning(
                         "process %d holds memory of this run on this machine, and cannot be reached from here (another "
-                        "container, or another %s): it is not restored from",
+                        "container, or another %s): that memory is not restored",
                         others[0],
                         channel.RUNTIME,
                     )
@@ -272,7 +272,7 @@ class WriterFinder:
             except (NameTakenError, _Leaving):  # another start was faster, or the writer is about to leave
                 pass
             if time.monotonic() > end:
-                raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
+                raise WriterError(f"the last writer of this run has not released its name within {MEET_S:g} s")
             time.sleep(0.02)
 
     def spawn(self) -> WriterClient:
@@ -327,9 +327,9 @@ class WriterFinder:
             return found.ask_patiently(messages.Lend(look=True), HELLO_S, PATIENT_S)[0]
         except DeadlineError as error:
             if not self._tiers:
-                raise InUseError(f"{found.described()}, does not answer: end it to start without its memory") from None
+                raise InUseError(f"{found.described()}, does not respond: end it to start without its memory") from None
             run(check_unused([tier.spec() for tier in self._tiers]))
-            log.warning("%s, does not answer (%s): it is killed, and its memory is lost", found.described(), error)
+            log.warning("%s, does not respond (%s): killing it, and its memory is lost", found.described(), error)
             found.end()
             raise _Ended(str(error)) from None
 
@@ -349,7 +349,7 @@ class WriterFinder:
         path = channel.log_path(self._key)
         if len(self._deaths) > RESPAWN_LIMIT:
             words = last_line(path, self._said)
-            why = f"; the last words of the last one: {words}" if words else ""
+            why = f"; the last log lines of the last one: {words}" if words else ""
             raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s{why}")
         self._respawns += 1
         self._said = os.path.getsize(path) if os.path.exists(path) else 0
@@ -572,11 +572,11 @@ class HeldSnapshots:
             reply, fds = client.ask_patiently(messages.Lend(digest=compare), HELLO_S, patient_s)
             return Lent(HeldElsewhere.of(reply, fds), reply)
         except WriterError as error:
-            log.warning("a writer on this node is gone, with what it held: %s", error)
+            log.warning("a writer on this node ended, and its snapshots are lost: %s", error)
             return None
         except (DeadlineError, OSError) as error:  # it does not run, or its memory cannot be mapped here
             raise DeadlineError(
-                f"{client.described()}, does not lend it ({error}), and it may be the newest step: try again, or end "
+                f"{client.described()}, does not share it ({error}), and it may be the newest step: try again, or end "
                 f"it (`ps`: {channel.AT_WORK} … {key}) to do without"
             ) from error
         finally:

@@ -94,7 +94,7 @@ class ReplicaCheck:
         if due and not self._run.closed:
             self._term = term
             text = (
-                "Snapshots in memory until now mix them. From the next one on each rank's own are saved; sharded "
+                "Existing snapshots in memory mix them. From the next one on, each rank saves its own; sharded "
                 "tensors (HSDP) cannot be saved"
             )
             self._compare_soon(snapshot.checkpoint, text, snapshot)
@@ -116,7 +116,7 @@ class ReplicaCheck:
             again = checkpoint in self._compared or checkpoint not in self._sampled
         if not again and not self._run.closed:
             self._compare_soon(
-                checkpoint, "From now on each rank's own are saved; sharded tensors (HSDP) cannot be saved"
+                checkpoint, "From now on, each rank saves its own; sharded tensors (HSDP) cannot be saved"
             )
 
     def _compare_soon(self, checkpoint: CheckpointId, text: str, snapshot: NewSnapshot | None = None) -> None:
@@ -144,8 +144,7 @@ class ReplicaCheck:
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             log.error(
-                "%s: ranks that should hold the same hold different values at step %d. %s. Look for what lets the "
-                "replicas drift",
+                "%s: replicas have different values on different ranks at step %d. %s. Find the cause of the drift",
                 shown,
                 step,
                 text,

@@ -115,12 +115,12 @@ class Restoring:
             place = next((s.tier for s in result.skipped if s.tier != "memory"), "RUN")
             raise CorruptError(
                 f"no checkpoint could be restored{touched}. `ckpt repair {place}`, with --from another location, may "
-                f"mend it\n  {lines}"
+                f"repair it\n  {lines}"
             )
         if default is MISSING or self._run.ownership.has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
             alone = self._run.world.size == 1
-            lost = "" if alone else ", at least none of which the parts of all ranks can be reached"
+            lost = "" if alone else ", or some ranks' files of it cannot be reached"
             raise NoCheckpointError(f"there is no {wanted} in {self._run.settings.places}{lost}")
         self._run.starts(default)
         return default
@@ -188,7 +188,7 @@ def _line(result: Restored, reached: int) -> str:
     step = result.step or 0
     count = reached - step
     lost = f"; training had come to step {reached}: {count_of(count, 'step')} {are(count)} lost" if count > 0 else ""
-    newer = f"; newer ones that cannot be used, see above: {len(result.skipped)}" if result.skipped else ""
+    newer = f"; skipped {len(result.skipped)} newer ones, see above" if result.skipped else ""
     return f"restored step {step} from {result.tier} in {duration(result.seconds)}{how}{lost}{newer}"
 
 
@@ -242,7 +242,7 @@ class KeptSteps:
         """Score a step; see `Checkpointer.score`."""
         best, run = self._best, self._run
         if best is None:
-            raise UsageError('nothing says which score is best: Checkpointer(..., best=ckpt.Best("val_loss"))')
+            raise UsageError('score() needs a rule: pass Checkpointer(..., best=ckpt.Best("val_loss"))')
         before = list(best.scores)
         among, saved = self._agree(step, value)
         if best.scores != before:
@@ -255,7 +255,7 @@ class KeptSteps:
                     best.scores = before
                     self._tell()
                     raise
-                log.info("step %d stays where it is saved, and is not saved elsewhere: %s", step, error)
+                log.info("step %d is one of the best, but is not copied to further tiers: %s", step, error)
         return among
 
     def number_of(self, name: str) -> int:
@@ -300,10 +300,10 @@ class KeptSteps:
                 if not mailbox.poll(["left/0"]):
                     raise
                 how = mailbox.wait(["left/0"], world.timeout_s)[0]["how"]
-                raise PeerError(f"rank 0 {how}, so nobody decides whether step {step} is among the best") from None
+                raise PeerError(f"rank 0 {how}, so it is unknown whether step {step} is among the best") from None
             if word["step"] != step:
                 raise PeerError(
-                    f"rank 0 scored step {word['step']}, and this rank step {step}: all ranks must score alike"
+                    f"rank 0 scored step {word['step']}, this rank step {step}: all must score the same step"
                 )
             if "error" in word:
                 raise from_wire(word["error"])
@@ -325,17 +325,17 @@ class KeptSteps:
         assert best is not None
         number = _number(value)
         if type(step) is not int or last is None or not 0 <= step <= last:
-            raise InvalidArgumentError(f"step {step!r} was not made yet, so it has no score: step() has named {last}")
+            raise InvalidArgumentError(f"step {step!r} cannot be scored yet: the last completed step is {last}")
         saved = self._is_saved(step)
         if not math.isfinite(number):
-            log.warning("step %d scored %s=%r: it is none of the best", step, best.monitor, number)
+            log.warning("step %d scored %s=%r, so it is not among the best", step, best.monitor, number)
             return False, saved
         before = list(best.scores)
         among = best.add(number, step)
         if among and not saved and step != last:
             best.scores = before
             raise UsageError(
-                f"step {step} would be one of the best by {best.monitor}, but is saved nowhere, or not any more, and "
+                f"step {step} would be one of the best by {best.monitor}, but is not saved (or no longer), and "
                 f"training has come to step {last}: score it before the next step(), or save it first"
             )
         return among, saved

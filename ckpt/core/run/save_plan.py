@@ -194,7 +194,7 @@ class Intervals:
             ahead = AHEAD + (math.ceil(AHEAD_S / fastest_s) if fastest_s > 0 else 0)
             self._orders.post("interval", self._heartbeat.step + (ahead if self._world.size > 1 else 1), data)
         except CheckpointError as error:  # the writer proposes it again
-            log.info("the save intervals stay as they are: %s", error)
+            log.info("kept the present save intervals: %s", error)
 
     def change(self, order: Order) -> list[Late]:
         """Execute an interval order. Return the steps that this rank has decided by the old intervals."""

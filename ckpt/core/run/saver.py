@@ -83,7 +83,7 @@ MEASURED = 256 << 20  # bytes of a direct write, after which its duration is est
 ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # polls for new memory; delay of the warning
 LEAST_S = 1.0  # minimum timeout of a copy
 TOO_LATE = "received new save intervals too late"
-NO_TIME = "there was no time to copy it"
+NO_TIME = "it could not be copied in time"
 
 
 class Saver:
@@ -156,7 +156,7 @@ class Saver:
     def save_last(self) -> Save:
         """Save the last step to all tiers that neither have it nor are about to get it."""
         with self._run.stager.gate.held():  # another thread may be training
-            step, last = self._last_step("say which step this is: save(step)")
+            step, last = self._last_step("save() needs the step: call save(step)")
             if last is None or (last.place is None and not last.stored):
                 self._check_same()
                 return self._begin(step, self._run.settings.everywhere, explicit=True)
@@ -171,7 +171,7 @@ class Saver:
     def stage(self) -> Save:
         """Copy the last step into memory if it is not there. Return when the copy has ended or failed."""
         with self._run.stager.gate.held():
-            step, last = self._last_step("call step() first: there is no step to stage")
+            step, last = self._last_step("there is nothing to stage yet: call step() first")
             if last is not None and last.place is not None:
                 return last.save
             self._check_same()
@@ -193,10 +193,10 @@ class Saver:
 
     def _check_same(self) -> None:
         """Raise UsageError if the state is known to have changed since the last step."""
-        exchanged = "weights are exchanged for others at the moment, see not_training()" if self._run.exchanged else ""
+        exchanged = "the weights are replaced at the moment, see not_training()" if self._run.exchanged else ""
         if why := exchanged or self._why_torn():
             step = self._run.step
-            raise UsageError(f"step {step} cannot be saved any more: {why}. Call save() right after step()")
+            raise UsageError(f"step {step} can no longer be saved: {why}. Call save() right after step()")
 
     def _begin(
         self, step: int, tiers: list[int], *, explicit: bool, ordered: bool = False, timeout_s: float | None = None
@@ -305,7 +305,7 @@ class Saver:
                 raise SkippedError("memory is short")
             now = time.monotonic()
             if now > deadline:
-                raise DeadlineError(f"step {step} was not saved: there was no memory in time")
+                raise DeadlineError(f"step {step} was not saved: no memory became free in time")
             if made is not None:
                 run.stager.do(partial(memory.take_prepared, 0.0), deadline - now)
             elif now > warn_at:
@@ -314,7 +314,7 @@ class Saver:
             else:
                 time.sleep(PAUSE_S)  # the next writer may not have started yet
         if not (required or memory.rings):
-            raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
+            raise SkippedError(f"step {step} was not saved: memory is short, and no tier had scheduled it")
 
     def _write_directly(self, snapshot: NewSnapshot) -> None:
         """Write a step to its nearest tier while training waits. The writer then commits it.
@@ -358,7 +358,7 @@ class Saver:
             if not warned and done >= min(nbytes, MEASURED):
                 warned, seconds = True, (time.monotonic() - began) * nbytes / done
                 log.warning(
-                    "step %d (%s) is written to %s while training waits, for about %s: memory has no room for it",
+                    "writing step %d (%s) to %s while training waits, for about %s: memory has no room for it",
                     *(checkpoint.step, decimal(nbytes), url, duration(seconds)),
                 )
 
@@ -538,14 +538,14 @@ class Saver:
         if self._run.torn:
             return "a restore has failed half-way since"
         if self._run.exchanged:
-            return "weights were exchanged for others, see not_training()"
+            return "the weights were replaced, see not_training()"
         return self._why_torn()
 
     def _why_not_staged(self) -> str:
         last = self.last_of(self._run.step)
         if last is not None and last.error is not None:
             return str(last.error)
-        return "it was not in memory, and training did not end by a call of close(). Memory(every=1) stages every step"
+        return "it was not in memory, and training ended without close(). Memory(every=1) stages every step"
 
     def forget(self) -> None:
         """Drop all references to memory."""
@@ -696,7 +696,7 @@ class Saver:
         if snapshot.direct and tier == min(snapshot.writes):
             save._set_unstaged(error)
         if HUNG_UP in str(error):  # the result is unknown, which is not a failure
-            save._set_failed(SaveError(f"step {step} is not known to be in {url}: {error}"), url)
+            save._set_failed(SaveError(f"cannot determine whether step {step} is in {url}: {error}"), url)
             return
         publish("failed", step, tier=url, error=str(error))
         if isinstance(error, SkippedError) or TOO_LATE in str(error):  # a slow tier or rank does not disturb training
@@ -709,7 +709,7 @@ class Saver:
                 if not others and snapshot.direct:
                     where = "Memory has no room for it, so it is not saved"
                 if not others and isinstance(run.supervisor.failure, WriterError):
-                    where = "No writer holds it: memory ends with this process"
+                    where = "No writer has it: memory is lost when this process ends"
                 error = SaveError(f"step {step} was not written to {url}: {error}. {where}")
             run.errors.note(error, save)  # before threads that wait for the save continue
         save._set_failed(error, url)
@@ -738,7 +738,7 @@ class Saver:
                 try:
                     future.exception(None if end is None else max(0.0, end - time.monotonic()))
                 except TimeoutError:
-                    raise DeadlineError(f"saves are not finished after {timeout_s:g} s; they go on") from None
+                    raise DeadlineError(f"saves have not finished within {timeout_s:g} s; they continue") from None
 
     def under_way(self) -> list[Save]:
         """Return the saves to tiers that have not ended."""

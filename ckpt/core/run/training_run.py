@@ -167,7 +167,7 @@ class Settings:
         held, durable = as_tiers(tiers, memory, every, keep)
         if not durable and options.name is None:
             raise InvalidArgumentError(
-                "a run in memory only needs a name by which it is found again: options=ckpt.Options(name=...)"
+                "a run without tiers needs a name, so that a restart finds it: options=ckpt.Options(name=...)"
             )
         if best is not None and not (isinstance(best, Best) and durable):
             raise InvalidArgumentError(
@@ -176,7 +176,7 @@ class Settings:
         world = World.detect(channel.node_id(), timeout_s=options.agree_timeout_s)
         if options.on_busy == "skip" and world.size > 1:
             raise InvalidArgumentError(
-                'on_busy="skip" needs a single rank: a rank that skips alone leaves no step that all ranks have'
+                'on_busy="skip" needs a single rank: if one rank skips a step, that step is incomplete'
             )
         assert not isinstance(options.metrics, int)
         if options.metrics is not None:
@@ -439,7 +439,7 @@ class TrainingRun:
         outer = self._inside
         try:
             if alone and outer:
-                raise UsageError("restore() cannot come into step(), save() or close(), as from a signal handler")
+                raise UsageError("restore() cannot run inside step(), save() or close(), e.g. in a signal handler")
             self._inside = True
             yield
         finally:
@@ -476,7 +476,7 @@ class TrainingRun:
         if restoring:
             return
         if self.torn:
-            raise UsageError("the last restore failed half-way, so the state is not one of any step: restore again")
+            raise UsageError("the last restore failed half-way, so the state matches no step: restore again")
         if self.ownership.has_checkpoints and not self.restored:
             raise UsageError(
                 f"{self.settings.places} holds checkpoints: call restore() before the first step, or use another "
@@ -495,7 +495,7 @@ class TrainingRun:
         if accumulating and self.capture.holds_gradients():
             raise UsageError(
                 f"no optimizer has stepped since step {self.step}: call step() once per optimizer step, not in the "
-                "middle of gradient accumulation. After a batch left out on purpose, drop its gradients first"
+                "middle of gradient accumulation. After a skipped batch, drop its gradients first"
             )
 
     def check_same(self) -> None:

@@ -51,7 +51,7 @@ from ckpt.units import decimal
 
 JOIN_S = 1.0
 
-HUNG_UP = "the trainer left before that was done, and its writer goes on"
+HUNG_UP = "the trainer left before that was done, but its writer continues"
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:
@@ -210,7 +210,7 @@ class WriterClient:
         except TimeoutError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
+            raise DeadlineError(f"the writer did not respond {type(request).__name__} within {timeout_s:g} s") from None
 
     def greet(self, timeout_s: float, patient_s: float) -> tuple[LendReply, list[int]]:
         """Become the trainer of this writer unless its own trainer lives. Return its memory. See `ask_patiently`."""
@@ -282,13 +282,13 @@ class WriterClient:
         self.close()
         if process is None or process.pid <= 0:
             raise InUseError(
-                "the memory of this run is held by a writer in another container, which does not answer and cannot be "
+                "the memory of this run is held by a writer in another container, which does not respond and cannot be "
                 "ended from here"
             )
         if process.alive and not self._kill(process):
             raise InUseError(
-                f"process {process.pid} has the name of this run's writer on this machine, does not answer, and is "
-                "none: end it, or give this run another location"
+                f"process {process.pid} uses the name of this run's writer on this machine, does not respond, and is "
+                "not a writer: end it, or give this run another location"
             )
         _until_gone(process)
 
@@ -347,7 +347,7 @@ class WriterClient:
             note = message_of(incoming, NOTES)
         except ProtocolError as error:
             incoming.drop()
-            log.warning("the writer says what is not understood: %s", error)
+            log.warning("received an invalid message from the writer: %s", error)
             return
         self._fenced |= isinstance(note, ProblemNote) and note.error == "FencedError"
         with self._lock:
@@ -358,7 +358,7 @@ class WriterClient:
         try:
             heard(note)
         except Exception:  # must not end this thread, which receives the replies to all requests
-            log.exception("a note of the writer could not be dealt with: %r", incoming.op)
+            log.exception("failed to handle a note from the writer: %r", incoming.op)
 
     def close(self) -> None:
         """Disconnect. The writer continues to process the requests that it has received."""

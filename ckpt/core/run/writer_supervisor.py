@@ -131,7 +131,7 @@ class WriterSupervisor:
                 return request(self.client)
             except WriterError as error:
                 if self.closing:  # by a signal handler
-                    raise ClosedError("this Checkpointer was closed meanwhile") from error
+                    raise ClosedError("this Checkpointer was closed during the call") from error
                 if self.failure is not None or tries > INSIST or time.monotonic() > end:
                     raise
                 time.sleep(0.1)  # the next writer is starting
@@ -207,7 +207,7 @@ class WriterSupervisor:
             self.memory.await_attached()
         if fresh.alive:
             self.acknowledgements.settle()
-            log.warning("a new writer has taken over; training was not affected")
+            log.warning("started a new writer; training was not affected")
         self._listen(fresh)
 
     def _fail(self, error: CheckpointError) -> None:
@@ -215,7 +215,7 @@ class WriterSupervisor:
         if isinstance(error, FencedError):
             self.lost = self.lost or error
         else:
-            failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
+            failure = WriterError(f"the writer is lost, so nothing is saved: {error}")
         self.failure = failure
         self.on_failure(failure)
         self.writes.on_no_writer(failure)
@@ -252,7 +252,7 @@ class WriterSupervisor:
             except FencedError:
                 pass  # another job owns the run
             except CheckpointError as error:
-                log.warning("whether the writer keeps what is in memory is not known: %s", error)
+                log.warning("cannot determine whether the writer keeps the snapshots in memory: %s", error)
         with self.lock:
             self.closing = True
         self.client.close()

@@ -352,7 +352,7 @@ class PageLocks:
                 if not self._lock_piece(arena, slot, start, where, stopped):
                     return
                 stopped.wait(max(LEAST_PAUSE_S, time.monotonic() - started))
-        log.info("memory for snapshots was page-locked within %.1f s: copies are quick now", time.monotonic() - began)
+        log.info("page-locked the memory for snapshots in %.1f s: copies are fast now", time.monotonic() - began)
 
     def _lock_piece(self, arena: Arena, slot: int, start: int, where: torch.device, stopped: threading.Event) -> bool:
         """Lock one piece of a slot. Return False if locking must end."""
@@ -367,7 +367,7 @@ class PageLocks:
             if not error:
                 self.held.setdefault(slot, []).append(address)
                 return True
-        log.warning("memory could not be page-locked for %s (error %d): copies stay slower", where, error)
+        log.warning("could not page-lock memory for %s (error %d): copies stay slow", where, error)
         return False
 
 

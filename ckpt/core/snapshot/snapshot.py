@@ -150,7 +150,7 @@ class NewSnapshot(Snapshot):
                 if n not in packed:
                     sources[n] = sources[n].clone()
         except torch.OutOfMemoryError:
-            log.info("the device has no room for a copy of its state: it is copied beside training")
+            log.info("the device has no memory for a copy of the state: copying it in the background instead")
             packs.give_back(self.early)
             self.early = []
             return False
@@ -175,7 +175,7 @@ class NewSnapshot(Snapshot):
             if has < size:
                 name = self.captured.layout.tensors[n].name
                 raise SaveError(
-                    f"step {self.checkpoint.step} was dropped: the memory of {name} was freed or made smaller while it "
+                    f"step {self.checkpoint.step} was dropped: the memory of {name} was freed or shrunk while it "
                     "was copied. Call before_untracked_update() of the Checkpointer first"
                 )
 
@@ -208,7 +208,7 @@ class NewSnapshot(Snapshot):
         self.check_copies(slot)
         self.check_versions()  # last, so that a short write that was in progress has been counted
         if self.written_by_others:
-            self.error = self._torn("From now on this is copied before step() returns")
+            self.error = self._torn("From now on, step() copies it before it returns")
 
     def check_live(self) -> None:
         """Raise SaveError if any code, including an optimizer, wrote to the tensors since this snapshot began. Call it
@@ -216,7 +216,7 @@ class NewSnapshot(Snapshot):
         self.check_sources()
         self.check_versions()
         if self.written_by_others:
-            raise self._torn("Nothing else may change it while it is written")
+            raise self._torn("Do not change it while it is written")
 
     def _torn(self, advice: str) -> SaveError:
         shown = ", ".join(self.written_by_others[:3])

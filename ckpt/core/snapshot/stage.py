@@ -86,7 +86,6 @@ class Stager:
         self._packs = Packs()
         self._toucher = SlotToucher()
         self._flying: deque[NewSnapshot] = deque()  # copies still run on a device; for the staging thread only
-        self._adding: threading.Thread | None = None
         self._order = 0
         self._stopped = False
         self._worker = Worker(self._leave)
@@ -131,7 +130,7 @@ class Stager:
             slot = None if arena is None else self._free_slot(arena)
             if arena is None or slot is None or len(self.slots.unpinned(arena)) <= least:
                 return
-            self._adding = threading.Thread()  # no slot is added to this arena any more
+            arena.most = arena.slots  # no slot is added to this arena from now on
             self.slots.pin(arena, slot)
             self._filler.digests.forget(slot)
             self._toucher.stop()
@@ -150,7 +149,7 @@ class Stager:
             self._unlock()
             _lock(arena)
             self._filler.clear()
-            self.arena, self._adding = arena, None
+            self.arena = arena
             self._toucher.start(arena)
             self._order = max([self._order, *(label.order for _, label in arena.sealed())])
             on_locked()
@@ -189,16 +188,15 @@ class Stager:
             begin_thread(snapshot.streams)
             for where in snapshot.streams:
                 self.page_locks.begin(arena, where)
+            if self._free_slot(arena) is None:
+                self._begin_slot(arena)
             slot = self.slots.take(arena, {flying.slot for flying in self._flying}, snapshot)
             self._order += 1
             snapshot.order, snapshot.slot = self._order, (arena, slot)
             arena.set_label(slot, snapshot.label(FILLING))
             point("stage.claimed")
-            being_read = len(self.slots.unpinned(arena)) < self.slots.keep  # a tier still reads a slot
-            if being_read and self._adding is None and arena.ready == arena.slots < arena.most:
-                self._adding = threading.Thread(target=self._add_slot, args=(arena,), name="ckpt-slot", daemon=True)
-                with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit
-                    self._adding.start()
+            if len(self.slots.unpinned(arena)) < self.slots.keep:  # a tier still reads a slot
+                self._begin_slot(arena)
             self._filler.fill_eager(arena, slot, snapshot)
             point("stage.eager")
             snapshot.eager_done.set()
@@ -269,15 +267,26 @@ class Stager:
             except Exception:
                 log.exception("after step %d was staged", snapshot.checkpoint.step)
 
+    def _begin_slot(self, arena: Arena) -> None:
+        """Begin to add a slot in the background, so that the next step need not wait until a tier has read its slot."""
+        if not self.slots.adding and arena.ready == arena.slots < arena.most:
+            self.slots.adding = True
+            thread = threading.Thread(target=self._add_slot, args=(arena,), name="ckpt-slot", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # Python 3.12 starts no thread at exit
+                self.slots.end_adding()
+
     def _add_slot(self, arena: Arena) -> None:
-        """Add a slot, so that the next step need not wait until a tier has read its slot. It is kept."""
+        """Add a slot, which is kept. If it does not fit, none is added to this arena from now on."""
         try:
             arena.add_slot()
+            arena.touch(arena.slots - 1, lambda: arena.fd >= 0)
         except MemoryError as error:
-            log.warning("memory is short: no step is held while the snapshots are written (%d): %s", arena.slots, error)
-            return
-        arena.touch(arena.slots - 1, lambda: arena.fd >= 0)
-        self._adding = None
+            arena.most = arena.slots
+            log.warning("memory is short: staging pauses while all snapshots are written (%d): %s", arena.slots, error)
+        finally:
+            self.slots.end_adding()
 
     def _leave(self) -> None:
         self._waiter.stop()
@@ -294,7 +303,7 @@ class Stager:
             try:
                 self.arena.mutex.unlock()
             except OSError as error:
-                log.warning("the header of the shared memory is damaged, its lock cannot be released: %s", error)
+                log.warning("cannot release the lock of the shared memory, because its header is damaged: %s", error)
             self.arena = None
 
 
@@ -302,7 +311,7 @@ def _lock(arena: Arena) -> None:
     end = time.monotonic() + LEAVING_S
     while arena.mutex.try_lock() is Got.BUSY:  # the writer has detected the death, and releases it soon
         if arena.mutex.is_orphaned():
-            raise CorruptError("the header of the shared memory is damaged: nobody can lock it any more")
+            raise CorruptError("the header of the shared memory is damaged: it can no longer be locked")
         if time.monotonic() > end:
             raise WriterError("the memory of the last run is still locked by another process")
         time.sleep(0.001)
@@ -315,6 +324,7 @@ class Slots:
         self._changed = threading.Condition()
         self._pinned: dict[tuple[bytes, int], int] = {}
         self.keep = LEAST_SLOTS  # number of slots that staging needs besides those that a tier reads
+        self.adding = False  # True while a slot is being added
         self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
 
     def pin(self, arena: Arena, slot: int) -> None:
@@ -335,6 +345,12 @@ class Slots:
         """Block all slots (`change` +1) while a previous trainer may still write to them; unblock them with -1."""
         with self._changed:
             self._holds += change
+            self._changed.notify_all()
+
+    def end_adding(self) -> None:
+        """Wake a step that waits for the slot that was being added."""
+        with self._changed:
+            self.adding = False
             self._changed.notify_all()
 
     def unpinned(self, arena: Arena) -> list[int]:
@@ -368,7 +384,7 @@ class Slots:
             )
         with self._changed:
             while (slot := self.free(arena, flying)) is None:
-                being_made = arena.ready < arena.slots
+                being_made = self.adding or arena.ready < arena.slots
                 if snapshot.busy == "skip" and not being_made:
                     raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: {ALL_BUSY}")
                 left_s = snapshot.deadline - time.monotonic()
@@ -376,9 +392,9 @@ class Slots:
                     self._changed.wait(min(left_s, READY_S if being_made else 3600.0))
                 else:
                     why = (
-                        "the last trainer is still leaving the memory it had"
+                        "the previous trainer has not released the memory yet"
                         if self._holds > 0
-                        else "the disk does not keep up; save less often"
+                        else "the disk is too slow for the save interval; save less often"
                     )
                     raise DeadlineError(
                         f"step {snapshot.checkpoint.step} was not saved: no slot became free in time: {why}"
@@ -449,7 +465,7 @@ class Worker:
         try:
             failure = done.exception(timeout_s)
         except TimeoutError:
-            raise DeadlineError(f"the staging thread did not answer within {timeout_s:g} s") from None
+            raise DeadlineError(f"the staging thread did not respond within {timeout_s:g} s") from None
         if failure is not None:
             raise failure
 
@@ -468,7 +484,7 @@ class Worker:
         try:
             work()
         except BaseException:  # if the thread ended, its robust mutex would signal the death of the trainer
-            log.exception("something failed in the staging thread, which goes on")
+            log.exception("an operation of the staging thread failed; the thread continues")
 
 
 # -- optimizers wait for copies --
@@ -549,11 +565,11 @@ class UpdateGate:
         writer = Process.of(self.writer_pid)
         if self.writer_pid and writer.suspended:
             cause = (
-                f"the writer process {writer.pid} is stopped. Training goes on when that process continues "
+                f"the writer process {writer.pid} is stopped. Training resumes when that process continues "
                 f"(kill -CONT {writer.pid}) or ends"
             )
         else:
-            cause = f"the writer process {writer.pid} has not made the memory yet, or the machine is busy"
+            cause = f"the writer process {writer.pid} has not allocated the memory yet, or the machine is busy"
         log.warning("%s has waited %g s for the copy of a step: %s", waiter, WARN_S, cause)
 
     def _line_up(self, snapshot: NewSnapshot) -> None:

@@ -289,8 +289,8 @@ class Capture:
         live = {node.path: node for node in self.nodes}
         if found and all(one.kind == BY_DCP for one in found):
             raise MismatchError(
-                "this was saved through ckpt.dcp: dcp.load reads it, and `ckpt export RUN --to NEW --format run` "
-                "makes a run of it that a Checkpointer goes on from"
+                "this was saved with ckpt.dcp: load it with dcp.load, or use `ckpt export RUN --to NEW --format run` "
+                "to convert it to a run that a Checkpointer can continue"
             )
         for form in (form for one in found for form in forms_of(one.facts).values()):
             placement.shapes[form.name] = form.whole or form.size
@@ -302,7 +302,7 @@ class Capture:
             if node is None:
                 theirs = expected is not None and one.path not in expected
                 if not theirs and not (self.subset and one.path[0] not in self.state):
-                    placement.problem(f"{show(one.path)} is in the checkpoint, and not in the state")
+                    placement.problem(f"{show(one.path)} is in the checkpoint, but not in the state")
             elif node.kind != one.kind and not _plain_again(node, one) and not {node.kind, one.kind} <= MODULES:
                 placement.problem(f"{show(one.path)} is a {one.kind} in the checkpoint and a {node.kind} here")
             elif as_saved and node.prepare_as_saved(one, placement):
@@ -332,7 +332,7 @@ def _who(names: Names) -> dict[int, tuple[str, object]]:
 
 
 class Structure:
-    """What one reading found: the layout, and how the next reading takes the same slices of the tensors."""
+    """The result of a capture: the layout, and how the next reading takes the same slices of the tensors."""
 
     def __init__(
         self, nodes: Sequence[StateNode], contents: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]
@@ -376,7 +376,7 @@ class Structure:
                 self._cuts.setdefault(holding.name, []).append(place)
         self._fixed_count = len(cuts) - sum(map(len, self._cuts.values()))
 
-        # Who writes to them. A tensor that only optimizers change may be copied in the background.
+        # Find the writers. A tensor that only optimizers change may be copied in the background.
         guards, steppers = _writers(nodes, contents, entries, eager)
         self._names = [parts[cut.holding].holding.name for cut in cuts]
         self._around = {e.name: e.around for e in fixed if e.around}
@@ -492,7 +492,7 @@ def _owners_of_memory(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int,
     seen = set[str]()
     for entry in entries:
         if entry.name in seen or entry.name == "__metadata__" or not is_text(entry.name):
-            raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
+            raise StateError(f"{entry.name!r}: two entries of the state have this name, or it is reserved")
         seen.add(entry.name)
         divided = isinstance(entry.alike, Division)  # identified by its name, not by its memory
         key = id(entry.alike) if divided else _memory_of(entry.tensor)

@@ -113,7 +113,7 @@ class SampledPlaces:
             if device.type in ("cpu", "cuda"):  # on other devices an address may have another meaning
                 self._groups.append(_Group(device, width, np.array(found, np.int64), between, storages[device, width]))
             else:
-                log.warning("on %s only writes that torch counts are noticed during a copy", device)
+                log.warning("on %s, a copy detects only those concurrent writes that torch counts", device)
 
     def look(self, turn: int | None = None) -> Fingerprint:
         """Sample the elements now. On a device, this runs after the work queued on its current stream.

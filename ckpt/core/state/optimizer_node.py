@@ -477,7 +477,7 @@ class OptimizerNode(StateNode):
             )
         else:
             new = sorted(have - want)
-            start = f"{len(new)} without state ({_first(new)})" if new else "the groups are others"
+            start = f"{len(new)} without state ({_first(new)})" if new else "the groups differ"
             whose = (
                 "its settings"
                 if len(here) <= len(saved)
@@ -695,7 +695,7 @@ class Joint(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         """Join optimizers. Raise ValueError if their numbers of groups differ."""
         if len({len(one.param_groups) for one in parts}) != 1:
-            raise ValueError("optimizers with other numbers of groups are not alike")
+            raise ValueError("the optimizers have different numbers of groups")
         self.parts = tuple(parts)
         self.defaults = getattr(parts[0], "defaults", {})
         self.state = _States(self.parts)  # type: ignore[assignment]

@@ -201,7 +201,7 @@ class Placement:
         for name in sorted(live.keys() - names):
             self.problem(f"{name} is not in the checkpoint")
         for name in sorted(names - live.keys()) if self.alone else ():
-            self.problem(f"{name} is in the checkpoint, and not in {show(path)}")
+            self.problem(f"{name} is in the checkpoint, but not in {show(path)}")
         return [name for name in live if name in names and self._comparable(name, live[name])]
 
     def _comparable(self, name: str, entry: StateEntry) -> bool:
@@ -465,7 +465,7 @@ class Placement:
             return None  # the problem is recorded
         if form.whole is not None and (not sharded or tuple(beside.shape) != form.whole):
             raise MismatchError(
-                f"{form.name} was a rank's share of a DTensor of shape {list(form.whole)}, and here is none"
+                f"{form.name} was a rank's share of a DTensor of shape {list(form.whole)}, but here it is not"
             )
         tensors: dict[str, Tensor] = {}
         for name in form.names:

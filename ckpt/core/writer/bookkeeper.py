@@ -93,7 +93,7 @@ def harmless(event: Callable[P, None]) -> Callable[P, None]:
         try:
             event(*args, **kwargs)
         except Exception:
-            log.warning("the ledger misses something", exc_info=True)
+            log.warning("failed to record an event in the run metrics", exc_info=True)
 
     return safe
 
@@ -234,7 +234,7 @@ class Bookkeeper:
                 if (decision := self._advice.propose(self.account)) is not None:
                     self._tell(CadenceNote(asdict(decision)))
             except Exception:
-                log.warning("the ledger is not kept any more", exc_info=True)
+                log.warning("stopped recording the run metrics", exc_info=True)
                 return
 
     async def _take_up(self) -> None:
@@ -419,7 +419,7 @@ class Bookkeeper:
             self.stop()
             await self._filing.finish(PATIENCE_S)
         except Exception:
-            log.warning("the ledger misses the end", exc_info=True)
+            log.warning("failed to record the end of this job attempt in the run metrics", exc_info=True)
 
     @harmless
     def decided(self, decision: Decision) -> None:

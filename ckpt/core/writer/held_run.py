@@ -90,7 +90,7 @@ class Dispatch:
             for kind, handlers in HANDLERS.items()
         }
         if missing := [kind.__name__ for kind in Request.__subclasses__() if not self._bound.get(kind)]:
-            raise TypeError(f"nobody deals with {', '.join(missing)}")
+            raise TypeError(f"no handler for {', '.join(missing)}")
 
     def request(self, incoming: Incoming) -> Request[Any]:
         """Return the request in a message. Raises ProtocolError if it is not one."""
@@ -294,7 +294,7 @@ class HeldRun:
     def check_still(self, begun: int) -> None:
         """Raise FencedError if another trainer has come since this adoption, because its changes must stay."""
         if begun != self._trainer.adoptions:
-            raise FencedError("another process has taken this run over")
+            raise FencedError("another process has taken ownership of this run")
 
     async def check_owner(self, tiers: Iterable[OpenTier] | None = None) -> None:
         """Raise FencedError if another job owns the run, according to the logs of these tiers, by default of all."""

@@ -81,7 +81,7 @@ from ckpt.core.writer.held_run import (
 )
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.opening import TierOpener
-from ckpt.core.writer.saver import Saver
+from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import CheckpointError, FencedError, InUseError, ProtocolError, WriterError
 from ckpt.units import duration
 
@@ -176,7 +176,7 @@ class Server:
             if self.left.is_set() and isinstance(error, RuntimeError):  # the worker threads have ended already
                 error = WriterError("this writer is about to leave")
             elif not isinstance(error, CheckpointError):
-                events.log.exception("the writer failed at %r", incoming.op)
+                events.log.exception("the writer failed to handle the request %r", incoming.op)
             value = failure(error)
         _reply(channel, incoming.id, *(value if isinstance(value, Answer) else (value,)))
 
@@ -231,7 +231,7 @@ class TrainerWatch(Protocol):
     The core notices by itself that a trainer has died. `ckpt.guard.fault_reports` is a watch; `ckpt.writer_process`
     passes it to the core.
 
-    A watch handles its own requests. It reads `PresentTrainer`, `HeldRun`, `HeldMemory` and `Saver`. It sets
+    A watch handles its own requests. It reads `PresentTrainer`, `HeldRun`, `HeldMemory` and `WriterSaver`. It sets
     `PresentTrainer.crashed`, which is earlier than the end of the process, and `PresentTrainer.announced` if the
     trainer has explained its end, and calls `Bookkeeper.fault`. All methods are called in the event loop.
     """
@@ -257,7 +257,7 @@ class Life:
     run: HeldRun
     held_memory: HeldMemory
     opener: TierOpener
-    saver: Saver
+    saver: WriterSaver
     books: Bookkeeper
     watch: TrainerWatch
     server: Server
@@ -374,7 +374,7 @@ class Life:
             seconds = time.monotonic() - began
             if seconds > max(RETRY_FOR_S, self.run.linger_s) or (seconds > self.run.linger_s and _memory_is_short()):
                 urls = ", ".join(tier.url for tier in missing)
-                events.log.warning("gave up bringing memory to %s after %s", urls, duration(seconds))
+                events.log.warning("stopped writing memory to %s after %s", urls, duration(seconds))
                 return
             await asyncio.sleep(RETRY_S)
         drained.set()
@@ -393,7 +393,7 @@ class Life:
                 checked = now
                 await self.run.check_owner()
                 if await self.run.replaced():
-                    events.log.warning("another run has begun in place of this one: its memory is released")
+                    events.log.warning("another run replaced this one: released its memory")
                     return
                 if self.run.tiers and _memory_is_short():
                     events.log.warning("memory is short: released the snapshots, which every tier has")

@@ -79,7 +79,7 @@ def _make_ready(arena: Arena) -> None:
         try:
             arena.make_ready()
         except MemoryError as error:
-            log.warning("memory is limited to %s: %s", count_of(arena.slots, "snapshot"), error)
+            log.warning("keeping only %s in memory: %s", count_of(arena.slots, "snapshot"), error)
 
     threading.Thread(target=work, name="ckpt-ready", daemon=True).start()
 
@@ -230,7 +230,7 @@ class HeldMemory:
         it."""
         if self._trainer.channel not in (caller.channel, None):
             os.close(caller.fds[0])
-            raise WriterError("this writer serves another trainer by now")
+            raise WriterError("this writer now serves another trainer")
         arena = Arena.attach(caller.fds[0])
         self.add(arena, foreign=request.foreign)
         if not request.foreign:  # the previous writer may not have finished this

@@ -24,7 +24,7 @@ from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, acquire_of, handles
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.promotion import IdleCores, threads
-from ckpt.core.writer.saver import Saver
+from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import OutcomeUnknownError, SaveError, StoreError, UsageError
 
 LOOK_BACK = 4  # number of earlier job attempts that are searched for save intervals
@@ -36,7 +36,7 @@ class TierOpener:
 
     trainer: PresentTrainer
     run: HeldRun
-    saver: Saver
+    saver: WriterSaver
     books: Bookkeeper
     held_memory: HeldMemory
 
@@ -77,9 +77,9 @@ class TierOpener:
             return error
         step, where = max(here)
         return type(error)(
-            f"{error}. {where} has step {step}; whether there is a newer one, or somebody trains the run there, only "
-            f"{url} can say. To go on from step {step} for now, take that out of the tiers: once it is back among "
-            "them, saves go there again",
+            f"{error}. {where} has step {step}; a newer one or another job there cannot be ruled out without "
+            f"{url}. To continue from step {step} for now, remove that tier: when it is added again, "
+            "saves go there again",
             retryable=error.retryable,
         )
 
@@ -201,7 +201,7 @@ def _check_one_run(tiers: Sequence[OpenTier]) -> None:
         for url, others in seen:
             if terms.isdisjoint(others):
                 raise UsageError(
-                    f"{url} and {tier.url} have checkpoints of different runs, which no start has had together. "
+                    f"{url} and {tier.url} have checkpoints of different runs, which were never used together. "
                     "Nothing was changed. Pass the tiers of one run, or a new location"
                 )
         seen.append((tier.url, terms))

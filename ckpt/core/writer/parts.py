@@ -19,7 +19,7 @@ from ckpt.store import Store
 STAGGER_S = 5.0  # how much longer each further rank's writer waits for the first one before it commits instead
 POLL_S = (0.01, 0.5)  # seconds between two checks, initial and maximum
 FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same for remote stores, where each check is a request
-REPORT_S, FAR_REPORT_S = 10.0, 60.0  # after which a rank that has not saved its part is reported
+REPORT_S, FAR_REPORT_S = 10.0, 60.0  # after which a rank that has not saved its shard is reported
 GROWTH, FAR_GROWTH = 1.3, 2.0  # growth of the time between two checks
 
 
@@ -72,7 +72,7 @@ async def settle(
         if waited > report_s and not reported and checkpoint not in log.state.held:
             reported = True
             if missing := await _missing(log.store, checkpoint, own, role):
-                on_slow(f"step {checkpoint.step} is not in {log.store.url} yet: rank {missing} has not saved its part")
+                on_slow(f"step {checkpoint.step} is not in {log.store.url} yet: rank {missing} has not saved its shard")
         if waited > deadline_s:
             await _too_late(log, owner(), own, role, deadline_s)
         await asyncio.sleep(pause)
@@ -105,8 +105,8 @@ async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenManifest,
 async def _too_late(log: RunLog, mine: Acquire, own: WrittenManifest, role: Role, deadline_s: float) -> None:
     checkpoint = own.checkpoint
     missing = await _missing(log.store, checkpoint, own, role)
-    what = f"the parts of ranks {missing}" if missing else "the word that the disks of other nodes hold theirs"
-    reason = f"{what} did not come within {deadline_s:g} s"
+    what = f"the manifests of ranks {missing}" if missing else "confirmation from the disks of other nodes"
+    reason = f"{what} did not arrive within {deadline_s:g} s"
     if not role.partial:
         await abort(log, mine, checkpoint, reason)
         if checkpoint in log.state.commits:

@@ -317,8 +317,8 @@ class Turns:
         """Return why steps are skipped. To save less often does not help if the tier is down or hangs."""
         still_s = time.monotonic() - max(self.since, tier.flow.moved)
         if still_s > STILL_S:
-            return f"has taken nothing for {duration(still_s)}: check whether it responds. It gets the newest then"
-        return "is slower than its steps come: raise its every=, or max_mib_s if it is throttled"
+            return f"has accepted no data for {duration(still_s)}: check whether it responds. It gets the newest then"
+        return "is slower than its save interval: raise its every=, or max_mib_s if it is throttled"
 
     def _call(self) -> None:
         while self.line and not self.taken:

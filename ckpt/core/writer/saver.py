@@ -62,7 +62,7 @@ OUT_OF_TURN = -1
 
 
 @dataclass(eq=False)
-class Saver:
+class WriterSaver:
     """Saves snapshots of one run.
 
     reads: number of writes that read a slot, by arena and slot
@@ -163,7 +163,7 @@ class Saver:
         except CheckpointError as error:
             if near is None:
                 raise
-            events.log.warning("%s: step %d is taken from %s: %s", tier.url, checkpoint.step, near.url, error)
+            events.log.warning("%s: copying step %d from %s instead: %s", tier.url, checkpoint.step, near.url, error)
             return await self.promote(tier, near, checkpoint, note)
 
     async def _store_far(
@@ -249,7 +249,7 @@ class Saver:
                 tier.log.check_owner(run.mine())
             written = await self._encode(tier, snapshot, InMemory(layout, data), numbers, reason=reason, check=check)
             if checkpoint in memory.retracted:
-                raise SaveError(f"step {checkpoint.step} was given up: {memory.retracted[checkpoint]}")
+                raise SaveError(f"step {checkpoint.step} was aborted: {memory.retracted[checkpoint]}")
         digests = written.table.digest[: written.table.owned].tobytes()
         memory.know_digests(checkpoint, layout.rank, digests + chunk_digest(arena.values(slot, label)))
         return written
@@ -305,7 +305,7 @@ class Saver:
             if (unsettled := len(tier.in_flight) - tier.waiting) >= BACKLOG:
                 self.trainer.tell(note)
                 before = count_of(unsettled, "step")
-                raise left_out(tier, checkpoint, f"has yet to get other ranks' parts of {before} before it")
+                raise left_out(tier, checkpoint, f"still waits for other ranks' files of {before} before it")
             known = self.stored.get((near.url, checkpoint))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {checkpoint.step} is not in {near.url} either")
@@ -356,7 +356,7 @@ class Saver:
         """Raise SaveError if the step was retracted here or aborted by another rank."""
         state = tier.log.state
         if checkpoint in self.memory.retracted:
-            raise SaveError(f"step {checkpoint.step} was given up: {self.memory.retracted[checkpoint]}")
+            raise SaveError(f"step {checkpoint.step} was aborted: {self.memory.retracted[checkpoint]}")
         if checkpoint in state.aborted or (checkpoint in state.retired and checkpoint in state.reasons):
             raise commits.given_up(state, checkpoint)
 
@@ -485,7 +485,7 @@ class Saver:
                 await tier.prepare()
                 found = self._pending(near, tier)
             except CheckpointError as error:
-                events.log.warning("earlier checkpoints are not copied to %s: %s", tier.url, error)
+                events.log.warning("could not copy earlier checkpoints to %s: %s", tier.url, error)
                 continue
             for one in found:  # a damaged one must not block the others
                 if one.checkpoint not in tier.in_flight and adoptions == self.trainer.adoptions:

@@ -215,7 +215,7 @@ def _end(server: Any) -> None:
 
 
 def _end_late(starting: asyncio.Future[Any]) -> None:
-    """End a server whose start nothing waits for any more."""
+    """End a server whose start nothing waits for."""
     if not starting.cancelled() and starting.exception() is None:
         threading.Thread(target=_end, args=(starting.result(),), daemon=True).start()
 

@@ -23,7 +23,7 @@ from ckpt.core.ipc.messages import Json
 from ckpt.core.writer.bookkeeper import Bookkeeper
 from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, handles
 from ckpt.core.writer.memory import HeldMemory
-from ckpt.core.writer.saver import Saver
+from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import CheckpointError
 from ckpt.guard.fault_reports import FaultReporter
 from ckpt.metrics import Metrics
@@ -62,7 +62,7 @@ class Observers:
         trainer: PresentTrainer,
         run: HeldRun,
         held_memory: HeldMemory,
-        saver: Saver,
+        saver: WriterSaver,
         books: Bookkeeper,
         reporter: FaultReporter,
     ) -> None:

@@ -27,7 +27,7 @@ SLOW = (
     "test_interleavings", "test_further_state", "test_promise_ends", "test_full_disk", "test_promise_handover",
     "test_ladder", "test_lightning_restarts", "test_dcp", "test_unreadable", "test_uneven_ranks", "test_resize",
     "test_lightning", "test_examples", "test_documents", "test_faults_example", "test_lifecycle", "test_kill",
-    "test_waits", "test_offline", "test_loader", "test_promise_file_systems", "test_stores", "test_repair",
+    "test_waits", "test_rank_state", "test_offline", "test_loader", "test_promise_file_systems", "test_stores", "test_repair",
     "test_composer", "test_best", "test_s3", "test_first_contact", "test_export", "test_torture", "test_budgets",
     "test_stage", "test_forged_values", "test_top", "test_upkeep", "test_unnoticed_damage", "test_hostile",
     "test_created", "test_jobs", "test_damage", "test_ledger", "test_promise_damage", "test_restore",

@@ -576,9 +576,9 @@ def library_table(found: Json, *, markdown: bool = False) -> str:
 
 SHORT = {
     "blocks_s": "a save blocks the training for",
-    "lost_s": "training time lost by one save, in all",
+    "lost_s": "total slowdown by one save",
     "durable_s": "until the save is durable",
-    "cold_s": "restore from disk, cold",
+    "cold_s": "restore from disk, files not in the page cache",
     "memory_s": "restore from memory",
 }
 
@@ -590,7 +590,9 @@ def short_table(found: Json, *, markdown: bool = False) -> str:
         best = found["best"][key]
         peer = f"{shown(key, best['value'])} ({best['peer']})"
         rows.append([what, shown(key, ours.get(key)), peer, times(best["ratio"])])
-    return table("In short, medians", ["", OURS, "best peer", "ratio"], rows, markdown=markdown)
+    return table(
+        "In short, medians", ["", OURS, "best peer", "everystep / peer (below 1 is better)"], rows, markdown=markdown
+    )
 
 
 def goal_table(found: Json, *, markdown: bool = False) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -288,18 +288,19 @@ class Checkpointer:
     # -- restoring --
 
     @overload
-    def restore(self, *, step: int | None = None, strict: bool = True) -> int: ...
+    def restore(self, *, step: int | Literal["best"] | None = None, strict: bool = True) -> int: ...
     @overload
-    def restore(self, *, default: T, step: int | None = None, strict: bool = True) -> int | T: ...
+    def restore(self, *, default: T, step: int | Literal["best"] | None = None, strict: bool = True) -> int | T: ...
 
     @traced("ckpt.restore")
-    def restore(self, *, default: Any = MISSING, step: int | None = None, strict: bool = True) -> Any:
+    def restore(self, *, default: Any = MISSING, step: int | Literal["best"] | None = None, strict: bool = True) -> Any:
         """Restore the state to the newest step from the nearest tier that has it, and return the step.
 
         Tensors are filled in place. Damaged checkpoints are skipped with a warning and listed in `last_restore`.
 
         - `default`: value to return if every tier was read and none has a checkpoint; without it, NoCheckpointError.
-        - `step`: restore this step, which may be an older one. Later steps are then no longer restored automatically.
+        - `step`: restore this step, which may be an older one, or "best" for the one with the best score. Later steps
+          are then no longer restored automatically.
         - `strict`: False restores the entries that fit and casts those of another dtype. Default True.
 
         Raises NoCheckpointError, CorruptError if no checkpoint is intact, or MismatchError; the state is then
@@ -308,7 +309,8 @@ class Checkpointer:
         with self._run.in_turn(alone=True):
             self._run.check_usable(restoring=True)
             try:
-                found = self._restoring.restore(default, step, strict)
+                number = self._kept.number_of(step) if isinstance(step, str) else step
+                found = self._restoring.restore(default, number, strict)
                 self._kept.went_back()
                 return found
             finally:

@@ -123,6 +123,7 @@ class SaveError(CheckpointError):
         "The training state is unchanged, and later saves are attempted normally. `ckpt doctor RUN` tests whether the "
         "store works."
     )
+    next_is_full = False  # True if the next checkpoint of the tier must not be an increment
 
 
 class SkippedError(SaveError):

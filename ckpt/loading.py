@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import difflib
-import fnmatch
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +28,9 @@ from ckpt.errors import CorruptError, InvalidArgumentError, NoCheckpointError, p
 from ckpt.events import log as logger
 from ckpt.filling import fill
 from ckpt.store import normalise, remember_options
+from ckpt.units import count_of
+
+MOST_NAMES = 20  # in a message
 
 
 @public_class
@@ -54,7 +56,7 @@ class Loaded(Mapping[str, Tensor]):
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<step {self.step} of {self.url}: {len(self)} tensors>"
+        return f"<step {self.step} of {self.url}: {count_of(len(self), 'tensor')}>"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -105,8 +107,8 @@ class Loaded(Mapping[str, Tensor]):
         """Return the plain values that one rank saved under an entry of the state, for example `plain("term")`.
 
         Tensor subclasses made of other tensors are returned as dicts of those, objects of optimizers as dicts of their
-        attributes, and enum members as names, because their classes may not be installed. Raises KeyError if nothing is
-        there.
+        attributes, and enum members as names, because their classes may not be installed. Raises KeyError with the
+        names of all entries if nothing is there.
         """
         if not 0 <= rank < self._saved.world:
             raise InvalidArgumentError(
@@ -115,7 +117,7 @@ class Loaded(Mapping[str, Tensor]):
         for node in self._saved.nodes(rank):
             if show(node.path) == path:
                 return decode(node.values, lambda reference: self._extern(reference, rank))
-        raise KeyError(path)
+        raise KeyError(self._unknown_entry(path, rank))
 
     def _extern(self, reference: Json, rank: int) -> object:
         if reference["$"] == "wrapper":
@@ -132,6 +134,14 @@ class Loaded(Mapping[str, Tensor]):
         near = difflib.get_close_matches(name, self._names, 3) or [n for n in self._names if n.endswith(f".{name}")][:3]
         return f"no tensor {name!r} in step {self.step}" + (f"; did you mean {', '.join(near)}?" if near else "")
 
+    def _unknown_entry(self, path: str, rank: int) -> str:
+        entries = [show(node.path) for node in self._saved.nodes(rank)]
+        near = difflib.get_close_matches(path, entries, 3)
+        meant = f"; did you mean {', '.join(near)}?" if near else ""
+        more = f" and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
+        names = f"{', '.join(entries[:MOST_NAMES])}{more}"
+        return f"no entry {path!r} in step {self.step}{meant or '.'} The entries are: {names}"
+
     def _read(self, keys: list[Key]) -> dict[Key, Tensor]:
         with self._lock:
             missing = [key for key in keys if key not in self._cache]
@@ -147,7 +157,7 @@ class Loaded(Mapping[str, Tensor]):
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
     """Convert an index to a box, and to the set of dimensions that an int removes."""
     if len(index) > len(shape):
-        raise InvalidArgumentError(f"{name} has {len(shape)} dimensions, not {len(index)}")
+        raise InvalidArgumentError(f"{name} has {count_of(len(shape), 'dimension')}, not {len(index)}")
     starts, sizes, dropped = [], [], set()
     for dim, size in enumerate(shape):
         at: builtins.slice | int = index[dim] if dim < len(index) else builtins.slice(None)
@@ -204,7 +214,8 @@ def load(
       all make the same call.
     - `step`: number of the step, default the newest.
     - `best`: True opens the checkpoint with the best score; see `ckpt.Best`.
-    - `only`: shell pattern of tensor names, for example "model.*". Not with `into`.
+    - `only`: shell pattern of tensor names, for example "model.*.weight", or the name of an entry, for example "model",
+      for all tensors below it. Not with `into`.
     - `storage_options`: as in `ckpt.Tier`.
 
     The run is only read, so its job can continue. Without `into`, a tensor that ranks hold separately, with different
@@ -224,7 +235,7 @@ def load(
     commit, saved, skipped = read.run(_open(location, which))
     if skipped:
         logger.warning("%s", losses.in_words(skipped, commit.step))
-    names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
+    names = {n: key for n, key in sorted(saved.labels.items()) if only is None or reference.matches(n, [only])}
     if not names and only is not None:
         raise InvalidArgumentError(f"no tensor of step {commit.step} in {location} matches {only!r}")
     return Loaded(location, commit.checkpoint, saved, names, skipped)

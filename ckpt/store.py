@@ -194,6 +194,10 @@ def url_of(folder: str | Path) -> str:
 def normalise(url: str | Path) -> str:
     """Return a URL with a scheme. A plain path becomes an absolute `file://` URL."""
     text = str(url)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgumentError(f"{text!r} is not UTF-8: choose a folder with another name") from None
     scheme, separator, rest = text.partition("://")
     if not separator and (match := _NEARLY.match(text)):
         raise InvalidArgumentError(
@@ -206,7 +210,12 @@ def normalise(url: str | Path) -> str:
         raise InvalidArgumentError(f"{text!r} names no folder: pass a folder or a URL, for example file:///data/run1")
     scheme = scheme.lower()
     if scheme == "file":
-        return url_of(Path(rest).expanduser().resolve())  # resolve links, so that one folder has one name
+        if separator and rest.partition("/")[0] == "localhost":
+            rest = rest.removeprefix("localhost")
+        try:
+            return url_of(Path(rest).expanduser().resolve())  # resolve links, so that one folder has one name
+        except RuntimeError as error:
+            raise InvalidArgumentError(f"{text!r}: {error}") from None
     user, at, _ = rest.partition("/")[0].rpartition("@")
     if at and ":" in user:
         raise InvalidArgumentError(

@@ -26,8 +26,9 @@ class Memory:
 
     - `every`: steps between snapshots, default 1; or a time ("30s", "10min", "2h"); or "auto": as often as 1 % of the
       training time allows. See `ckpt.Auto`.
-    - `keep`: number of snapshots, 2 to 12, default 3. Each takes as much memory as the state. One more per durable tier
-      is added for the write in progress; fewer if memory is short.
+    - `keep`: number of snapshots, 2 to 12, with the one being taken; default 2, with several ranks at least 3. Each
+      takes as much memory as the state. If a write to a tier outlives the next step, one more is added; fewer if memory
+      is short.
     - `linger_s`: how long the writer keeps the memory after the trainer has died and every tier has the newest step,
       seconds, default 120.
     - `replicas`: 2 keeps a copy of each snapshot on another node, sent in the background, so that memory survives the
@@ -35,13 +36,13 @@ class Memory:
     """
 
     every: int | str | Auto = 1
-    keep: int = 3
+    keep: int | None = None
     linger_s: float = 120.0
     replicas: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
-        if type(self.keep) is not int or not 2 <= self.keep <= 12:
+        if self.keep is not None and (type(self.keep) is not int or not 2 <= self.keep <= 12):
             raise InvalidArgumentError(f"Memory(keep={self.keep!r}): keep must be a whole number from 2 to 12")
         if isinstance(self.linger_s, bool) or not isinstance(self.linger_s, (int, float)) or not self.linger_s >= 0:
             raise InvalidArgumentError(f"Memory(linger_s={self.linger_s!r}): linger_s must be at least 0 seconds")

@@ -1,4 +1,4 @@
-"""Format durations, sizes and times for people."""
+"""Format counts, durations, sizes and times for people."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def duration(seconds: float) -> str:
     unit, name = next(((unit, name) for most, unit, name in _UNITS if abs(seconds) < most), (86400.0, "d"))
     value = seconds / unit
     return f"{value:.1f} {name}" if abs(value) < 9.95 else f"{value:,.0f} {name}"
+
+
+def count_of(number: float, what: str) -> str:
+    """Format a number of things, for example 1 step or 2,000 steps."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def are(number: int) -> str:
+    """Return the verb for a number of things."""
+    return "is" if number == 1 else "are"
 
 
 def decimal(nbytes: float) -> str:

@@ -12,7 +12,7 @@ import torch
 
 import ckpt
 import toy
-from ckpt.errors import NoCheckpointError, UsageError
+from ckpt.errors import InvalidArgumentError, NoCheckpointError, UsageError
 from commands import call
 from parallel import free_port, launch
 from processes import eventually, killed, run_script, writers
@@ -58,6 +58,28 @@ def test_best_steps_stay_and_load_by_name(run_dir: str, call: Any) -> None:
     assert listed["10"].endswith("  pinned: loss=0.4123; for the paper"), "in the row, with four digits"
     assert listed["4"].endswith("  pinned: best, loss=0.3") and "history" in listed["step"]
     assert is_at(run_dir, 4)
+
+
+def test_restore_accepts_best(run_dir: str) -> None:
+    """`restore(step="best")` restores the step with the best score of an earlier start or of this one, also without
+    `best=`. Without scores, and for another word, the error names the remedy."""
+    train(run_dir, ckpt.Best("loss", keep=2), 12, LOSSES)
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir, triggers=None) as cp:
+        assert cp.restore(step="best") == 4 and toy.digest(state) == toy.reference(4)
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir, triggers=None, best=ckpt.Best("loss")) as cp:
+        cp.restore()
+        cp.score(4, 0.1)
+        assert cp.restore(default=0, step="best") == 4
+        with pytest.raises(InvalidArgumentError, match=r"step='newest': it must be the number of a step, \"best\""):
+            cp.restore(step="newest")
+    with ckpt.Checkpointer(toy.build(), f"{run_dir}-2", triggers=None) as cp:
+        cp.restore(default=0)
+        cp.save(1).wait_durable()
+        with pytest.raises(InvalidArgumentError, match=r"no checkpoint of this run has a score.*best=ckpt\.Best"):
+            cp.restore(step="best")
+        assert cp.restore() == 1
 
 
 def test_scores_are_known_after_a_restart(run_dir: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import pickle
 import re
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt import errors
+from ckpt.core.state.placement import mismatch
 from ckpt.errors import CheckpointError, FullError, from_wire, to_wire
 from ckpt.tools.cli import app
 
@@ -43,6 +45,26 @@ def test_every_error_has_advice(kind: type[CheckpointError]) -> None:
         assert command in app.cli.list_commands(None)  # type: ignore[arg-type]
 
 
+def test_mismatch_states_once_that_nothing_was_changed() -> None:
+    """The message has the problems and the remedy, and only the advice has that nothing was changed."""
+    shown = "".join(traceback.format_exception(mismatch(["w has shape [2] in the checkpoint and [3] here"])))
+    assert shown.count("changed") == 1 and "w has shape [2]" in shown
+    assert (
+        "Change the model back, or pass strict=False to restore the entries that fit (dtypes are converted)." in shown
+    )
+
+
+def test_messages_name_no_page_of_the_repository() -> None:
+    """An installed package has no docs/ folder, so no message names a file there."""
+    texts = list[str]()
+    for path in Path(ckpt.__file__).parent.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        strings = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings)
+        texts += [node.value for node in strings if isinstance(node.value, str)]
+    assert len(texts) > 1000 and not [text for text in texts if "docs/" in text]
+
+
 def test_advice_survives_pickle_and_wire() -> None:
     """An error of the writer raised in the trainer has its advice once; so has a pickled one."""
     for error in (from_wire(to_wire(FullError("no space"))), pickle.loads(pickle.dumps(FullError("no space")))):
@@ -58,7 +80,8 @@ def test_advice_is_shown_to_users(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     first, second = done.stderr.splitlines()
-    assert "nothing" in first and second.startswith("ckpt: Nothing was changed. `ckpt ls ")
+    assert "`ckpt import` creates a run from another program's files" in first and "nothing" in first
+    assert second == "ckpt: Nothing was changed.", "`ckpt ls` would fail too"
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
@@ -147,7 +170,7 @@ def test_user_errors_end_in_line_of_caller(tmp_path: Path, caplog: pytest.LogCap
             with caplog.at_level("DEBUG", "ckpt"), pytest.raises(kind) as raised:
                 call()
             frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-            assert frames[0].startswith("test_errors") and frames[1:] == ["<lambda>", "entered"], (kind, frames)
+            assert frames[0].startswith("test_user_errors") and frames[1:] == ["<lambda>", "entered"], (kind, frames)
             told = "".join(traceback.format_exception(raised.value))
             assert told.count("Traceback") == 1 and told.count(raised.value.advice or "Traceback") == 1
             assert "Traceback" in caplog.text and "an error in " in caplog.text, kind

@@ -328,6 +328,7 @@ def test_dropped_step_is_published_as_failure(heard: list[Event], run_dir: str) 
         cp.save(1).wait_staged(WAIT_S)
         arena = cp._run.stager.arena
         assert arena is not None
+        arena.most = arena.slots  # no further slot fits
         for slot in range(arena.slots):  # as if all of them were being written
             cp._run.stager.slots.pin(arena, slot)
         save = cp.step(2)

@@ -20,6 +20,7 @@ from typing import TypeVar
 from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError
 from ckpt.events import log
 from ckpt.store import Buffer, ObjectInfo, Store, Upload
+from ckpt.units import count_of
 
 T = TypeVar("T")
 _DICE = SystemRandom()  # leaves the random state of the training unchanged
@@ -167,7 +168,7 @@ class _Call:
         spent = asyncio.get_running_loop().time() - self._since
         if spent >= retry.budget_s:
             error.args = (
-                f"{error} (tried {self._failures} times in {spent:.0f} s). Check the network and the "
+                f"{error} (tried {count_of(self._failures, 'time')} in {spent:.0f} s). Check the network and the "
                 "endpoint, if you configured one",
                 *error.args[1:],
             )

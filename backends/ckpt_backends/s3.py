@@ -24,6 +24,7 @@ from botocore import exceptions as boto
 
 from ckpt.errors import AccessError, CorruptError, NotFoundError, StoreError, TruncatedError, UsageError
 from ckpt.store import Buffer, ObjectInfo, Upload, check_key, check_prefix
+from ckpt.units import count_of
 from ckpt_backends.refusals import GoneError, OutOfRangeError, UnknownRequestError, refusal
 from ckpt_backends.remote import RemoteStore
 from ckpt_backends.s3_upload import S3Upload, body_of
@@ -203,7 +204,7 @@ class S3Store(RemoteStore):
 
     async def _delete_batch(self, names: Sequence[str]) -> bool:
         """Delete a batch. Return False if the server does not support this request; then nothing was deleted."""
-        what = f"cannot delete {len(names)} objects"
+        what = f"cannot delete {count_of(len(names), 'object')}"
         objects = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         try:
             answer = await self.call("delete_objects", what, Delete=objects)

@@ -389,7 +389,7 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
                 "all ranks "
                 "share, not a disk of each node"
             ) from None
-        await commits.commit_fitting(log, saving.owner, parts)
+        await commits.commit(log, saving.owner, parts)
         place = known(url)
         place.open.discard(checkpoint)
         if all(url in receipt.read_back for receipt in receipts):

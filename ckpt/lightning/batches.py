@@ -19,6 +19,7 @@ from torch.utils import data
 from ckpt.core.state.nodes import RNG, adapt
 from ckpt.errors import UsageError
 from ckpt.lightning import orders
+from ckpt.units import count_of
 
 State = dict[str, Any]
 PLAIN = (bool, int, float, str, type(None))
@@ -319,9 +320,9 @@ class BatchFeed:
         if self._saved_world != self._world:
             warn(
                 self._trainer,
-                "saved by %d ranks and restored by %d in the middle of an epoch: the batches of its rest are divided "
+                "saved by %s and restored by %d in the middle of an epoch: the batches of its rest are divided "
                 "again, so that some samples may come twice and some not at all in this epoch",
-                self._saved_world,
+                count_of(self._saved_world, "rank"),
                 self._world,
             )
         if any(getattr(loader, "persistent_workers", False) for loader in self._loaders()):

@@ -70,8 +70,8 @@ class CheckpointCallback(Base):
       `mode="min"`, or "max") are saved to every tier and kept regardless of age; see `best_step`, `best_score` and
       `best_model`. It is read at the end of a validation and of an epoch. A metric of single training batches counts
       only if the last step logged it. In distributed training, log it with `sync_dist=True`; rank 0's value decides.
-    - `strict`: False restores the entries that fit a changed model. Default True: MismatchError lists what does not
-      fit.
+    - `strict`: False restores the entries that fit a changed model; the restored step then gets no score. Default
+      True: MismatchError lists what does not fit.
     - All other keywords are those of `ckpt.Checkpointer`: `triggers`, `takeover` and `options`.
 
     Supports a single device, DDP, and FSDP2 or tensor parallelism (`ModelParallelStrategy`). FSDPStrategy hides its
@@ -237,7 +237,9 @@ class CheckpointCallback(Base):
         self._step, theirs = trainer.global_step, given(trainer)
         cp.restore(default=None, strict=self._strict)
         found = cp.last_restore
-        self._has_step = found is not None and found.step is not None
+        # With strict=False, the stored weights of the restored step may not be those of this model. The validation that
+        # is repeated there must not score it.
+        self._has_step = self._strict and found is not None and found.step is not None
         if self._best is not None:
             self._monitored = Monitored(trainer, self._best.monitor)
         if found is None or found.step is None:
@@ -296,7 +298,7 @@ class CheckpointCallback(Base):
             self._save = self._cp.step(step) or self._save
         if self._monitored is not None:
             self._monitored.step_done()
-            if self._seams is not None and self._seams.measured_next:
+            if self._has_step and self._seams is not None and self._seams.measured_next:
                 self._save = self._cp.stage()  # if it is one of the best, this snapshot is written
 
     def _settle(self) -> None:

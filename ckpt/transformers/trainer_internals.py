@@ -27,6 +27,7 @@ from ckpt.core.state.nodes import RNG
 from ckpt.core.state.sharding import ModulePart, named_parameters, unwrap
 from ckpt.errors import MismatchError, UsageError
 from ckpt.transformers.further_state import FurtherState
+from ckpt.units import count_of
 
 logger = logging.get_logger("transformers.everystep")  # the Trainer's own messages are shown there
 trainer_logger = logging.get_logger("transformers.trainer")
@@ -482,8 +483,8 @@ class TrainerProgress:
             lines.insert(0, "the data differ from those of the run, so the next batches would differ")
         if self.base is not None and saved["base"] is not None and self.base != saved["base"]:
             lines.append(
-                "the frozen base model differs from the one of the run: load the same weights, with the "
-                f"same revision and dtype ({saved['base']['tensors']} tensors then, {self.base['tensors']} now)"
+                "the frozen base model differs from the one of the run: load the same weights, with the same "
+                f"revision and dtype ({count_of(saved['base']['tensors'], 'tensor')} then, {self.base['tensors']} now)"
             )
         if lines and strict:
             raise MismatchError("\n  ".join(lines) + "\nCheckpointCallback(..., strict=False) continues anyway")

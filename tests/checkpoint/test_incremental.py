@@ -26,17 +26,17 @@ from hypothesis import strategies as st
 from ckpt.core.checkpoint import chunks as chunks_module
 from ckpt.core.checkpoint import commits, encode, incremental, open_tier, read, retention, write
 from ckpt.core.checkpoint.encode import Encoder
-from ckpt.core.checkpoint.incremental import ChunkPlan, InMemory, Policy, Previous, bases_in, plan_chunks
+from ckpt.core.checkpoint.incremental import ChunkPlan, InMemory, Policy, WrittenManifest, bases_in, plan_chunks
 from ckpt.core.checkpoint.open_tier import OpenTier
 from ckpt.core.checkpoint.retention import Keep
-from ckpt.core.checkpoint.write import DataFileWriter, Encoded, RankSnapshot, WrittenManifest, digest_chunks
+from ckpt.core.checkpoint.write import DataFileWriter, Encoded, RankSnapshot, digest_chunks
 from ckpt.core.format import layout as plan
 from ckpt.core.format import table as tables
 from ckpt.core.format.codec import CODECS, DELTA, PLANES, RAW, word_of
 from ckpt.core.format.codec import encode as coded
 from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import BITS, Layout, TensorSpec
-from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, new_nonce, owner
+from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, is_data, new_nonce, owner, rank_of
 from ckpt.core.format.table import FILE, SavedShard, Table, merge
 from ckpt.core.format.table import columns_of as table_columns
 from ckpt.core.log.run_log import Acquire, Commit, RunLog, RunState
@@ -44,6 +44,7 @@ from ckpt.core.writer import promotion
 from ckpt.core.writer.saver import Saver
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.tools.maintain import copy_run
+from ckpt.tools.maintain.listing import sizes_of
 from ckpt_backends.memory import MemoryStore
 from run_files import DATA, MANIFEST, checkpoint_id, data_key, kind_of, manifest_key, select
 
@@ -62,7 +63,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "LITTLE", 64)
     for module in (encode, encode):
         monkeypatch.setattr(module, "LEAST", 0)
-    monkeypatch.setattr(write, "PACK", (2 * CHUNK, 8 * CHUNK))
+    monkeypatch.setattr(write, "FILE", (2 * CHUNK, 8 * CHUNK))
     monkeypatch.setattr(encode, "WINDOW", 3 * CHUNK)
     monkeypatch.setattr(encode, "SELF_CHECK", 3)
     monkeypatch.setattr(chunks_module, "READ", 3 * CHUNK)
@@ -341,7 +342,7 @@ def test_negative_control_wrong_rows_are_detected(monkeypatch: pytest.MonkeyPatc
     """References to the wrong rows, planned without checking digests, are detected."""
     right = plan_chunks
 
-    def wrong(layout: Layout, digests: Any, previous: Previous | None, **more: Any) -> ChunkPlan:
+    def wrong(layout: Layout, digests: Any, previous: WrittenManifest | None, **more: Any) -> ChunkPlan:
         found = right(layout, digests, previous, **more)
         taken = found.taken.copy()
         here = np.flatnonzero(taken >= 0)
@@ -398,16 +399,17 @@ def digests_of(layout: Layout, data: bytes) -> Any:
     return np.frombuffer(digest_chunks(layout, memoryview(data)), np.uint8).reshape(-1, 16)
 
 
-def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None = None) -> Previous:
+def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None = None) -> WrittenManifest:
     """Return a checkpoint stored raw in one data file. `size`: the recorded size of the file."""
     checkpoint = CheckpointId(1, step, "0badcafe")
     key = data_key(checkpoint, layout.rank)
     table = write.build_table(layout, key, np.ascontiguousarray(digests).tobytes())
-    return Previous(part_of(checkpoint, [DataFile(key, size or 8192 + layout.arrangement.data_size, 8192, "")]), table)
+    file = DataFile(key, size or 8192 + layout.arrangement.data_size, 8192, "")
+    return WrittenManifest(part_of(checkpoint, [file]), "", table)
 
 
 def part_of(checkpoint: CheckpointId, files: list[DataFile]) -> Manifest:
-    return Manifest(str(checkpoint), 0, 1, {}, [], b"", write)
+    return Manifest(str(checkpoint), 0, 1, {}, [], b"", files)
 
 
 @PURE
@@ -467,7 +469,7 @@ def test_changed_tensor_spec_prevents_reuse() -> None:
         assert (found.taken < 0).all() and (found.base < 0).all(), other
     cut = previous.table.length.copy()
     cut[:2] += [-4, 4]  # as another version might divide it
-    elsewhere = Previous(previous.manifest, replace(previous.table, length=cut))
+    elsewhere = WrittenManifest(previous.manifest, "", replace(previous.table, length=cut))
     found = plan_chunks(base, digests_of(base, noise(base, 1)), elsewhere)
     assert (found.taken < 0).all() and (found.base < 0).all()
     second = Layout((one,), {}, [], rank=1, world=2)
@@ -480,7 +482,7 @@ def test_mostly_unused_data_file_is_dropped() -> None:
     data = bytearray(noise(layout, 0))
     was = digests_of(layout, bytes(data))
     old = previous_of(layout, was)
-    newer = Previous(replace(old.manifest, checkpoint=checkpoint_id(2)), old.table)
+    newer = WrittenManifest(replace(old.manifest, checkpoint=checkpoint_id(2)), "", old.table)
     for count in range(11):
         now = digests_of(layout, noise(layout, 9)).copy()
         now[:count] = was[:count]
@@ -507,11 +509,11 @@ def test_delta_is_dropped_with_its_base() -> None:
         files=tuple(keys),
     )
     for size, taken in ((10_000, -1), (3_000, 0)):
-        write = [DataFile(keys[0], size, 64, ""), DataFile(keys[1], 114, 64, "")]
-        found = plan_chunks(layout, now, Previous(part_of(CheckpointId(1, 3, "0badcafe"), write), table))
+        files = [DataFile(keys[0], size, 64, ""), DataFile(keys[1], 114, 64, "")]
+        found = plan_chunks(layout, now, WrittenManifest(part_of(CheckpointId(1, 3, "0badcafe"), files), "", table))
         assert found.taken.tolist() == [taken]
         assert found.base.tolist() == [-1]
-    changed = plan_chunks(layout, now ^ 3, Previous(part_of(CheckpointId(1, 3, "0badcafe"), write), table))
+    changed = plan_chunks(layout, now ^ 3, WrittenManifest(part_of(CheckpointId(1, 3, "0badcafe"), files), "", table))
     assert changed.base.tolist() == [1], "what the delta was against, never the delta"
 
 
@@ -522,7 +524,8 @@ def test_data_files_of_too_many_checkpoints_are_dropped() -> None:
     now = digests_of(layout, noise(layout, 0))
     keys = [data_key(checkpoint_id(i + 1)) for i in range(count)]
     table = replace(previous_of(layout, now).table, file=np.arange(count), offset=np.full(count, 64), files=tuple(keys))
-    previous = Previous(part_of(CheckpointId(1, 99, "0badcafe"), [DataFile(k, 164, 64, "") for k in keys]), table)
+    files = [DataFile(k, 164, 64, "") for k in keys]
+    previous = WrittenManifest(part_of(CheckpointId(1, 99, "0badcafe"), files), "", table)
     taken = plan_chunks(layout, now, previous).taken
     assert (taken >= 0).sum() == incremental.MAX_OWNERS
     assert (taken[:5] < 0).all()
@@ -969,7 +972,7 @@ def test_next_checkpoint_is_full_if_others_commit_while_damage_is_read(monkeypat
         monkeypatch.setattr(open_tier, "verify", slow)
         notes = list[Any]()
         await tier.sweep(job.mine, notes.append)
-        assert [note.step for note in notes] == [5] * damaged
+        assert [(note.error, "step 5" in note.text) for note in notes] == [("SaveError", True)] * damaged
         return (await job.save(8, state)).full
 
     assert asyncio.run(run(True)) and not asyncio.run(run(False))
@@ -1181,3 +1184,23 @@ def test_next_checkpoint_is_full_after_unknown_codecs() -> None:
 def replace_encoders(job: Job) -> Job:
     """Return the same run with new encoders, as after a restart."""
     return Job(job.log, job.mine, [Encoder(e.policy) for e in job.encoders], job.saved)
+
+
+def test_rank_without_own_bytes_is_not_gone() -> None:
+    """A rank without tensors has no data file in a compressed tier: its full checkpoint still has a size. It is gone if
+    the data file of the other rank was deleted, or the manifest of the rank without one."""
+
+    async def scenario() -> None:
+        for lost in (None, "data", "manifest"):
+            job = await Job.open(Policy(compression="zstd"), world=2)
+            commit = await job.save(1, {"a": ("F32", 512, bytes(range(256)) * 8)})
+            keys = [info.key async for info in job.log.store.list("steps/")]
+            (data,) = (key for key in keys if is_data(key))
+            assert commit.full and commit.world == 2 and rank_of(data) == 0
+            if lost is not None:
+                await job.log.store.delete(data if lost == "data" else manifest_key(commit.checkpoint, 1))
+            (size,), total = await sizes_of(job.log, [commit])
+            assert (size is None) == (lost is not None), lost
+            assert total == size or lost is not None
+
+    asyncio.run(scenario())

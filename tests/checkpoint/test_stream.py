@@ -19,7 +19,7 @@ from ckpt.core.format.columns import I64
 from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.format.table import FILE, Table
-from ckpt.errors import CheckpointError, CorruptError
+from ckpt.errors import CheckpointError, CorruptError, TruncatedError
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 
@@ -105,7 +105,7 @@ def test_small_chunks_are_read_together_but_verified_singly(
     placed: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Raw chunks too small for separate reads are all placed. A damaged one is reported and not placed. In a truncated
-    file, the chunks before its end are placed."""
+    file, the chunks before its end are read one by one."""
     monkeypatch.setattr(read, "LEAST", 1 << 30)
     store, table, plain = genuine()
     everything = {chunk: plain[chunk] for chunk in RAW_ONES}
@@ -122,8 +122,10 @@ def test_small_chunks_are_read_together_but_verified_singly(
         assert hit not in collected.memory or set(collected.memory[hit].tolist()) == {0xEE}
     folder = LocalStore(f"file://{tmp_path}", writable=True)
     asyncio.run(folder.put(KEY, whole[:-1]))
-    collected = read_all(folder, table, placed, RAW_ONES)
-    assert collected.lost.keys() == {5} and collected.all() == {chunk: plain[chunk] for chunk in (1, 4)}
+    collected, of = Collector(table, placed), CheckpointId(1, 1, "0badcafe")
+    with pytest.raises(TruncatedError):
+        asyncio.run(read.fetch_repaired(folder, of, table, RAW_ONES, sink=collected.sink, room=collected.room))
+    assert collected.sunk == {chunk: plain[chunk] for chunk in (1, 4)}
 
 
 def test_negative_control_small_chunks_without_digests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 import ckpt
 import toy
+from ckpt.core.checkpoint import losses
 from ckpt.core.checkpoint.commits import acquire
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.manifest import MAJOR, CheckpointId, canonical, new_nonce, press, seal, unpress
@@ -256,6 +257,22 @@ def test_damaged_log_is_reported_on_stderr(run: Path, call: Any) -> None:
         flip(path, 40)
     assert call("verify", run).code == 1
     assert call("verify", run, "--all").code == 1
+
+
+def test_missing_newest_record_is_not_called_damage(run: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A surviving writer may be about to append the record of a checkpoint that has an index. `faults` and `ls` name
+    the step, and print no warning about missing checkpoints. With a damaged record, they do."""
+    monkeypatch.setattr(losses, "RECORDED_S", 0.0)
+    newest = sorted((run / "log").iterdir())[-1]
+    newest.unlink()
+    for command in ("faults", "ls"):
+        text = call(command, run).err
+        assert "no log record says that step 6 is a checkpoint" in text and "next start" in text
+        assert "may be missing" not in text and "because of damage" not in text
+    flip(sorted((run / "log").iterdir())[1], 40)
+    for command in ("faults", "ls"):
+        text = call(command, run).err
+        assert "is damaged or missing" in text and ("may be missing" in text or "because of damage" in text)
 
 
 def test_step_retired_during_verify_is_not_damaged(run: Path) -> None:

@@ -490,6 +490,20 @@ def test_dry_run_creates_nothing(made: Path, tmp_path: Path, call: Any) -> None:
     assert dry.keys() == real.keys() and dry["files"] == real["files"] and dry["done"] is None
 
 
+@pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors", "run"])
+def test_printed_size_is_size_on_disk(made: Path, tmp_path: Path, call: Any, kind: str) -> None:
+    """The files and bytes of the JSON are those on the disk. A dry run is smaller by at most the headers."""
+    target = tmp_path / "out"
+    dry = call("export", made, "--to", target, "--format", kind, "--dry-run", "--json").json
+    found = call("export", made, "--to", target, "--format", kind, "--json")
+    paths = [path for path in target.rglob("*") if path.is_file()] if target.is_dir() else [target]
+    sizes = {path.name: path.stat().st_size for path in paths}
+    shown = {Path(file["name"]).name: file["bytes"] for file in found.json["files"]}
+    assert shown.items() <= sizes.items() and found.json["bytes"] == sum(shown.values()) == found.json["done"]["nbytes"]
+    assert shown == sizes or kind in ("safetensors", "run")  # their small files are not listed
+    assert 0.5 * found.json["bytes"] < dry["bytes"] <= found.json["bytes"]
+
+
 def test_wrong_options_are_rejected(made: Path, tmp_path: Path, call: Any) -> None:
     """The error has the remedy, and nothing is created."""
     for args, expected in (

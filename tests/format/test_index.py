@@ -602,7 +602,7 @@ def test_index_of_some_ranks_lists_their_pieces() -> None:
     tables = [table_of([SavedShard("w", "F32", (9,), (3 * rank,), (3,), rank)], rank) for rank in range(3)]
     written = [commits.WrittenManifest(part_of(t, rank, 3, {"elsewhere"}), "", t) for rank, t in enumerate(tables)]
     index = Index.from_bytes(commits.index_of(written[1:]), "an index", 3, 2)
-    assert index.holders(0).tolist() == [1, 2] and index.files == tuple(sorted(w.files[0] for w in written[1:]))
+    assert index.holders(0).tolist() == [1, 2] and index.files == tuple(sorted(w.table.files[0] for w in written[1:]))
     with pytest.raises(CorruptError):
         Index.from_bytes(index.to_bytes(), "an index", 3)
     with pytest.raises(SaveError, match="elsewhere is not in the table"):

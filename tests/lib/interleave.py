@@ -42,7 +42,6 @@ import numpy as np
 from ckpt.core.checkpoint import chunks, read, retention, write
 from ckpt.core.checkpoint import commits as commits
 from ckpt.core.checkpoint.commits import Role
-from ckpt.core.checkpoint.incremental import Previous
 from ckpt.core.checkpoint.retention import Keep
 from ckpt.core.checkpoint.write import RankSnapshot, WrittenManifest, write_part
 from ckpt.core.format import manifest
@@ -812,7 +811,7 @@ async def write_increment(
     await upload.finish()
     known = {info.key: info for info in base.manifest.files}
     known[key] = DataFile(key, len(header) + len(data), len(header), file_digest(header))
-    named, previous = [known[one] for one in files], Previous(base.manifest, base.table)
+    named, previous = [known[one] for one in files], base
     return await write.finish_manifest(store, snapshot, table, named, reason="due", base=previous)
 
 

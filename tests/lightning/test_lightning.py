@@ -192,6 +192,19 @@ def test_best_checkpoints_by_metric_stay(tmp_path: Path) -> None:
     assert toy.digest(model) == toy.digest(toy.fit(epochs=expected[0] // toy.BATCHES)["model"])
 
 
+def test_changed_model_does_not_score_a_stored_step(tmp_path: Path) -> None:
+    """With strict=False and a changed layer, the repeated validation of the restored step scores nothing, because the
+    stored weights are others. Later steps are scored."""
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    callback = {"monitor": "val_loss", "top_k": 9}
+    first = toy.fit(run=run, out=str(out), epochs=2, callback=callback)["callback"]._best.scores
+    seen = len(lines(out))
+    found = toy.fit(run=run, out=str(out), epochs=3, width=32, callback={**callback, "strict": False})
+    assert told(out, seen)[0][:2] == ["val", 16] and told(out, seen)[0][2] not in {value.hex() for value, _ in first}
+    scores = found["callback"]._best.scores
+    assert sorted(step for _, step in scores) == [8, 16, 24] and set(first) < set(scores)
+
+
 def test_best_model_can_be_read_while_fit_runs(tmp_path: Path) -> None:
     """At that time its save has just begun, and takes half a second."""
     seen: dict[int, int] = {}

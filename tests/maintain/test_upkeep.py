@@ -303,8 +303,9 @@ def test_copy_rejects_folder_with_other_files(run: Path, call: Call, tmp_path: P
         assert tree(there) == {"thesis.tex": b"chapter 1"}
 
 
-def test_copy_rejects_disk_of_one_node(call: Call, tmp_path: Path) -> None:
-    """The error states how many ranks are here, and that other disks have the rest."""
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """Return the disk of one of two nodes: a run whose step has the files of one of its two ranks."""
 
     async def half(log: RunLog) -> None:
         mine = await commits.acquire(log, new_nonce())
@@ -312,8 +313,30 @@ def test_copy_rejects_disk_of_one_node(call: Call, tmp_path: Path) -> None:
         await commits.commit(log, mine, [await begin(log, mine, 1, layout=two)])
 
     work(tmp_path / "node", half)
-    refused = call("copy", tmp_path / "node", tmp_path / "there", "--yes")
-    assert refused.code == 2 and "only 1 of its 2 ranks" in refused.err and not (tmp_path / "there").exists()
+    return tmp_path / "node"
+
+
+ON_NODES = "this location has the files of only 1 of the 2 ranks of step 1: the others are on the disks of other nodes"
+
+
+def test_copy_rejects_disk_of_one_node(call: Call, node: Path, tmp_path: Path) -> None:
+    """The error states how many ranks are here, and that other disks have the rest."""
+    refused = call("copy", node, tmp_path / "there", "--yes")
+    assert refused.code == 2 and ON_NODES in refused.err and not (tmp_path / "there").exists()
+
+
+def test_verify_and_show_report_disk_of_one_node(call: Call, node: Path) -> None:
+    """Both state that this disk has the files of one of two ranks, and exit with 3. Neither calls the step damaged or
+    sound. Damage on this disk is found."""
+    shown, verified = call("show", node), call("verify", node)
+    assert shown.code == verified.code == 3
+    assert ON_NODES in shown.err and "damaged" not in shown.err and "`ckpt verify" in shown.err
+    text = " ".join(verified.out.split())
+    assert ON_NODES in text and "sound here" in text and "on the other nodes to check the rest" in text
+    (row,) = call("verify", node, "--json").json["checkpoints"]
+    assert row["verdict"] == "sound here" and row["elsewhere"] == ON_NODES and not row["unreadable"]
+    flip(data_file(node, 1), -1)
+    assert call("verify", node).code == 1 and call("show", node).code == 3
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != INDEX])

@@ -395,7 +395,7 @@ def train(step):
     except ckpt.errors.SkippedError:  # it was not known yet how much memory there is
         found.append(None)
 
-held = ckpt.Memory() if memory == "memory" else None
+held = ckpt.Memory(keep=4) if memory == "memory" else None
 options = ckpt.Options(on_error=(on_error or ["raise"])[0])
 with ckpt.Checkpointer({"w": weight, "opt": optim}, tier, memory=held, options=options) as cp:
     start = cp.restore(default=0)

@@ -521,8 +521,24 @@ def test_load_says_what_is_not_there(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="starts with"):
         loaded.sub("nobody")
     for call in (loaded.plain, loaded.__getitem__):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="'nobody' in step 1"):
             call("nobody")
+    with pytest.raises(
+        KeyError, match=r"no entry 'loadr' in step 1; did you mean loader\? The entries are: .*\bmine\b"
+    ):
+        loaded.plain("loadr")
+
+
+def test_load_only_accepts_a_name_of_an_entry(bench: Bench, tmp_path: Path) -> None:
+    """`only="model"` selects what `only="model.*"` and `ckpt export --only model` select, and no entry `model2`."""
+    bench.disk({"model": nn.Linear(3, 2), "model2": nn.Linear(2, 2)})
+    assert set(ckpt.load(bench.url, only="model")) == set(ckpt.load(bench.url, only="model.*"))
+    assert set(ckpt.load(bench.url, only="model")) == {"model.weight", "model.bias"}
+    shown = inside.invoke("show", bench.url, "--only", "model", "--json", standalone_mode=False)
+    assert {one["name"] for one in json.loads(shown.output)["tensors"]} == {"model.weight", "model.bias"}
+    target = tmp_path / "out.pt"
+    inside.invoke("export", bench.url, "--to", str(target), "--only", "model", standalone_mode=False)
+    assert set(torch.load(target, weights_only=True)["model"]) == {"weight", "bias"}
 
 
 def test_load_refuses_a_damaged_tensor_and_gives_the_others(bench: Bench) -> None:

@@ -361,7 +361,7 @@ def test_metrics_match_the_training(run_dir: str, tmp_path: Path) -> None:
             )
         )
         # A slot being written may have an older step than its neighbors.
-        assert [slot.state for slot in look.slots] == ["sealed"] * 4 and max(slot.step for slot in look.slots) == 30
+        assert {slot.state for slot in look.slots} == {"sealed"} and max(slot.step for slot in look.slots) == 30
         assert look.in_memory == 30 and look.memory_lag == 0 and look.started is None and not look.serves.endswith(":0")
         tier = look.tiers[0]
         assert (tier.url, tier.every, tier.committed, tier.lag_steps, tier.saves, tier.failed) == (url, 10, 30, 0, 3, 0)

@@ -85,7 +85,7 @@ def training(run: str, *, memory: int = 1, on_fault: Any = None, **settings: Any
 
     tiers = [ckpt.Tier(run, every=10_000)]
     with ckpt.Checkpointer(
-        state, tiers, options=ckpt.Options(on_fault=note), memory=ckpt.Memory(every=memory), **settings
+        state, tiers, options=ckpt.Options(on_fault=note), memory=ckpt.Memory(every=memory, keep=4), **settings
     ) as cp:
         yield Training(cp, state, faults)
 
@@ -141,7 +141,7 @@ def say(*words):
     print(*words, flush=True)
 def opened(memory=1, **settings):
     tiers = [ckpt.Tier(sys.argv[1], every=10_000)]
-    cp = ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(every=memory), **settings)
+    cp = ckpt.Checkpointer(state, tiers, memory=ckpt.Memory(every=memory, keep=4), **settings)
     say("start", cp.restore(default=0))
     return cp
 def train(cp, steps, pause_s=0.01):

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.core.ipc.arena import Arena
+from ckpt.core.format.manifest import CheckpointId
+from ckpt.core.ipc import arena as arena_module
+from ckpt.core.ipc.arena import SEALED, Arena, Label
 from ckpt.core.run import saver
 from ckpt.core.run.memory import NextArena
 from ckpt.core.snapshot.stage import Slots
@@ -289,3 +291,63 @@ def test_sigterm_right_after_first_step_saves_it(run_dir: str) -> None:
     with ckpt.Checkpointer({"w": weight, "o": optim}, ckpt.Tier(run_dir, every=1)) as cp:
         assert cp.restore(default=0) == 1
     assert bool((weight == 1).all())
+
+
+def slots_during_a_write(run_dir: str, *, reads: bool = True) -> list[int]:
+    """Save four steps while a tier reads the snapshot of step 1. Return the number of slots after each step."""
+    state, found = {"w": torch.zeros(1000)}, list[int]()
+    with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=1000), options=ckpt.Options(on_busy="skip")) as cp:
+        cp.restore(default=0)
+        for step in range(1, 5):
+            state["w"] += 1
+            save = cp.step(step)
+            assert save is not None
+            save.wait_staged(60)
+            stager = cp._run.stager
+            arena = stager.arena
+            assert arena is not None
+            if stager._adding is not None:
+                stager._adding.join(60)
+            ((slot, label),) = arena.sealed()[:1]
+            assert label.checkpoint is not None and label.checkpoint.step == step
+            if step == 1 and reads:
+                stager.slots.pin(arena, slot)
+                read = slot
+            found.append(arena.slots)
+        if reads:
+            assert arena.label(read).checkpoint.step == 1  # type: ignore[union-attr]  # it was never overwritten
+            stager.slots.unpin(arena.id, read)
+        cp.restore()
+    assert float(state["w"][0]) == 4.0
+    return found
+
+
+def test_memory_has_two_slots_without_slow_writes(run_dir: str) -> None:
+    assert slots_during_a_write(run_dir, reads=False) == [2, 2, 2, 2]
+
+
+def test_memory_adds_one_slot_during_a_slow_write(run_dir: str) -> None:
+    """Every step is held although a tier reads a slot all the time."""
+    assert slots_during_a_write(run_dir) == [2, 3, 3, 3]
+
+
+def test_steps_are_skipped_if_no_further_slot_fits(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without memory for another slot, the step after the next one cannot be held."""
+    monkeypatch.setattr(arena_module, "FREE_SHARE", 0.0)
+    with pytest.raises(ckpt.errors.SkippedError, match="still being written"):
+        slots_during_a_write(run_dir)
+
+
+def test_newest_two_snapshots_stay_while_a_slot_is_added() -> None:
+    """Another rank may be a step behind, so that the job continues from the second newest step."""
+    arena, slots = Arena.create(3, 1 << 16, most=4), Slots()
+    slots.keep = 3
+    for slot in range(3):
+        arena.set_label(slot, Label(SEALED, slot + 1, CheckpointId(1, slot + 1, "ab")))
+    slots.pin(arena, 0)  # a tier reads the oldest
+    assert slots.free(arena, ()) == 1  # no memory for another slot: the step is not skipped
+    arena_module._set_counts(arena._words, 4, 3)  # another slot is being made
+    assert slots.free(arena, ()) is None
+    arena.make_ready()
+    assert slots.free(arena, ()) == 3
+    arena.close()

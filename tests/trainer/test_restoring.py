@@ -17,6 +17,7 @@ def test_restore_log_line() -> None:
     found = Restored(7, tier="memory", seconds=0.5)
     assert restoring._line(found, 0) == "restored step 7 from memory in 500 ms"
     assert restoring._line(found, 9).endswith("; training had come to step 9: 2 steps are lost")
+    assert restoring._line(found, 8).endswith("; training had come to step 8: 1 step is lost")
     assert "lost" not in restoring._line(found, 7)
     found.skipped.append(Skipped(9, "file:///run", "damaged"))
     assert restoring._line(found, 0).endswith("; newer ones that cannot be used, see above: 1")

@@ -185,7 +185,7 @@ async def test_skip_on_one_rank_is_warning_for_others(writer: Writer) -> None:
         (20, "disk full", SaveError),
     ):
         await commits.abort(writer.far.log, writer.owner, writer.checkpoint(step), f"rank 1: {reason}")
-        own: Any = SimpleNamespace(manifest=SimpleNamespace(checkpoint=str(writer.checkpoint(step)), rank=0, world=2))
+        own: Any = SimpleNamespace(checkpoint=writer.checkpoint(step), manifest=SimpleNamespace(rank=0, world=2))
         with pytest.raises(SaveError) as caught:
             await settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
         assert type(caught.value) is kind

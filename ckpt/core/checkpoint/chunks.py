@@ -1,6 +1,10 @@
-"""Reads files of a checkpoint, and distinguishes lost files from files that cannot be read at the moment.
+"""Reads ranges of data files as chunks: read, verify, decode and deliver, a few batches at a time.
 
-All reads of indexes, manifests, tables and data files use this module. If a read fails, it raises one of these errors:
+    plan_reads   table, chunks -> batches: neighbouring ranges together, and each chunk with its base
+    fetch        batches -> bytes, each verified before delivery
+
+Distinguishes lost files from files that cannot be read at the moment. All reads of indexes, manifests and data files
+use `get`, `head` or `listing`, which raise one of these errors:
 
     TruncatedError   the file is shorter than it must be: damage
     NotFoundError    the file is lost: it stayed absent for WINDOW_S, while its run and its folder could be listed
@@ -9,11 +13,6 @@ All reads of indexes, manifests, tables and data files use this module. If a rea
 A mount that is away for a moment, a stale NFS handle, a process without free descriptors or a proxy that returns 400 or
 404 look like loss to a single request. So each failure is retried for WINDOW_S. The reads of a store share that time,
 because a store that is down would otherwise cost it once per file.
-
-Reads ranges of data files as chunks: read, verify, decode and deliver, a few batches at a time.
-
-plan_reads   table, chunks -> batches: neighbouring ranges together, and each chunk with its base
-fetch        batches -> bytes, each verified before delivery
 """
 
 from __future__ import annotations

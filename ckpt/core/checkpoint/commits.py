@@ -1,18 +1,14 @@
-"""Checks before a COMMIT: manifests fit together, all elements are covered, sources are live. No reads or writes.
+"""Takes ownership of a run, commits and aborts checkpoints, and recovers unfinished ones after a crash.
 
-Tests with one small object whether a remote store has the guarantees that a run needs, before a run is created
-there.
-
-An error names the missing guarantee as docs/guide/storage.md does.
-
-The object has a name that `ckpt doctor` recognizes, and is deleted afterwards. Each try writes its own bytes, so that a
-retried request after a lost reply is not mistaken for another process's object.
-
-Takes ownership of a run, commits and aborts checkpoints, and recovers unfinished ones after a crash.
+    create_run -> acquire -> recover -> commit_or_end, for each checkpoint, or abort
 
 A checkpoint exists once its COMMIT record is durable. Before that, the verified manifests of every rank already form a
 consistent checkpoint, because all ranks use the same checkpoint id. So recovery commits complete checkpoints and aborts
 the others. A checkpoint that cannot be read at that moment stays open.
+
+`commit` checks that the manifests fit together, that they cover all elements, and that all files exist. Then it stores
+the index. The record lands only if each file is the checkpoint's own, or used by a live checkpoint in the state before
+the record.
 """
 
 from __future__ import annotations
@@ -67,7 +63,21 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import Store, exists, get_small, open_store
 
-WHOLE_NEXT = "the next save will be whole"  # in the reason of a failed save, where every rank's writer finds it
+WHOLE_NEXT = "the next save will be whole"  # in the reason of an ABORT, where every rank's writer finds it
+LEFT_OUT = "was left out in"  # in the reason of an ABORT that is not a failure: the tier was too slow
+
+
+def cannot_build_on(checkpoint: CheckpointId, base: str) -> SaveError:
+    """Return the error for a checkpoint whose base cannot be used. The next checkpoint must be full."""
+    return failed_by(f"step {checkpoint.step} builds on {base}: {WHOLE_NEXT}")
+
+
+def failed_by(reason: str) -> SaveError:
+    """Return the error with the reason of an ABORT."""
+    error = (SkippedError if LEFT_OUT in reason else SaveError)(reason)
+    error.next_is_full = WHOLE_NEXT in reason
+    return error
+
 
 # -- sources of an increment --
 
@@ -93,8 +103,9 @@ def check_files(
     for key in sorted(files):
         of = owner(key)
         if of != checkpoint and key not in safe and not (copied and of is not None and not state.ended(of)):
-            then = "" if copied else f": {WHOLE_NEXT}"
-            raise SaveError(f"step {checkpoint.step} builds on {key}, which no live checkpoint uses{then}")
+            if copied:
+                raise SaveError(f"step {checkpoint.step} builds on {key}, which no live checkpoint uses")
+            raise cannot_build_on(checkpoint, f"{key}, which no live checkpoint uses")
 
 
 def check_live(state: RunState, checkpoint: CheckpointId, needs: Iterable[CheckpointId]) -> None:
@@ -112,17 +123,16 @@ def check_trusted(manifests: Sequence[WrittenManifest], distrusted: CheckpointId
     """
     if any(one.manifest.reason != "due" for one in manifests):
         return
-    checkpoint = CheckpointId.parse(manifests[0].manifest.checkpoint)
+    checkpoint = manifests[0].checkpoint
     needs = sorted({CheckpointId.parse(need) for one in manifests for need in one.manifest.needs})
     if distrusted is not None and checkpoint > distrusted and needs and needs[0] <= distrusted:
-        raise SaveError(f"step {checkpoint.step} builds on step {needs[0].step}, which is damaged: {WHOLE_NEXT}")
+        raise cannot_build_on(checkpoint, f"step {needs[0].step}, which is damaged")
 
 
 def vouches(state: RunState, base: WrittenManifest) -> bool:
     """Return True if a checkpoint may build on this manifest, because it belongs to a live checkpoint."""
-    manifest = base.manifest
-    found = state.commits.get(CheckpointId.parse(manifest.checkpoint))
-    return found is not None and (manifest.rank, base.digest) in found.manifests
+    found = state.commits.get(base.checkpoint)
+    return found is not None and (base.manifest.rank, base.digest) in found.manifests
 
 
 def check_needs(checkpoint: CheckpointId, needs: Collection[CheckpointId]) -> None:
@@ -138,32 +148,23 @@ def check_needs(checkpoint: CheckpointId, needs: Collection[CheckpointId]) -> No
 # -- the manifests of the ranks --
 
 
-def check_replicas(manifests: Sequence[WrittenManifest]) -> None:
-    """Raise SaveError listing the tensors that should be replicated but differ between ranks."""
-    try:
-        found = columns.differing((w.manifest.rank, w.manifest.replicas) for w in manifests)
-    except CorruptError as error:
-        raise SaveError(str(error)) from error
-    if found:
-        raise SaveError(columns.in_words(found))
-
-
 def index_of(manifests: Sequence[WrittenManifest]) -> bytes:
-    """Return the index of these manifests. Raise SaveError if the ranks disagree about what they saved.
+    """Return the index of these manifests. Raise SaveError if the ranks disagree about what they saved, or if tensors
+    that should be replicated differ between ranks.
 
     On a disk that only some nodes see, the manifests are those of some ranks. Then tensors may be incomplete.
     """
     ordered = sorted(manifests, key=lambda w: w.manifest.rank)
     shares = [Share(w.manifest.rank, w.manifest.world, w.manifest.layout, w.manifest.values, w.table) for w in ordered]
     try:
-        return build(shares, partial=not is_whole(manifests)).to_bytes()
+        index = build(shares, partial=not is_whole(manifests)).to_bytes()
+        # After the index: a tensor of another shape differs, too.
+        differing = columns.differing((w.manifest.rank, w.manifest.replicas) for w in manifests)
     except CorruptError as error:
         raise SaveError(str(error)) from error
-
-
-def all_finite(values: list[bool | None]) -> bool | None:
-    """Return False if any rank saw a NaN, None if that is unknown for a rank, and True otherwise."""
-    return False if False in values else None if None in values else True
+    if differing:
+        raise SaveError(columns.in_words(differing))
+    return index
 
 
 def is_whole(manifests: Sequence[WrittenManifest]) -> bool:
@@ -180,8 +181,11 @@ START, LENGTH = 7, 13  # a range with neither the beginning nor the end of the o
 
 
 async def check_empty(store: Store) -> None:
-    """Raise FormatError if the store has files other than a run or test objects."""
+    """Raise FormatError if the store has files other than a run or test objects. What the writer of a deleted run may
+    have written last does not count."""
     async for info in store.list():
+        if info.key in ("lease.json", "latest.json"):
+            continue
         if info.key == "FORMAT.json":
             return  # another rank or job created the run first
         if not info.key.startswith(PREFIX):  # `ckpt doctor` or another start is testing the store
@@ -255,7 +259,6 @@ def refused(store: Store, guarantee: str, did: str) -> StoreError:
 
 
 PROBES = 3  # a retry after a lost reply finds the same bytes and may report success, so one probe is not enough
-LEFT_OUT = "was left out in"  # part of the reason of an ABORT that is not a failure: the tier was too slow
 
 
 async def create_run(store: Store) -> None:
@@ -351,7 +354,6 @@ async def commit(
     kind: str = "COMMIT",
     used: Mapping[CheckpointId, Set[str]] | None = None,
     at: float | None = None,
-    fitting: bool = False,
 ) -> Commit:
     """Commit a checkpoint, given one manifest for each rank. Repeating it is harmless.
 
@@ -363,20 +365,27 @@ async def commit(
     used: for a copied checkpoint, the files that each checkpoint here uses. All files of a copy were copied with it, so
         its sources need not be here.
     at: the time of the commit, default: now.
-    fitting: also raise SaveError if tensors that should be replicated differ between ranks.
     """
     manifests = sorted(manifests, key=lambda w: w.manifest.rank)
-    files, said = {key for w in manifests for key in w.files}, _said_by(manifests)
-    check_needs(said.checkpoint, said.needs)
+    checkpoint, files = manifests[0].checkpoint, {key for w in manifests for key in w.table.files}
+    needs = sorted({CheckpointId.parse(need) for w in manifests for need in w.manifest.needs})
+    check_needs(checkpoint, needs)
     index = await asyncio.to_thread(index_of, manifests)
-    if fitting and len(manifests) > 1:  # after the index: a tensor of another shape differs, too
-        await asyncio.to_thread(check_replicas, manifests)
-    when = time.time() if at is None else at
-    found, checkpoint = replace(said, index=file_digest(index), time=when), said.checkpoint
+    finite = {w.manifest.finite for w in manifests}
+    found = Commit(
+        checkpoint,
+        manifests[0].manifest.world,
+        tuple((w.manifest.rank, w.digest) for w in manifests),
+        file_digest(index),
+        False if False in finite else None if None in finite else True,
+        next((w.manifest.reason for w in manifests if w.manifest.reason != "due"), "due"),
+        tuple(needs),
+        time.time() if at is None else at,
+    )
     log.check_owner(mine)
     copied = used is not None
     if used is None and not log.state.ended(checkpoint):
-        used = await _used_by(log, said)
+        used = await _used_by(log, needs)
         await check_there(log.store, checkpoint, files)
     await _put_index(log.store, checkpoint, index)
     point("index.stored")
@@ -397,7 +406,7 @@ async def commit(
         if checkpoint in state.retired and checkpoint not in state.reasons:
             return found  # another rank committed it, and retention has retired it since
         why = state.reasons.get(checkpoint, "the reason is no longer recorded")
-        raise SaveError(f"step {checkpoint.step} was aborted before it was committed: {why}")
+        raise failed_by(f"step {checkpoint.step} was aborted before it was committed: {why}")
     if landed.manifests == found.manifests:
         remember_files(log, checkpoint, files)
     await _note_latest(log)
@@ -428,15 +437,15 @@ async def _note_latest(log: RunLog) -> None:
             await log.store.put("latest.json", seal({"checkpoint": str(newest.checkpoint), "step": newest.step}))
 
 
-async def _used_by(log: RunLog, said: Commit) -> dict[CheckpointId, set[str]]:
+async def _used_by(log: RunLog, needs: Collection[CheckpointId]) -> dict[CheckpointId, set[str]]:
     """Return the files used by each checkpoint that a new checkpoint builds on.
 
     Retired or damaged checkpoints are skipped. Raise StoreError if one cannot be read now.
     """
-    if not log.state.commits.keys() >= set(said.needs):
+    if not log.state.commits.keys() >= set(needs):
         await log.refresh()  # another rank may have read a newer COMMIT
     unread: dict[CheckpointId, CheckpointError] = {}
-    live = [log.state.commits[need] for need in said.needs if need in log.state.commits]
+    live = [log.state.commits[need] for need in needs if need in log.state.commits]
     used = await files_of(log, live, unread)
     if away := [error for error in unread.values() if is_unreadable(error)]:
         raise away[0]
@@ -456,25 +465,13 @@ async def check_there(store: Store, checkpoint: CheckpointId, files: Iterable[st
         try:
             await store.head(key)
         except NotFoundError:
-            raise SaveError(
-                f"step {checkpoint.step} builds on {key}, which is gone from {store.url}: the files of the run were "
-                f"deleted, or replaced by an earlier copy of it: {WHOLE_NEXT}"
+            raise cannot_build_on(
+                checkpoint,
+                f"{key}, which is gone from {store.url}: the files of the run were deleted, or replaced by an earlier "
+                "copy of it",
             ) from None
 
     await of_each(sorted(borrowed), check)
-
-
-def _said_by(manifests: Sequence[WrittenManifest]) -> Commit:
-    """Return the content of the record, except the digest of the index. `manifests`: in rank order."""
-    return Commit(
-        CheckpointId.parse(manifests[0].manifest.checkpoint),
-        manifests[0].manifest.world,
-        tuple((w.manifest.rank, w.digest) for w in manifests),
-        "",
-        all_finite([w.manifest.finite for w in manifests]),
-        next((w.manifest.reason for w in manifests if w.manifest.reason != "due"), "due"),
-        tuple(sorted({CheckpointId.parse(need) for w in manifests for need in w.manifest.needs})),
-    )
 
 
 async def complete(log: RunLog, mine: Acquire, checkpoint: CheckpointId) -> None:
@@ -500,15 +497,7 @@ async def complete(log: RunLog, mine: Acquire, checkpoint: CheckpointId) -> None
 def given_up(state: RunState, checkpoint: CheckpointId) -> SaveError:
     """Return the error that explains why a checkpoint was aborted or skipped."""
     why = state.reasons.get(checkpoint, "its reason is not known any more")
-    kind = SkippedError if LEFT_OUT in why else SaveError
-    return kind(f"step {checkpoint.step} was given up: {why}")
-
-
-async def commit_fitting(
-    log: RunLog, mine: Acquire | None, manifests: list[WrittenManifest], *, kind: str = "COMMIT"
-) -> Commit:
-    """Call `commit` with the check `fitting`. Raise SaveError if the manifests cannot form a checkpoint."""
-    return await commit(log, mine, manifests, kind=kind, fitting=True)
+    return failed_by(f"step {checkpoint.step} was given up: {why}")
 
 
 async def commit_or_end(
@@ -517,9 +506,9 @@ async def commit_or_end(
     """Commit these manifests. If they cannot form a checkpoint, abort it and raise. `distrusted`: see `Encoder`."""
     try:
         check_trusted(manifests, distrusted)
-        await commit_fitting(log, mine, manifests, kind=kind)
+        await commit(log, mine, manifests, kind=kind)
     except SaveError as error:
-        await abort(log, mine, CheckpointId.parse(manifests[0].manifest.checkpoint), str(error))
+        await abort(log, mine, manifests[0].checkpoint, str(error))
         raise
 
 
@@ -583,7 +572,7 @@ async def recover(
             manifests = list((await intact_manifests(log.store, checkpoint, found[checkpoint])).values())
             forward, reason = await _is_to_land(log, checkpoint, manifests, partial)
             if forward:
-                await commit_or_end(log, mine, manifests, kind=_kind(manifests))
+                await commit_or_end(log, mine, manifests, kind="COMMIT" if is_whole(manifests) else "HELD")
                 done.rolled_forward.append(checkpoint)
                 logger.info("rolled step %d forward: all of it had been written before the crash", checkpoint.step)
                 continue
@@ -599,10 +588,6 @@ async def recover(
     return done
 
 
-def _kind(manifests: list[WrittenManifest]) -> str:
-    return "COMMIT" if is_whole(manifests) else "HELD"
-
-
 async def _is_to_land(
     log: RunLog, checkpoint: CheckpointId, manifests: list[WrittenManifest], partial: bool
 ) -> tuple[bool, str]:
@@ -610,7 +595,8 @@ async def _is_to_land(
     state = log.state
     if not manifests or not (is_whole(manifests) or partial):
         return False, "not whole when the run was opened"
-    if not _may_have_ended(state, checkpoint):
+    since = state.requests.get(f"acquire:{checkpoint.nonce}", -1)
+    if all(seq <= since for seq in state.damaged):  # no damaged record after the ACQUIRE of its job may have ended it
         return True, ""
     index = index_of(manifests)
     with contextlib.suppress(NotFoundError, CorruptError):
@@ -619,9 +605,3 @@ async def _is_to_land(
     reason = f"it {UNCLEAR}: {records(state.damaged)}"
     logger.warning("step %d is left out, though all of it is there: %s", checkpoint.step, reason)
     return False, reason
-
-
-def _may_have_ended(state: RunState, checkpoint: CheckpointId) -> bool:
-    """Return True if a damaged record may have ended it: one after the ACQUIRE of the job that wrote it."""
-    since = state.requests.get(f"acquire:{checkpoint.nonce}", -1)
-    return any(seq > since for seq in state.damaged)

@@ -1,16 +1,12 @@
-"""Progress of the save to a durable tier, and totals. Numbers only, updated by the code that writes.
+"""Stores a snapshot in a tier, as an increment or compressed if that helps.
 
-Stores a snapshot in a tier, as an increment or compressed if that helps.
-
-    Encoder.write:  choose a checkpoint to build on -> digests -> plan -> encode -> data files -> table -> manifest
+    Encoder.write:  choose a checkpoint to build on -> digests -> plan -> forms, by samples -> encode in threads, one
+                    window at a time -> data files -> table -> manifest
 
 An `Encoder` belongs to one tier and one rank. It remembers how fast the tier takes bytes, how fast they are encoded
-here, and which form suits each kind of tensor. If nothing can be shared and nothing is compressed, a snapshot is
-written directly as one raw data file (`ckpt.core.checkpoint.write.write_part`).
-
-Encodes one snapshot: finds what is new in it, chooses how to store each chunk, and writes data files.
-
-digests -> plan -> forms, by samples -> encoding in threads, one window at a time -> data files -> table -> manifest
+here, and which form suits each kind of tensor. An `Encoding` is the work on one snapshot. If nothing can be shared and
+nothing is compressed, a snapshot is written directly as one raw data file (`ckpt.core.checkpoint.write.write_part`).
+`UploadStats` counts the progress and the totals of the tier.
 """
 
 from __future__ import annotations
@@ -30,13 +26,11 @@ from ckpt.core.checkpoint.commits import vouches
 from ckpt.core.checkpoint.incremental import (
     Bases,
     ByteSource,
-    ChunkPlan,
     Digests,
     InMemory,
     InStore,
     Peek,
     Policy,
-    Previous,
     kind_of,
     no_bases,
     plan_chunks,
@@ -162,7 +156,7 @@ class Encoder:
 
     # -- the checkpoint to build on --
 
-    async def previous(self, log: RunLog, checkpoint: CheckpointId, layout: Layout) -> Previous | None:
+    async def previous(self, log: RunLog, checkpoint: CheckpointId, layout: Layout) -> WrittenManifest | None:
         """Return this rank's share of the newest checkpoint here, or None if the next one must be full."""
         if not self.policy.incremental:
             return None
@@ -184,14 +178,14 @@ class Encoder:
             return None
         if self.policy.full(log.state, checkpoint, written.manifest.chain):
             return None
-        return Previous(written.manifest, written.table)
+        return written
 
     def distrust(self, checkpoint: CheckpointId) -> None:
         """Build on no checkpoint up to this one: the next checkpoint is full."""
         self.distrusted = checkpoint if self.distrusted is None else max(checkpoint, self.distrusted)
 
     def remember(self, written: WrittenManifest) -> None:
-        self._written[CheckpointId.parse(written.manifest.checkpoint), written.manifest.rank] = written
+        self._written[written.checkpoint, written.manifest.rank] = written
         for key in sorted(self._written)[:-REMEMBERED]:
             del self._written[key]
 
@@ -202,7 +196,7 @@ class Encoder:
         store: Store,
         snapshot: RankSnapshot,
         source: ByteSource,
-        previous: Previous | None,
+        previous: WrittenManifest | None,
         *,
         numbers: Iterator[int] | None = None,
         reason: str = "due",
@@ -215,27 +209,19 @@ class Encoder:
         `log`: of the tier. It is refreshed before anything is built on `previous`, which may have been retired.
         """
         compress = self._decide(store, snapshot.layout.arrangement.data_size)
+        layout = snapshot.layout
         if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
-            written = await self._write_raw(store, snapshot, numbers, reason, check)
-            self.remember(written)
-            return written
-        numbers, bases = numbers or itertools.count(), bases if compress else no_bases
-        work = PartEncoder(self, store, snapshot, source, previous, numbers, bases, compress, log)
-        written = await work.run(reason, check)
+            began, on_bytes = time.monotonic(), self.flow.add
+            written = await write_part(store, snapshot, numbers=numbers, reason=reason, on_bytes=on_bytes, check=check)
+            self._learn_sink(layout.arrangement.data_size, time.monotonic() - began)
+        else:
+            digests = source.digests
+            if digests is None:
+                raw = await asyncio.to_thread(digest_chunks, layout, snapshot.data)
+                digests = np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE)
+            work = Encoding(self, store, snapshot, source, digests, previous, bases, compress)
+            written = await work.run(numbers or itertools.count(), reason, check, log)
         self.remember(written)
-        return written
-
-    async def _write_raw(
-        self,
-        store: Store,
-        snapshot: RankSnapshot,
-        numbers: Iterator[int] | None,
-        reason: str,
-        check: Callable[[], None],
-    ) -> WrittenManifest:
-        began, on_bytes = time.monotonic(), self.flow.add
-        written = await write_part(store, snapshot, numbers=numbers, reason=reason, on_bytes=on_bytes, check=check)
-        self._learn_sink(snapshot.layout.arrangement.data_size, time.monotonic() - began)
         return written
 
     def _decide(self, store: Store, nbytes: int) -> bool:
@@ -251,7 +237,7 @@ class Encoder:
             self.compressing = self.sink < slow * self.rate * min(self.threads, self.idle())
         return self.compressing
 
-    def worth(self, store: Store, source: InStore, layout: Layout, previous: Previous | None) -> bool:
+    def worth(self, store: Store, source: InStore, layout: Layout, previous: WrittenManifest | None) -> bool:
         """Return True if raw bytes of another store should be encoded again here, instead of copied as files."""
         if self._decide(store, layout.arrangement.data_size):
             return True
@@ -262,7 +248,7 @@ class Encoder:
         """Return True if deltas were useful, or have not been tried."""
         return not self.sampled or any(learnt.form == "delta" for learnt in self.kinds.values())
 
-    async def _shares(self, source: InMemory, previous: Previous | None) -> bool:
+    async def _shares(self, source: InMemory, previous: WrittenManifest | None) -> bool:
         """Return True if enough chunks are unchanged, judging by a few samples."""
         if previous is None:
             return False
@@ -323,7 +309,7 @@ class Learnt:
         `gains`: sizes with a base relative to sizes without. The best sample decides: one idle expert among busy ones
             is reason enough to try a base for all of them.
         """
-        self.whole = _mean(whole)
+        self.whole = math.fsum(whole) / len(whole)
         limit = WHOLE_AGAIN if self.form != "raw" else WHOLE
         if gains and min(gains) < (BASE_AGAIN if self.form == "delta" else BASE):
             self.form = "delta"
@@ -332,74 +318,59 @@ class Learnt:
         return self.form
 
 
-class PartEncoder:
-    """Encodes one rank's snapshot for one tier."""
+@dataclass
+class Encoding:
+    """The encoding of one rank's snapshot for one tier. `plan`, `forms`: how each chunk, and each kind, is stored."""
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        store: Store,
-        snapshot: RankSnapshot,
-        source: ByteSource,
-        previous: Previous | None,
-        numbers: Iterator[int],
-        bases: Bases,
-        compress: bool,
-        log: RunLog | None,
-    ) -> None:
-        self.encoder, self.store, self.snapshot, self.source = encoder, store, snapshot, source
-        self.previous, self.numbers, self.bases, self.compress = previous, numbers, bases, compress
-        self.log = log
-        self.layout = snapshot.layout
+    encoder: Encoder
+    store: Store
+    snapshot: RankSnapshot
+    source: ByteSource
+    digests: Digests
+    previous: WrittenManifest | None
+    bases: Bases
+    compress: bool
+    forms: dict[str, str] = field(default_factory=dict)
+    encode_s: float = 0.0
+    plain: int = 0
+
+    def __post_init__(self) -> None:
+        self.layout = self.snapshot.layout
         self.chunks = self.layout.arrangement.chunks
-        self.digests: Digests
-        self.plan: ChunkPlan  # how each chunk is stored
-        self.forms: dict[str, str] = {}
-        self.encode_s, self.plain = 0.0, 0
-
-    async def run(self, reason: str, check: Callable[[], None]) -> WrittenManifest:
-        digests = self.source.digests
-        if digests is None:
-            digests = await asyncio.to_thread(_digests, self.layout, self.snapshot.data)
-        self.digests = digests
-        await self._plan()
-        writer = await self._packed(check)
-        self.encoder.learn(writer.nbytes, writer.busy_s, self.plain, self.encode_s)
-        table, files = table_of(self.layout, self.plan, digests, self.previous, writer)
-        built_on = any(owner(file.key) != self.snapshot.checkpoint for file in files)
-        return await finish_manifest(
-            self.store,
-            self.snapshot,
-            table,
-            files,
-            reason=reason,
-            base=self.previous if built_on else None,
-            check=check,
-        )
-
-    async def _plan(self) -> None:
         self.plan = plan_chunks(self.layout, self.digests, self.previous)
+
+    async def run(
+        self, numbers: Iterator[int], reason: str, check: Callable[[], None], log: RunLog | None
+    ) -> WrittenManifest:
+        """Plan, encode and store, see `Encoder.write`."""
         if self.compress:
             await self._choose()
-        if not self._any_delta():
+        if "delta" not in self.forms.values():
             self.plan.base[:] = -1
-            if self.previous is not None and not self._worth():
+            taken = sum(self.chunks[chunk].length for chunk in np.flatnonzero(self.plan.taken >= 0))
+            if taken <= max(LEAST, WORTH * self.layout.arrangement.data_size):
                 self._build_on_nothing()
-        builds = ((self.plan.taken >= 0) | (self.plan.base >= 0)).any()
-        if self.previous is not None and self.log is not None and builds:
-            await self.log.refresh()
-            if self.previous.checkpoint not in self.log.state.commits:
+        if self.previous is not None and log is not None and ((self.plan.taken >= 0) | (self.plan.base >= 0)).any():
+            await log.refresh()
+            if self.previous.checkpoint not in log.state.commits:
                 self._build_on_nothing()
+        writer = await self._packed(numbers, check)
+        self.encoder.learn(writer.nbytes, writer.busy_s, self.plain, self.encode_s)
+        table, files = table_of(self.layout, self.plan, self.digests, self.previous, writer)
+        built_on = any(owner(file.key) != self.snapshot.checkpoint for file in files)
+        base = self.previous if built_on else None
+        return await finish_manifest(self.store, self.snapshot, table, files, reason=reason, base=base, check=check)
 
     def _build_on_nothing(self) -> None:
-        self.previous, self.plan = None, plan_chunks(self.layout, self.digests, None)
+        if self.previous is not None:
+            self.previous, self.plan = None, plan_chunks(self.layout, self.digests, None)
 
-    async def _packed(self, check: Callable[[], None]) -> DataFileWriter:
+    async def _packed(self, numbers: Iterator[int], check: Callable[[], None]) -> DataFileWriter:
         """Write all chunks that must be stored into data files."""
         todo = self.plan.anew
         anew = sum(self.chunks[chunk].length for chunk in todo)
         self.encoder.flow.expect(anew)
-        writer = DataFileWriter(self.store, self.snapshot, self.numbers, file_size(anew), self.encoder.flow.add)
+        writer = DataFileWriter(self.store, self.snapshot, numbers, file_size(anew), self.encoder.flow.add)
         try:
             with ThreadPoolExecutor(self.encoder.threads, "ckpt-encode") as pool:
                 async with contextlib.aclosing(self._encoded(pool, todo)) as found:
@@ -411,11 +382,6 @@ class PartEncoder:
             await writer.abort()
             raise
         return writer
-
-    def _worth(self) -> bool:
-        """Return True if enough chunks need not be stored again."""
-        taken = sum(self.chunks[chunk].length for chunk in np.flatnonzero(self.plan.taken >= 0))
-        return bool(taken > max(LEAST, WORTH * self.layout.arrangement.data_size))
 
     # -- the form for each kind of chunk --
 
@@ -451,9 +417,6 @@ class PartEncoder:
             whole[chunk] = codec.estimate(PLANES, plain, word)
             if base is not None:
                 gains[chunk] = codec.estimate(DELTA, plain, word, base) / min(whole[chunk], 1.0)
-
-    def _any_delta(self) -> bool:
-        return "delta" in self.forms.values()
 
     def _tensor(self, chunk: int) -> TensorSpec:
         return self.layout.tensors[self.chunks[chunk].tensor]
@@ -543,14 +506,6 @@ class PartEncoder:
             )
 
 
-def _digests(layout: Layout, data: memoryview) -> Digests:
-    return np.frombuffer(digest_chunks(layout, data), np.uint8).reshape(-1, DIGEST_SIZE)
-
-
 def _spread(chunks: Sequence[int]) -> list[int]:
     """Return a few of these chunks, evenly spaced."""
     return list(dict.fromkeys(chunks[i * (len(chunks) - 1) // max(1, PROBES - 1)] for i in range(PROBES)))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

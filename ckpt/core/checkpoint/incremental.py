@@ -1,15 +1,15 @@
-"""Decides for each chunk of a checkpoint whether it is taken from an older one or stored, and against which base. Pure.
+"""Decides for each chunk of a checkpoint whether it is taken from an older one or stored, and against which base.
+
+    Policy.full  whether a checkpoint must be full
+    plan_chunks  digests, previous -> where each chunk may come from; without I/O
 
 A *full* checkpoint uses only its own data files. An *increment* takes unchanged chunks from the checkpoint before it in
-the same tier, and may store others as deltas. `Previous` is this rank's share of that checkpoint.
-
-    plan_blobs   digests, previous -> where each chunk may come from
-    Policy.full  whether a checkpoint must be full
+the same tier, and may store others as deltas. `previous` is the manifest of this rank in that checkpoint.
 
 Reading an increment never needs a long chain. The table names each chunk from an older checkpoint with its data file,
 no matter how many checkpoints have reused it. The base of a delta is always stored whole.
 
-Sources of the plain bytes of chunks: a slot of the arena or a store. Also loads the bases of deltas.
+A `ByteSource` has the plain bytes of chunks: a slot of the arena, or a store. `Bases` load the bases of deltas.
 """
 
 from __future__ import annotations
@@ -65,23 +65,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class WrittenManifest:
-    """A stored manifest, with its table. With many ranks, only what the index needs of both."""
+    """A stored manifest, its SHA-256, and its chunk table. With many ranks, only what the index needs of both."""
 
     manifest: Manifest
     digest: str
-    table: Table
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Return the data files that its table names."""
-        return self.table.files
-
-
-@dataclass(frozen=True)
-class Previous:
-    """One rank's share of an older checkpoint in the same tier."""
-
-    manifest: Manifest
     table: Table
 
     @cached_property
@@ -95,6 +82,7 @@ class Previous:
 
     @cached_property
     def files(self) -> dict[str, DataFile]:
+        """Return its data files by key."""
         return {file.key: file for file in self.manifest.files}
 
     def rows(self, layout: Layout) -> I64:
@@ -134,7 +122,7 @@ class ChunkPlan:
         return np.flatnonzero((self.taken < 0) & (self.same < 0)).tolist()
 
 
-def plan_chunks(layout: Layout, digests: Digests, previous: Previous | None) -> ChunkPlan:
+def plan_chunks(layout: Layout, digests: Digests, previous: WrittenManifest | None) -> ChunkPlan:
     """Plan all chunks. `digests`: of all chunks, in file order. `previous`: None for a full checkpoint."""
     count = len(digests)
     taken, base = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
@@ -165,7 +153,7 @@ def _uses(table: Table, taken: I64, file: int) -> npt.NDArray[np.bool_]:
     return in_file & (taken >= 0)
 
 
-def _given_up(previous: Previous, taken: I64) -> list[str]:
+def _given_up(previous: WrittenManifest, taken: I64) -> list[str]:
     """Return the data files that are no longer worth keeping, because little of them is needed or they are too old."""
     table = previous.table
     rows = taken[taken >= 0]
@@ -264,18 +252,18 @@ class InStore:
         return found.__getitem__
 
 
-Bases = Callable[[Previous, Sequence[int]], Awaitable[dict[int, memoryview]]]
+Bases = Callable[[WrittenManifest, Sequence[int]], Awaitable[dict[int, memoryview]]]
 """Loads the plain bytes of chunks of the previous table, as far as they are readable and intact."""
 
 
-async def no_bases(previous: Previous, rows: Sequence[int]) -> dict[int, memoryview]:
+async def no_bases(previous: WrittenManifest, rows: Sequence[int]) -> dict[int, memoryview]:
     return {}
 
 
 def bases_in(store: Store) -> Bases:
     """Return a loader of bases from the tier itself."""
 
-    async def load(previous: Previous, rows: Sequence[int]) -> dict[int, memoryview]:
+    async def load(previous: WrittenManifest, rows: Sequence[int]) -> dict[int, memoryview]:
         return await _peeked(InStore(store, previous.table), {row: row for row in rows})
 
     return load
@@ -284,7 +272,7 @@ def bases_in(store: Store) -> Bases:
 def bases_near(store: Store, find: Callable[[CheckpointId], Awaitable[Table | None]]) -> Bases:
     """Return a loader of bases from a nearer tier, by digest. `find`: returns this rank's table there."""
 
-    async def load(previous: Previous, rows: Sequence[int]) -> dict[int, memoryview]:
+    async def load(previous: WrittenManifest, rows: Sequence[int]) -> dict[int, memoryview]:
         found: dict[int, memoryview] = {}
         table = previous.table
         for checkpoint in {owner(table.files[int(table.file[row])]) for row in rows} - {None}:

@@ -8,6 +8,7 @@ newest record is missing, which leaves no gap in the log.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from ckpt.events import log as logger
 
 UNCLEAR = "may have been taken back"  # part of the reason in an ABORT of a checkpoint whose commit is uncertain
 SHOWN = 4  # problems in one message
-RECORDED_S = 0.5  # from an index to its record
+RECORDED_S = 4.0  # from an index to its record, on a busy machine
+PAUSE_S = 0.25
 NO_RECORD = "no log record says"
 
 
@@ -43,9 +45,9 @@ class Loss:
 
 async def of_log(log: RunLog) -> list[Loss]:
     """Return the possible losses by damaged or missing records. Raise StoreError if that cannot be read now."""
-    lost = await _unrecorded(log)
-    if lost and not log.state.damaged:  # a running job writes the record right after the index
-        await asyncio.sleep(RECORDED_S)
+    lost, end = await _unrecorded(log), time.monotonic() + RECORDED_S
+    while lost and not log.state.damaged and time.monotonic() < end:
+        await asyncio.sleep(PAUSE_S)  # a running job writes the record right after the index
         await log.refresh()
         lost = await _unrecorded(log)
     state = log.state

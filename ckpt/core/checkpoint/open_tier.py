@@ -26,6 +26,7 @@ from ckpt.core.log.records import Acquire, RunState, words_of
 from ckpt.core.log.run_log import RunLog, Trimmer
 from ckpt.errors import CheckpointError, FencedError, RunGoneError, is_unreadable
 from ckpt.store import Store, is_temporary, open_store, remember_options
+from ckpt.units import count_of
 
 READ_BACK_EVERY = 10  # checkpoints, in a remote store
 LIST_EVERY = 32  # clean-ups, in a remote store: between them only files of known names are deleted
@@ -131,7 +132,7 @@ class OpenTier:
             events.log.warning("could not list unfinished uploads to %s: %s", self.url, error)
             return
         if dropped:
-            events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
+            events.log.info("aborted %s to %s", count_of(dropped, "unfinished upload"), self.url)
 
     async def remove_rest(self, checkpoint: CheckpointId, rank: int | None = None) -> None:
         """Delete the files of a checkpoint that was being written when the run was deleted or replaced.
@@ -274,7 +275,7 @@ class OpenTier:
         try:
             await retention.delete_in_order(self.store, keys)
         except CheckpointError as error:
-            events.log.warning("could not delete %d files of %s: %s", len(keys), self.url, error)
+            events.log.warning("could not delete %s of %s: %s", count_of(len(keys), "file"), self.url, error)
         self.leaving.difference_update(keys)
 
     async def close(self, owner: Acquire | None, notify: Callable[[Note], None]) -> None:

@@ -1,24 +1,19 @@
-"""Reads checkpoints from a store: which exist, and what each contains.
+"""Reads checkpoints from a store: which exist, what each contains, and their bytes.
 
-    open_run -> choose a commit -> load_all -> plan_reads -> fetch
+    open_run -> choose a commit -> load_all, or saved_of -> plan_reads -> fetch, or fetch_repaired
 
 Reading needs no torch: bytes go to a sink that the caller provides. Readers of a run need only this module. `chunks`
 reads chunks, and `manifests` reads manifests and indexes.
 
-Reads files of a folder into their final memory, in a few long streams through the page cache.
+A restore from a folder reads nearly all bytes of a few large files (`fetch_local`). Each thread reads one contiguous
+stretch, so that the kernel reads ahead. Whole pieces of a tensor are read, or decoded, directly into the tensor, and
+verified there while the bytes are still in the processor's cache. Nothing is copied twice. The page cache measured
+fastest, even when cold. On Linux 6.18 with a virtual disk, two such streams read 4.6 GB/s for 0.05 CPU seconds a GB,
+and O_DIRECT, in ten variants, 2.1 to 3.8 GB/s; cached bytes reach 20 GB/s. Checks of the disk itself (`verify`) bypass
+the cache: `fetch`.
 
-A restore reads nearly all bytes of a few large files. Each thread reads one contiguous stretch, so that the kernel
-reads ahead. Whole pieces of a tensor are read, or decoded, directly into the tensor, and verified there while the bytes
-are still in the processor's cache. Nothing is copied twice.
-
-The page cache measured fastest, even when cold. On Linux 6.18 with a virtual disk, two such streams read 4.6 GB/s for
-0.05 CPU seconds a GB, and O_DIRECT, in ten variants, 2.1 to 3.8 GB/s; cached bytes reach 20 GB/s. Checks of the disk
-itself (`verify`, reading back) bypass the cache: `read.fetch`.
-
-Reads chunks of a checkpoint, and replaces damaged ones by equal bytes from elsewhere, found by digest.
-
-First it searches other checkpoints of the same run, which may have stored the same bytes in another file, then other
-tiers.
+`fetch_repaired` replaces damaged chunks by equal bytes from elsewhere, found by digest: first from other checkpoints of
+the same run, which may have stored the same bytes in another file, then from other tiers.
 """
 
 from __future__ import annotations
@@ -70,6 +65,7 @@ from ckpt.errors import (
     NotFoundError,
     StoreError,
     TruncatedError,
+    UnreadableError,
     is_unreadable,
 )
 from ckpt.events import log as logger
@@ -82,6 +78,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Note = Callable[[str], None]
 MOST_PROBLEMS = 100  # in a checkpoint, after which verification stops
+CHECK_HERE = "`ckpt verify RUN` checks the files that are here. A restore on all nodes reads the whole checkpoint."
 FEW = 8  # up to this many ranks, all manifests are read; with more, the index and the needed manifests
 
 
@@ -113,10 +110,7 @@ class Manifests:
     def saved(self, known: Layout | None = None) -> SavedState:
         """Return the checkpoint as one state. Raise CorruptError if this tier has only some ranks' manifests."""
         if len(self.manifests) != self.commit.world:
-            raise CorruptError(
-                f"this tier has only {len(self.manifests)} of the {self.commit.world} ranks' manifests of step "
-                f"{self.commit.step}: the others are on the disks of other nodes"
-            )
+            raise CorruptError(elsewhere(self.commit))
         layouts = [self.layout(manifest.rank, known) for manifest in self.manifests]
         return SavedState(layouts, [manifest.values for manifest in self.manifests], self.tables)
 
@@ -226,6 +220,14 @@ async def _from_any(
     raise failure
 
 
+def elsewhere(commit: Commit) -> str:
+    """Return which part of a checkpoint is here, if the rest is on the disks of other nodes."""
+    return (
+        f"this location has the files of only {len(commit.manifests)} of the {commit.world} ranks of step "
+        f"{commit.step}: the others are on the disks of other nodes"
+    )
+
+
 async def load_all(store: Store, commit: Commit) -> Manifests:
     """Read and verify every rank's manifest. Raise CorruptError or NotFoundError if one is damaged or missing."""
     sizes = await sizes_of_many(store, commit.checkpoint, len(commit.manifests))
@@ -301,7 +303,10 @@ async def saved_of(
 
 @contextlib.asynccontextmanager
 async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
-    """Explain a CorruptError: the checkpoint is damaged, or was retired during the read."""
+    """Explain a CorruptError: the checkpoint is damaged, or was retired during the read. Raise UnreadableError if the
+    files of some ranks are on the disks of other nodes."""
+    if not commit.whole:
+        raise UnreadableError(elsewhere(commit), advice=CHECK_HERE)
     try:
         yield
     except (CorruptError, NotFoundError, TruncatedError) as error:
@@ -374,15 +379,10 @@ def _check_parses(manifest: Manifests, index: Index | None) -> None:
     if len(values) == manifest.commit.world:
         manifest.saved().check_values(values)
     elif index is not None and index.world == manifest.commit.world:
-        SavedState.listed(index, no_ranks).check_values(values)
+        SavedState.listed(index, lambda ranks: {}).check_values(values)
     else:  # the other manifests are on the disks of other nodes, or the index is lost
         for rank in values:
             manifest.layout(rank)
-
-
-def no_ranks(ranks: Sequence[int]) -> dict[int, Any]:
-    """Return nothing, for checks that read no manifests."""
-    return {}
 
 
 async def _verify_chunks(
@@ -423,8 +423,9 @@ LEAST = 64 << 10  # bytes of the smallest piece that is read directly to its add
 async def fetch_local(
     store: Store, table: Table, batches: Sequence[Batch], sink: Sink, on_damage: OnDamage, room: Room | None = None
 ) -> None:
-    """Like `read.fetch`, for a local store. A chunk with an address in `room` is read to it and verified, and is not
-    passed to `sink`. If it is damaged, `on_damage` is called, and the bytes at the address must not be used."""
+    """Like `fetch`, for a local store. A chunk with an address in `room` is read to it and verified, and is not
+    passed to `sink`. If it is damaged, `on_damage` is called, and the bytes at the address must not be used. If a read
+    fails, so do all of its chunks. The caller reads them again."""
     stretches = _stretches(batches, STREAMS)
     if not stretches:
         return
@@ -453,6 +454,7 @@ def _run(
     room: Room | None,
 ) -> None:
     scratch = Scratch()
+    near: Any = store  # stores that are not remote have `scatter`
     for batch in batches:
         places, small = _places(table, batch, room)
         stored: dict[int, memoryview] = {}
@@ -460,49 +462,19 @@ def _run(
         for read, spare in zip(batch.reads, scratch.take(batch), strict=True):
             views, found = _views(table, read, spare, places, small)
             try:
-                _scatter(store, read, views)
-            except StoreError:  # missing or partly unreadable: read the chunks separately
+                near.scatter(read.file, read.start, views)
+            except StoreError as error:  # missing or partly unreadable
                 small.clear()
-                found = _one_by_one(store, table, read, _views(table, read, spare, places, small)[1], lost)
+                lost.update(dict.fromkeys(read.chunks, error))
+                continue
             stored.update(found)
-            _put(table, read, spare, small, on_damage)
+            numbers = np.fromiter(small, np.int64, len(small))
+            addresses = np.fromiter(small.values(), np.int64, len(small))
+            starts = table.offset[numbers] - read.start
+            for i in put(spare, starts, table.stored[numbers], table.stored_digest[numbers], addresses):
+                on_damage((int(numbers[i]),), not_its_digest(table, int(numbers[i])))
         chunks = [chunk for chunk in batch.chunks if chunk not in small] if small else batch.chunks
         deliver(table, chunks, stored, lost, scratch, sink, on_damage, places)
-
-
-def _put(table: Table, read: Read, spare: memoryview, small: dict[int, int], on_damage: OnDamage) -> None:
-    """Copy small chunks to their addresses."""
-    chunks = np.fromiter(small, np.int64, len(small))
-    places = np.fromiter(small.values(), np.int64, len(small))
-    starts = table.offset[chunks] - read.start
-    for i in put(spare, starts, table.stored[chunks], table.stored_digest[chunks], places):
-        chunk = int(chunks[i])
-        on_damage((chunk,), not_its_digest(table, chunk))
-
-
-def _one_by_one(
-    store: Store,
-    table: Table,
-    read: Read,
-    places: dict[int, memoryview],
-    lost: dict[int, CorruptError | StoreError],
-) -> dict[int, memoryview]:
-    """Read the chunks of a read separately, and return those that can be read."""
-    found: dict[int, memoryview] = {}
-    for chunk, place in places.items():
-        start, length = int(table.offset[chunk]), int(table.stored[chunk])
-        try:
-            _scatter(store, Read(read.file, start, length, (chunk,)), [place])
-        except StoreError as error:
-            lost[chunk] = error
-        else:
-            found[chunk] = place
-    return found
-
-
-def _scatter(store: Store, read: Read, views: Sequence[memoryview]) -> None:
-    near: Any = store  # stores that are not remote have this method
-    near.scatter(read.file, read.start, views)
 
 
 def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, memoryview], dict[int, int]]:
@@ -589,60 +561,64 @@ async def fetch_repaired(
     """
     missing: Lost = {}
 
-    def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
-        missing.update(dict.fromkeys(lost, error))
+    def note(chunks: Sequence[int], error: CorruptError | StoreError) -> None:
+        missing.update(dict.fromkeys(chunks, error))
 
     batches = plan_reads(table, chunks, far=True)  # long reads, also from a folder
     if store.remote or not hasattr(store, "scatter"):
         await fetch_chunks(store, table, batches, sink, on_damage=note)
     else:
         await fetch_local(store, table, batches, sink, note, room)
-        # `scatter` reads once. The other function retries transient errors.
-        again = [chunk for chunk, error in missing.items() if isinstance(error, StoreError)]
-        for chunk in again:
+        # `scatter` reads once, and several chunks together. The other function retries transient errors.
+        failed = {chunk: error for chunk, error in missing.items() if isinstance(error, StoreError)}
+        lost = [chunk for chunk, error in failed.items() if isinstance(error, NotFoundError)]
+        again = plan_reads(table, lost, far=True)
+        again += [one for chunk in failed.keys() - set(lost) for one in plan_reads(table, [chunk])]
+        for chunk in failed:
             del missing[chunk]
-        if again:
-            await fetch_chunks(store, table, plan_reads(table, again, far=True), sink, on_damage=note)
-    repaired, unreadable = list[str](), list[StoreError]()
-    if missing:
-        first = next(iter(missing.values()))
-        for url in (store.url, *others):
-            if missing:
-                await _search(store, url, checkpoint, table, missing, sink, repaired, unreadable)
-        for text in repaired:
-            logger.warning("step %d in %s: %s; the first error: %s", checkpoint.step, store.url, text, first)
+        await fetch_chunks(store, table, again, sink, on_damage=note)
+    if not missing:
+        return []
+    repaired, unreadable = list[str](), list[StoreError]()  # errors elsewhere that do not prove damage there
+    first = next(iter(missing.values()))
+
+    def skip(error: CheckpointError) -> None:
+        if isinstance(error, StoreError) and is_unreadable(error):
+            unreadable.append(error)
+
+    for url in (store.url, *others):
+        try:
+            async with opened(url) as other:
+                state = (await open_run(url, other)).state
+                for commit in _candidates(state, checkpoint, url == store.url):
+                    before = set(missing)
+                    try:
+                        async for theirs in tables_of(other, commit, {table.name_of(chunk) for chunk in missing}):
+                            await _take(other, theirs, table, missing, sink, skip)
+                            if not missing:
+                                break
+                    except (CorruptError, FormatError, StoreError) as error:
+                        skip(error)
+                        logger.warning("cannot repair from step %d of %s: %s", commit.step, url, error)
+                    if found := sorted(before - missing.keys()):
+                        names = list(dict.fromkeys(map(table.name_of, found)))
+                        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                        pieces = "1 damaged piece" if len(found) == 1 else f"{len(found)} damaged pieces"
+                        where = url if commit.checkpoint == checkpoint else f"{url}, step {commit.step}"
+                        repaired.append(f"{pieces} ({', '.join(names[:3])}{more}) came from {where}")
+                    if not missing:
+                        break
+        except (CorruptError, FormatError, NoCheckpointError, StoreError) as error:
+            skip(error)
+            logger.warning("step %d cannot be repaired from %s: %s", checkpoint.step, url, error)
+        if not missing:
+            break
+    for text in repaired:
+        logger.warning("step %d in %s: %s; the first error: %s", checkpoint.step, store.url, text, first)
     if missing:
         errors = [*missing.values(), *unreadable]
         raise next((error for error in errors if is_unreadable(error)), errors[0])
     return repaired
-
-
-async def _search(
-    store: Store,
-    url: str,
-    checkpoint: CheckpointId,
-    table: Table,
-    missing: Lost,
-    sink: Sink,
-    repaired: list[str],
-    unreadable: list[StoreError],
-) -> None:
-    """Search one tier while chunks are missing. Errors there are logged. `unreadable`: gets the errors that do not
-    prove damage there."""
-    try:
-        async with opened(url) as other:
-            state = (await open_run(url, other)).state
-            for commit in _candidates(state, checkpoint, url == store.url):
-                if missing:
-                    await _take(other, commit, checkpoint, table, missing, sink, repaired, unreadable)
-    except (CorruptError, FormatError, NoCheckpointError, StoreError) as error:
-        _note_unreadable(error, unreadable)
-        logger.warning("step %d cannot be repaired from %s: %s", checkpoint.step, url, error)
-
-
-def _note_unreadable(error: CheckpointError, unreadable: list[StoreError]) -> None:
-    if isinstance(error, StoreError) and is_unreadable(error):
-        unreadable.append(error)
 
 
 def _candidates(state: RunState, checkpoint: CheckpointId, here: bool) -> list[Commit]:
@@ -653,37 +629,9 @@ def _candidates(state: RunState, checkpoint: CheckpointId, here: bool) -> list[C
 
 
 async def _take(
-    other: Store,
-    commit: Commit,
-    checkpoint: CheckpointId,
-    table: Table,
-    missing: Lost,
-    sink: Sink,
-    repaired: list[str],
-    unreadable: list[StoreError],
+    other: Store, theirs: Table, table: Table, missing: Lost, sink: Sink, skip: Callable[[CheckpointError], None]
 ) -> None:
-    """Read the missing chunks that one checkpoint has."""
-    found: list[int] = []
-    try:
-        async for theirs in tables_of(other, commit, {table.name_of(chunk) for chunk in missing}):
-            found += await _take_of(other, theirs, table, missing, sink, unreadable)
-            if not missing:
-                break
-    except (CorruptError, FormatError, StoreError) as error:
-        _note_unreadable(error, unreadable)
-        logger.warning("cannot repair from step %d of %s: %s", commit.step, other.url, error)
-    if found:
-        names = list(dict.fromkeys(table.name_of(chunk) for chunk in sorted(found)))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        pieces = "1 damaged piece" if len(found) == 1 else f"{len(found)} damaged pieces"
-        where = other.url if commit.checkpoint == checkpoint else f"{other.url}, step {commit.step}"
-        repaired.append(f"{pieces} ({', '.join(names[:3])}{more}) came from {where}")
-
-
-async def _take_of(
-    other: Store, theirs: Table, table: Table, missing: Lost, sink: Sink, unreadable: list[StoreError]
-) -> set[int]:
-    """Read missing chunks by digest, and return those that were found."""
+    """Read missing chunks from another table, by digest. Remove those that were found from `missing`."""
     wanted: dict[Content, list[int]] = {}
     for chunk in missing:
         wanted.setdefault(table.content(chunk), []).append(chunk)
@@ -698,7 +646,6 @@ async def _take_of(
                 done.add(same)
 
     reads = plan_reads(theirs, alike, far=other.remote)
-    await fetch_chunks(other, theirs, reads, take, on_damage=lambda chunks, error: _note_unreadable(error, unreadable))
+    await fetch_chunks(other, theirs, reads, take, on_damage=lambda chunks, error: skip(error))
     for chunk in done:
         del missing[chunk]
-    return done

@@ -1,4 +1,4 @@
-"""Parses references to checkpoints, RUN@STEP, for all commands and `ckpt.load`.
+"""Parses references to checkpoints, RUN@STEP, and name patterns, for all commands and `ckpt.load`.
 
 RUN is a folder or URL. RUN@500 is its checkpoint of step 500, RUN@latest the newest one, RUN@best the best of the
 scored ones (`ckpt.Best`). Only a last @ before digits or one of these words counts, so a user name or a bucket key
@@ -8,7 +8,9 @@ a name, add a slash.
 
 from __future__ import annotations
 
+import fnmatch
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt.errors import InvalidArgumentError
@@ -34,6 +36,11 @@ def split(text: str | Path, step: int | None = None) -> tuple[str, Which]:
     if step not in (None, named):
         raise InvalidArgumentError(f"{text} names @{named}, but the step option is {step}: use only one of them")
     return found[1], named
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return True if a shell pattern matches a name or a prefix of its path: `model` matches everything below it."""
+    return any(fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def _is_folder(text: str) -> bool:

@@ -19,6 +19,7 @@ from ckpt.errors import CheckpointError, CorruptError, InvalidArgumentError, NoC
 from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import Store
+from ckpt.units import count_of
 
 ALWAYS = 2  # so that one damaged file is never fatal
 READER_GRACE_S = 600.0  # in a remote store, between a PLAN and its deletions, because readers may be using the files
@@ -98,7 +99,7 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> d
             "all stay" if keep.all else f"every {keep.every}",
             [c for c in ordered if keep.every and not c.step % keep.every],
         ),
-        (f"committed within {keep.hours} hours of the newest", _within(due, keep.hours)),
+        (f"committed within {count_of(keep.hours or 0, 'hour')} of the newest", _within(due, keep.hours)),
         ("the newest of its day", _newest_of_each(due, keep.daily, lambda day: day)),
         ("the newest of its week", _newest_of_each(due, keep.weekly, lambda day: (day + 3) // 7)),  # day 0: a Thursday
     ]

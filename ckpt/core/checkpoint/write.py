@@ -1,19 +1,21 @@
-"""Writes a snapshot from memory to a store: first its data files, then its manifest. The data files are durable before
-the manifest.
+"""Writes a snapshot from memory to a store: first its data files, then its manifest.
 
-This module does not create a checkpoint. Only a record in the log does (`ckpt.core.checkpoint.commits`).
+    write_part       one raw data file, digested during the write -> finish_manifest
+    DataFileWriter   encoded chunks -> data files; then `table_of` -> finish_manifest
 
-Collects encoded chunks into data files, and builds the table of their locations.
+The data files are durable before the manifest. This module does not create a checkpoint. Only a record in the log does
+(`ckpt.core.checkpoint.commits`).
 
-A data file has one entry for each chunk, or for a whole tensor if all its chunks are raw. A file is closed at a size
-that is small compared to the state. So its length is known before its first byte is sent, it needs little memory, and
-unneeded data can be deleted in small units.
+A data file of encoded chunks has one entry for each chunk, or for a whole tensor if all its chunks are raw. It is
+closed at a size that is small compared to the state. So its length is known before its first byte is sent, it needs
+little memory, and unneeded data can be deleted in small units.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import mmap
 import struct
@@ -24,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.core.checkpoint.incremental import ChunkPlan, Digests, Previous
+from ckpt.core.checkpoint.incremental import ChunkPlan, Digests
 from ckpt.core.checkpoint.incremental import WrittenManifest as WrittenManifest
 from ckpt.core.checkpoint.manifests import load_manifest
 from ckpt.core.format.codec import RAW
-from ckpt.core.format.columns import Replicas
+from ckpt.core.format.columns import Replicas, distinct
 from ckpt.core.format.digest import DIGEST_SIZE, chunk_digest, file_digest
 from ckpt.core.format.layout import METADATA, NATIVE, Layout, TensorSpec, pages
 from ckpt.core.format.manifest import (
@@ -41,7 +43,7 @@ from ckpt.core.format.manifest import (
     metadata_of,
     owner,
 )
-from ckpt.core.format.table import SavedShards, Table
+from ckpt.core.format.table import SavedShards, Table, empty
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -94,11 +96,20 @@ async def write_part(
     """
     layout, rank = snapshot.layout, snapshot.layout.rank
     key = data_key(snapshot.checkpoint, rank, 0 if numbers is None else next(numbers))
-    header = layout.arrangement.header(metadata_of(key))
-    digesting = asyncio.ensure_future(asyncio.to_thread(digest_chunks, layout, snapshot.data))  # in the background
+    header, data = layout.arrangement.header(metadata_of(key)), snapshot.data
+
+    async def piece(offset: int, length: int) -> memoryview:
+        start = offset - len(header)
+        if start >= 0:
+            return data[start : start + length]
+        copy = page_aligned(length)
+        copy[:] = header[offset : offset + length] + data[: max(0, start + length)]
+        return copy
+
+    digesting = asyncio.ensure_future(asyncio.to_thread(digest_chunks, layout, data))  # in the background
     digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # the write may fail first
     try:
-        await _write_file(store, key, header, snapshot.data, on_bytes)
+        await upload_from(store, key, len(header) + len(data), piece, on_bytes, first=len(header))
     except BaseException:
         await asyncio.wait((digesting,))  # it reads memory that the caller may change afterwards
         raise
@@ -107,7 +118,7 @@ async def write_part(
     except BaseException:
         await drop(store, [key])
         raise
-    file = DataFile(key, len(header) + len(snapshot.data), len(header), file_digest(header))
+    file = DataFile(key, len(header) + len(data), len(header), file_digest(header))
     table = build_table(layout, key, digests)
     return await finish_manifest(store, snapshot, table, [file], reason=reason, check=check)
 
@@ -119,7 +130,7 @@ async def finish_manifest(
     files: list[DataFile],
     *,
     reason: str,
-    base: Previous | None = None,
+    base: WrittenManifest | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenManifest:
     """Store the manifest, after the data files. If this fails before the manifest can have been seen, delete the data
@@ -128,14 +139,30 @@ async def finish_manifest(
     The manifest of a rank is created once. If it exists, a dead writer stored it, or a request was repeated. Then the
     existing manifest counts if it has the same content. Otherwise this checkpoint fails.
 
-    data files: all data files that the table names, including those of older checkpoints.
+    files: all data files that the table names, including those of older checkpoints.
     base: the checkpoint that it was built on.
     """
     checkpoint, rank = snapshot.checkpoint, snapshot.layout.rank
     own = [file.key for file in files if owner(file.key) == checkpoint]
     try:
         check()
-        manifest = _manifest_of(snapshot, table.to_bytes(), files, reason, base)
+        manifest = Manifest(
+            checkpoint=str(checkpoint),
+            rank=rank,
+            world=snapshot.layout.world,
+            layout=snapshot.layout.shared,
+            values=snapshot.values,
+            table=table.to_bytes(),
+            files=files,
+            reason=reason,
+            finite=snapshot.finite,
+            replicas=snapshot.replicas,
+            info=snapshot.info,
+            parents=list(snapshot.parents),
+            needs=[] if base is None else [base.manifest.checkpoint],
+            chain=0 if base is None else base.manifest.chain + 1,
+            full="" if base is None else str(base.full),
+        )
         raw = manifest.to_bytes()
         if len(raw) > MAX_JSON:
             raise SaveError(f"step {checkpoint.step}: the manifest of rank {rank} has {len(raw)} bytes, too many")
@@ -173,48 +200,11 @@ async def _stored_before(store: Store, manifest: Manifest, table: Table) -> Writ
     return there
 
 
-def _manifest_of(
-    snapshot: RankSnapshot, table: bytes, files: list[DataFile], reason: str, base: Previous | None
-) -> Manifest:
-    layout = snapshot.layout
-    return Manifest(
-        checkpoint=str(snapshot.checkpoint),
-        rank=layout.rank,
-        world=layout.world,
-        layout=layout.shared,
-        values=snapshot.values,
-        table=table,
-        files=files,
-        reason=reason,
-        finite=snapshot.finite,
-        replicas=snapshot.replicas,
-        info=snapshot.info,
-        parents=list(snapshot.parents),
-        needs=[] if base is None else [base.manifest.checkpoint],
-        chain=0 if base is None else base.manifest.chain + 1,
-        full="" if base is None else str(base.full),
-    )
-
-
 async def drop(store: Store, files: Iterable[str]) -> None:
     """Delete data files without a manifest. No record can name them, and the disk may be full."""
     for file in files:
         with contextlib.suppress(StoreError):
             await store.delete(file)
-
-
-async def _write_file(
-    store: Store, key: str, header: bytes, data: memoryview, on_bytes: Callable[[int], None] | None
-) -> None:
-    """Write header and data as one object, in ranges that suit the store."""
-
-    async def piece(offset: int, length: int) -> memoryview:
-        start = offset - len(header)
-        if start >= 0:
-            return data[start : start + length]
-        return _page_aligned(header[offset : offset + length] + data[: max(0, start + length)])
-
-    await upload_from(store, key, len(header) + len(data), piece, on_bytes, first=len(header))
 
 
 async def upload_from(
@@ -236,6 +226,9 @@ async def upload_from(
     point("data_file.opened")
     try:
         length = upload.part or CHUNK
+        if upload.part:
+            first = 0
+        starts = [*([0] if first else ()), *range(first, size, length), size]
         room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # if it is limited
         window = asyncio.Semaphore(max(1, min(PARTS_IN_FLIGHT, room)) if upload.part else IN_FLIGHT)
 
@@ -249,7 +242,7 @@ async def upload_from(
                 on_bytes(len(view))
 
         async with asyncio.TaskGroup() as group:
-            for offset, end in _ranges(size, length, 0 if upload.part else first):
+            for offset, end in itertools.pairwise(starts):
                 await window.acquire()  # ranges start in order
                 group.create_task(write(offset, end))
         await upload.finish()
@@ -260,22 +253,9 @@ async def upload_from(
         raise
 
 
-def _ranges(size: int, length: int, first: int) -> list[tuple[int, int]]:
-    """Return (start, end) of the ranges of an object: one of `first` bytes, if not 0, then of `length` each."""
-    starts = [*([0] if first else ()), *range(first, size, length)]
-    return list(zip(starts, [*starts[1:], size], strict=False))
-
-
 def page_aligned(size: int) -> memoryview:
     """Return memory at an address that suits direct I/O."""
     return memoryview(mmap.mmap(-1, max(PAGE, pages(size))))[:size]
-
-
-def _page_aligned(data: bytes) -> memoryview:
-    """Return a copy at an address that suits direct I/O."""
-    view = page_aligned(len(data))
-    view[:] = data
-    return view
 
 
 def digest_chunks(layout: Layout, data: memoryview) -> bytes:
@@ -494,75 +474,40 @@ def _joined(header: bytes, items: Sequence[Encoded]) -> memoryview:
 
 
 def table_of(
-    layout: Layout, plan: ChunkPlan, digests: Digests, previous: Previous | None, writer: DataFileWriter
+    layout: Layout, plan: ChunkPlan, digests: Digests, previous: WrittenManifest | None, writer: DataFileWriter
 ) -> tuple[Table, list[DataFile]]:
-    """Return the table of a manifest and its data files. `writer` has the locations of new chunks."""
-    rows = _Rows(layout, digests, previous, writer)
-    for chunk in range(len(digests)):
-        if plan.taken[chunk] >= 0:
-            rows.take(chunk, int(plan.taken[chunk]))
-        else:
-            rows.put(chunk, writer.places.get(chunk) or writer.places[int(plan.same[chunk])])
-    return rows.table()
+    """Return the table of a manifest and its data files. `writer` has the locations of new chunks.
 
-
-class _Rows:
-    """A table under construction. Rows of the previous table that are needed as bases follow the new rows."""
-
-    def __init__(self, layout: Layout, digests: Digests, previous: Previous | None, writer: DataFileWriter) -> None:
-        self.layout, self.previous, self.writer = layout, previous, writer
-        self.old = previous.table if previous is not None else None
-        self.files = {info.key: i for i, info in enumerate(writer.files)}
-        self.bases: dict[int, int] = {}
-        count = len(digests)
-        self.columns: dict[str, Any] = {
-            name: np.zeros(count, np.int64) for name in ("file", "offset", "stored", "codec")
-        }
-        self.columns["length"] = np.array([chunk.length for chunk in layout.arrangement.chunks], np.int64)
-        self.columns["base"] = np.full(count, -1, np.int64)
-        self.columns["digest"], self.columns["stored_digest"] = digests, digests.copy()
-
-    def take(self, chunk: int, row: int) -> None:
-        """Add a chunk that is equal to a row of the previous table."""
-        assert self.old is not None
-        for name in ("offset", "stored", "codec", "stored_digest"):
-            self.columns[name][chunk] = getattr(self.old, name)[row]
-        self.columns["file"][chunk] = self._file_of(row)
-        if self.old.base[row] >= 0:
-            self.columns["base"][chunk] = self._based_on(int(self.old.base[row]))
-
-    def put(self, chunk: int, lies: ChunkLocation) -> None:
-        """Add a chunk that was stored by this checkpoint."""
+    Rows of the previous table that are needed as bases follow the new rows.
+    """
+    count, old = len(digests), empty() if previous is None else previous.table
+    columns: dict[str, Any] = {name: np.zeros(count, np.int64) for name in ("file", "offset", "stored", "codec")}
+    columns["length"] = np.array([chunk.length for chunk in layout.arrangement.chunks], np.int64)
+    columns["digest"], columns["stored_digest"] = digests, digests.copy()
+    bases = np.full(count, -1, np.int64)  # rows of the previous table
+    taken = np.flatnonzero(plan.taken >= 0)
+    rows = plan.taken[taken]
+    bases[taken] = old.base[rows]
+    for name in ("offset", "stored", "codec", "stored_digest"):
+        columns[name][taken] = getattr(old, name)[rows]
+    for chunk in np.flatnonzero(plan.taken < 0).tolist():
+        place = writer.places.get(chunk) or writer.places[int(plan.same[chunk])]
         for name in ("file", "offset", "stored", "codec"):
-            self.columns[name][chunk] = getattr(lies, name)
-        if lies.codec != RAW:
-            self.columns["stored_digest"][chunk] = np.frombuffer(lies.digest, np.uint8)
-        if lies.base >= 0:
-            self.columns["base"][chunk] = self._based_on(lies.base)
-
-    def _file_of(self, row: int) -> int:
-        assert self.old is not None
-        return self.files.setdefault(self.old.files[int(self.old.file[row])], len(self.files))
-
-    def _based_on(self, row: int) -> int:
-        return len(self.columns["file"]) + self.bases.setdefault(row, len(self.bases))
-
-    def table(self) -> tuple[Table, list[DataFile]]:
-        if self.old is not None and self.bases:
-            rows = list(self.bases)
-            files = np.array([self._file_of(row) for row in rows], np.int64)
-            for name, column in self.columns.items():
-                self.columns[name] = np.concatenate(
-                    [column, files if name == "file" else getattr(self.old, name)[rows]]
-                )
-        layout = self.layout
-        table = Table(
-            shards=SavedShards.of_layout(layout),
-            starts=np.array(layout.arrangement.chunk_starts, np.int64),
-            files=tuple(self.files),
-            **self.columns,
-        )
-        infos = {info.key: info for info in self.writer.files}
-        if self.previous is not None:
-            infos = {**self.previous.files, **infos}
-        return table, [infos[key] for key in self.files]
+            columns[name][chunk] = getattr(place, name)
+        if place.codec != RAW:
+            columns["stored_digest"][chunk] = np.frombuffer(place.digest, np.uint8)
+        bases[chunk] = place.base
+    based = distinct(bases[bases >= 0])
+    columns["base"] = np.where(bases >= 0, count + np.searchsorted(based, bases), -1)
+    files = {file.key: file for file in writer.files}
+    numbers = np.zeros(len(old.files), np.int64)  # of the data files of the previous table, in the new one
+    for number in distinct(old.file[np.concatenate([rows, based])]).tolist():
+        assert previous is not None
+        numbers[number] = len(files)
+        files[old.files[number]] = previous.files[old.files[number]]
+    columns["file"][taken] = numbers[old.file[rows]]
+    for name, column in columns.items():
+        more = numbers[old.file[based]] if name == "file" else getattr(old, name)[based]
+        columns[name] = np.concatenate([column, more])
+    starts = np.array(layout.arrangement.chunk_starts, np.int64)
+    return Table(SavedShards.of_layout(layout), starts, files=tuple(files), **columns), list(files.values())

@@ -2,7 +2,7 @@
 
 A box is (offsets, sizes) with one number per dimension. An array without dimensions has one box, ((), ()).
 
-Divides replicated tensors among ranks: every rank computes its own share, and all shares fit together. Pure values.
+`share` divides replicated tensors among ranks: every rank computes its own share, and all shares fit together.
 
 Replicated pieces (data parallel replicas) are divided into slices *before* they are copied. Each rank stages and writes
 only its slice. All tensors with the same replicas are concatenated in the order of their names, and the result is

@@ -3,7 +3,7 @@
 Such a file is a safetensors file with a zstd frame for each column. The entry `counts` (JSON) has the number of values
 of each column. Columns of digests are not compressed, because they do not become smaller.
 
-Digests of replicated tensors, and a comparison that finds ranks with different values.
+The second half has the digests of replicated tensors, and a comparison that finds ranks with different values.
 
 Each rank stages a slice of such a tensor. If the replicas differ, the slices would form a tensor that no rank ever had.
 A manifest therefore contains digests of the whole tensors, as `{"sums": {group: digest}, "rows": text}`. A group stands

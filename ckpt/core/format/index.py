@@ -20,7 +20,7 @@ The index is derived from the bytes of the manifests, so two committers write eq
     piece_dims                        offsets and sizes of each piece
     owned, view, alike                for each rank: number of chunks of its shards; number of its view; the lowest rank
                                       with the same plain values
-    data files                             JSON list of the keys of all data files that the tables name
+    files                             JSON list of the keys of all data files that the tables name
     views                             JSON: `layouts`, `values` and `views`, each different one once
 
 Tensors that are divided in the same way share a pattern, so thousands of tensors on thousands of ranks have only a few

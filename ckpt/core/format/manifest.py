@@ -381,68 +381,48 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         data = {one.name: getattr(self, one.name) for one in fields(self)}
-        data["checkpoint"], data["files"] = data.pop("checkpoint"), [asdict(file) for file in data.pop("files")]
-        data["table"], data["layout"] = base64.b64encode(self.table).decode(), self.layout.text
+        data |= {"files": list(map(asdict, self.files)), "layout": self.layout.text}
+        data["table"] = base64.b64encode(self.table).decode()
         for name in ("needs", "chain", "full", "replicas", "info", "parents", "content", "features"):
             if not data[name]:
                 del data[name]
         return seal(data)
 
+    @classmethod
+    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Manifest:
+        """Read a manifest. Unknown fields are ignored. Raise CorruptError if it is damaged, see also `check`."""
+        data = unseal(raw, what)
+        try:
+            manifest = msgspec.convert(data, cls, dec_hook=lambda kind, text: SharedLayout.of_text(text))
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise CorruptError(f"{what} is not a manifest: {error}") from None
+        manifest.check(what)
+        return manifest
+
     def check(self, what: str) -> None:
-        """Raise CorruptError if a field has a wrong type or an implausible number, FormatError if a feature is
-        unknown."""
+        """Raise CorruptError if a number or name is implausible, FormatError if a feature is unknown."""
         checkpoint = CheckpointId.parse(self.checkpoint)
-        if (type(self.rank), type(self.world)) != (int, int) or not 0 <= self.rank < self.world <= MAX_WORLD:
+        if not 0 <= self.rank < self.world <= MAX_WORLD:
             raise CorruptError(f"{what} has an impossible rank or world")
-        kinds = (
-            (self.values, list), (self.table, bytes), (self.reason, str), (self.finite, (bool, type(None))),
-            (self.replicas, dict), (self.info, dict), (self.parents, list), (self.content, dict), (self.features, list),
-        )  # fmt: skip
-        if not all(isinstance(value, kind) for value, kind in kinds):
-            raise CorruptError(f"{what} has a field of the wrong type")
-        texts = (*self.parents, *self.features)
-        if not all(type(one) is str for one in texts) or len(self.parents) > MAX_PARENTS:
-            raise CorruptError(f"{what} has a field of the wrong type")
+        if len(self.parents) > MAX_PARENTS:
+            raise CorruptError(f"{what} continues an impossible number of checkpoints")
         if unknown := sorted(set(self.features) - FEATURES):
             raise FormatError(
                 f"{what} needs the feature {unknown[0]!r:.80}, which this version does not know: upgrade with "
                 "`pip install -U everystep`"
             )
         needs = read_needs(self.needs, checkpoint)
-        if type(self.chain) is not int or not 0 <= self.chain < (10**9 if self.needs else 1):
+        if not 0 <= self.chain < (10**9 if needs else 1):
             raise CorruptError(f"{what} has an impossible number of increments since a full checkpoint")
         if self.full != "" and not (needs and CheckpointId.parse(self.full) < checkpoint):
             raise CorruptError(f"{what} builds on an impossible full checkpoint")
         for file in self.files:
-            sizes = (file.header_size, file.size)
-            named = isinstance(file.key, str) and is_data(file.key)
-            if not named or any(type(n) is not int for n in sizes):
-                raise CorruptError(f"{what} names an impossible data file")
             # It may belong to an older checkpoint that is not in `needs`, if one in `needs` uses it too.
-            if (of := owner(file.key)) is None or not (of == checkpoint or (needs and of < checkpoint)):
+            of = owner(file.key)
+            if of is None or not is_data(file.key) or not (of == checkpoint or (needs and of < checkpoint)):
                 raise CorruptError(f"{what} names a data file that it cannot have")
             if not 0 <= file.header_size <= min(file.size, MAX_HEADER):
                 raise CorruptError(f"{what} names a data file of impossible size")
-
-    @classmethod
-    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Manifest:
-        """Read a manifest. Unknown fields are ignored."""
-        data = unseal(raw, what)
-        try:
-            layout, files = data.pop("layout"), data.pop("files")
-            if type(layout) is not str:
-                raise ValueError("its layout is not a text")
-            manifest = cls(
-                checkpoint=data.pop("checkpoint"),
-                layout=SharedLayout.of_text(layout),
-                table=base64.b64decode(data.pop("table"), validate=True),
-                files=[DataFile(*(file[one.name] for one in fields(DataFile))) for file in files],
-                **{one.name: data[one.name] for one in fields(cls) if one.name in data},
-            )
-            manifest.check(what)
-        except (TypeError, KeyError, ValueError) as error:
-            raise CorruptError(f"{what} is not a manifest: {error}") from None
-        return manifest
 
 
 # -- JSON with types --

@@ -1,22 +1,21 @@
-"""Saved shards: rectangular pieces of tensors. A large checkpoint has millions, so they are stored as columns. A
-`SavedShard` is created from a row only when it is needed.
+"""Chunk tables: the shards of one or more ranks, and where the chunks of each shard are stored.
 
-The chunk table of one or more ranks: its shards, and where the chunks of each shard are stored.
-
-A manifest has the table of its rank as a file of columns (`format.columns`). In memory it is kept as columns too.
+A shard is a rectangular piece of a tensor. A large checkpoint has millions, so they are columns (`SavedShards`).
+A `SavedShard` is created from a row only when it is needed. A manifest has the table of its rank as a file of columns
+(`format.columns`):
 
     names, name_ends          UTF-8 text of all names joined, and where each ends
-    dtypes                    one byte for each shard: its index in `ckpt.core.format.table.DTYPES`
+    dtypes                    one byte for each shard: its index in `DTYPES`
     ranks                     the rank that wrote the shard
     accelerated               1 if the rank had it on an accelerator
     instances                 the rank that owns the tensor of that name, -1: shared by all ranks
     dims, dim_ends            global shape, offsets and sizes of each shard in turn, and where each shard ends
-    chunk_ends                 shard i owns chunks chunk_ends[i-1] .. chunk_ends[i]
-    data file, offset, stored      number of the data file, offset in it in bytes, bytes stored
+    chunk_ends                shard i owns chunks chunk_ends[i-1] .. chunk_ends[i]
+    file, offset, stored      number of the data file, offset in it in bytes, bytes stored
     length, codec, base       plain bytes, codec (0: raw, see `ckpt.core.format.codec`), base chunk (-1: none)
     digest                    16 bytes for each chunk, of its plain bytes
     stored_digest             16 bytes for each chunk that is not raw, of its stored bytes
-    data files                     JSON list of the keys of data files, including those of older checkpoints
+    files                     JSON list of the keys of data files, including those of older checkpoints
 
 The chunks of the shards are followed by *bases*: chunks of older checkpoints that deltas depend on, stored whole. So a
 table is enough to read everything that it lists. The base of a delta is never a delta itself, and there are no cycles,

@@ -1,30 +1,21 @@
-"""Measures the memory that a process can still allocate, and protects a process from the out-of-memory killer.
-
-Memory is that of the machine, or of the tightest cgroup around the process. Any ancestor may have a limit, in v1 or v2
-(Slurm limits the job and the step, Kubernetes the container). Kernel files that are missing or cannot be parsed are
-ignored. All figures are bytes. No function here raises.
-
-A robust, process-shared mutex, which detects the death of a process within milliseconds.
-
-When a thread dies while it owns the mutex, for any reason, the kernel gives the mutex to a waiter and reports the death
-(EOWNERDEAD), before it frees the memory of the process. Measured delay after SIGKILL: 0.1-5 ms at any size. With 3 GB
-of resident memory, a pidfd or the end of a pipe reported the death 1.8 s later.
-
-It uses glibc through ctypes, because Python has no such lock. The mutex is in shared memory that both processes map.
-
-The arena: shared memory with the snapshots, which outlives the trainer.
+"""The arena: shared memory with the snapshots, which outlives the trainer.
 
 It is a memfd that is passed as a descriptor. So no /dev/shm quota applies, and it is freed when all processes that map
 it have ended. The pages of a slot are allocated before it is used, because the first access to a new page can take
 thirty times as long as later ones. The size is sealed, so that no reader can get SIGBUS. The first slot is `ready` when
-the arena is passed on. Its creator makes the other slots ready while the first one is filled.
+the arena is passed on. Its creator makes the other slots ready while the first one is filled. The trainer may add slots
+later, up to `most`.
 
     page 0       magic, geometry, number of slots; the robust mutexes of the trainer's staging thread and of the process
                  that keeps the arena
     page 1       the slot table: a `Label` for each slot, with a sequence number that is odd while the label changes
     2 MiB        slot 0, slot 1, ...
 
-A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives.
+A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives. It owns the
+first mutex. When it dies, for any reason, the kernel gives that mutex to a waiter and reports the death (EOWNERDEAD)
+before it frees the memory of the process. Measured delay after SIGKILL: 0.1-5 ms at any size. With 3 GB of resident
+memory, a pidfd or the end of a pipe reported the death 1.8 s later. The mutexes use glibc through ctypes, because
+Python has no such lock.
 
 Damage is detected by checksums of geometry, counts and labels, and by the kinds of the mutexes.
 
@@ -60,6 +51,7 @@ from ckpt.store import PAGE
 
 PROC, SYS = Path("/proc"), Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60  # without a limit, v1 shows 2**63 less a page
+FREE_SHARE = 0.8  # share of the free memory that slots may use
 SPARED = -500  # oom_score_adj, from -1000 (never killed) to 1000 (killed first)
 
 
@@ -77,7 +69,9 @@ class MemoryRoom:
 
 
 def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryRoom:
-    """Return the memory that a process can allocate without swapping."""
+    """Return the memory that a process can allocate without swapping: that of the machine, or of the tightest cgroup
+    around it. Any ancestor may have a limit, in v1 or v2 (Slurm limits the job and the step, Kubernetes the container).
+    Kernel files that are missing or cannot be parsed are ignored."""
     rooms = [_of_machine(proc)]
     for chain in cgroup_chains(proc, sys, pid):
         rooms += [found for folder in chain if (found := _of_cgroup(folder))]
@@ -306,23 +300,37 @@ class Arena:
         """Raises CorruptError if the header is damaged."""
         self.fd, self.memory = fd, memory
         self._words = memoryview(memory).cast("Q")
-        magic, checksum, most, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
+        magic, checksum, self.most, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
         if magic != _MAGIC or checksum != zlib.crc32(memory[12 : _HEADER.size]):
             raise CorruptError("the header of the shared memory is damaged, or of another version")
         self._known = (0, 0)  # slots and ready slots when they were last read
         self._known_word = -1
-        if not 0 < self.ready <= self.slots <= most <= MAX_SLOTS or _DATA + most * self.slot_size > len(memory):
+        possible = 0 < self.ready <= self.slots <= self.most <= MAX_SLOTS
+        if not possible or _DATA + self.most * self.slot_size > len(memory):
             raise CorruptError("the header of the shared memory is damaged: it counts impossible slots")
         self.mutex = RobustMutex(memory, _MUTEX)
         self._keeper, self._asking = RobustMutex(memory, _KEEPER), threading.Lock()
         self.view = memoryview(memory)
 
     @classmethod
-    def create(cls, slots: int, slot_size: int, *, ready: int | None = None, node: int | None = None) -> Arena:
+    def create(
+        cls,
+        slots: int,
+        slot_size: int,
+        *,
+        most: int | None = None,
+        ready: int | None = None,
+        node: int | None = None,
+    ) -> Arena:
         """Make and seal an arena, and allocate the memory of its first `ready` slots, default: all. Raise MemoryError
-        now if there is too little, so that no process is killed later. `node`: the preferred NUMA node."""
+        now if there is too little, so that no process is killed later.
+
+        most: number of slots that it may have later, default `slots`.
+        node: the preferred NUMA node.
+        """
         slot_size = -(-slot_size // _HUGE) * _HUGE if slot_size > _HUGE else pages(slot_size)
-        size, ready = _DATA + slots * slot_size, slots if ready is None else ready
+        most, ready = most or slots, slots if ready is None else ready
+        size = _DATA + most * slot_size
         fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -333,13 +341,13 @@ class Arena:
                 _prefer(memory, node)
             _populate(fd, memory, _DATA + ready * slot_size)
             fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-            _HEADER.pack_into(memory, 0, _MAGIC, 0, slots, slot_size, os.urandom(16))
+            _HEADER.pack_into(memory, 0, _MAGIC, 0, most, slot_size, os.urandom(16))
             _CHECKSUM.pack_into(memory, 8, zlib.crc32(memory[12 : _HEADER.size]))
             _set_counts(memoryview(memory).cast("Q"), slots, ready)
             arena = cls(fd, memory)
             arena.mutex.initialise()
             arena._keeper.initialise()
-            for slot in range(slots):
+            for slot in range(most):
                 arena.set_label(slot, Label(EMPTY))  # because zeros are not a valid label
             return arena
         except BaseException:
@@ -413,6 +421,15 @@ class Arena:
                 _set_counts(self._words, slot, slot)
                 raise
             _set_counts(self._words, self.slots, slot + 1)
+
+    def add_slot(self) -> None:
+        """Add one slot and allocate its memory. Raise MemoryError if the arena has its most slots, or if a slot does
+        not fit into the memory that is free."""
+        free = room().available
+        if self.slots >= self.most or self.slot_size > FREE_SHARE * free:
+            raise MemoryError(f"{self.slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of free memory")
+        _set_counts(self._words, self.slots + 1, self.ready)
+        self.make_ready()
 
     def touch(self, slot: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Enter the pages of a slot into this process's page table, in large pieces and without the GIL.

@@ -263,7 +263,15 @@ def _reach(address: str) -> Channel:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(CONNECT_S)
-        _connect(sock, address)
+        end = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                sock.connect(address)
+                break
+            except BlockingIOError:  # the queue is full, because many processes connect at the same time
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
         if not same_user(sock):
             raise _OtherUserError(_peer(sock)[1])
         sock.settimeout(None)
@@ -271,18 +279,6 @@ def _reach(address: str) -> Channel:
     except BaseException:
         sock.close()
         raise
-
-
-def _connect(sock: socket.socket, address: str) -> None:
-    """Connect, and retry while the queue is full because many processes connect at the same time."""
-    end = time.monotonic() + CONNECT_S
-    while True:
-        try:
-            return sock.connect(address)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.01)
 
 
 def ask_once(key: str, request: Request[R], timeout_s: float) -> R | None:
@@ -301,7 +297,7 @@ def listen(key: str) -> socket.socket | None:
 
     Raises UsageError if other users of the machine have all names.
     """
-    if any(_taken(key, number) for number in range(NAMES)):
+    if holder(key) is not None:
         return None
     other = ""
     for number in range(NAMES):
@@ -317,12 +313,12 @@ def listen(key: str) -> socket.socket | None:
                     sock.close()
                     raise
             try:
-                holder = _holder(_address(key, number))
+                owner = _holder(_address(key, number))
             except _OtherUserError as error:
                 other = f" (uid {error.uid})"
                 break
             late = time.monotonic() > end  # its owner may have been stopped before it listened
-            if holder is not None or (late and _bound_by(_address(key, number)) is not None):
+            if owner is not None or (late and _bound_by(_address(key, number)) is not None):
                 sock.close()
                 return None
             if late:
@@ -345,14 +341,8 @@ def holder(key: str) -> int | None:
     return None
 
 
-def _taken(key: str, number: int) -> bool:
-    """Return True if a process of this user has this name."""
-    with contextlib.suppress(_OtherUserError):
-        return _holder(_address(key, number)) is not None
-    return False
-
-
 def _holder(address: str) -> int | None:
+    """Return the process of this user that has a name, as `holder` does. Raises _OtherUserError."""
     try:
         channel = _reach(address)
     except _OtherUserError:

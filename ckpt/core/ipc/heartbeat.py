@@ -1,6 +1,5 @@
-"""Identifies processes and their machine. A process number alone is not enough, because it may be reused.
-
-The progress of the training loop, in a few pages of memory that trainer and writer share.
+"""The progress of the training loop, in a few pages of memory that trainer and writer share, and the identity of
+processes: their number and start time, because numbers are reused.
 
 The trainer's main thread records its progress there, without a message. The writer compares it with the usual pace,
 even if the trainer is frozen. In the other direction, the writer records the pace that it has measured.

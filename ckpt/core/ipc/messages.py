@@ -367,11 +367,13 @@ class Leave(Request[None], frozen=True):
 
 class MakeArena(Request[str], frozen=True):
     """Make an arena with this number of slots, or fewer but at least `least`. The reply is its id, with its descriptor.
-    `ranks`: number of ranks on this machine; `node`: the NUMA node near the device."""
+    `most`: number of slots that the trainer may add up to; `ranks`: number of ranks on this machine; `node`: the NUMA
+    node near the device."""
 
     slots: int
     slot_size: int
     least: int
+    most: int = 0
     ranks: int = 1
     node: int | None = None
 

@@ -1,22 +1,19 @@
-"""The files of a run log, one for each record, and which of them count.
-
-Every SNAPSHOT has a number that is a multiple of SNAPSHOT_EVERY. The *floor* is the number of the older of the two
-newest intact SNAPSHOTs, or 0 if there are fewer than two. Records below the floor are deleted. A writer that was
-suspended before its put may create such a file again; no reader counts it.
-
-The run log: numbered records, each created only if absent. The state of a run is a fold over them.
+"""The run log: numbered records, each created only if absent. The state of a run is a fold over them.
 
     log/000000000042.json    {"seq", "prev", "root", "term", "id", "type", "body", "digest"}
+
+    LogFiles   reads the records that count      RunLog   folds them, and appends      Trimmer   deletes old ones
 
 `prev` is the SHA-256 of the bytes of the previous record. `root` is the id of the run. `id` names the request that made
 the record, so that a writer whose reply was lost finds its own record. The record types are in `log.records`.
 
 A record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT. A reader starts at the newest intact one and reads
-the records that follow. Records below the floor are deleted (`log.run_log`, `log.run_log`), so their numbers are free
-again. Three rules follow:
+the records that follow. The *floor* is the number of the older of the two newest intact SNAPSHOTs, or 0 if there are
+fewer than two. The owner of the run deletes the records below it in the background, after a save, so their numbers are
+free again: a writer that was suspended before its put may create such a file. Three rules follow:
 
 - After a put, the writer lists the log again. If the number is below the floor, the record does not count.
-- What was read counts only if the next listing shows the same floor.
+- What was read counts only if the next listing shows the same floor. A slow reader starts again at a newer SNAPSHOT.
 - A record is missing only if it was missing twice.
 
 A SNAPSHOT keeps the request ids of the last KEPT_REQUESTS records. If a record may have been put earlier than that, a
@@ -24,11 +21,6 @@ retry raises OutcomeUnknownError and writes nothing.
 
 A damaged or missing record does not make a run unreadable. It is skipped and listed in `damaged`. Nothing is deleted
 from such a run, because the record may have protected it, and no SNAPSHOT is made of the rest.
-
-Deletes the records below the floor, so that the log stays short.
-
-The owner of the run does it in the background, after a save. Readers start at one of the two newest SNAPSHOTs, so they
-miss nothing. A slow reader whose records are deleted starts again at a newer SNAPSHOT.
 """
 
 from __future__ import annotations
@@ -285,8 +277,8 @@ class RunLog(LogFiles):
             root = await infer_root(self.store)
             if root is None and isinstance(error, NotFoundError):
                 raise NoCheckpointError(
-                    f"no run at {self.store.url}: it has no FORMAT.json. `ckpt import` makes a run of files of other "
-                    "programs"
+                    f"no run at {self.store.url}: it has no FORMAT.json. `ckpt import` creates a run from another "
+                    "program's files"
                 ) from None
             if root is None:
                 raise FormatError(f"{self.store.url} is not a run, or its log is damaged: {error}") from None

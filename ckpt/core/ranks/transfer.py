@@ -27,6 +27,7 @@ import psutil
 
 from ckpt.core.format.table import MAX_CHUNK
 from ckpt.errors import ClosedError, DeadlineError, PeerError
+from ckpt.units import count_of
 
 HELLO = struct.Struct("!8s32sI")  # magic, token, rank
 MAGIC = b"ckpt-xc2"
@@ -182,7 +183,9 @@ class Transfer:
             if self._error is not None:
                 raise self._error
             if self._left:
-                raise DeadlineError(f"{self._left} chunks of other ranks did not come within {timeout_s:g} s")
+                raise DeadlineError(
+                    f"{count_of(self._left, 'chunk')} of other ranks did not come within {timeout_s:g} s"
+                )
 
     def close(self) -> None:
         """End all connections and threads. A thread that is still in `take` after `JOIN_S` is left running."""

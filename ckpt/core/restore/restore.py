@@ -80,8 +80,8 @@ DESCRIBED = 256 << 20  # characters that all ranks together may post with the ca
 RETRY_AFTER_S = (0.2, 1.0)
 CONNECT_S, TRANSFER_S = 30.0, 600.0  # timeouts to connect to a rank, and to receive all chunks
 OVERRIDDEN = (
-    "the checkpoint's settings were taken for %s. To have the script's, set them again after the restore: "
-    "docs/guide/state.md"
+    "the checkpoint's settings were taken for %s. To use the script's, set them after restore(): in "
+    "optimizer.param_groups (lr and initial_lr), and as attributes of the scheduler (base_lrs, T_max)"
 )
 
 
@@ -465,7 +465,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
     source.damaged, source.term = ended["damaged"], ended["term"]
     job.capture.keep_apart(rank.placement.apart)
     _report_left_out(rank.placement, result)
-    result.overridden = rank.placement.overruled
+    result.overridden = rank.placement.overridden
     if world.rank == 0 and result.overridden:
         logger.warning(OVERRIDDEN, "; ".join(result.overridden))
     result.verified = source.verified

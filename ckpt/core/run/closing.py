@@ -45,6 +45,7 @@ from ckpt.errors import CheckpointError, DeadlineError, FencedError, PeerError, 
 from ckpt.events import log
 from ckpt.saving import Save
 from ckpt.subscribers import flush, publish
+from ckpt.units import count_of
 
 STOP_S = 30.0  # for a fault that is being handled
 MOST_NAMED = 8  # ranks in a message
@@ -388,14 +389,15 @@ class Closing:
         if not self._run.stepped or last is None or kept == last or not speaks:
             return
         what = "no step is" if kept is None else f"step {kept} is"
-        again = f"; a restart does {last - kept} steps again" if kept is not None else ""
+        again = f"; a restart does {count_of(last - kept, 'step')} again" if kept is not None else ""
         log.warning("step %d was the last one, and %s kept: %s%s", last, what, why or self._why_not_common(last), again)
 
     def _why_not_common(self, step: int) -> str:
         return "; ".join(self._departures.behind(step)[:MOST_NAMED]) or "not all ranks have a newer one"
 
     def _check_any_saved(self, why: str) -> None:
-        """Make close() raise SaveError if training has done steps, but no job attempt has saved any.
+        """Make close() raise SaveError if training has done steps, but none of them was saved: a chain of such starts
+        would never advance.
 
         If the newest step is in memory, or with on_error="warn", only log that no tier has a step.
         """
@@ -406,8 +408,10 @@ class Closing:
         if in_memory or self._run.settings.on_error == "warn":
             if self._run.world.rank == 0:
                 log.error("step %s was the last one, and no step of this start is in any tier", self._run.step)
-        elif self._run.supervisor.owner.restored is None:
-            what = f"no step of this run was saved, and step {self._run.step} was the last one"
+        else:
+            restored = self._run.supervisor.owner.restored
+            which = "run" if restored is None else f"start, which continued from step {restored.step},"
+            what = f"no step of this {which} was saved, and step {self._run.step} was the last one"
             self._run.errors.note(SaveError(f"{what}: {why or self._why_not_common(self._run.step or 0)}"))
 
     def _is_only_in_memory(self) -> bool:

@@ -1,9 +1,12 @@
-"""The arenas of a rank: the one it stages into, the next one, and those of earlier job attempts, which are released
-when newer snapshots supersede them.
+"""This rank's snapshots, which its writer holds.
 
-Tracks this rank's snapshots in the writer, which gets their layouts, holds them, and writes them to tiers.
+    SnapshotMemory     the arenas: the one that this rank stages into, the next one (`NextArena`), and those of earlier
+                       job attempts, which are released when newer snapshots supersede them
+    KnownLayouts       layouts that the writer has; it gets one before a slot is sealed with it
+    Acknowledgements   a snapshot is staged once a process that survives the trainer has its slot and its layout
+    Writes             writes to tiers; a slot is pinned until its bytes are stored
 
-A writer that replaces a dead one gets all of these requests again.
+A writer that replaces a dead one gets the layouts, the memory and the writes again, in this order.
 """
 
 from __future__ import annotations
@@ -106,9 +109,11 @@ class SnapshotMemory:
         """`node`: returns the NUMA node near the device of this rank, or None if unknown."""
         self._writer, self._stager, self._world = writer, stager, world
         self.lasts = memory is not None and memory.linger_s > 0
-        slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)))
-        least = 1 if tiers else 2
-        self.next = NextArena(writer, stager, slots, least, world.local_size, node)
+        # One rank needs the newest snapshot and the next one. With several, one rank may be a step behind the others.
+        slots = 2 if memory is None else max(memory.keep or 2, 2 if world.size == 1 else 3)
+        stager.slots.keep = slots
+        least, most = 1 if tiers else 2, min(MAX_SLOTS, slots + len(tiers))
+        self.next = NextArena(writer, stager, slots, most, least, world.local_size, node)
         self.inherited = HeldElsewhere()
         self.everyone = False
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
@@ -339,18 +344,19 @@ NOTHING = float("inf")
 
 class NextArena:
     """The arena that the writer is making, if any. `slots`: the requested number; `least`: the minimum number;
-    `ranks`, `node`: see `MakeArena`."""
+    `most`, `ranks`, `node`: see `MakeArena`."""
 
     def __init__(
         self,
         writer: WriterSupervisor,
         stager: Stager,
         slots: int,
+        most: int,
         least: int,
         ranks: int,
         node: Callable[[], int | None],
     ) -> None:
-        self._writer, self._stager, self._slots, self._least = writer, stager, slots, least
+        self._writer, self._stager, self._slots, self._most, self._least = writer, stager, slots, most, least
         self._ranks, self._node = ranks, node
         self._making: Made | None = None
         self._asked_size = self._asked = 0  # requested bytes of a slot, and bytes of the snapshot it must hold
@@ -372,7 +378,7 @@ class NextArena:
             self._asked_size, self._asked = size, wanted
             self.drop(release=True)
             self._making = self._writer.send(
-                messages.MakeArena(self._slots, size, self._least, self._ranks, self._node())
+                messages.MakeArena(self._slots, size, self._least, self._most, self._ranks, self._node())
             )
 
     def drop(self, *, release: bool = False) -> None:

@@ -80,19 +80,22 @@ class RunOpener:
         self.owner = Acquire(0, "", None)
         self.found: list[str] = []  # the ids of the runs in all tiers
         self.roles = [Role((world.rank,), 0, world.size) for _ in tiers]
-        self._nonces: list[str] = []  # nonces with which this job has requested a term
+        self.turns = 0  # number of terms that this job has requested
         self._fenced = False  # True if this start has fenced a job
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
         """Make the writer open the tiers, without changing anything in them. `writers`: how many writers of this
         trainer have died."""
+        every_of: list[tuple[str, object]] = [(tier.url, tier.every) for tier in self.tiers]
+        if self._memory is not None:
+            every_of.append((MEMORY, self._memory.every))
         request = messages.OpenRun(
             tiers=[tier.spec() for tier in self.tiers],
             linger_s=self._memory.linger_s if self._memory is not None else 0.0,
             commit_s=self._commit_s,
             first_number=NUMBERS_EACH * writers,
             check=not self._takeover and not self.owner.term and self._world.local_rank == 0,
-            auto=[name for name, every in self._cadences() if isinstance(every, Auto)],
+            auto=[name for name, every in every_of if isinstance(every, Auto)],
             next_nonces=self._next_nonces,
             acquires=[_row(acquire) for acquire in self._held.inherited.acquires],
             roots=self._roots,
@@ -105,10 +108,6 @@ class RunOpener:
         stored = any(tier.checkpoints or tier.damaged for tier in reply.tiers)
         snapshots = any(arena.sealed() for arena in inherited.arenas)
         return Opened(tuple(tier.root for tier in reply.tiers), max([0, *terms]), stored or snapshots, reply.cadence)
-
-    def _cadences(self) -> list[tuple[str, object]]:
-        memory: list[tuple[str, object]] = [(MEMORY, self._memory.every)] if self._memory is not None else []
-        return memory + [(tier.url, tier.every) for tier in self.tiers]
 
     def open_again(self, client: WriterClient, *, writers: int) -> None:
         """Open the run in a writer that replaces a dead one."""
@@ -126,20 +125,15 @@ class RunOpener:
         """Return the ids of the runs in all tiers, by URL, once they are open."""
         return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
-    @property
-    def turns(self) -> int:
-        """Return the number of terms that this job has requested."""
-        return len(self._nonces)
-
     def nonce(self, turn: int) -> str:
         """Return the nonce of a term. All ranks compute the same one, so that writers recognize their own job."""
-        self._nonces = [nonce_of(self._world.job, n) for n in range(turn + 1)]
-        return self._nonces[-1]
+        self.turns = turn + 1
+        return nonce_of(self._world.job, turn)
 
     @property
     def _next_nonces(self) -> list[str]:
         """List the nonces by which a writer recognizes that its own job has taken ownership."""
-        first = max(0, len(self._nonces) - 1)  # a new writer may have to repeat the request with the last nonce
+        first = max(0, self.turns - 1)  # a new writer may have to repeat the request with the last nonce
         return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
     def acquire(self, nonce: str, floor: int, restored: CheckpointId | None) -> list[int]:
@@ -171,7 +165,7 @@ class RunOpener:
     def is_ours(self, owner: messages.Owner) -> bool:
         """Return True if this owner belongs to our history, or is the next owner of our job."""
         ours = {(one.term, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
-        return owner[:2] in ours or owner[1] in self._nonces
+        return owner[:2] in ours or owner[1] in {nonce_of(self._world.job, turn) for turn in range(self.turns)}
 
     def make_way(self, found: WriterClient, hello: messages.LendReply, what: str = "") -> None:
         """Handle a live trainer of the run on this machine. With `takeover`, fence that job in the log, and wait until
@@ -265,7 +259,13 @@ class WriterFinder:
             try:
                 if client is not None:
                     return self._join(client)
-                self._say_unreachable()
+                if others := channel.writers_of(self._key):
+                    log.warning(
+                        "process %d holds memory of this run on this machine, and cannot be reached from here (another "
+                        "container, or another %s): it is not restored from",
+                        others[0],
+                        channel.RUNTIME,
+                    )
                 return self.spawn(), None
             except _Ended:
                 end = time.monotonic() + MEET_S
@@ -286,15 +286,6 @@ class WriterFinder:
             client.close()
             raise
         return client
-
-    def _say_unreachable(self) -> None:
-        if others := channel.writers_of(self._key):
-            log.warning(
-                "process %d holds memory of this run on this machine, and cannot be reached from here (another "
-                "container, or another %s): it is not restored from",
-                others[0],
-                channel.RUNTIME,
-            )
 
     def _join(self, found: WriterClient) -> Found:
         """Become the trainer of a writer that holds memory. Raises _Leaving if it leaves and frees the name."""
@@ -387,18 +378,14 @@ class WriterFinder:
             if channel.holder(self._key) is None:
                 with contextlib.suppress(NameTakenError):
                     return self.spawn()
-            self._check_mine()
+            found = None
+            with contextlib.suppress(CheckpointError):
+                found = channel.ask_once(self._key, messages.Lend(look=True), HELLO_S)
+            if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
+                raise FencedError(f"process {found.trainer} on this machine has opened this run")
             if self._writer.closing or time.monotonic() > end:
                 raise WriterError("another writer has the name of this run")
             time.sleep(0.1)
-
-    def _check_mine(self) -> None:
-        """Raise FencedError if the writer that has the name serves another job."""
-        found = None
-        with contextlib.suppress(CheckpointError):
-            found = channel.ask_once(self._key, messages.Lend(look=True), HELLO_S)
-        if found is not None and found.acquires and not self._run.is_ours(found.acquires[-1]):
-            raise FencedError(f"process {found.trainer} on this machine has opened this run")
 
 
 def last_line(path: str, since: int) -> str:

@@ -27,6 +27,7 @@ from ckpt.errors import CheckpointError, UsageError, from_wire, to_wire
 from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.tiers import Memory, Tier
+from ckpt.units import count_of
 
 JOIN_S = 1.0
 NEWER_S = 24 * 3600.0  # long, because it may take a rank a while to get memory
@@ -224,10 +225,11 @@ def _open_together(posts: list[Any]) -> dict[str, Any]:
         for theirs, ours in zip(post["settings"], posts[0]["settings"], strict=False):
             if theirs != ours:
                 raise UsageError(
-                    f"rank {rank} saves to {theirs[0]} every {theirs[1]} steps, rank 0 to {ours[0]} every {ours[1]}"
+                    f"rank {rank} saves to {theirs[0]} with every={theirs[1]}, rank 0 to {ours[0]} with every={ours[1]}"
                 )
         if len(post["settings"]) != len(posts[0]["settings"]):
-            raise UsageError(f"rank {rank} saves to {len(post['settings']) - 1} tiers, rank 0 to another number")
+            others = count_of(len(post["settings"]) - 1, "tier")
+            raise UsageError(f"rank {rank} saves to {others}, rank 0 to another number")
     tiers = len(posts[0]["roots"])
     ids = [[post["roots"][i] for post in posts] for i in range(tiers)]
     roots = [[mine.index(root) for root in mine] for mine in ids]

@@ -10,6 +10,7 @@ import math
 import time
 from typing import Any
 
+from ckpt.core.checkpoint.reference import BEST
 from ckpt.core.ipc.heartbeat import OPENING, RESTORING
 from ckpt.core.ipc.messages import Introduce, KeepSteps, KeptReply, RestoreDone, RunEvent
 from ckpt.core.log.records import THE_BEST
@@ -32,7 +33,7 @@ from ckpt.errors import (
 )
 from ckpt.events import log, tell
 from ckpt.subscribers import publish
-from ckpt.units import duration
+from ckpt.units import are, count_of, duration
 
 MISSING: Any = object()
 
@@ -185,7 +186,8 @@ def _line(result: Restored, reached: int) -> str:
     """Return the log line for a restore: the step, its source, and how many steps are lost if known."""
     how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
     step = result.step or 0
-    lost = f"; training had come to step {reached}: {reached - step} steps are lost" if reached > step else ""
+    count = reached - step
+    lost = f"; training had come to step {reached}: {count_of(count, 'step')} {are(count)} lost" if count > 0 else ""
     newer = f"; newer ones that cannot be used, see above: {len(result.skipped)}" if result.skipped else ""
     return f"restored step {step} from {result.tier} in {duration(result.seconds)}{how}{lost}{newer}"
 
@@ -215,6 +217,12 @@ class KeptSteps:
         """Pin a step; see `Checkpointer.pin`."""
         if not isinstance(note, str) or not note:
             raise InvalidArgumentError(f"pin(note={note!r}): note must be a string that is not empty")
+        last = self._run.step
+        if type(step) is int and last is not None and 0 <= step < last and not self._is_saved(step):
+            raise UsageError(
+                f"step {step} cannot be pinned: no tier has it, and training has come to step {last}. Pin a step "
+                "before its save()"
+            )
         self._change_pins(step, note)
 
     def unpin(self, step: int) -> None:
@@ -249,6 +257,24 @@ class KeptSteps:
                     raise
                 log.info("step %d stays where it is saved, and is not saved elsewhere: %s", step, error)
         return among
+
+    def number_of(self, name: str) -> int:
+        """Return the step that is called "best", as the run logs have it. Rank 0 decides."""
+        if name != BEST:
+            raise InvalidArgumentError(
+                f'step={name!r}: it must be the number of a step, "best", or None for the newest'
+            )
+
+        def look() -> list[int]:
+            return [step for step, note, there in self._ask(-1).notes if there and note.startswith(THE_BEST)]
+
+        found: list[int] = together(self._run.world, "best step", look, lambda posts: posts[0])
+        if not found:
+            raise InvalidArgumentError(
+                'step="best": no checkpoint of this run has a score. Give the number of a step, or record scores with '
+                "Checkpointer(..., best=ckpt.Best(...)) and score()"
+            )
+        return max(found)
 
     def wait(self, timeout_s: float | None, step: int | None) -> None:
         """Wait for saves and for notes in the run logs; see `Checkpointer.wait`."""
@@ -300,7 +326,7 @@ class KeptSteps:
         number = _number(value)
         if type(step) is not int or last is None or not 0 <= step <= last:
             raise InvalidArgumentError(f"step {step!r} was not made yet, so it has no score: step() has named {last}")
-        saved = self._ask(step).saved or any(save.step == step for save in self._saver.under_way())
+        saved = self._is_saved(step)
         if not math.isfinite(number):
             log.warning("step %d scored %s=%r: it is none of the best", step, best.monitor, number)
             return False, saved
@@ -337,6 +363,10 @@ class KeptSteps:
         if not saved and any(at == step for _, at in best.scores):  # restored from memory before a tier had it
             self._tell()
             self._saver.save_last()
+
+    def _is_saved(self, step: int) -> bool:
+        """Return True if a tier has this step, or a save of it is under way."""
+        return self._ask(step).saved or any(save.step == step for save in self._saver.under_way())
 
     def _ask(self, step: int) -> KeptReply:
         return self._run.supervisor.insist(lambda client: client.ask(KeepSteps(step=step)))

@@ -309,13 +309,15 @@ class PageLocks:
         self.held: dict[int, list[int]] = {}
         self.steady = threading.Lock()  # while it is held, no further piece is locked
         self._given_up: set[int] = set()
+        self._slots = 0  # slots that are locked, or will be
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, arena: Arena, where: torch.device) -> None:
-        """Start locking the arena in the background, once."""
-        if self._thread is not None or where.type != "cuda":
+        """Start locking the arena in the background, once, and again after a slot was added."""
+        if where.type != "cuda" or arena.slots <= self._slots or (self._thread is not None and self._thread.is_alive()):
             return
+        self._slots = arena.slots
         self._stopped = stopped = threading.Event()
         thread = threading.Thread(target=self._lock, args=(arena, where, stopped), name="ckpt-lock", daemon=True)
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while the interpreter exits
@@ -337,7 +339,7 @@ class PageLocks:
         for slot in list(self.held):
             self.release(slot)
         self._given_up.clear()
-        self._thread = None
+        self._thread, self._slots = None, 0
 
     # -- in a separate thread --
 
@@ -345,7 +347,7 @@ class PageLocks:
         begin_thread([where])
         began = time.monotonic()
         for slot in ready_slots(arena, stopped):
-            for start in range(0, arena.slot_size, LOCK):
+            for start in range(0, 0 if slot in self.held else arena.slot_size, LOCK):
                 started = time.monotonic()
                 if not self._lock_piece(arena, slot, start, where, stopped):
                     return

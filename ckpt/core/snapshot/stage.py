@@ -86,6 +86,7 @@ class Stager:
         self._packs = Packs()
         self._toucher = SlotToucher()
         self._flying: deque[NewSnapshot] = deque()  # copies still run on a device; for the staging thread only
+        self._adding: threading.Thread | None = None
         self._order = 0
         self._stopped = False
         self._worker = Worker(self._leave)
@@ -130,6 +131,7 @@ class Stager:
             slot = None if arena is None else self._free_slot(arena)
             if arena is None or slot is None or len(self.slots.unpinned(arena)) <= least:
                 return
+            self._adding = threading.Thread()  # no slot is added to this arena any more
             self.slots.pin(arena, slot)
             self._filler.digests.forget(slot)
             self._toucher.stop()
@@ -148,7 +150,7 @@ class Stager:
             self._unlock()
             _lock(arena)
             self._filler.clear()
-            self.arena = arena
+            self.arena, self._adding = arena, None
             self._toucher.start(arena)
             self._order = max([self._order, *(label.order for _, label in arena.sealed())])
             on_locked()
@@ -192,6 +194,11 @@ class Stager:
             snapshot.order, snapshot.slot = self._order, (arena, slot)
             arena.set_label(slot, snapshot.label(FILLING))
             point("stage.claimed")
+            being_read = len(self.slots.unpinned(arena)) < self.slots.keep  # a tier still reads a slot
+            if being_read and self._adding is None and arena.ready == arena.slots < arena.most:
+                self._adding = threading.Thread(target=self._add_slot, args=(arena,), name="ckpt-slot", daemon=True)
+                with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at exit
+                    self._adding.start()
             self._filler.fill_eager(arena, slot, snapshot)
             point("stage.eager")
             snapshot.eager_done.set()
@@ -262,6 +269,16 @@ class Stager:
             except Exception:
                 log.exception("after step %d was staged", snapshot.checkpoint.step)
 
+    def _add_slot(self, arena: Arena) -> None:
+        """Add a slot, so that the next step need not wait until a tier has read its slot. It is kept."""
+        try:
+            arena.add_slot()
+        except MemoryError as error:
+            log.warning("memory is short: no step is held while the snapshots are written (%d): %s", arena.slots, error)
+            return
+        arena.touch(arena.slots - 1, lambda: arena.fd >= 0)
+        self._adding = None
+
     def _leave(self) -> None:
         self._waiter.stop()
         try:
@@ -297,6 +314,7 @@ class Slots:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pinned: dict[tuple[bytes, int], int] = {}
+        self.keep = LEAST_SLOTS  # number of slots that staging needs besides those that a tier reads
         self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
 
     def pin(self, arena: Arena, slot: int) -> None:
@@ -325,7 +343,8 @@ class Slots:
 
     def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
         """Return an empty slot, or the oldest. Never return a pinned slot, one that a device copies into (`flying`),
-        the newest snapshot, or the newest finite one. Return None if no slot is free."""
+        the newest snapshot, or the newest finite one. Return None if no slot is free. While a slot is being made, the
+        newest `keep - 1` snapshots stay: the other ranks may be a step behind."""
         with self._changed:
             if self._holds > 0:
                 return None
@@ -336,7 +355,8 @@ class Slots:
         held = {slot for slot, _ in sealed}
         empty = [slot for slot in free if slot not in held]
         finite = [slot for slot, label in sealed if label.finite is not False][:1]  # kept if newer ones are broken
-        oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free and slot not in finite]
+        older = sealed[1 if arena.ready == arena.slots else self.keep - 1 :]
+        oldest = [slot for slot, _ in reversed(older) if slot in free and slot not in finite]
         broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
         return next(iter([*empty, *oldest, *broken]), None)
 

@@ -611,8 +611,9 @@ class StatefulNode(StateNode):
 
             def finish() -> None:
                 self._load(build())
-                if self._settings and (text := overridden(self._settings, scheduler_settings(target))):
-                    placement.overruled.append(f"{show(self.path)}: {text}")
+                now = [scheduler_settings(target)] if self._settings else []
+                if self._settings and (text := overridden(now, [self._settings], now)):
+                    placement.overridden.append(f"{show(self.path)}: {text}")
 
             placement.finish(self.path, finish, last=last)
 
@@ -658,7 +659,7 @@ def _is_number(value: object) -> bool:
     return type(value) in (bool, int, float) and math.isfinite(value) and abs(value) < 1 << 53  # type: ignore[arg-type]
 
 
-def overruled(then: Settings, now: Settings, in_effect: Settings) -> str:
+def overridden(then: Settings, now: Settings, in_effect: Settings) -> str:
     """Return the settings that the script has changed since the run began, but that are not `in_effect` after a
     restore, because the checkpoint overrides them. Return "" if there are none."""
     differ: dict[str, list[str]] = {}
@@ -698,9 +699,3 @@ def scheduler_settings(scheduler: Any) -> dict[str, Any]:
     except Exception:  # user code; the next save raises the error
         return {}
     return found
-
-
-def overridden(script: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return which settings of the script the checkpoint overrides, "" if none."""
-    differ = [key for key in sorted(script.keys() & now.keys()) if script[key] != now[key]]
-    return "; ".join(f"{key} {now[key]}, not the script's {script[key]}" for key in differ)

@@ -41,7 +41,7 @@ from ckpt.core.state.nodes import (
     Memories,
     Places,
     StateNode,
-    overruled,
+    overridden,
     settings_of,
     write_back,
 )
@@ -72,6 +72,7 @@ from ckpt.core.state.tensors import (
 )
 from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 from ckpt.errors import CorruptError, MismatchError, StateError
+from ckpt.units import count_of
 
 IN_TURN = ("params", "param_names")  # the keys of a group that are concatenated
 
@@ -338,8 +339,8 @@ class OptimizerNode(StateNode):
             own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
                 _update_group(group, build(), own)
-            if text := overruled(then, self.settings, settings_of(self.optimizer)):
-                placement.overruled.append(f"{show(self.path)}: {text}")
+            if text := overridden(then, self.settings, settings_of(self.optimizer)):
+                placement.overridden.append(f"{show(self.path)}: {text}")
             self.settings = then
 
         return finish
@@ -471,12 +472,19 @@ class OptimizerNode(StateNode):
         if placement.strict:
             odd = sorted(have ^ want if placement.alone else have - want)
             difference = f"not in both: {_first(odd)}" if odd else "other order"
-            text = f"the parameter groups differ ({len(here)} groups here, {len(saved)} saved; {difference})"
+            text = (
+                f"the parameter groups differ ({count_of(len(here), 'group')} here, {len(saved)} saved; {difference})"
+            )
         else:
             new = sorted(have - want)
-            start = f"{len(new)} start without state ({_first(new)})" if new else "the groups are others"
-            whose = "its settings" if len(here) <= len(saved) else f"the settings of its first {len(saved)} groups"
-            text = f"{len(have & want)} parameters keep their state, {start}; {whose} are the checkpoint's"
+            start = f"{len(new)} without state ({_first(new)})" if new else "the groups are others"
+            whose = (
+                "its settings"
+                if len(here) <= len(saved)
+                else f"the settings of its first {count_of(len(saved), 'group')}"
+            )
+            kept = count_of(len(have & want), "parameter")
+            text = f"restored the state of {kept}, {start}; {whose} are the checkpoint's"
         placement.problem(f"{show(self.path)}: {text}")
 
     def _target(

@@ -87,7 +87,7 @@ class Placement:
     fills: dict[Key, list[Target]] = field(default_factory=dict)
     whole: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    overruled: list[str] = field(default_factory=list)  # settings of the script that are overridden
+    overridden: list[str] = field(default_factory=list)  # settings of the script that are overridden
     cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the dtype here, by name
     apart: set[str] = field(default_factory=set)  # replicas here that each rank saved separately
     finishers: list[Callable[[], object]] = field(default_factory=list)
@@ -529,9 +529,8 @@ def mismatch(problems: list[str]) -> MismatchError:
     shown = "\n  ".join(problems[:20])
     more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
     return MismatchError(
-        f"the checkpoint does not fit this state, so nothing was changed:\n  {shown}{more}\n"
-        "Change the state to match, or pass strict=False to restore() or to a trainer's callback to restore the "
-        "entries that match and cast other dtypes"
+        f"the checkpoint does not fit this state:\n  {shown}{more}\n"
+        "Change the model back, or pass strict=False to restore the entries that fit (dtypes are converted)."
     )
 
 

@@ -1,15 +1,11 @@
-"""The port for requests: a table from the type of a request to the methods that handle it. If a type has no method, the
-writer does not start.
+"""What all parts of the writer share: the table of requests, its event loop, its trainer, and the run that it has open.
 
 Any object with methods below `@handles` can be given to `Dispatch`: of the core, of the guard, or of tools. If several
-objects handle a type, they do so in the order in which they were given, and the result of the first is the reply.
+objects handle a type, they do so in the order in which they were given, and the result of the first is the reply. If a
+type has no method, the writer does not start.
 
-Also here: background tasks of the writer's event loop, and threads that feed it.
-
-The run as its writer holds it open: its trainer, who owns it, and its durable tiers.
-
-The owner is the last one in the run log. The writer acts as that owner, or as the next owner of its own trainer: a
-restore may begin the next term while a checkpoint is being written.
+The owner of the run is the last one in the run log. The writer acts as that owner, or as the next owner of its own
+trainer: a restore may begin the next term while a checkpoint is being written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The connections of the writer. It listens under the name of the run on this machine while it holds memory.
+"""The life of a writer: which trainer it serves, who may inherit its memory, and when it leaves.
 
-A thread reads each connection. A task of the event loop handles each request. Tasks begin in the order in which
-requests arrive.
-
-The life of a writer: which trainer it serves, who may inherit its memory, and when it leaves.
+`Server` listens under the name of the run on this machine while the writer holds memory. A thread reads each
+connection. A task of the event loop handles each request. Tasks begin in the order in which requests arrive.
 
     state       what it means                                          next
     SERVING     a trainer lives and may save                           DRAINING, FENCED, LEAVING

@@ -19,15 +19,15 @@ from ckpt.core.format.digest import chunk_digest
 from ckpt.core.format.layout import Layout
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.ipc import messages
-from ckpt.core.ipc.arena import Arena, ArenaKeeper, Label, room
+from ckpt.core.ipc.arena import FREE_SHARE, Arena, ArenaKeeper, Label, room
 from ckpt.core.ipc.messages import Digest
 from ckpt.core.log.run_log import Acquire, in_history
 from ckpt.core.writer.held_run import Answer, Caller, PresentTrainer, handles
 from ckpt.errors import SaveError, SkippedError, WriterError
 from ckpt.events import log
+from ckpt.units import count_of
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
-MEMORY_SHARE = 0.8  # share of the available memory that an arena may use
 RING_SHARE = 0.5  # share of all memory that the arenas of a machine may use beyond two slots each
 KEEP_S = 1.0  # timeout for another process to release an arena that it keeps
 
@@ -38,12 +38,12 @@ def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
     there = room()
     free = there.available
     fair = int(RING_SHARE * there.total) // ranks // slot_size
-    found = min(slots, int(MEMORY_SHARE * free) // slot_size, max(2, fair))
+    found = min(slots, int(FREE_SHARE * free) // slot_size, max(2, fair))
     if found < least:
         some = "a snapshot" if least == 1 else f"{least} snapshots"
         fits = "does" if least == 1 else "do"
         raise SkippedError(
-            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {MEMORY_SHARE:.0%} of the {free / 2**20:.0f} "
+            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {FREE_SHARE:.0%} of the {free / 2**20:.0f} "
             "MiB of memory that are free: give the job more"
         )
     return found
@@ -54,16 +54,21 @@ def check_room(slots: int, slot_size: int) -> None:
     room_for(slots, slot_size, slots)
 
 
-def make_arena(slots: int, slot_size: int, least: int, *, ranks: int = 1, node: int | None = None) -> Arena:
+def make_arena(
+    slots: int, slot_size: int, least: int, *, most: int = 0, ranks: int = 1, node: int | None = None
+) -> Arena:
     """Make an arena with as many slots as fit, at most `slots`; the first one is ready. Raises SkippedError if `least`
-    do not fit. `ranks`, `node`: see `MakeArena`."""
+    do not fit. `most`, `ranks`, `node`: see `MakeArena`."""
+    wanted = slots
     slots = room_for(slots, slot_size, least, max(1, ranks))
     while True:
         try:
-            return Arena.create(slots, slot_size, ready=1, node=node)
+            return Arena.create(
+                slots, slot_size, most=max(most, slots) if slots == wanted else slots, ready=1, node=node
+            )
         except (MemoryError, OSError) as error:  # for example, others were faster, or memory locking is limited
             if slots == least:
-                raise SkippedError(f"{slots} snapshots do not fit into memory: {error}") from error
+                raise SkippedError(f"no room in memory for {count_of(slots, 'snapshot')}: {error}") from error
             slots -= 1
 
 
@@ -74,7 +79,7 @@ def _make_ready(arena: Arena) -> None:
         try:
             arena.make_ready()
         except MemoryError as error:
-            log.warning("%d snapshots are held, and no more: %s", arena.slots, error)
+            log.warning("memory is limited to %s: %s", count_of(arena.slots, "snapshot"), error)
 
     threading.Thread(target=work, name="ckpt-ready", daemon=True).start()
 
@@ -200,7 +205,13 @@ class HeldMemory:
     async def make(self, request: messages.MakeArena) -> Answer:
         begun = self._trainer.adoptions
         arena = await asyncio.to_thread(
-            make_arena, request.slots, request.slot_size, request.least, ranks=request.ranks, node=request.node
+            make_arena,
+            request.slots,
+            request.slot_size,
+            request.least,
+            most=request.most,
+            ranks=request.ranks,
+            node=request.node,
         )
         if begun != self._trainer.adoptions:  # the next trainer would never release it
             arena.close()

@@ -25,7 +25,7 @@ from ckpt.core.writer.held_run import Caller, HeldRun, PresentTrainer, acquire_o
 from ckpt.core.writer.memory import HeldMemory
 from ckpt.core.writer.promotion import IdleCores, threads
 from ckpt.core.writer.saver import Saver
-from ckpt.errors import OutcomeUnknownError, SaveError, StoreError
+from ckpt.errors import OutcomeUnknownError, SaveError, StoreError, UsageError
 
 LOOK_BACK = 4  # number of earlier job attempts that are searched for save intervals
 
@@ -60,6 +60,7 @@ class TierOpener:
             for tier in (tier for tier in tiers if tier.opened):
                 await check_free(tier.log, lambda text: self.trainer.tell(ProblemNote(text)), self._has_ended)
         run.check_still(begun)
+        _check_one_run(tiers)
         run.tiers = tiers
         for tier in tiers:  # drop bases that were kept for a tier that was removed
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
@@ -188,3 +189,19 @@ class TierOpener:
 def _found(tier: OpenTier) -> TierFound:
     state = tier.log.state
     return TierFound(tier.log.root, state.term, len(state.commits) + len(state.held), state.damaged)
+
+
+def _check_one_run(tiers: Sequence[OpenTier]) -> None:
+    """Raise UsageError if two tiers have checkpoints of different runs. The run with more starts would take over the
+    other one, and retention would delete its checkpoints."""
+    seen: list[tuple[str, set[tuple[int, str]]]] = []
+    for tier in (tier for tier in tiers if tier.opened and tier.log.state.commits):
+        state = tier.log.state
+        terms = {(a.term, a.nonce) for a in state.acquires} | {(a.term, a.nonce) for a in state.commits}
+        for url, others in seen:
+            if terms.isdisjoint(others):
+                raise UsageError(
+                    f"{url} and {tier.url} have checkpoints of different runs, which no start has had together. "
+                    "Nothing was changed. Pass the tiers of one run, or a new location"
+                )
+        seen.append((tier.url, terms))

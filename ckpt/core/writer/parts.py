@@ -49,7 +49,7 @@ async def settle(
     which has a record of damage there. `on_held` is called when this disk has all its parts, but the checkpoint also
     needs those of other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
     """
-    checkpoint = CheckpointId.parse(own.manifest.checkpoint)
+    checkpoint = own.checkpoint
     remote = log.store.remote
     stagger_s, poll_s = (FAR_STAGGER_S, FAR_POLL_S) if remote else (STAGGER_S, POLL_S)
     report_s = FAR_REPORT_S if remote else REPORT_S
@@ -103,7 +103,7 @@ async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenManifest,
 
 
 async def _too_late(log: RunLog, mine: Acquire, own: WrittenManifest, role: Role, deadline_s: float) -> None:
-    checkpoint = CheckpointId.parse(own.manifest.checkpoint)
+    checkpoint = own.checkpoint
     missing = await _missing(log.store, checkpoint, own, role)
     what = f"the parts of ranks {missing}" if missing else "the word that the disks of other nodes hold theirs"
     reason = f"{what} did not come within {deadline_s:g} s"

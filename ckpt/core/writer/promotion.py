@@ -1,17 +1,12 @@
-"""Limits the cores of background work, and throttles it while the training waits for a core.
+"""The work of the writer behind the training: its pace, copies of checkpoints from store to store, and queues of tiers.
 
 Low priority alone is not enough: a shared core has less cache and memory bandwidth for each side, and if all cores are
 busy, even the lowest priority gets some time. The kernel counts how long each thread was ready to run but did not run
-(`schedstat`). While that grows for the trainer, background work sleeps.
+(`schedstat`). While that grows for the trainer, `Throttle` makes background work sleep.
 
-Copies a checkpoint's files from one store to another, byte for byte, and verifies each chunk.
-
-    pending -> copy_part of every rank -> commit
-
+A copy takes a checkpoint's files byte for byte, and verifies each chunk: `pending`, `copy_part` for every rank, commit.
 Names are the same in all tiers, so files copied before a crash are found and not copied again. Nothing counts in the
 target before its log records it.
-
-Copies checkpoints from a nearer tier to a further one, so that memory is free sooner, and after a crash.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 
 from ckpt import events
 from ckpt.core.checkpoint import commits, retention
-from ckpt.core.checkpoint.commits import WHOLE_NEXT
 from ckpt.core.checkpoint.incremental import Bases, ByteSource, InMemory, InStore, bases_in, bases_near, no_bases
 from ckpt.core.checkpoint.manifests import layout_of
 from ckpt.core.checkpoint.open_tier import OpenTier
@@ -51,6 +50,7 @@ from ckpt.errors import (
     SkippedError,
     StoreError,
 )
+from ckpt.units import count_of
 
 FAR_PATIENCE = 6  # factor of the timeout for other ranks' parts in slow tiers
 FAR_QUEUE = 1  # number of checkpoints that may wait for a write from memory to a slow tier
@@ -304,7 +304,8 @@ class Saver:
         try:
             if (unsettled := len(tier.in_flight) - tier.waiting) >= BACKLOG:
                 self.trainer.tell(note)
-                raise left_out(tier, checkpoint, f"has yet to get other ranks' parts of {unsettled} steps before it")
+                before = count_of(unsettled, "step")
+                raise left_out(tier, checkpoint, f"has yet to get other ranks' parts of {before} before it")
             known = self.stored.get((near.url, checkpoint))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {checkpoint.step} is not in {near.url} either")
@@ -332,7 +333,7 @@ class Saver:
 
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenManifest) -> WrittenManifest:
         """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
-        checkpoint, part = CheckpointId.parse(here.manifest.checkpoint), here.manifest
+        checkpoint, part = here.checkpoint, here.manifest
         there = await commits.stored_manifest(tier.store, checkpoint, part.rank)
         if there is not None:
             return there
@@ -373,7 +374,7 @@ class Saver:
 
     async def commit(self, tier: OpenTier, written: WrittenManifest) -> None:
         """Wait until a written part is a committed checkpoint in this tier. Raises SaveError if it was aborted."""
-        part, run, checkpoint = written.manifest, self.run, CheckpointId.parse(written.manifest.checkpoint)
+        part, run, checkpoint = written.manifest, self.run, written.checkpoint
         alike = part.world == tier.role.world
         role = tier.role if alike else commits.Role(tuple(range(part.world)), part.rank, part.world)
         held = StoredNote(run.tiers.index(tier) if tier in run.tiers else -1, part.checkpoint, held=True)
@@ -403,7 +404,7 @@ class Saver:
                     await retention.delete_unused(tier.log, [key for key in listed if owner_of(key) == checkpoint])
             raise
         except Exception as error:
-            if WHOLE_NEXT in str(error):
+            if isinstance(error, SaveError) and error.next_is_full:
                 tier.encoder.distrust(checkpoint)
             if part.world > 1:
                 await self._give_up(tier, written, error)
@@ -430,7 +431,7 @@ class Saver:
     async def _give_up(self, tier: OpenTier, written: WrittenManifest, error: Exception) -> None:
         """Abort a checkpoint whose commit failed here, so that other ranks do not wait; delete our part if it was
         aborted."""
-        part, checkpoint = written.manifest, CheckpointId.parse(written.manifest.checkpoint)
+        part, checkpoint = written.manifest, written.checkpoint
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
                 await commits.abort(tier.log, self.run.mine(), checkpoint, f"rank {part.rank}: {error}")
@@ -659,7 +660,7 @@ class Saver:
             try:
                 await self.commit(tier, written)
             except CheckpointError as error:
-                step = CheckpointId.parse(written.manifest.checkpoint).step
+                step = written.checkpoint.step
                 events.log.warning("step %d is in memory only: %s", step, error)
 
     # -- the end --
@@ -716,7 +717,7 @@ def own_bytes(written: WrittenManifest | None) -> int:
     """Return the bytes stored for a part, without those that it shares with older checkpoints."""
     if written is None:
         return 0
-    checkpoint = CheckpointId.parse(written.manifest.checkpoint)
+    checkpoint = written.checkpoint
     return sum(file.size for file in written.manifest.files if owner_of(file.key) == checkpoint)
 
 

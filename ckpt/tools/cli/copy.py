@@ -14,7 +14,6 @@ from ckpt.store import normalise, open_store, remember_options
 from ckpt.tools.cli.arguments import checkpoint_argument, folders
 from ckpt.tools.cli.terminal import (
     act,
-    count_of,
     example,
     human,
     opened,
@@ -26,6 +25,7 @@ from ckpt.tools.cli.terminal import (
     put,
 )
 from ckpt.tools.cli.upkeep import TITLES, Found, cells, item_json, show_end
+from ckpt.units import count_of
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.core.log.run_log import Commit, RunLog

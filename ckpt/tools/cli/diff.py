@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt.core.checkpoint.reference import matches
 from ckpt.errors import UsageError
 from ckpt.tools.cli.arguments import files
 from ckpt.tools.cli.origins import as_option, only_option, open_either
-from ckpt.tools.cli.terminal import act, count_of, example, look_options, print_json, print_table, progress, put, short
+from ckpt.tools.cli.terminal import act, example, look_options, print_json, print_table, progress, put, short
+from ckpt.units import count_of
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.convert.source import Origin
@@ -102,7 +104,7 @@ def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str
 def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the selected tensors by label, and the selected plain values."""
     from ckpt.tools import describe
-    from ckpt.tools.convert.source import entry_matches, matches
+    from ckpt.tools.convert.source import entry_matches
 
     tensors = describe.all_names(origin.tensors, origin.names)
     entries = origin.plain(lambda path: not only or entry_matches(path, only))
@@ -139,7 +141,7 @@ def show(found: Found, every: bool) -> None:
             print_table(titles, rows if every else rows[:WORST])
         more += 0 if every else len(rows[WORST:])
     if more:
-        put(f"{more} more differences are shown by --all")
+        put(f"--all shows {count_of(more, 'more difference')}")
 
 
 def other_rows(found: Found) -> Iterator[tuple[object, ...]]:

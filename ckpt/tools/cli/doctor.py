@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.tools.cli.arguments import folders
-from ckpt.tools.cli.terminal import count_of, example, look_options, print_json, print_table, progress, put
-from ckpt.units import duration
+from ckpt.tools.cli.terminal import example, look_options, print_json, print_table, progress, put
+from ckpt.units import count_of, duration
 
 if TYPE_CHECKING:  # other commands need not wait for it
     from ckpt.tools.doctor.advice import Cadence

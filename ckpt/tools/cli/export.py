@@ -22,7 +22,6 @@ from ckpt.tools.cli.origins import only_option, open_run
 from ckpt.tools.cli.quantity import ByteSize
 from ckpt.tools.cli.terminal import (
     act,
-    count_of,
     example,
     from_option,
     human,
@@ -34,7 +33,7 @@ from ckpt.tools.cli.terminal import (
 )
 from ckpt.tools.convert.forms import FORMS, Wanted, form_for, form_of, plan_output
 from ckpt.tools.convert.output import local_path
-from ckpt.units import duration
+from ckpt.units import count_of, duration
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.core.format.layout import TensorSpec
@@ -145,7 +144,7 @@ async def make(
     opening: contextlib.AbstractAsyncContextManager[Origin], wanted: Wanted, max_memory: int | None, dry_run: bool
 ) -> Found:
     from ckpt.tools.convert.export import export as write_files
-    from ckpt.tools.convert.export import window_for
+    from ckpt.tools.convert.export import window_for, written
     from ckpt.tools.convert.partial import check_target
 
     path = wanted.path
@@ -153,15 +152,16 @@ async def make(
     async with opening as origin:
         planned = await asyncio.to_thread(plan_output, origin, wanted)
         output, dtypes = planned.output, planned.dtypes
-        total = sum(file.size for file in output.files)
+        tensors = list(tensor_rows(origin.tensors, output, dtypes))
+        files = planned_files(output, path)
         notes = list(dict.fromkeys((*output.notes, *planned.notes)))
         found: Found = {
             "source": origin.title,
             "target": str(path),
             "format": output.kind,
-            "bytes": total,
-            "files": [{"name": file.name or path.name, "bytes": file.size} for file in output.files],
-            "tensors": list(tensor_rows(origin.tensors, output, dtypes)),
+            "bytes": sum(file["bytes"] for file in files),
+            "files": files,
+            "tensors": tensors,
             "notes": notes,
             "repaired": [],
             "done": None,
@@ -170,10 +170,22 @@ async def make(
             most = FAR_WINDOW if getattr(origin, "far", False) else WINDOW
             window = most if max_memory is None else min(most, window_for(max_memory))
             origin.keep = 2 * window
-            with progress("writing", total) as on_bytes:
+            with progress("writing", sum(file.size for file in output.files)) as on_bytes:
                 done = await write_files(origin, output, path, window=window, on_bytes=on_bytes)
+            files = [{"name": name, "bytes": size} for name, size in written(output, path)]
+            found |= {"bytes": done.nbytes, "files": files}
             found |= {"done": asdict(done), "repaired": getattr(origin, "repaired", [])}
         return found
+
+
+def planned_files(output: Output, path: Path) -> list[Found]:
+    """Return the planned files. For formats that torch writes, return one entry with the bytes of the tensors."""
+    from ckpt.tools.convert.output import TensorRun
+
+    if not output.staged:
+        return [{"name": file.name or path.name, "bytes": file.size} for file in output.files]
+    size = sum(part.size for file in output.files for part in file.parts if isinstance(part, TensorRun))
+    return [{"name": path.name, "bytes": size}]
 
 
 def tensor_rows(tensors: Mapping[str, TensorSpec], output: Output, dtypes: Mapping[str, str]) -> Iterator[Found]:

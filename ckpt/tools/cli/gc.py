@@ -9,7 +9,6 @@ import click
 from ckpt.tools.cli.arguments import run_argument
 from ckpt.tools.cli.terminal import (
     act,
-    count_of,
     example,
     human,
     opened,
@@ -30,6 +29,7 @@ from ckpt.tools.cli.upkeep import (
     show_end,
     sum_of,
 )
+from ckpt.units import count_of
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.maintain.prune import GcPlan

@@ -20,7 +20,6 @@ from ckpt.tools.cli import UNREADABLE
 from ckpt.tools.cli.arguments import WholeRun, folders
 from ckpt.tools.cli.terminal import (
     PATIENCE_S,
-    count_of,
     example,
     human,
     look_options,
@@ -30,6 +29,7 @@ from ckpt.tools.cli.terminal import (
     print_table,
     put,
 )
+from ckpt.units import count_of
 
 REASONS = {"ring": "extra", "late": "extra"}
 

@@ -17,7 +17,7 @@ from ckpt.tools.cli.terminal import example, json_option, opened, place_option, 
 from ckpt.tools.observe.goodput import job_plan
 from ckpt.tools.observe.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, SHARED, TIERS, Plan, PlannedJob
 from ckpt.tools.observe.report.figures import percent
-from ckpt.units import decimal, duration
+from ckpt.units import count_of, decimal, duration
 
 KINDS = {f"{tier}.{part}": "duration" for tier in TIERS for part in PARTS}
 KINDS |= {name: number.kind for name, number in NUMBERS.items()}
@@ -139,9 +139,8 @@ def remarks(chosen: Plan, known: Mapping[str, float], sources: Mapping[str, str]
     if rare := [one.name for one in chosen.forecast.tiers if one.served and one.every_s > n["mtbf_s"] / 3]:
         found.append(f"saves to {', '.join(rare)} are about as rare as faults: their lost time is a rough estimate")
     if known.get("gpus", chosen.job.gpus) < chosen.job.gpus and sources.get("restart_s", "given") != "given":
-        found.append(
-            f"The restart time was measured with {known['gpus']:,.0f} ranks and grows with their number: see --restart"
-        )
+        ranks = count_of(round(known["gpus"]), "rank")
+        found.append(f"The restart time was measured with {ranks} and grows with their number: see --restart")
     hang = 'this assumes on_hang(action="exit") for hangs; the default triggers="auto" only saves and reports them'
     return [*found, hang]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.tools.cli.arguments import run_argument
-from ckpt.tools.cli.terminal import act, count_of, example, human, opened, plan_options, print_table, put
+from ckpt.tools.cli.terminal import act, example, human, opened, plan_options, print_table, put
 from ckpt.tools.cli.upkeep import (
     PARTIAL,
     TITLES,
@@ -23,6 +23,7 @@ from ckpt.tools.cli.upkeep import (
     show_order,
     sum_of,
 )
+from ckpt.units import count_of
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.core.checkpoint.retention import Keep
@@ -103,7 +104,7 @@ def show_prune(found: Found) -> None:
     rows += [(*cells(one), f"stays: {one['why']}") for one in found["keep"]]
     print_table(TITLES, rows)
     if found["leftovers"]:
-        put(f"{found['leftovers']} files of unfinished checkpoints are deleted too")
+        put(f"also to delete: {count_of(found['leftovers'], 'file')} of unfinished checkpoints")
     put(f"{len(found['give_up'])} to delete: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["partial"]:
         put(PARTIAL)

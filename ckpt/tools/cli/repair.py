@@ -19,7 +19,6 @@ from ckpt.tools.cli.arguments import checkpoint_argument
 from ckpt.tools.cli.terminal import (
     SHOWN,
     act,
-    count_of,
     example,
     from_option,
     human,
@@ -32,6 +31,7 @@ from ckpt.tools.cli.terminal import (
     progress,
     put,
 )
+from ckpt.units import count_of
 
 if TYPE_CHECKING:
     from ckpt.core.log.run_log import Commit, RunLog

@@ -24,7 +24,6 @@ from ckpt.tools.cli.reading import read_faults, read_ledger
 from ckpt.tools.cli.terminal import (
     PATIENCE_S,
     SHOWN,
-    count_of,
     example,
     look_options,
     opened,
@@ -40,6 +39,7 @@ from ckpt.tools.observe.goodput.breakdown import Statement
 from ckpt.tools.observe.report.chronicle import chronicle
 from ckpt.tools.observe.report.figures import INTERRUPTION, interruption, parts, summary
 from ckpt.tools.observe.report.page import PARTS_OF, Subject, page
+from ckpt.units import count_of
 from ckpt.version import VERSION
 
 
@@ -192,4 +192,4 @@ def show(url: str, found: Statement) -> None:
     for note in found.notes[-SHOWN:]:
         put(f"note: {note}")
     if len(found.notes) > SHOWN:
-        put(f"{len(found.notes) - SHOWN} earlier notes; --json shows all")
+        put(f"{count_of(len(found.notes) - SHOWN, 'earlier note')}; --json shows all")

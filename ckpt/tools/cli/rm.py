@@ -9,7 +9,7 @@ import click
 
 from ckpt.core.checkpoint.reference import Which
 from ckpt.tools.cli.arguments import checkpoint_argument
-from ckpt.tools.cli.terminal import act, count_of, example, human, opened, plan_options, print_table, put
+from ckpt.tools.cli.terminal import act, example, human, opened, plan_options, print_table, put
 from ckpt.tools.cli.upkeep import (
     PARTIAL,
     TITLES,
@@ -24,6 +24,7 @@ from ckpt.tools.cli.upkeep import (
     show_order,
     sum_of,
 )
+from ckpt.units import count_of
 
 if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.maintain.prune import Watch

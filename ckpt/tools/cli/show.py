@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,7 @@ import click
 
 from ckpt.core.checkpoint import lease, read
 from ckpt.core.checkpoint.manifests import MANY, sizes_of_many
-from ckpt.core.checkpoint.reference import Which
+from ckpt.core.checkpoint.reference import Which, matches
 from ckpt.core.format.index import Index
 from ckpt.core.format.manifest import CheckpointId, DataFile, Manifest, owner
 from ckpt.core.format.saved_state import SavedState
@@ -23,7 +22,6 @@ from ckpt.tools import describe
 from ckpt.tools.cli.arguments import checkpoint_argument
 from ckpt.tools.cli.reading import cadence_lines
 from ckpt.tools.cli.terminal import (
-    count_of,
     example,
     human,
     look_options,
@@ -33,6 +31,7 @@ from ckpt.tools.cli.terminal import (
     put,
     short,
 )
+from ckpt.units import count_of
 
 RECENT = 4  # newest job attempts to read
 
@@ -42,7 +41,11 @@ TYPES = {"NoneType": "none", "Reference": "tensor"}  # names for users
 
 @click.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1@500 --only 'model.*.weight'"))
 @checkpoint_argument()
-@click.option("--only", metavar="PATTERN", help="Only tensors whose name matches this shell pattern.")
+@click.option(
+    "--only",
+    metavar="PATTERN",
+    help="Only tensors whose name matches this shell pattern, or below a matching name (model).",
+)
 @click.option("--all", "every", is_flag=True, help="Show what each rank has stored, also for more than 64 ranks.")
 @look_options
 def show(url: str, step: Which, only: str | None, every: bool, as_json: bool) -> int:
@@ -141,7 +144,7 @@ async def _contents(store: Store, commit: Commit, only: str | None, every: bool)
     found = found or await read.load_all(store, commit)
     whole = found if isinstance(found, read.Manifests) else None
     saved = read.saved_by(found, commit, (store.url,))
-    tensors = [t for t in describe.tensors_of(saved).values() if only is None or fnmatch.fnmatchcase(t.name, only)]
+    tensors = [t for t in describe.tensors_of(saved).values() if only is None or matches(t.name, [only])]
     if only is not None and not tensors:
         raise click.UsageError(f"no tensor of step {commit.step} matches {only!r}; * matches any text")
     keys = {t.name: saved.labels[t.name] for t in tensors if t.alias_of is None}

@@ -146,7 +146,9 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
                 raise NoCheckpointError(
                     f"{error}. It contains runs: `ckpt ls {shlex.quote(str(folder))}` lists them"
                 ) from None
-            raise NoCheckpointError(f"{error}. Give the folder or URL that a Checkpointer saves to") from None
+            missing = NoCheckpointError(f"{error}. Give the folder or URL that a Checkpointer saves to")
+            missing.advice = "Nothing was changed."  # `ckpt ls` would fail too
+            raise missing from None
         if damage := await losses.of_log(log):
             print_err(f"WARNING: {damage_text(log, damage)}")
         yield log
@@ -159,7 +161,10 @@ def newest_first(log: RunLog) -> list[Commit]:
 
 
 def damage_text(log: RunLog, damage: Sequence[Loss]) -> str:
-    """Return one line about the damage of a run and which checkpoints it may cost."""
+    """Return one line about the damage of a run and which checkpoints it may cost. If no record is damaged, a writer
+    may be about to append the missing one."""
+    if not log.state.damaged:
+        return losses.listed(damage)
     newest = next((commit.checkpoint for commit in log.state.lineage() if commit.finite is not False), None)
     missed = losses.passed_over(damage, newest, log.state.acquires)
     if missed:
@@ -176,10 +181,6 @@ def print_err(text: str) -> None:
     """Print on stderr, wrapped for a terminal and as one line otherwise."""
     line = f"ckpt: {safe(text)}"
     click.echo("\n".join(wrapped(line, width())) if sys.stderr.isatty() else line, err=True)
-
-
-def count_of(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def short(value: Any) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ckpt.tools.cli.terminal import human, safe
 from ckpt.tools.observe.telemetry.status import EMPTY, FILLING, SEALED, RankStatus, TierStatus
-from ckpt.units import duration, moment
+from ckpt.units import count_of, duration, moment
 
 SLOW, LATE_S = 10.0, 5.0  # multiples of a usual step, and seconds, after which a rank counts as silent
 STALLING = 0.01  # share of the time spent saving that counts as a bottleneck
@@ -316,7 +316,9 @@ def _ranks(view: TopView, width: int, room: int) -> list[Text | Table]:
     if rest := [look for look in looks if look not in shown]:
         steps = f"steps {_count(min(one.step for one in rest))} to {_count(max(one.step for one in rest))}"
         stalled = f"stall at most {100 * max(look.stall_share for look in rest):.2g} %"
-        found.append(_line((f"{len(rest)} more ranks, none worse", "dim"), (steps, "dim"), (stalled, "dim")))
+        found.append(
+            _line((f"{count_of(len(rest), 'more rank')}, none worse", "dim"), (steps, "dim"), (stalled, "dim"))
+        )
     return found
 
 

@@ -49,7 +49,8 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
     """Check every byte of a checkpoint. The exit code is 1 if anything is damaged, including the log.
 
     The verdict covers everything that a restore of the step reads. `ckpt repair` repairs damage if intact copies exist.
-    Files that cannot be read now may be intact: they are listed, and the exit code is 3 if nothing else was found.
+    Files that cannot be read now may be intact: they are listed, and the exit code is 3 if nothing else was found. The
+    same applies to files of ranks that are on the disks of other nodes: verify them there.
     """
     if every and step is not None:
         raise click.UsageError("a step and --all cannot be combined")
@@ -64,19 +65,24 @@ def verify(url: str, step: Which, every: bool, data: bool, as_json: bool) -> int
         print_few([f"{one}: cannot be read now" for one in away])
         if away:
             put(AWAY)
+        if here := [one["elsewhere"] for one in found["checkpoints"] if one["elsewhere"]]:
+            print_few(here)
+            put(ON_NODES)
         if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
             put(f"`ckpt repair {found['url']}` may repair it")
         if any(problem.startswith("log record") for problem in found["problems"]):
             put(LOST_RECORDS)
     if found["problems"] or any(c["problems"] for c in found["checkpoints"]):
         return 1
-    return UNREADABLE if found["unreadable"] or any(c["unreadable"] for c in found["checkpoints"]) else 0
+    unread = any(c["unreadable"] or c["elsewhere"] for c in found["checkpoints"])
+    return UNREADABLE if found["unreadable"] or unread else 0
 
 
 AWAY = (
     "files that cannot be read now may be intact. Restore access to them (mount, "
     "permissions, open file limit, credentials) and verify again"
 )
+ON_NODES = "the files here were checked. Run `ckpt verify` on the other nodes to check the rest"
 LOST_RECORDS = (
     "lost log records cannot be repaired; the checkpoints above are judged without them. `ckpt copy --all` to another "
     "location copies all intact checkpoints into a run without this fault"

@@ -123,7 +123,19 @@ async def export(
             raise CorruptError(f"{error}. {workshop.stays}") from error
         point("export.whole")
         workshop.appear()
-    return Exported(sum(file.size for file in output.files), mover.resumed, time.monotonic() - started)
+    nbytes = sum(size for _, size in written(output, target))
+    return Exported(nbytes, min(mover.resumed, nbytes), time.monotonic() - started)
+
+
+def written(output: Output, target: Path) -> list[tuple[str, int]]:
+    """Return the names and sizes of the exported files. Staged files are only input for these."""
+    if not output.staged:
+        return [(file.name or target.name, file.size) for file in output.files]
+    if output.single:
+        return [(target.name, target.stat().st_size)]
+    return [
+        (str(path.relative_to(target)), path.stat().st_size) for path in sorted(target.rglob("*")) if path.is_file()
+    ]
 
 
 def identity(origin: Origin, output: Output) -> str:

@@ -9,7 +9,6 @@ pieces, in any order, to the requested memory, so that no tensor has to be in me
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, structs
 
+from ckpt.core.checkpoint.reference import matches
 from ckpt.core.format.boxes import Box, Dims, boxes_of_run, intersect, run_of, within
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import TensorSpec
@@ -207,11 +207,6 @@ def _scatter(source: Bytes, start: int, sizes: Dims, item: int, landing: _Landin
             here = tuple(slice(i, i + n) for i, n in zip(*within(common, box), strict=True))
             landing.target[there] = piece[here]
         place += count
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return True if a shell pattern matches a name or a prefix of its path: `model` matches everything below it."""
-    return any(fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def entry_matches(path: str, patterns: Sequence[str]) -> bool:

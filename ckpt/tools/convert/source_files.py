@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from ckpt.core.checkpoint import chunks
+from ckpt.core.checkpoint.reference import matches
 from ckpt.core.format.boxes import Box, Dims, TangledError, times_covered
 from ckpt.core.format.digest import file_digest
 from ckpt.core.format.layout import BITS, TensorSpec, check_components, check_tensors
 from ckpt.core.format.regular_file import LOST, open_regular
 from ckpt.core.format.values import Json, Path, show
 from ckpt.errors import CheckpointError, CorruptError, UnreadableError, UsageError
-from ckpt.tools.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want, matches
+from ckpt.tools.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want
 
 READ = 8 << 20  # bytes per read
 THREADS = 2

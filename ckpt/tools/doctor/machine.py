@@ -50,7 +50,7 @@ def cpus(proc: Path, sys_: Path) -> Finding:
 
 
 def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
-    """Compare free memory with the snapshots of the local ranks: three, and one being written to a tier."""
+    """Compare free memory with the snapshots of the local ranks: three, and one more during a write to a tier."""
     room = arena.room(proc, sys_ / "fs" / "cgroup")
     text = f"{room.available / GB:.1f} of {room.total / GB:.1f} GB available"
     text += "" if room.where == "machine" else " (a cgroup's limit)"
@@ -58,10 +58,10 @@ def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
         return Finding("memory", text, data=room.available)
     text += f", a snapshot takes {job.here / GB:.1f} GB"
     if 3 * job.here > 0.9 * room.available:
-        advice = "Too little for ckpt.Memory, which needs three or more snapshots: use more nodes or more memory"
+        advice = "Too little for ckpt.Memory, which needs up to three snapshots: use more nodes or more memory"
         return Finding("memory", text, PROBLEM, advice, room.available)
     tight = 4 * job.here > 0.8 * room.available
-    return judge("memory", text, tight, "Tight: use ckpt.Memory(keep=2)", room.available)
+    return judge("memory", text, tight, "Tight: a write that outlives a step needs a fourth snapshot", room.available)
 
 
 def cgroup_files(controller: str, name: str, proc: Path, sys_: Path) -> Iterator[Path]:

@@ -29,6 +29,7 @@ from ckpt.tools.doctor.findings import PROBLEM, Finding, OnBytes, TierFindings, 
 from ckpt.tools.doctor.folder import disk, file_system, nearest_folder, space
 from ckpt.tools.doctor.promises import Bounds, bandwidth, consistency, create_if_absent, permissions
 from ckpt.tools.doctor.s3 import bare_s3, bucket
+from ckpt.units import count_of
 
 FOLDER = ".ckpt-doctor-"
 LEFT_S = 3600  # older scratch names were left by a killed doctor
@@ -193,7 +194,7 @@ async def inspect(store: Store) -> list[Finding]:
     history = state.lineage()
     newest = history[0].step if history else None
     newest_text = "no checkpoint yet" if newest is None else f"newest step {newest}"
-    text = f"a run: {newest_text}, {len(state.commits)} checkpoints, current term {state.term}"
+    text = f"a run: {newest_text}, {count_of(len(state.commits), 'checkpoint')}, current term {state.term}"
     data = {"newest": newest, "term": state.term, "damaged": state.damaged}
     if state.damaged:
         text += f"; damaged records: {', '.join(map(str, state.damaged[:10]))}"

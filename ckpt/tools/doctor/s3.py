@@ -11,6 +11,7 @@ from typing import Any
 from ckpt.core.checkpoint.commits import PREFIX
 from ckpt.errors import NotFoundError, StoreError
 from ckpt.tools.doctor.findings import ADVICE, PROBLEM, Finding, clock_difference, judge
+from ckpt.units import count_of
 
 
 def bare_s3(store: Any) -> Any:
@@ -77,7 +78,7 @@ def lifecycle(rules: Sequence[Mapping[str, Any]], prefix: str, versioned: bool) 
         days = rule.get("Expiration", {}).get("Days")
         if days is not None or "Date" in rule.get("Expiration", {}):
             advice = "Checkpoints and the log would be deleted: exclude this prefix, and use keep= for retention"
-            when = f"after {days} days" if days is not None else "on a date"
+            when = f"after {count_of(days, 'day')}" if days is not None else "on a date"
             findings.append(Finding("lifecycle", f"a rule deletes objects {when}", PROBLEM, advice))
         cold = {str(t.get("StorageClass")) for t in rule.get("Transitions", ())} & {"GLACIER", "DEEP_ARCHIVE"}
         if cold:

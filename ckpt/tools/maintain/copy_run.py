@@ -13,6 +13,7 @@ from ckpt.core.checkpoint.commits import acquire, check_empty
 from ckpt.core.checkpoint.commits import commit as append_commit
 from ckpt.core.checkpoint.concurrent import of_each
 from ckpt.core.checkpoint.manifests import MANY, load_manifest
+from ckpt.core.checkpoint.read import elsewhere
 from ckpt.core.checkpoint.retention import files_of
 from ckpt.core.checkpoint.write import WrittenManifest
 from ckpt.core.format.manifest import CheckpointId, folder_of, new_nonce
@@ -120,8 +121,7 @@ def why_not(near: RunState, far: RunState, commit: Commit) -> str:
     """Return why a checkpoint cannot be copied to another location, or an empty string. No side effects."""
     checkpoint = commit.checkpoint
     if not commit.whole:
-        have = f"files of only {len(commit.manifests)} of its {commit.world} ranks"
-        return f"{have} are in the source: the others are on the disks of other nodes"
+        return elsewhere(commit)
     if far.ended(checkpoint) and checkpoint not in far.commits:
         reason = far.reasons.get(checkpoint, "retired")
         return f"it was deleted in the target ({reason}) and cannot return there: copy it to another location"

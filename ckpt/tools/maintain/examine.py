@@ -17,14 +17,21 @@ NAMED = re.compile(r"\bsteps/[\w.-]+/[\w-]+\.(safetensors|json)\b")  # a file na
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result for one checkpoint. `verdict`: "sound", "damaged", "cannot be read now", or "retired" during the
-    check. `problems`: the damage, as text. `unreadable`: files that cannot be read now and may be intact."""
+    """The result for one checkpoint.
+
+    - `verdict`: "sound"; "sound here" if the files here are intact and those of other ranks are on the disks of other
+      nodes; "damaged"; "cannot be read now"; or "retired" during the check.
+    - `problems`: the damage, as text.
+    - `unreadable`: files that cannot be read now and may be intact.
+    - `elsewhere`: how many ranks' files are here, if the others are on the disks of other nodes; "" if all are.
+    """
 
     step: int
     id: str
     verdict: str
     problems: list[str]
     unreadable: list[str] = field(default_factory=list)
+    elsewhere: str = ""
 
 
 async def examine(
@@ -35,10 +42,12 @@ async def examine(
     problems = await read.verify(
         log.store, commit, data=data, on_bytes=on_bytes, on_unreadable=lambda error: away.update({str(error): None})
     )
-    verdict = "damaged" if problems else UNREADABLE if away else "sound"
-    if verdict != "sound" and not await read.still_live(log, commit):
+    intact = "sound" if commit.whole else "sound here"
+    verdict = "damaged" if problems else UNREADABLE if away else intact
+    if verdict != intact and not await read.still_live(log, commit):
         return Verdict(commit.step, str(commit.checkpoint), "retired", [])
-    return Verdict(commit.step, str(commit.checkpoint), verdict, await plainly(log.store, problems), list(away))
+    elsewhere, shown = "" if commit.whole else read.elsewhere(commit), await plainly(log.store, problems)
+    return Verdict(commit.step, str(commit.checkpoint), verdict, shown, list(away), elsewhere)
 
 
 async def plainly(store: Store, problems: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from ckpt.core.format.manifest import STEPS, CheckpointId, is_data, owner, rank_of
 from ckpt.core.log.records import MARK
 from ckpt.core.log.run_log import Commit, RunLog
+from ckpt.errors import CorruptError, FormatError, StoreError, is_unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,8 @@ def created(commit: Commit) -> str:
 async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None], int]:
     """Return the bytes of the data files in the folder of each checkpoint, and those of all data files.
 
-    None for a full checkpoint that has no data file of some rank any more.
+    None for a full checkpoint of which some rank has lost its data files. A rank without a data file may never have had
+    one: its tensors may be replicas, or compressed to nothing. Its manifest decides, which is read only then.
     """
     sizes: dict[tuple[CheckpointId | None, int | None], int] = {
         (c.checkpoint, rank): 0 for c in commits for rank, _ in c.manifests
@@ -82,6 +84,23 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
     found: list[int | None] = []
     for commit in commits:
         mine = [(commit.checkpoint, rank) for rank, _ in commit.manifests]
-        gone = commit.full and not there.issuperset(mine)
+        without = [row for row in commit.manifests if (commit.checkpoint, row[0]) not in there] if commit.full else []
+        gone = await _any_lost(log, commit, without)
         found.append(None if gone else sum(sizes[key] for key in mine))
     return found, total
+
+
+async def _any_lost(log: RunLog, commit: Commit, without: list[tuple[int, str]]) -> bool:
+    """Return True if one of these ranks, which have no data file, had one. An unreadable manifest does not tell."""
+    for rank, digest in without:
+        from ckpt.core.checkpoint.manifests import read_manifest  # imports numpy
+
+        try:
+            manifest, _ = await read_manifest(log.store, commit.checkpoint, rank, expected=digest)
+        except (CorruptError, FormatError, StoreError) as error:
+            if is_unreadable(error):
+                continue
+            return True
+        if any(owner(file.key) == commit.checkpoint for file in manifest.files):
+            return True
+    return False

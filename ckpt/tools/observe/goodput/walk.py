@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ckpt.core.cadence.ledger import End, StepRow, term_of
 from ckpt.tools.observe.goodput.breakdown import COUNTLESS, Interruption, InterruptionCost
 from ckpt.tools.observe.goodput.timeline import PlacedAccount
-from ckpt.units import duration, moment
+from ckpt.units import count_of, duration, moment
 
 LONG_S = 3600.0  # a longer break may have been intended, which deserves a note
 COMPARABLE = 3  # fewest steps of an attempt that define its usual step time
@@ -145,8 +145,8 @@ class LedgerWalk:
         self._undo()
         if slow := self._numbers.far():
             self.notes.append(
-                f"{len(slow)} steps during a save took {duration(math.fsum(slow))} longer than others: evaluations"
-                " during a save look like slowing by it. Put them into not_training()"
+                f"{count_of(len(slow), 'step')} during a save took {duration(math.fsum(slow))} longer than others: "
+                "evaluations during a save look like slowing by it. Put them into not_training()"
             )
         if not self.slowing_known:
             known = "known for some steps only" if self.parts["slowed"] else "not known"
@@ -372,7 +372,7 @@ class LedgerWalk:
         self.cursor += max(0.0, seconds)
         self._position = restore.step
         self.notes.append(
-            f"{steps} steps before step {restore.step} are not in the metrics: they count as {duration(seconds)}"
+            f"the metrics lack {count_of(steps, 'step')} before step {restore.step}, which count as {duration(seconds)}"
         )
 
     def _undo(self) -> None:

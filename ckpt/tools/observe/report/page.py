@@ -20,7 +20,7 @@ from ckpt.tools.observe.report import figures, style, tables
 from ckpt.tools.observe.report.chronicle import BUCKETS, Chronicle, ShownEvent
 from ckpt.tools.observe.report.figures import NAMES, TIERS, clip, share
 from ckpt.tools.observe.report.svg import Plot, clock, count, decades, esc, legend, linear, seconds, stacked, table
-from ckpt.units import decimal, duration, moment
+from ckpt.units import count_of, decimal, duration, moment
 
 PARTS_OF = ("part", "time", "of wall-clock", "per interruption")
 ASKED = "requested saves"
@@ -121,7 +121,7 @@ def _timeline(found: Chronicle) -> str:
     few = len(found.starts) <= 60
     if few:
         for start in found.starts:
-            who = f"{start.one.world} ranks, process {start.one.pid} on {start.one.host}"
+            who = f"{count_of(start.one.world, 'rank')}, process {start.one.pid} on {start.one.host}"
             plot.rule(start.at, "begin", f"{moment(start.at)}\nstart {start.one.term}, {who}")
         for one in found.incidents:
             what = f"save {in_words(one.kind, asked=True)}" if one.asked else in_words(one.kind)
@@ -135,8 +135,9 @@ def _timeline(found: Chronicle) -> str:
     drawn = [("restore", "restores")] if dots else []
     rules = (("begin", "starts", found.starts), ("fault", "faults", found.faults), ("asked", ASKED, found.asked))
     plot.label = (
-        f"Steps over time: from {min(steps):,} to {max(steps):,}, {len(found.starts):,} starts, {len(dots):,} restores,"
-        f" {len(found.faults):,} faults, {len(found.asked):,} {ASKED}."
+        f"Steps over time: from {min(steps):,} to {max(steps):,}, {count_of(len(found.starts), 'start')},"
+        f" {count_of(len(dots), 'restore')},"
+        f" {count_of(len(found.faults), 'fault')}, {len(found.asked):,} {ASKED}."
     )
     says = "The current step of training. It drops when a restore goes back."
     key = legend(drawn, [(kind, name) for kind, name, some in rules if some and few])
@@ -158,12 +159,12 @@ def stalls(found: Chronicle) -> str:
     plot = Plot(x, linear(0, max(found.stalls.values()), count, 4), 180)
     for bucket in BUCKETS:
         if number := found.stalls.get(bucket):
-            text = (
-                f"{duration(_edge(bucket))} to {duration(_edge(bucket + 1))}\n{number:,} saves, {share(number, total)}"
-            )
+            waited = f"{duration(_edge(bucket))} to {duration(_edge(bucket + 1))}"
+            text = f"{waited}\n{count_of(number, 'save')}, {share(number, total)}"
             plot.column(_edge(bucket), _edge(bucket + 1) * 0.985, number, "one", text)
     says = (
-        f"Half of {total:,} saves blocked training for less than {duration(half)}, 99 % for less than {duration(most)}."
+        f"Half of {count_of(total, 'save')} blocked training for less than {duration(half)}, "
+        f"99 % for less than {duration(most)}."
     )
     plot.label = f"Number of saves by how long training waited. {says}"
     return f'<section>{title}<p class="soft">{says}</p>{plot.render()}</section>'
@@ -214,7 +215,7 @@ def lag(found: Chronicle) -> str:
             )  # fmt: skip
         if number < len(TIERS):
             for d in saves[:: max(1, math.ceil(len(saves) / MOST_DOTS))]:
-                more = f"{duration(d.one.seconds)}, training was {d.one.behind:,} steps further by then"
+                more = f"{duration(d.one.seconds)}, training was {count_of(d.one.behind, 'step')} further by then"
                 plot.dot(
                     d.at, d.one.seconds, TIERS[number], f"step {d.one.step:,}, {moment(d.at)}\n{clip(url)}\n{more}", 3
                 )
@@ -232,7 +233,7 @@ def lag(found: Chronicle) -> str:
 
 def _none_landed(found: Chronicle, tiers: dict[str, list[ShownEvent[LandedSave]]]) -> str:
     if tiers:
-        return f"None of {sum(map(len, tiers.values())):,} saves was committed."
+        return f"None of {count_of(sum(map(len, tiers.values())), 'save')} was committed."
     saves = [(url, s) for account in found.accounts for url, s in account.saves.items()]
     if not saves:
         return "Nothing has been saved to a durable tier yet."
@@ -240,8 +241,8 @@ def _none_landed(found: Chronicle, tiers: dict[str, list[ShownEvent[LandedSave]]
     lasted = math.fsum(s.seconds for _, s in saves) / count if count else 0.0
     longest = max(s.longest_s for _, s in saves)
     return (
-        f"{count:,} saves took {duration(lasted)} on average, {duration(longest)} at most. The version that recorded"
-        " these metrics did not record single saves."
+        f"{count_of(count, 'save')} took {duration(lasted)} on average, {duration(longest)} at most. The version that "
+        "recorded these metrics did not record single saves."
     )
 
 

@@ -11,7 +11,7 @@ from ckpt.tools.observe.report import figures
 from ckpt.tools.observe.report.chronicle import Chronicle, Incident
 from ckpt.tools.observe.report.figures import FIRST, NEWEST
 from ckpt.tools.observe.report.svg import esc, table
-from ckpt.units import duration, moment
+from ckpt.units import count_of, duration, moment
 
 
 def interruptions(found: Statement) -> str:
@@ -116,7 +116,7 @@ def notes(found: Statement) -> str:
     if not found.notes:
         return ""
     shown = "".join(f"<li>{esc(note, 600)}</li>" for note in found.notes[-30:])
-    more = f" ({len(found.notes) - 30:,} earlier notes are not shown)" if len(found.notes) > 30 else ""
+    more = f" (not shown: {count_of(len(found.notes) - 30, 'earlier note')})" if len(found.notes) > 30 else ""
     says = f"Uncertainties of these numbers{more}."
     return f'<section><h2>Notes</h2><p class="soft">{says}</p><ul>{shown}</ul></section>'
 
@@ -127,8 +127,9 @@ def _section(
 ) -> str:  # fmt: skip
     hidden = f" The newest {len(lines):,} of {total:,} are shown." if total > len(lines) else ""
     first, rest = lines[:FIRST], lines[FIRST:]
-    more = f"<details><summary>{len(rest):,} earlier ones</summary>{table(titles, rest, numbers)}</details>" * bool(
-        rest
+    more = (
+        f"<details><summary>{count_of(len(rest), 'earlier one')}</summary>{table(titles, rest, numbers)}</details>"
+        * bool(rest)
     )
     return (
         f'<section class="long"><h2>{esc(title)}</h2><p class="soft">{esc(says, 600)}{hidden}</p>'

@@ -27,7 +27,7 @@ SLOW = (
     "test_interleavings", "test_further_state", "test_promise_ends", "test_full_disk", "test_promise_handover",
     "test_ladder", "test_lightning_restarts", "test_dcp", "test_unreadable", "test_uneven_ranks", "test_resize",
     "test_lightning", "test_examples", "test_documents", "test_faults_example", "test_lifecycle", "test_kill",
-    "test_waits", "test_rank_state", "test_offline", "test_loader", "test_promise_file_systems", "test_stores", "test_repair",
+    "test_waits", "test_offline", "test_loader", "test_promise_file_systems", "test_stores", "test_repair",
     "test_composer", "test_best", "test_s3", "test_first_contact", "test_export", "test_torture", "test_budgets",
     "test_stage", "test_forged_values", "test_top", "test_upkeep", "test_unnoticed_damage", "test_hostile",
     "test_created", "test_jobs", "test_damage", "test_ledger", "test_promise_damage", "test_restore",
@@ -37,6 +37,7 @@ SLOW = (
     "test_stopped", "test_fsdp1", "test_metrics", "test_promise_interrupts", "test_replicate", "test_random_faults",
     "test_fabric", "test_surprises", "test_checkpoint_io", "test_to_lightning", "test_corners", "test_restore_line",
     "test_process_groups", "test_flight_recorder", "test_benchmarks", "test_typing", "test_promise_no_memory",
+    "test_rank_state",
 )  # fmt: skip
 
 

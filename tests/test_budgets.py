@@ -19,7 +19,7 @@ from processes import PYTHONPATH, REPO
 
 # Lines and statements of Python for each package. Docstrings and comments count as lines, not as statements.
 BUDGETS = {
-    "adapters": (1_690, 1_180),
+    "adapters": (1_780, 1_240),
     "backends": (2_810, 1_980),
     "core/": (10, 10),
     "core/cadence": (1_020, 660),
@@ -51,7 +51,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_520, 990),
 }
-TOTAL = (63_830, 42_300)
+TOTAL = (63_920, 42_360)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

@@ -14,7 +14,7 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -37,12 +37,14 @@ from ckpt.core.state.sharding import (
     StateEntry,
     belongs_to_torch,
     is_dtensor,
+    local,
     named_modules,
     plain_key,
     replicated_by_ddp,
     wrapped_attribute,
 )
 from ckpt.core.state.tensors import TORCH_DTYPE, decode_constant, of_kind, saved_device
+from ckpt.core.state.wrappers import take_apart
 from ckpt.errors import CheckpointError, CorruptError, MismatchError, StateError
 from ckpt.events import log as logger
 
@@ -56,10 +58,9 @@ class OwnState:
 
     `custom`: modules whose state_dict() is called at every reading. No tensor below them is read directly.
     `extras`: modules whose get_extra_state() is called.
-    `loaders`: modules with their own loaders, which get their state when it is restored.
+    `loaders`: modules with their own loaders, which get their state when it is restored. The own load_state_dict() of
+        a module inside another one does not count, because the outer load_state_dict() does not call it.
     `names`: names of tensors that differ from those in the module. `left_out`: tensors that are not saved.
-    `bypassed`: loaders with only a load_state_dict(), inside of another module whose load_state_dict() does not call
-        theirs. So it does not matter what theirs would accept.
     """
 
     custom: dict[str, nn.Module] = field(default_factory=dict)
@@ -67,7 +68,6 @@ class OwnState:
     names: dict[str, str] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     loaders: dict[str, nn.Module] = field(default_factory=dict)
-    bypassed: set[str] = field(default_factory=set)
     notes: dict[tuple[str, type[nn.Module]], list[str]] = field(default_factory=dict)
 
     @property
@@ -78,6 +78,12 @@ class OwnState:
     def is_custom(self, prefix: str) -> bool:
         """Return True if a module is one of the `custom` modules, or inside one."""
         return any(prefix.startswith(inner) for inner in self.custom)
+
+    def is_inner(self, prefix: str) -> bool:
+        """Return True if the own load_state_dict() of a module is not called, because the module is inside another one.
+        It is called if it belongs to an own state_dict(), whose result is saved."""
+        custom = type(self.custom.get(prefix))
+        return bool(prefix) and getattr(custom, "state_dict", nn.Module.state_dict) is nn.Module.state_dict
 
     def drop(self, prefix: str) -> None:
         """Forget everything below a prefix."""
@@ -129,9 +135,7 @@ def _collect(module: nn.Module, prefix: str, own_state: OwnState) -> None:
         return
     if extra:
         own_state.extras[prefix] = module
-    saves, loads = _own(module)
-    if prefix and loads and not _own(module, ("_load_from_state_dict",))[1]:
-        own_state.bypassed.add(prefix)
+    saves, loads = _own(module, LOADING[bool(prefix) :])
     if saves or loads:
         verdict = _classify(module, prefix, own_state, loads)
         if verdict:
@@ -141,8 +145,9 @@ def _collect(module: nn.Module, prefix: str, own_state: OwnState) -> None:
 LOADING = ("load_state_dict", "_load_from_state_dict")
 
 
-def _own(module: nn.Module, loading: tuple[str, ...] = LOADING) -> tuple[bool, bool]:
-    """Return whether a module has its own hooks or methods for saving, and for loading."""
+def _own(module: nn.Module, loading: tuple[str, ...]) -> tuple[bool, bool]:
+    """Return whether a module has its own hooks or methods for saving, and for loading. `loading`: of LOADING, those
+    that are called."""
 
     def has(methods: tuple[str, ...], hooks: Iterable[Any]) -> bool:
         owners = (next(c for c in type(module).__mro__ if name in vars(c)).__module__ for name in methods)
@@ -244,12 +249,13 @@ def _state_dict_of(module: nn.Module) -> dict[str, Any] | None:
     return None if mode.refused else entries
 
 
-def hand_back(module: nn.Module) -> None:
-    """Call the loader of a module with its restored state, because its hooks may derive more from it."""
+def hand_back(module: nn.Module, inner: bool) -> None:
+    """Call the loader of a module with its restored state, because its hooks may derive more from it. `inner`: see
+    `load_into`."""
     mode = Refusing()
     try:
         with mode:
-            load_into(module, module.state_dict(), strict=False)
+            load_into(module, module.state_dict(), strict=False, inner=inner)
     except Exception:
         if not mode.refused:
             raise
@@ -518,14 +524,16 @@ class CustomModuleNode(ModuleNode):
         omitted = resized.keys() | (given & differing)
         live = {name: entry for name, entry in own.items() if name not in omitted}
         names = placement.compare(self.path, [name for name in theirs if name not in omitted], live)
+        filled = set[str]()
         for name in matching(names, own, saved.facts, saved.names, placement):
             if name in fixed and name not in given:
                 placement.fill(name, fixed[name])
+                filled.add(name)
             else:
                 placement.watch(name, own[name])
         weights = self._weights(theirs, own, placement) if placement.strict else set[str]()
         self._prepare_own_values(state, fixed | loose, whole, weights, placement)
-        self._hand_back(placement, self._created(resized, own, weights, placement), whole)
+        self._hand_back(placement, filled, self._created(resized, own, weights, placement), whole)
         if whole:
             placement.finish(self.path, self._forget)
         if len(placement.problems) > problems:
@@ -538,21 +546,53 @@ class CustomModuleNode(ModuleNode):
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         if self._own.has_values:
             return False
-        self._hand_back(placement, {}, {})
+        self._hand_back(placement, saved.names, {}, {})
         return True
 
     def _hand_back(
-        self, placement: Placement, resized: Mapping[str, tuple[str, Tensor]], whole: Mapping[str, nn.Module]
+        self,
+        placement: Placement,
+        filled: Container[str],
+        resized: Mapping[str, tuple[str, Tensor]],
+        whole: Mapping[str, nn.Module],
     ) -> None:
         for prefix, module in self._own.loaders.items():
             if prefix in whole:
                 continue
-            mine = {self._key(n).removeprefix(prefix): t for n, (p, t) in resized.items() if p == prefix}
-            if mine:
+            new = {name: tensor for name, (of, tensor) in resized.items() if of == prefix}
+            load = partial(hand_back, module, bool(prefix))
+            if new:
                 path = (*self.path, prefix.rstrip(".")) if prefix else self.path
-                placement.finish(self.path, partial(hand_resized, module, path, mine, placement.strict, bool(prefix)))
-            else:
-                placement.finish(self.path, partial(hand_back, module))
+                mine = {self._key(name).removeprefix(prefix): tensor for name, tensor in new.items()}
+                load = partial(hand_resized, module, path, mine, placement.strict, bool(prefix))
+            placement.finish(self.path, partial(self._load_exactly, prefix, module, filled, new, load))
+
+    def _load_exactly(
+        self,
+        prefix: str,
+        module: nn.Module,
+        filled: Container[str],
+        new: Mapping[str, Tensor],
+        load: Callable[[], None],
+    ) -> None:
+        """Run the loader of a module, and fill its tensors again, because the loader may have rounded or reset them.
+
+        filled: names of tensors that have their saved values.
+        new: tensors that the loader gets, by name.
+        """
+        own = [entry for entry in self._tensors_in(prefix, module) if entry.name in filled]
+        kept = {**{entry.name: local(entry.tensor).to("cpu", copy=True) for entry in own}, **new}
+        load()
+        for entry in self._tensors_in(prefix, module):
+            saved, here = kept.get(entry.name), local(entry.tensor)
+            if saved is not None and (saved.shape, saved.dtype) == (here.shape, here.dtype):
+                here.detach().copy_(saved)
+
+    def _tensors_in(self, prefix: str, module: nn.Module) -> Iterator[StateEntry]:
+        """Yield the tensors of a module that are saved directly, and those inside wrappers."""
+        for key, tensor in plain_tensors(module, self._own, prefix):
+            if (name := self._saved_as(key)) is not None:
+                yield from take_apart(self._entry(name, tensor))[0]
 
     def _resized(
         self, saved: SavedNode, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement
@@ -573,7 +613,7 @@ class CustomModuleNode(ModuleNode):
         for name in theirs:
             key, entry = self._key(name), own.get(name)
             prefix = max((p for p in self._own.loaders if key.startswith(p)), key=len, default=None)
-            if prefix is None or prefix in self._own.bypassed or name in made_of_several or self._own.is_custom(key):
+            if prefix is None or name in made_of_several or self._own.is_custom(key):
                 continue
             if entry is None:
                 if key in empty or "." not in key.removeprefix(prefix):
@@ -636,8 +676,7 @@ class CustomModuleNode(ModuleNode):
         prefix; none of them is inside another one."""
         own_state, found = self._own, dict[str, nn.Module]()
         keys = {self._key(name) for name in differing} | {key for key in state if self._is_unclaimed(key, state[key])}
-        loaders = [(prefix, module) for prefix, module in own_state.loaders.items() if prefix not in own_state.bypassed]
-        for prefix, module in (*own_state.custom.items(), *loaders):
+        for prefix, module in (*own_state.custom.items(), *own_state.loaders.items()):
             is_custom = prefix in own_state.custom
             if not any(key.startswith(prefix) for key in keys) or not (is_custom or self._is_plain(prefix, saved, own)):
                 continue
@@ -650,7 +689,7 @@ class CustomModuleNode(ModuleNode):
             except CheckpointError:
                 continue
             try:
-                accepted = accepts(module, state_of_it, plain=not is_custom, inner=bool(prefix) and not is_custom)
+                accepted = accepts(module, state_of_it, plain=not is_custom, inner=own_state.is_inner(prefix))
             except Untried as error:
                 path = (*self.path, prefix.rstrip(".")) if prefix else self.path
                 self._untried.append(f"{show(path)}: {error}")
@@ -718,7 +757,7 @@ class CustomModuleNode(ModuleNode):
             values = pairs({k.removeprefix(prefix): v for k, v in mine.items()})
             build = placement.build(values, like=live, guarded=weights)
             plain = prefix not in self._own.custom
-            inner = plain and bool(prefix)
+            inner = self._own.is_inner(prefix)
             placement.finish(self.path, partial(_load, module, self.path, build, placement.strict, plain, inner))
         for key, value in state.items():
             if key not in claimed and self._is_unclaimed(key, value):

@@ -14,9 +14,13 @@ import logging
 import random
 import re
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date, timedelta
+from enum import Enum
+from numbers import Number
+from pathlib import PurePath
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,7 +38,6 @@ from ckpt.core.state.tensors import (
     Collecting,
     ObjectDecoder,
     ObjectEncoder,
-    as_bytes,
     class_name,
     class_of,
     decode_constant,
@@ -143,7 +146,7 @@ class CustomOptimizerNode(OptimizerNode):
                 state[key] = values
             elif isinstance(values, dict) and isinstance(state[key], dict):
                 saved = state[key]
-                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k], key)})
+                state[key].update({k: v for k, v in values.items() if k not in saved or _is_derived(v, saved[k])})
         self._put(state)
 
     def _state_dict_of(self, state: dict[Any, Any]) -> dict[str, Any]:
@@ -259,20 +262,12 @@ class _Groups(list[dict[str, Any]]):
         return [dict(group) for group in self]
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
-
-
-def _is_derived(loaded: Any, saved: Any, param: Any) -> bool:
-    """Return True if an optimizer's loader made another value of a saved one, and did not only cast or copy it. torch's
-    casts to the dtype of the parameter, and many optimizers cast back."""
+def _is_derived(loaded: Any, saved: Any) -> bool:
+    """Return True if an optimizer's loader made another value of a saved one. A tensor of the same shape is not
+    derived: torch's loader casts to the dtype of the parameter, and hooks may round what the loader gets."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
-        if type(loaded) is not type(saved) or is_wrapped(saved) or is_dtensor(saved) or loaded is saved:
-            return False
-        if loaded.shape != saved.shape:
-            return True
-        casts = (saved, saved.detach().to(param.dtype)) if isinstance(param, Tensor) else (saved,)
-        return not any(torch.equal(_raw(one.detach().to(loaded.device, loaded.dtype)), _raw(loaded)) for one in casts)
+        same_kind = type(loaded) is type(saved) and not (is_wrapped(saved) or is_dtensor(saved))
+        return same_kind and loaded.shape != saved.shape
     numbers = (bool, int, float, type(None))
     return type(loaded) in numbers and type(saved) in numbers and repr(loaded) != repr(saved)
 
@@ -306,6 +301,7 @@ class ObjectsOf:
     live: dict[str, object] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _bound: set[str] = field(default_factory=set)  # names of objects that can be filled, but not created
+    _forms: set[str] = field(default_factory=set)  # of the objects of the script, at the first reading
 
     def begin(self, params: Mapping[int, str]) -> None:
         """Begin a reading of the optimizer."""
@@ -343,8 +339,13 @@ class ObjectsOf:
             self._names = {key: self._names[key] for key in names}
             self.live = {key: self.live[key] for key in live}
             target: Any = adapt(value) or value
-            if isinstance(value, torch.optim.Optimizer) or not isinstance(target, Stateful):
+            if isinstance(value, torch.optim.Optimizer):
                 raise
+            if not isinstance(target, Stateful):
+                if not self._comes_from_script(value, path):
+                    raise
+                del self._names[id(value)]
+                return {"$": "given", "name": name, "v": _name_of_class(value)}
         state = encode(target.state_dict(), path, extern)
         if isinstance(value, torch.Generator):
             return {"$": "generator", "name": name, "device": str(value.device), "state": state}
@@ -352,6 +353,22 @@ class ObjectsOf:
             return {"$": "generator", "name": name, "kind": kind, "state": state}
         self._bind(name, path, value)
         return {"$": "object", "name": name, "state": state}
+
+    def _comes_from_script(self, value: object, path: Path) -> bool:
+        """Return True for an object among the settings without tensors, which a restarted script creates again.
+        StateError if it was created or changed since the first reading."""
+        form = _form_of(value) if "param_groups" in path else None
+        if form is None:
+            return False
+        if self.early is None:
+            self._forms.add(form)
+        if form not in self._forms:
+            raise StateError(
+                f"{show(path)}: this {_name_of_class(value)} was created or changed during the training, and a "
+                "restarted process would have the script's one. Add state_dict() and load_state_dict() to it, or use "
+                "tensors and plain values instead"
+            )
+        return True
 
     def _by_attributes(self, value: object, path: Path, extern: Collecting) -> Json:
         kind = type(value)
@@ -447,7 +464,7 @@ class RestoredObjects:
                 here = self._owner.live.get(name)
                 if here is None:
                     raise MismatchError(f"{name} was {one.get('v')!r:.200} in the checkpoint, and is not here")
-                if (now := _name_of_given(here)) != one.get("v"):
+                if (now := _name_of_given(here) or _name_of_class(here)) != one.get("v"):
                     problems.append(f"{name} was {one.get('v')!r:.200} in the checkpoint and is {now!r:.200} here")
             elif _defines(one):
                 self._owner.target(one)
@@ -525,10 +542,47 @@ def _name_of_given(value: object) -> str | None:
         inner = _name_of_given(value.func)
         return None if inner is None else f"a partial call of {inner}"
     if isinstance(value, _WITHOUT_STATE):
-        return f"{type(value).__module__}.{type(value).__qualname__}"
+        return _name_of_class(value)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return None
+
+
+def _name_of_class(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_VALUES = (
+    str, bytes, bytearray, Number, list, tuple, set, frozenset, dict, deque, date, timedelta, PurePath, Enum,
+)  # fmt: skip
+
+
+def _form_of(value: object) -> str | None:
+    """Return a text that changes with the plain values in an object. None if the object has tensors, is an iterator, or
+    is itself a value, like a text of another class.
+
+    Process groups and meshes of torch.distributed have no values of a training.
+    """
+    if isinstance(value, (Iterator, *_VALUES)):
+        return None
+
+    def extern(inner: object, path: Path) -> Json:
+        if isinstance(inner, Tensor | np.ndarray):
+            raise StateError(f"{show(path)} is a tensor or an array")
+        return f"{_name_of_class(inner)} {id(inner)}"
+
+    values: Any = ()
+    if not any(base.__module__.startswith("torch.distributed.") for base in type(value).__mro__):
+        try:
+            values = value.__reduce_ex__(4)
+        except Exception:  # it cannot be pickled
+            values = dict(value) if isinstance(value, Mapping) else _attributes(value)
+    if isinstance(values, tuple):
+        values = [list(one) if isinstance(one, Iterator) else one for one in values]
+    try:
+        return f"{_name_of_class(value)} {encode(values, (), extern)}"
+    except StateError:
+        return None
 
 
 def _slots(kind: type) -> list[str]:

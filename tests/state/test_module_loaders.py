@@ -661,3 +661,125 @@ def test_run_with_surrogates_in_keys_can_be_read(tmp_path: Path) -> None:
     assert differences(freeze(twin), freeze(state)) == []
     for name in ckpt.load(tmp_path / "run"):
         name.encode()
+
+
+class Pretrained(nn.Linear):
+    """Its own load_state_dict() is for files of pretrained weights. A second one resets the bias after it."""
+
+    fails = True
+
+    def load_state_dict(self, state: Any, *rest: Any, **more: Any) -> Any:
+        found = super().load_state_dict(state["model"] if self.fails else state, *rest, **more)
+        nn.init.zeros_(self.bias)
+        return found
+
+
+class Resets(Pretrained):
+    fails = False
+
+
+class ResetsWithHook(Resets):
+    """A hook derives more from the weights, and runs in torch's loader too."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_load_state_dict_post_hook(lambda m, _: setattr(m, "sum", m.weight.sum().item()))
+
+
+class ResetsWithEntry(Resets):
+    """A hook adds an entry to the state_dict(), so this is called at every save."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.seen = 0
+        self._register_state_dict_hook(lambda m, state, prefix, _: state.update({prefix + "seen": m.seen}))
+        self._register_load_state_dict_pre_hook(
+            lambda state, prefix, *_: setattr(self, "seen", state.pop(prefix + "seen"))
+        )
+
+
+@pytest.mark.parametrize("kind", [Pretrained, Resets, ResetsWithHook, ResetsWithEntry])
+def test_restore_calls_no_load_state_dict_of_an_inner_module(kind: type[Pretrained], tmp_path: Path) -> None:
+    """torch's own load_state_dict() of the outer module does not call it either, but runs its hooks."""
+    net, twin, other = (nn.Sequential(kind(4, 4), nn.Linear(4, 1)) for _ in range(3))
+    net[0].seen = 5  # type: ignore[assignment]
+    with ckpt.Checkpointer({"net": net}, tmp_path / "run") as cp:
+        cp.step(1)
+    with ckpt.Checkpointer({"net": twin}, tmp_path / "run") as cp:
+        cp.restore()
+    ckpt.load(tmp_path / "run", into={"net": other})
+    for one in (twin, other):
+        assert all(map(torch.equal, one.parameters(), net.parameters()))
+        assert not isinstance(one[0], ResetsWithHook) or one[0].sum == net[0].weight.sum().item()
+        assert not isinstance(one[0], ResetsWithEntry) or one[0].seen == 5
+
+
+class Halved(nn.Linear):
+    """Its state_dict() is in half precision, for small files, and its loader casts back."""
+
+    def state_dict(self, *rest: Any, **more: Any) -> Any:
+        found = super().state_dict(*rest, **more)
+        found.update({name: tensor.half() for name, tensor in found.items()})
+        return found
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        found = super().load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict)
+        self.norm = self.weight.norm().item()
+        return found
+
+
+class HalvedInHooks(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(sizes[0], sizes[1])
+        self._register_state_dict_hook(self.halve)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(lambda m, _: setattr(m, "norm", m.weight.norm().item()))
+
+    @staticmethod
+    def halve(module: Any, state: State, prefix: str, _: Any) -> None:
+        state.update({prefix + name: state[prefix + name].half() for name in module._parameters})
+
+
+class ReplacesInLoader(Resets):
+    """Also replace the parameters."""
+
+    def load_state_dict(self, state: Any, *rest: Any, **more: Any) -> Any:
+        found = super().load_state_dict(state, *rest, **more)
+        self.weight, self.norm = nn.Parameter(self.weight.half().float()), 1.0
+        return found
+
+
+class GrowsInHalf(InOwn):
+    """Rounds the weights of `lin` in its state_dict(), and resizes a buffer in its loader."""
+
+    norm = 1.0
+
+    def state_dict(self, *rest: Any, **more: Any) -> Any:
+        found = super().state_dict(*rest, **more)
+        found.update({name: tensor.half() for name, tensor in found.items() if name.startswith("lin.")})
+        return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(Halved, 4, 4),
+        partial(HalvedInHooks, 4, 4),
+        lambda: nn.Sequential(HalvedInHooks(4, 4)),
+        lambda: torch.compile(Halved(4, 4)),
+        partial(ReplacesInLoader, 4, 4),
+        GrowsInHalf,
+    ],
+)
+def test_loader_does_not_change_restored_tensors(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Their bytes are as they were saved, and what the loader derives from them elsewhere stays."""
+    net, twin, other = make(), make(), make()
+    if isinstance(net, GrowsInHalf):
+        net.grow()
+    with ckpt.Checkpointer({"net": net}, tmp_path / "run") as cp:
+        cp.step(1)
+    with ckpt.Checkpointer({"net": twin}, tmp_path / "run") as cp:
+        cp.restore()
+    ckpt.load(tmp_path / "run", into={"net": other})
+    for one in (twin, other):
+        assert all(map(torch.equal, (*one.parameters(), *one.buffers()), (*net.parameters(), *net.buffers())))
+        assert any(hasattr(inner, "norm") for inner in one.modules())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
 import re
 import threading
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from argparse import Namespace
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -15,17 +17,19 @@ from enum import Enum, Flag, IntEnum
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import ckpt
@@ -412,6 +416,76 @@ def test_optimizers_continue_exactly_through_checkpointer(tmp_path: Path) -> Non
     fresh = made(FORMS["TextKey"], 1)["opt"]
     fresh.load_state_dict(found["TextKey"]["opt"])
     assert float(fresh.state["global"]["k"]) == 12
+
+
+# -- objects of the script among the settings --
+
+
+@pytest.fixture
+def script_objects() -> Iterator[Callable[[int], dict[str, Any]]]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    yield lambda lr: {
+        "process_group": dist.group.WORLD,
+        "mesh": mesh,
+        "args": Namespace(lr=lr),
+        "user_dict": UserDict(lr=lr),
+        "proxy": MappingProxyType({"lr": lr}),
+    }
+    dist.destroy_process_group()
+
+
+def test_objects_of_the_script_stay_among_the_settings(
+    script_objects: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    """A restore keeps those of the restarted script, with their values."""
+
+    def make(lr: int) -> tuple[State, dict[str, Any]]:
+        state, objects = made(torch.optim.AdamW, lr), script_objects(lr)
+        state["opt"].param_groups[0].update(objects)
+        return state, objects
+
+    state, _ = make(1)
+    with ckpt.Checkpointer(state, tmp_path / "run") as cp:
+        train(state, range(2))
+        cp.step(2)
+    twin, objects = make(5)
+    with ckpt.Checkpointer(twin, tmp_path / "run") as cp:
+        assert cp.restore() == 2
+        cp.save().wait_durable()
+    assert all(twin["opt"].param_groups[0][key] is value for key, value in objects.items())
+    assert (objects["args"], objects["user_dict"]) == (Namespace(lr=5), {"lr": 5})
+    train(state, range(2, 4))
+    train(twin, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(weights(state), weights(twin), strict=True))
+    other, _ = make(1)
+    other["opt"].param_groups[0]["args"] = UserDict()
+    with pytest.raises(MismatchError, match=r"args was 'argparse\.Namespace' in the checkpoint and is 'collections\.U"):
+        ckpt.load(tmp_path / "run", into=other)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda group: setattr(group["x"], "lr", 2), lambda group: group.update(y=UserDict())]
+)
+def test_setting_that_a_restart_would_lose_is_rejected(change: Callable[[dict[str, Any]], None]) -> None:
+    """An object of the script was changed or added during the training."""
+    state = made(torch.optim.AdamW, 0)
+    state["opt"].param_groups[0]["x"] = Namespace(lr=1)
+    capture = Capture(state)
+    capture.read()
+    capture.read()
+    change(state["opt"].param_groups[0])
+    with pytest.raises(StateError, match=r"opt\.param_groups\.0\.[xy]: this .* created or changed during the training"):
+        capture.read()
+
+
+@pytest.mark.parametrize("value", [Namespace(ema=torch.ones(2)), UserDict(x={"y": np.ones(2)}), itertools.count()])
+def test_setting_with_a_state_of_its_own_is_rejected(value: Any) -> None:
+    """Objects with tensors or arrays and iterators are not taken from the script."""
+    state = made(torch.optim.AdamW, 0)
+    state["opt"].param_groups[0]["x"] = value
+    with pytest.raises(StateError, match=r"opt\.param_groups\.0\.x: an object of type .* cannot be saved"):
+        Capture(state).read()
 
 
 # -- unsupported state --
@@ -805,6 +879,47 @@ def test_loader_keeps_exact_moments_and_own_changes() -> None:
         assert other["m"].dtype == torch.float32 and torch.equal(one["m"], other["m"])
         assert (other["made"], other["n"]) == (True, one["n"] + 10)
     assert twin["opt"].param_groups[0]["anchor"] is twin["opt"].param_groups[0]["params"][0]
+
+
+def halved_moments(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer whose state_dict() has moments in half precision, which its loader casts back."""
+    opt = torch.optim.AdamW(params)
+
+    def cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        rows = {i: {k: v if k == "step" else v.to(dtype) for k, v in row.items()} for i, row in state["state"].items()}
+        return {**state, "state": rows}
+
+    opt.register_state_dict_post_hook(lambda opt, state: cast(state, torch.half))
+    opt.register_load_state_dict_pre_hook(lambda opt, state: cast(state, torch.float32))
+    return opt
+
+
+def quantized_moments(params: Any) -> torch.optim.Optimizer:
+    """The same in 8 bits, as in 8-bit checkpoints, with the scales in other entries."""
+    opt = torch.optim.SGD(params, 0.1, momentum=0.9)
+
+    def pack(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
+        rows = {}
+        for i, row in state["state"].items():
+            scale = row["momentum_buffer"].abs().max() / 127
+            rows[i] = {"momentum_buffer": (row["momentum_buffer"] / scale).round().to(torch.int8), "scale": scale}
+        return {**state, "state": rows}
+
+    def unpack(opt: Any, state: dict[str, Any]) -> dict[str, Any]:
+        rows = {i: {"momentum_buffer": row["momentum_buffer"] * row["scale"]} for i, row in state["state"].items()}
+        return {**state, "state": rows}
+
+    opt.register_state_dict_post_hook(pack)
+    opt.register_load_state_dict_pre_hook(unpack)
+    return opt
+
+
+@pytest.mark.parametrize("kind", [halved_moments, quantized_moments])
+def test_moments_stay_exact_if_the_state_dict_rounds_them(kind: Callable[[Any], Any]) -> None:
+    """They are saved as they are in memory, and the loader gets them rounded."""
+    state, twin = continues_alike(lambda seed: made(kind, seed))
+    for one, other in zip(state["opt"].state.values(), twin["opt"].state.values(), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_state_is_restored_with_a_warning_if_the_loader_fails(caplog: pytest.LogCaptureFixture) -> None:

@@ -596,7 +596,7 @@ def test_state_must_be_a_dict(state: Any) -> None:
 def test_wrong_values_name_their_path() -> None:
     """This holds for plain values, group settings, optimizer state and values of objects."""
     p = nn.Parameter(torch.ones(1))
-    optim = torch.optim.SGD([{"params": [p], "odd": object()}], lr=0.1)
+    optim = torch.optim.SGD([{"params": [p], "odd": iter(())}], lr=0.1)
     with pytest.raises(StateError, match=r"optim\.param_groups\.0\.odd"):
         Capture({"optim": optim}).read()
     with pytest.raises(StateError, match=r"loader\.x"):

@@ -264,9 +264,11 @@ class Saver:
         run = self._run
         run.capture.copy_eagerly(self._exposed)
         run.capture.keep_apart(self.replicas.differing)
-        if durable and self._common.unsure:
+        if durable and run.world.size > 1 and self._common.unsure:
             run.capture.find_own_again()
-        captured = run.capture.read(lambda groups: self._common.own(checkpoint, groups, timeout_s))
+        captured = run.capture.read(
+            (lambda groups: self._common.own(checkpoint, groups, timeout_s)) if run.world.size > 1 else None
+        )
         values = json.dumps(captured.values, separators=(",", ":")).encode()
         run.supervisor.layouts.tell(captured.layout)
         return captured, values

@@ -37,6 +37,7 @@ SLOW = (
     "test_stopped", "test_fsdp1", "test_metrics", "test_promise_interrupts", "test_replicate", "test_random_faults",
     "test_fabric", "test_surprises", "test_checkpoint_io", "test_to_lightning", "test_corners", "test_restore_line",
     "test_process_groups", "test_flight_recorder", "test_benchmarks", "test_typing", "test_promise_no_memory",
+    "test_rank_state",
 )  # fmt: skip
 
 

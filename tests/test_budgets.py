@@ -27,11 +27,11 @@ BUDGETS = {
     "core/format": (3_930, 2_560),
     "core/ipc": (1_860, 1_230),
     "core/log": (1_080, 710),
-    "core/ranks": (1_040, 690),
+    "core/ranks": (1_050, 690),
     "core/restore": (1_230, 770),
-    "core/run": (5_190, 3_700),
-    "core/snapshot": (1_730, 1_230),
-    "core/state": (4_460, 2_980),
+    "core/run": (5_370, 3_800),
+    "core/snapshot": (1_750, 1_240),
+    "core/state": (4_510, 3_010),
     "core/writer": (3_040, 2_110),
     "dcp": (1_690, 1_140),
     "deepspeed": (480, 310),
@@ -51,7 +51,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_580, 1_030),
 }
-TOTAL = (63_840, 42_330)
+TOTAL = (64_100, 42_470)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

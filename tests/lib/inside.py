@@ -49,7 +49,7 @@ from ckpt.core.ranks.world import World
 from ckpt.core.restore import sources
 from ckpt.core.restore.restore import Candidates, restore_first
 from ckpt.core.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
-from ckpt.core.run import opening, writer_link
+from ckpt.core.run import common_state, opening, writer_link
 from ckpt.core.run.closing import Closing
 from ckpt.core.run.memory import KnownLayouts, NextArena, SnapshotMemory
 from ckpt.core.run.opening import HeldSnapshots, RunOpener
@@ -1745,3 +1745,13 @@ def note_loaded(patch: pytest.MonkeyPatch) -> list[str]:
 
     patch.setattr(loading, "fill_from_store", noting)
     return seen
+
+
+def wait_for_common_state(seconds: float) -> None:
+    """Set how long a rank with new optimizer state waits for the other ranks to report theirs."""
+    common_state.WAIT_S = seconds
+
+
+def assume_common_state() -> None:
+    """Have each rank divide all optimizer state next to replicated parameters, whether the others have it or not."""
+    common_state.CommonState.own = lambda self, checkpoint, groups, timeout_s: set()  # type: ignore[method-assign]

@@ -422,6 +422,14 @@ def _joined(nodes: list[SavedNode]) -> SavedNode:
     names = tuple(_union(node.names for node in alike))
     if first.kind != JOINED_KIND:
         return replace(first, names=names, facts={**first.facts, **_joined_tensors(alike)})
+    # State of this rank's parameters that only other ranks have belongs to them.
+    own, start = {name for group in first.facts["params"] for name in group}, show((*first.path, "state")) + "."
+    split, mine = splitter(name for node in alike for group in node.facts["params"] for name in group), set(first.names)
+    names = tuple(
+        name
+        for name in names
+        if name in mine or not name.startswith(start) or (split(name.removeprefix(start)) or ("",))[0] not in own
+    )
     return replace(first, names=names, facts=_joined_facts(alike), values=_joined_values(alike))
 
 

@@ -7,8 +7,9 @@ the store hangs.
 The ranks of a training job, and their agreements without collectives.
 
 They use the key-value store of torch's launchers (TCPStore, HashStore, FileStore) when a run is opened, restored and
-closed, never while a step is saved. First they meet. After that, each agreement is a turn: every rank posts a value,
-and rank 0 collects them, decides and posts the verdict. Keys:
+closed. While a step is saved, they use it only after a change of the optimizer state (`ckpt.core.run.common_state`).
+First they meet. After that, each agreement is a turn: every rank posts a value, and rank 0 collects them, decides and
+posts the verdict. Keys:
 
     everystep/worlds/<rank>     a token of the process that wants to join as this rank
     everystep/answers/<token>   the name <n> of the meeting, posted by rank 0
@@ -422,8 +423,13 @@ class Mailbox:
         """Post a value. Raises UsageError if it is not JSON or is too large."""
         self._board.put(self._prefix + key, pack(value))
         self._sent.append(self._prefix + key)
-        if len(self._sent) > KEPT_MAIL:
+        while len(self._sent) > KEPT_MAIL:
             self._board.drop([self._sent.popleft()])
+
+    def create(self, key: str, value: Json) -> Json:
+        """Post a value unless another rank has. Return the value that all ranks read."""
+        self._sent.append(self._prefix + key)
+        return unpack(self._board.create(self._prefix + key, pack(value)))
 
     def wait(self, keys: Sequence[str], timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> list[Json]:
         """Return the values once all keys exist. Raises DeadlineError naming the missing ones, or if `stopped()`."""

@@ -50,6 +50,7 @@ from ckpt.core.checkpoint.concurrent import run as run_async
 from ckpt.core.format.columns import DIFFER
 from ckpt.core.format.manifest import CheckpointId
 from ckpt.core.log.run_log import Acquire
+from ckpt.core.run.common_state import CommonState
 from ckpt.core.run.memory import WriteInFlight
 from ckpt.core.run.replica_check import ReplicaCheck
 from ckpt.core.run.save_plan import Late
@@ -110,6 +111,7 @@ class Saver:
         self.answers: deque[Save] = deque(maxlen=ANSWERS)
         self.answered = threading.Condition()
         self.replicas = ReplicaCheck(run)
+        self._common = CommonState(run)
         self._active: list[Save] = []
         self._lock = threading.RLock()  # a signal handler may close the run while this thread holds the lock
         self._dropped = False  # the last snapshot was dropped, so the next step is saved, scheduled or not
@@ -215,7 +217,7 @@ class Saver:
             self._plan.saved_everywhere(step)
         save._raised = ordered and not self._is_scheduled(step)  # best effort: its failure need not be raised
         try:
-            captured, values = self._read()
+            captured, values = self._read(checkpoint, patience_s, durable=bool(tiers))
             sizes = captured.layout.arrangement.data_size, len(values)
             fits = self._await_memory(step, sizes, deadline, required=required, tiers=bool(tiers))
         except BaseException as error:
@@ -254,12 +256,19 @@ class Saver:
         run.count_stall(save._stalled_s)
         return save
 
-    def _read(self) -> tuple[CapturedState, bytes]:
-        """Return the state, and its plain values as JSON. Send the layout to the writer if it is new."""
+    def _read(self, checkpoint: CheckpointId, timeout_s: float, *, durable: bool) -> tuple[CapturedState, bytes]:
+        """Return the state, and its plain values as JSON. Send the layout to the writer if it is new.
+
+        timeout_s: the timeout for other ranks, if this rank's optimizer state has changed
+        """
         run = self._run
         run.capture.copy_eagerly(self._exposed)
         run.capture.keep_apart(self.replicas.differing)
-        captured = run.capture.read()
+        if durable and run.world.size > 1 and self._common.unsure:
+            run.capture.find_own_again()
+        captured = run.capture.read(
+            (lambda groups: self._common.own(checkpoint, groups, timeout_s)) if run.world.size > 1 else None
+        )
         values = json.dumps(captured.values, separators=(",", ":")).encode()
         run.supervisor.layouts.tell(captured.layout)
         return captured, values

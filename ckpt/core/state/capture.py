@@ -16,7 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -64,6 +64,8 @@ SINGLE = Seat()
 
 SampledReplicas = tuple[list[Holding], SampledPlaces]
 """Elements to compare of tensors that several ranks have. The places have the indices of the holdings."""
+CommonGroups = dict[tuple[int, ...], dict[str, list[Holding]]]
+"""State next to replicated parameters, by the ranks that are to divide it and by optimizer. A group may be empty."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,17 @@ class Capture:
         self._unfinished = False  # True if a reading was started and has not ended
         self._announced: list[Any] | None = None  # None: every optimizer is trusted
         self.apart: set[str] = set()  # names that should be replicated, but differ between ranks
+        self.own: set[str] = set()  # names of optimizer state that other ranks may not have
+        self._agreed = False  # True if `own` is known for `_structure`
         self.eager: set[str] = set()  # names whose copy may not overlap training, because other code writes to them
 
     # -- reading --
 
-    def read(self) -> CapturedState:
-        """Read the present state."""
+    def read(self, find_own: Callable[[CommonGroups], set[str]] | None = None) -> CapturedState:
+        """Read the present state.
+
+        find_own: returns the names of optimizer state that is this rank's own, after a change of the layout
+        """
         # Ctrl-C or a signal handler may have interrupted an earlier reading.
         if self._unfinished or self._walk.moved():
             self._walk_again()
@@ -115,12 +122,22 @@ class Capture:
         contents = self._read_nodes()
         known = self._valid
         if known is None or not known.same(contents):
-            self._holds = False
-            known = self._structure = Structure(self.nodes, contents, self.seat, self.apart, self.eager)
-            self._holds = True
+            known = self._build(contents)
+            self._agreed = False
+        if find_own is not None and not self._agreed:
+            if self.own != (own := find_own(known.common)):
+                self.own = own
+                known = self._build(contents)
+            self._agreed = True
         captured = known.capture(contents, self._silent())
         self._unfinished = False
         return captured
+
+    def _build(self, contents: list[Contents]) -> Structure:
+        self._holds = False
+        self._structure = Structure(self.nodes, contents, self.seat, self.apart, self.own, self.eager)
+        self._holds = True
+        return self._structure
 
     def _walk_again(self) -> None:
         unguarded = {id(node.optimizer) for node in self._walk.stepped if node.unguarded}
@@ -262,6 +279,10 @@ class Capture:
             self.apart |= names
             self.forget()
 
+    def find_own_again(self) -> None:
+        """Find out again, at the next reading, which optimizer state is this rank's own."""
+        self._agreed = False
+
     def forget(self) -> None:
         """Build the layout again at the next reading."""
         self._holds = False
@@ -335,11 +356,18 @@ class Structure:
     """The result of a capture: the layout, and how the next reading takes the same slices of the tensors."""
 
     def __init__(
-        self, nodes: Sequence[StateNode], contents: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]
+        self,
+        nodes: Sequence[StateNode],
+        contents: Sequence[Contents],
+        seat: Seat,
+        apart: set[str],
+        own: set[str],
+        eager: set[str],
     ) -> None:
         """Cut the tensors of all nodes among the ranks. Raise StateError for names that cannot be saved.
 
         apart: names that should be replicated, but differ between ranks
+        own: names of optimizer state that other ranks may not have
         eager: names whose copy may not overlap training
         """
         self._seat = seat
@@ -353,10 +381,11 @@ class Structure:
         # the other differ.
         params = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
         differing = {params.get(name, name) for name in apart}
-        self._apart = apart | {one for pair in params.items() if pair[1] in differing for one in pair}
+        self._apart = apart | own | {one for pair in params.items() if pair[1] in differing for one in pair}
         parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
         cuts = share([part.holding for part in parts], seat)
         self.layout = _layout(nodes, contents, parts, cuts, aliases, seat)
+        self.common = _common_groups(nodes, contents, aliases, seat)
         everything = [*(entry.tensor for entry in entries), *(part.tensor for part in parts)]
         self.storages = set(map(storage_of, everything))  # including other ranks' shares
         # True if an object of the state may have returned copies of tensors that an optimizer steps.
@@ -473,6 +502,20 @@ class Structure:
         if entry.name in self._apart and all(p.holding.sizes == p.holding.full for p in found):
             return [LocalPiece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
         return found
+
+
+def _common_groups(
+    nodes: Sequence[StateNode], contents: Sequence[Contents], aliases: Container[str], seat: Seat
+) -> CommonGroups:
+    found: CommonGroups = {}
+    for node, one in zip(nodes, contents, strict=True) if seat.size > 1 else ():
+        for entry in (*one.fixed, *one.loose):
+            for holding in (p.holding for p in of_rank(entry, seat)) if entry.name not in aliases else ():
+                if len(holding.replicas) > 1 and holding.sizes == holding.full:
+                    group = found.setdefault(holding.replicas, {})
+                    if entry.of is not None:
+                        group.setdefault(show(node.path), []).append(holding)
+    return found
 
 
 def loose_of(contents: Iterable[Contents]) -> list[StateEntry]:

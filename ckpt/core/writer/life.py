@@ -3,24 +3,24 @@
 `Server` listens under the name of the run on this machine while the writer holds memory. A thread reads each
 connection. A task of the event loop handles each request. Tasks begin in the order in which requests arrive.
 
-        state       meaning                                                next state
-        SERVING     a trainer lives and may save                           DRAINING, FENCED, LEAVING
-        DRAINING    the trainer is gone; all of memory is written to the   LINGERING, SERVING, FENCED, LEAVING
-                    nearest tier, and its newest step to every other tier
-        LINGERING   that is done; memory is kept for `linger_s`, or until  SERVING, FENCED, LEAVING
-                    memory is short
-        FENCED      another job owns the run; memory is released           LEAVING
-        LEAVING     the socket name is free; writes that began are ended   -
+    state       meaning                                                next state
+    SERVING     a trainer lives and may save                           DRAINING, FENCED, LEAVING
+    DRAINING    the trainer is gone; all of memory is written to the   LINGERING, SERVING, FENCED, LEAVING
+                nearest tier, and its newest step to every other tier
+    LINGERING   that is done; memory is kept for `linger_s`, or until  SERVING, FENCED, LEAVING
+                memory is short
+    FENCED      another job owns the run; memory is released           LEAVING
+    LEAVING     the socket name is free; writes that began are ended   -
 
 Only the kernel proves that a trainer is dead (its robust mutex, its pidfd), and only the run log proves that a run has
 a new owner. No message proves either. A trainer that leaves or closes decides this for itself only.
 
-        trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
-        trainer leaves      `Leave(keep=True)` -> like a death, though its process may live
-        trainer closes      `Leave` -> LEAVING; first DRAINING if a save is unfinished, so that a restart finds it
-        a trainer comes     `Lend(inherit=True)` -> refused while ours lives; else it inherits memory, history, reports
-        another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`, makes
-                            this writer read the log: `_fence` notifies the trainer, releases memory, frees the name
+    trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
+    trainer leaves      `Leave(keep=True)` -> like a death, though its process may live
+    trainer closes      `Leave` -> LEAVING; first DRAINING if a save is unfinished, so that a restart finds it
+    a trainer comes     `Lend(inherit=True)` -> refused while ours lives; else it inherits memory, history, reports
+    another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`, makes
+                        this writer read the log: `_fence` notifies the trainer, releases memory, frees the name
 
 Faults:
 

@@ -333,7 +333,7 @@ def listen(key: str) -> socket.socket | None:
 
 
 def holder(key: str) -> int | None:
-    """Return the id of this user's process that has a name, 0 if it is not visible, None if there is no such process."""
+    """Return the id of this user's process that has a name, 0 if it is not visible, None if there is none."""
     for number in range(NAMES):
         with contextlib.suppress(_OtherUserError):
             if (pid := _holder(_address(key, number))) is not None:

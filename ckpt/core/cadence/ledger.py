@@ -312,7 +312,7 @@ def thinned(landed: Sequence[LandedSave]) -> list[LandedSave]:
 
 
 def bounded(events: Sequence[T]) -> list[T]:
-    """Return the events. If there are too many, return only the first and the last ones."""
+    """Return the events. If there are too many, return only the first and last half of the maximum."""
     half = MOST_EVENTS // 2
     return list(events) if len(events) <= MOST_EVENTS else [*events[:half], *events[-half:]]
 

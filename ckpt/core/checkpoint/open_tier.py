@@ -52,7 +52,7 @@ class OpenTier:
     in_flight: set[CheckpointId] = field(default_factory=set)
     sources: dict[CheckpointId, set[CheckpointId]] = field(
         default_factory=dict
-    )  # checkpoints that those in flight may use
+    )  # checkpoints that a checkpoint in flight may use
     promoting: Counter[CheckpointId] = field(default_factory=Counter)  # being copied to other tiers
     encoder: Encoder = field(default_factory=Encoder)
     anchors: dict[str, CheckpointId] = field(default_factory=dict)  # base checkpoints for other tiers, by URL

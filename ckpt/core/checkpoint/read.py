@@ -324,7 +324,7 @@ async def verify(
     """Read every byte of a checkpoint. Return the problems, [] if it is intact.
 
     data: if False, read everything except the bytes of tensors
-    new: read only the bytes of tensors that were not taken from older checkpoints
+    new: read only bytes of tensors that this checkpoint has stored itself
     on_unreadable: called with each error that does not prove damage. Without it, the first such error is raised
     """
     problems: list[str] = []

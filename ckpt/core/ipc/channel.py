@@ -193,7 +193,7 @@ def _bound() -> Iterator[tuple[str, str, bool]]:
 
 
 def node_id() -> str:
-    """Return a text that is equal for processes that can share memory: they see the same socket names."""
+    """Return a text that is equal for processes that can share memory, because they see the same socket names."""
     return f"{boot_id()}:{namespace('net')}:{_scope()}"
 
 

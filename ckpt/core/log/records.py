@@ -235,7 +235,7 @@ class RunState:
 
 
 def in_history(acquires: Iterable[Acquire], checkpoints: Iterable[CheckpointId]) -> list[CheckpointId]:
-    """Return those of the checkpoint ids that are in the present history, newest first; see `RunState.lineage`."""
+    """Return the checkpoint ids that are in the present history, newest first; see `RunState.lineage`."""
     restored = {a.term: a.restored for a in acquires}
     by_term: dict[int, list[CheckpointId]] = {}
     for checkpoint in checkpoints:

@@ -95,7 +95,7 @@ class Listed:
 
     sizes        size in bytes of each record that counts, by number
     below        numbers of the files below the floor
-    snapshots    numbers of the two newest intact SNAPSHOTs, newest first; fewer if there are fewer
+    snapshots    numbers of the two newest intact SNAPSHOTs, newest first; fewer if fewer exist
     """
 
     sizes: dict[int, int]

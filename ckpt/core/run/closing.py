@@ -50,7 +50,7 @@ MOST_NAMED = 8  # maximum number of ranks that a message names
 INSIST_S = 10.0  # Ctrl-C is delayed for this time while the last step is copied into memory
 CHECK_S, CHECKS_PER_S = 1.0, 500  # shortest pause between two checks of the store; checks by the whole job
 AGAIN_S = 30.0  # longest pause between checks if the store does not respond
-POST_S = 5.0  # timeout to write a post to the store, or to read those of other ranks
+POST_S = 5.0  # timeout to write a post to the store, or to read the posts of other ranks
 
 
 class Guard(Protocol):
@@ -736,7 +736,7 @@ class EmergencySaver:
         for late in self._run.intervals.change(order):
             self._saver.save_late(late, self._supervisor.owner, TOO_LATE)
 
-    # -- what is in memory --
+    # -- steps in memory --
 
     def _persist(self, outcome: Outcome, end: float, *, far: bool) -> None:
         """Make the writer write the steps in memory to durable tiers."""

@@ -574,7 +574,7 @@ class HeldSnapshots:
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)
             return None
-        except (DeadlineError, OSError) as error:  # it does not run, or its memory cannot be mapped here
+        except (DeadlineError, OSError) as error:  # the writer hangs, or its memory cannot be mapped
             raise DeadlineError(
                 f"{client.described()}, does not lend it ({error}), and it may be the newest step: try again, or end "
                 f"it (`ps`: {channel.AT_WORK} … {key}) to do without"

@@ -13,7 +13,7 @@ A snapshot is one object (`ckpt.core.snapshot.snapshot`) that has one `WriteStat
     QUEUED     the snapshot begins               training thread, has the turn     FAILED with the snapshot
     WRITING    the writer gets the request       staging thread, or has the turn   Ctrl-C: removed; close() retries
     COMMITTED  the writer has committed it       thread of the writer's replies    -
-    FAILED     the snapshot or the write failed  the same                          raised once; save() retries
+    FAILED     the snapshot or the write failed  staging or replies thread         raised once; save() retries
 
 COMMITTED is final. A slot is pinned from WRITING until its bytes are stored (`run.memory`). Tiers are
 independent: one may be COMMITTED while another is FAILED. States need no lock, because a single thread performs each

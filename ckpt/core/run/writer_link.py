@@ -109,7 +109,7 @@ class WriterClient:
 
     @classmethod
     def find(cls, key: str) -> WriterClient | None:
-        """Connect to the writer that holds this run's memory on this host. Return None if there is none."""
+        """Connect to the writer that holds this run's memory on this host. Return None if no writer does."""
         channel = link.connect(key)
         return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
 

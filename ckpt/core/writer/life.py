@@ -36,8 +36,8 @@ Faults:
 - A restart has fewer local ranks: its ranks divide the writers without a trainer among themselves. They borrow the
   memory (`Lend`), and pass it to their own writers (`AttachArena`) before the new job becomes the owner. The old
   writers detect the new owner in the log, and leave. With more local ranks, some find no writer, and start one.
-- Another writer dies, and its trainer starts this one: the memory comes by `AttachArena`. If that trainer dies before,
-  no memory is left to keep, and this writer leaves.
+- Another writer dies, and its trainer starts this one: the memory comes by `AttachArena`. If the trainer dies before
+  that, this writer has no memory to keep, and leaves.
 - The new job may have mapped the memory of a dead trainer, so `_fence` only closes this memory. No other process uses
   the memory of a living trainer, so `_fence` also returns its pages to the system.
 - The trainer's devices may copy after its death was detected, until the process has ended. The new trainer waits for

@@ -266,7 +266,7 @@ class Size:
 async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) -> Size:
     """Return the number of files to copy and their size. Raise CorruptError or NotFoundError if files are missing.
 
-    `counted`: data files that other checkpoints of this copy include. The data files of this checkpoint are added.
+    `counted`: data files already counted for other checkpoints. The data files of this checkpoint are added.
     """
     files: dict[str, int] = {}
     for rank, digest in commit.manifests:  # one after the other, because there may be thousands

@@ -83,7 +83,7 @@ class Saver:
     turns: defaultdict[str, Turns] = field(default_factory=lambda: defaultdict(Turns))
     _resuming: asyncio.Task[None] | None = None
 
-    # -- what the trainer requests --
+    # -- requests of the trainer --
 
     @handles(WriteSlot)
     async def write(self, request: WriteSlot) -> WriteSlotReply:
@@ -683,7 +683,7 @@ class Saver:
             await tier.close(self.run.owner, self.trainer.tell)
 
     async def finish_begun(self) -> None:
-        """Finish writes that began. Limit the wait for the parts of other ranks, because these parts may never come."""
+        """Finish writes that began. Wait only for a while for the parts of other ranks, which may never come."""
         commit_s = self.run.commit_s
         await _until(lambda: not self.reads and not any(tier.waiting for tier in self.run.tiers), commit_s)
         await _until(lambda: not any(self.settling.values()), min(LATE_S, commit_s))

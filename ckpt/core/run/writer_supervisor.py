@@ -39,11 +39,13 @@ INSIST = 300  # maximum number of retries of a request, because the request itse
 class WriterSupervisor:
     """Owns the connection to the writer. Methods may be called from any thread.
 
-    client: the connection to the current writer, or to the last one if none is left; replaced only by a holder of
-    `lock` failure: the error because of which no further writer starts, or None lost: the error if another job owns the
-    run, or None closing: True if this trainer is disconnecting run: opens the run, and knows its owner memory: the
-    arenas of this rank; held: the snapshots in the memory of this node layouts, writes, acknowledgements: the layouts,
-    writes and acknowledgements of this rank's snapshots
+    client: the connection to the current writer, or to the last one; it is not replaced while `lock` is held
+    failure: the error because of which no further writer starts, or None
+    lost: the error if another job owns the run, or None
+    closing: True if this trainer is disconnecting
+    run: opens the run, and has its owner
+    memory: the arenas of this rank; held: the snapshots in the memory of this node
+    layouts, writes, acknowledgements: the layouts, writes and acknowledgements of this rank's snapshots
     """
 
     client: WriterClient

@@ -101,7 +101,7 @@ def _of_machine(proc: Path) -> MemoryRoom:
 
 
 def _of_cgroup(folder: Path) -> MemoryRoom | None:
-    """Return the memory left in a cgroup, or None without a limit. memory.high is a limit: the kernel throttles."""
+    """Return the memory left in a cgroup, or None without a limit. memory.high counts, because it throttles."""
     files = [folder / name for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     limit = min((found for file in files if (found := read_number(file)) is not None), default=NO_LIMIT)
     if limit >= NO_LIMIT:

@@ -355,8 +355,7 @@ class Closing:
         saver.last, saver.newest = None, common_step
 
     def _write_last(self, end: float, why: str) -> None:
-        """Write the newest step in memory to all tiers that lack it, nearest first. `why`: why the last step is
-        lost."""
+        """Write the newest step in memory to all tiers without it, nearest first. `why`: why the last step is lost."""
         saver, stepped = self._saver, self._run.stepped
         newest = saver.newest
         if (last := saver.last) is not None:
@@ -683,8 +682,7 @@ class EmergencySaver:
             return None
 
     def _follow_save(self, outcome: Outcome, save: Save, end: float) -> bool:
-        """Wait until a save is in all its tiers. Return False if it failed, for example if a rank had passed its
-        step."""
+        """Wait until a save is in all its tiers. Return False if it failed, for example if a rank was past it."""
         passed = dict[str, float]()
         try:
             passed[save.wait_staged(_left(end)).tier] = outcome.passed_s

@@ -176,8 +176,7 @@ class Ownership:
         )
 
     def tell_newer(self, term: int) -> None:
-        """Post that this rank has newer snapshots. Allow the release of older memory once all ranks have posted
-        this."""
+        """Post that this rank has newer snapshots. Allow the release of older memory once all have."""
 
         def note() -> None:
             if self.supervisor.owner.term == term:

@@ -213,8 +213,7 @@ class WriterClient:
             raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
 
     def greet(self, timeout_s: float, patient_s: float) -> tuple[LendReply, list[int]]:
-        """Become the trainer of this writer unless its own trainer lives, and return its memory. See
-        `ask_patiently`."""
+        """Become the trainer of this writer unless its own trainer lives. Return its memory. See `ask_patiently`."""
         hello, fds = self.ask_patiently(Lend(inherit=True), timeout_s, patient_s)
         self._process = self._found or Process.of(hello.pid)
         return hello, fds

@@ -1,38 +1,33 @@
-"""Chooses save intervals for `every="auto"`.
+"""Chooses save intervals for `every="auto"`, predicts lost time, and measures the training time that saving costs.
 
-    step durations (ckpt.core.writer.bookkeeper) -> Costs -> decide() -> Decision
+    step durations (ckpt.core.writer.bookkeeper) -> Meter -> SaveCost -> decide() -> Decision
         -> an order to all ranks (ckpt.core.run.save_plan) -> SavePlan
 
-- **Memory** is saved as often as a budget allows: every step, if a snapshot costs at most 1 % of its training time.
-  With very frequent faults it is saved more often, because repeating steps would cost more than snapshots.
-- **Durable tiers** use the formula of Young and Daly. Frequent saves cost more, and rare saves lose more at a fault.
-  The sum is lowest at about the square root of 2 x cost of a save x time between the faults for which the tier is
-  needed. Only faults that nearer tiers did not serve count, and if memory survives, these are few.
+**The choice** (`decide`). All functions are pure. A run without a history begins with `FIRST_MEMORY` and
+`FIRST_DURABLE` and measures the cost of saving, because both rules need steps without any save for comparison.
 
-Both need steps without any save for comparison. So a run without a history begins with `FIRST` and measures the cost of
-saving. All functions are pure.
+- Memory is saved as often as a budget allows: every step, if a snapshot costs at most 1 % of its training time.
+  With very frequent faults, memory is saved more often, because repeating steps would cost more than snapshots.
+- Durable tiers use the formula of Young and Daly. Frequent saves cost more, and rare saves lose more at a fault. The
+  sum is lowest if the interval is about the square root of 2 x cost of a save x time between the faults for which the
+  tier is needed. Faults that nearer tiers served do not count. If memory survives, few faults remain.
 
-Predicts the share of a job's time that is useful training, and the best save interval. It solves the equation of
+**The model** (`predict`) computes the share of a job's time that is useful training. It solves the equation of
 `ckpt.tools.observe.goodput.accounting` for any scale. `every="auto"`, `ckpt plan` and `ckpt doctor` use it.
+`ckpt.tools.observe.goodput.job_plan` estimates the costs of a whole job. Times are seconds, sizes bytes.
 
     effective = 1 - [perceive + restart + restore + recompute + saving, per fault] / time between faults
 
     Costs, of each tier -> predict() -> Forecast
 
-`ckpt.tools.observe.goodput.job_plan` estimates the costs of a whole job.
-
 Faults come at any moment, as a Poisson process, also during recovery. For one tier, the solution is exact (a renewal
-argument; Daly's complete model is the case of a save that blocks). With several tiers, the loss at the farther one is a
+argument; a save that blocks gives Daly's complete model). With several tiers, the loss at the farther tier is a
 first-order approximation. In 150,000 simulated faults, the predicted loss was within 0.4 %, even with faults as
 frequent as restarts. `tests/goodput/test_plan.py` simulates such jobs, step by step.
 
-All functions are pure. Times are seconds, sizes bytes, rates bytes a second.
-
-Measures the training time that saving costs, by comparing steps. Pure.
-
-A step during a snapshot copy is compared with steps without any, and a step during a checkpoint write with otherwise
-equal steps. Durations vary, so trimmed means over dozens of steps are compared. Without comparable steps the cost is
-unknown: if every step takes a snapshot, only the wait is known.
+**The measurement** (`Meter`) compares steps during a snapshot copy with steps without one, and steps during a
+checkpoint write with otherwise equal steps. Durations vary, so trimmed means over dozens of steps are compared. Without
+comparable steps, the cost is unknown: if every step takes a snapshot, only the wait is known.
 """
 
 from __future__ import annotations
@@ -49,16 +44,16 @@ from ckpt.errors import InvalidArgumentError, UsageError
 from ckpt.units import duration
 
 MEMORY = "memory"
-FIRST_MEMORY, FIRST_DURABLE = 4, 100  # steps, until costs are measured
+FIRST_MEMORY, FIRST_DURABLE = 4, 100  # intervals in steps, until costs are measured
 ANNOUNCED = ("signal", "preemption", "deadline")  # faults that let the training loop save its next step
-FIRST_S = 10.0  # between the durable saves that measure their cost
+FIRST_S = 10.0  # time between the durable saves that measure their cost
 FLEET_GPU_S = 54 * 86400 * 16384 / 419  # GPU seconds between interruptions: Llama 3, arXiv 2407.21783, section 3.3.4
-FURTHER = 10.0  # each farther tier is needed this much more rarely, until measured
-SAMPLES = 4  # saves of a durable tier that are enough to know its cost
+FURTHER = 10.0  # each farther tier is needed by this factor more rarely, until measured
+SAMPLES = 4  # number of saves after which the cost of a durable tier is known
 SNAPSHOTS = 12
-UNSURE = 2.0  # standard errors within which the present interval may be optimal
-SEVERAL = 2  # from this many faults on, a run's own time between faults counts
-SLACK = 1.2  # a round number of steps may be below a bound by this factor, because costs are estimates
+UNSURE = 2.0  # number of standard errors within which the present interval may be optimal
+SEVERAL = 2  # number of faults from which on a run's own time between faults counts
+SLACK = 1.2  # factor by which a round number of steps may be below a bound, because costs are estimates
 TIMED = 0.1  # tolerated deviation from a requested time
 CHANGE = 2.2  # minimum factor for a change of the interval: the total cost is flat around its minimum
 
@@ -67,10 +62,10 @@ CHANGE = 2.2  # minimum factor for a change of the interval: the total cost is f
 class Auto:
     """A save interval that everystep measures and adapts.
 
-    budget: the share of training time that snapshots may cost, unless faults cost more.
-    mtbf_s: seconds between faults, if known; default: estimated from this run.
+    budget: share of training time that snapshots may cost, unless faults cost more
+    mtbf_s: seconds between faults, if known; default: estimated from this run
     every_s: a fixed time between saves. Time outside steps, for example evaluations, does not count. All ranks save the
-        same steps, so the interval is a number of steps that follows the step duration.
+        same steps, so the time is converted into a number of steps, which follows the step duration
     """
 
     budget: float = 0.01
@@ -93,8 +88,7 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 def as_every(every: object) -> int | Auto:
     """Parse a save interval: a number of steps, a time, "auto" or an `Auto`. Raise InvalidArgumentError for all other
-    values.
-    """
+    values."""
     if every == "auto":
         return Auto()
     if isinstance(every, Auto):
@@ -110,15 +104,15 @@ def as_every(every: object) -> int | Auto:
 
 
 def is_auto(every: object) -> bool:
-    """Return True if everystep chooses the interval itself. A fixed time is only converted into steps."""
+    """Return True if everystep chooses the interval itself. Return False for a fixed time, which is only converted."""
     found = as_every(every)
     return isinstance(found, Auto) and found.every_s is None
 
 
 @dataclass(frozen=True, slots=True)
 class TierCadence:
-    """A tier whose interval is to be chosen. `every`: as configured; `now`: the present interval in steps; `remote`:
-    True for a bucket."""
+    """A tier whose interval is chosen. `every`: as configured. `now`: the present interval in steps. `remote`: True for
+    a bucket."""
 
     name: str
     every: int | Auto
@@ -128,8 +122,8 @@ class TierCadence:
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """The measured cost of a save to one tier. `save_s`: training time that it costs, `unsure_s`: its standard error;
-    `write_s`: until it is durable."""
+    """The measured cost of a save to one tier. `save_s`: training time that a save costs. `unsure_s`: standard error of
+    `save_s`. `write_s`: time until a save is durable."""
 
     save_s: float
     write_s: float
@@ -142,8 +136,8 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The known faults. `training_s`: training time so far; `deaths`: faults after which the training loop saved no
-    further step, so that only a snapshot helped; `served`: the number of restarts from each tier."""
+    """The known faults. `training_s`: training time so far. `deaths`: number of faults after which the training loop
+    saved no further step, so that only a snapshot helped. `served`: number of restarts from each tier."""
 
     training_s: float = 0.0
     interruptions: int = 0
@@ -170,16 +164,16 @@ def history(accounts: Sequence[Account]) -> History:
 
 
 def expected_mtbf(known: History, world: int, served: int, rank_of_place: int) -> float:
-    """Return the seconds between the faults for which a tier is needed. The fleet's figure counts as one fault, and
-    this run's faults are added. `served`: how many faults needed the tier or a farther one. If that number is unlikely
-    for the fleet's figure, the figure gets less weight."""
+    """Return the seconds between the faults for which a tier is needed. The figure of the fleet counts as one fault,
+    and this run's faults are added. `served`: number of faults that needed the tier or a farther one. The less likely
+    this number is by the fleet's figure, the less weight the figure gets."""
     prior = min(FLEET_GPU_S / max(1, world), DAY_S) * FURTHER**rank_of_place
     weight = 1.0 if served < SEVERAL else _at_least(served, known.training_s / prior)
     return max(weight * prior + known.training_s, 1.0) / (weight + served)
 
 
 def _at_least(count: int, expected: float) -> float:
-    """Return the Poisson probability of at least `count` faults if `expected` are expected."""
+    """Return the Poisson probability of at least `count` faults, given the expected number."""
     if expected <= 0:
         return 0.0 if count else 1.0
     fewer = math.fsum(math.exp(n * math.log(expected) - expected - math.lgamma(n + 1)) for n in range(min(count, 1000)))
@@ -195,8 +189,8 @@ def decide(
     world: int,
     held: Decision | None = None,
 ) -> Decision:
-    """Choose the intervals of the tiers, memory first. A tier without a known cost keeps its interval, or gets one that
-    measures the cost. `held`: the decision before, perhaps of an earlier job attempt."""
+    """Choose the intervals of the tiers, memory first. A tier whose cost is unknown keeps its interval, or gets an
+    interval that measures the cost. `held`: the previous decision, perhaps of an earlier job attempt."""
     sure = {place.name: cost for place in places if enough(place, cost := costs.get(place.name)) and cost is not None}
     decision = Decision(step, {}, {}, {name: cost.save_s for name, cost in sure.items()}, {}, step_s=step_s)
     durable = [place.name for place in places if place.name != MEMORY]
@@ -229,7 +223,7 @@ def decide(
 
 
 def _timed(now: int, every_s: float, step_s: float) -> tuple[int, str]:
-    """Return the steps in this time, to two digits. The present interval stays if it is within a tenth."""
+    """Return the number of steps in this time, to two digits. Keep the present interval if it is within a tenth."""
     steps = max(1.0, every_s / max(step_s, 1e-6))
     if abs(now - steps) > TIMED * steps:
         now = max(1, int(float(f"{steps:.2g}")))
@@ -237,14 +231,14 @@ def _timed(now: int, every_s: float, step_s: float) -> tuple[int, str]:
 
 
 def _as_long(every: int, then_s: float, now_s: float) -> int:
-    """Return the steps that last as long as these did before the step duration changed."""
+    """Return the number of steps that lasts as long as `every` steps lasted at the previous step duration."""
     if then_s <= 0 or 0.5 < now_s / then_s < 2:
         return every
     return max(1, nice_steps(every * then_s, now_s))
 
 
 def enough(place: TierCadence, cost: SaveCost | None) -> bool:
-    """Return True if the cost of a save there is known."""
+    """Return True if the cost of a save to this tier is known."""
     return cost is not None and cost.samples >= (SNAPSHOTS if place.name == MEMORY else SAMPLES)
 
 
@@ -265,14 +259,14 @@ def _memory(place: TierCadence, auto: Auto, step_s: float, cost: SaveCost | None
 
 
 def _mtbf_of_snapshots(auto: Auto, known: History, world: int) -> float:
-    """Return the seconds between faults after which only a snapshot helps; infinite if unknown."""
+    """Return the seconds between faults after which only a snapshot helps; infinite if this is unknown."""
     if auto.mtbf_s is not None:
         return auto.mtbf_s
     return expected_mtbf(known, world, known.deaths, 0) if known.deaths >= SEVERAL else math.inf
 
 
 def _against_faults(save_s: float, mtbf_s: float, step_s: float) -> float:
-    """Return the steps between snapshots by Young and Daly, rounded down, where the total cost grows more slowly."""
+    """Return the steps between snapshots by Young and Daly. Round down, where the total cost grows more slowly."""
     best_s = best_interval(max(save_s, 1e-4), mtbf_s)
     return max(1, nice_steps(best_s / math.sqrt(2), step_s)) if best_s < math.inf else math.inf
 
@@ -319,7 +313,7 @@ def differs(decision: Decision, places: Sequence[TierCadence]) -> bool:
 
 
 def lines(decision: Decision) -> list[str]:
-    """Return the decision as text, one line per tier."""
+    """Return the decision as text, with one line for each tier."""
     return [
         f"{name}: every {every} step{'s' * (every != 1)}"
         + (f" ({decision.why[name]})" if decision.why.get(name) else "")
@@ -330,18 +324,18 @@ def lines(decision: Decision) -> list[str]:
 # -- the model of lost time --
 
 
-MOST_S = 1e12  # seconds: more is a typing error
+MOST_S = 1e12  # seconds; a larger value is a typing error
 DAY_S = 86400.0
-BUSY = 2.0  # writes may take half of the time of a folder
-BUSY_FAR, LEAST_FAR_S = 10.0, 60.0  # but a tenth of the time of a shared tier, and at most one write a minute
-THICK = 0.1  # of the time between faults: a longer interval loses so much that a shared tier may be busier
+BUSY = 2.0  # writes may take at most half of the time of a folder
+BUSY_FAR, LEAST_FAR_S = 10.0, 60.0  # limits for a shared tier: a tenth of its time, and one write a minute
+THICK = 0.1  # share of the time between faults; above it, an interval loses so much that a shared tier may be busier
 
 
 @dataclass(frozen=True, slots=True)
 class TierCost:
     """A tier that is saved to. `cost_s`: training time that one save costs. `every_s`: seconds of training between
-    saves, infinite for never. `restore_s`: duration of a restore from it. `write_s`: from the end of the saved step
-    until the save is durable there. `served`: the share of faults after which this tier is restored from."""
+    saves, infinite for never. `restore_s`: duration of a restore from it. `write_s`: time from the end of the saved
+    step until the save is durable. `served`: share of faults after which this tier is restored from."""
 
     name: str
     cost_s: float
@@ -353,9 +347,9 @@ class TierCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of faults and saves. `perceive_s`: from a fault to its detection, on average. `restart_s`: from there
-    to the call of restore(). `tiers`: nearest first. A farther one serves the faults that nearer ones do not
-    survive."""
+    """The costs of faults and saves. `perceive_s`: mean time from a fault to its detection. `restart_s`: time from the
+    detection to the call of restore(). `tiers`: nearest first. A farther tier serves the faults that nearer tiers do
+    not survive."""
 
     perceive_s: float
     restart_s: float
@@ -364,7 +358,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """The forecast for a tier. `recompute_s`: training lost to a fault that it serves."""
+    """The forecast for a tier. `recompute_s`: training that is lost to a fault that the tier serves."""
 
     name: str
     served: float
@@ -375,8 +369,8 @@ class TierShare:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds per fault, and `effective`, the share of wall-clock time spent on training that is never repeated.
-    `wall_s`: wall-clock time between faults, including those during recovery."""
+    """Seconds for each fault, and `effective`, the share of wall-clock time that is training and never repeated.
+    `wall_s`: wall-clock time between faults, where faults during recovery count too."""
 
     mtbf_s: float
     wall_s: float
@@ -400,7 +394,7 @@ class Forecast:
 
 def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast:
     """Return the forecast for these costs. Raise UsageError if a value is impossible. `mtbf_s`: mean time between
-    faults. `recovering`: if True, faults also occur during recovery, which then starts again."""
+    faults. `recovering`: True if faults also occur during recovery, which then starts again."""
     _check(costs, mtbf_s)
     rate = 1.0 / mtbf_s
     used = [tier for tier in costs.tiers if tier.served > 0]
@@ -409,14 +403,14 @@ def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast
     visits = _visits(used, costs, again)
     total = sum(visits)
     stages = [0.0, 0.0, 0.0]
-    ends = [0.0] * len(used)  # how many recoveries end with this tier
+    ends = [0.0] * len(used)  # number of recoveries that end with this tier
     for i, (tier, count) in enumerate(zip(used, visits, strict=True)):
         past = 0.0
         for number, lasting in enumerate((costs.perceive_s, costs.restart_s, tier.restore_s)):
             stages[number] += count * _within(past, lasting, again)
             past += lasting
         ends[i] = count * math.exp(-again * past)
-    # Until the next fault. A save follows the steps that it saves, so half a save more is training.
+    # The time until the next fault. A save follows the steps that it saves, so half a save more is training.
     extra = sum(end * tier.cost_s / 2 for end, tier in zip(ends, used, strict=True))
     work = min(mtbf_s, (mtbf_s + extra) / (1 + slowing))
     lost = [_lost(tier, rate * sum(ends[i:]), slowing) for i, tier in enumerate(used)]
@@ -430,8 +424,8 @@ def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast
 
 
 def _visits(used: Sequence[TierCost], costs: Costs, rate: float) -> list[float]:
-    """Return how many recoveries from each tier start, for each series of faults without training between them. The
-    farthest tier that any fault of the series needs is used."""
+    """Return the number of recoveries that start from each tier, in a series of faults without training between them.
+    A recovery uses the farthest tier that any fault of the series needs."""
     found, nearer, began = [], 0.0, 0.0
     for tier in used:
         lasting = costs.perceive_s + costs.restart_s + tier.restore_s
@@ -444,21 +438,21 @@ def _visits(used: Sequence[TierCost], costs: Costs, rate: float) -> list[float]:
 
 
 def _within(past: float, lasting: float, rate: float) -> float:
-    """Return the mean duration of a stage that starts after `past` seconds, if a fault ends it."""
+    """Return the mean duration of a stage that starts after `past` seconds, if faults may end it early."""
     return lasting if not rate else -math.exp(-rate * past) * math.expm1(-rate * lasting) / rate
 
 
 def _lost(tier: TierCost, rate: float, slowing: float) -> float:
-    """Return the training lost to a fault: everything since the newest durable step of this tier. `rate`: of the faults
-    that need this tier. In the mean time between such faults, 1 / rate, every interval that ends and becomes durable
-    before a fault adds `every_s` of training."""
+    """Return the training lost to a fault: everything since the newest durable step of this tier. `rate`: rate of the
+    faults that need this tier. In the mean time between such faults, 1 / rate, every interval that ends and becomes
+    durable before a fault adds `every_s` of training."""
     if rate <= 0:
         return 0.0
     done = (1 / rate + tier.cost_s / 2) / (1 + slowing)
     if math.isinf(tier.every_s):
         return done
     lap, behind = tier.every_s * (1 + slowing) * rate, tier.write_s - tier.cost_s
-    if max(lap, rate * abs(behind)) < 1e-6:  # the limit of the formula below, which subtracts two huge numbers
+    if max(lap, rate * abs(behind)) < 1e-6:  # limit of the formula below, which subtracts two huge numbers
         return max(0.0, (tier.cost_s / 2 + behind) / (1 + slowing) + tier.every_s / 2)
     late = math.exp(-min(600.0, max(-50.0, rate * behind)))
     return max(0.0, done - (tier.every_s * late / math.expm1(lap) if lap < 600 else 0.0))
@@ -475,7 +469,7 @@ def _check(costs: Costs, mtbf_s: float) -> None:
 
 
 def positive(name: str, value: object, *, zero: bool = False, most: float = MOST_S) -> float:
-    """Return the number as a float. Raise UsageError if it is not a number in range."""
+    """Return a number as a float. Raise UsageError if it is not a number in the range."""
     right = type(value) is int or (isinstance(value, float) and math.isfinite(value))
     if not right or not (0 if zero else 1e-9) <= value <= most:  # type: ignore[operator]
         raise UsageError(f"{name} is {value!r}: must be a number {'from' if zero else 'above'} 0, to {most:g}")
@@ -490,8 +484,8 @@ def best_interval(cost_s: float, mtbf_s: float) -> float:
 
     `cost_s`: training time that a save costs. `mtbf_s`: seconds between the faults for which this save is needed.
 
-    Young's square root of 2 x cost x MTBF for small costs, Daly's higher order for others. Infinite if either value is.
-    Raises UsageError if one is negative or not a number.
+    Small costs use Young's square root of 2 x cost x MTBF, others Daly's higher order. Return infinity if a value is
+    infinite. Raise UsageError if a value is negative or not a number.
     """
     for name, value in (("cost_s", cost_s), ("mtbf_s", mtbf_s)):
         if not value >= 0:
@@ -506,7 +500,7 @@ def best_interval(cost_s: float, mtbf_s: float) -> float:
 
 
 def least_interval(write_s: float, mtbf_s: float = math.inf, *, shared: bool = False) -> float:
-    """Return the minimum seconds between saves to a durable tier, so that it is not busy all the time."""
+    """Return the minimum seconds between saves to a durable tier, so that the tier is not busy all the time."""
     gentle = max(BUSY_FAR * write_s, LEAST_FAR_S)
     return gentle if shared and gentle <= THICK * mtbf_s else BUSY * write_s
 
@@ -526,34 +520,34 @@ def nice_steps(interval_s: float, step_s: float) -> int:
 
 
 def steps_apart(interval_s: float, least_s: float, step_s: float, slack: float = 1.0) -> int:
-    """Return `nice_steps` for at least `least_s`. An interval shorter by the factor `slack` is accepted."""
+    """Return `nice_steps` of at least `least_s`. Accept an interval that is shorter by at most the factor `slack`."""
     steps = nice_steps(max(interval_s, least_s), step_s)
     if not steps or steps * step_s * (1 + 1e-9) >= least_s / slack:
         return steps
-    return nice_steps(2 * least_s, step_s)  # the next one, because the nearest was too short
+    return nice_steps(2 * least_s, step_s)  # the next larger number, because the nearest was too short
 
 
 # -- the measured cost of saves --
 
 
-STEPS, SAVES = 128, 16  # remembered values of each kind
+STEPS, SAVES = 128, 16  # number of remembered values of each kind
 STALE = 512  # steps after which a value is outdated, because trainings change
-ANEW = 8  # steps after which a mean is computed again
-ENOUGH = 4  # values needed for a mean
-MANY = 10  # from this many values on, the extremes are left out; with fewer, the median is used
-TRIM = 0.1  # the share of values left out of a mean at each end
+ANEW = 8  # number of steps after which a mean is computed again
+ENOUGH = 4  # minimum number of values for a mean
+MANY = 10  # minimum number of values to leave out the extremes; fewer values use the median
+TRIM = 0.1  # share of values that a mean leaves out at each end
 LEAST = 0.1  # minimum share of a save's duration that counts as its cost
-FAR = 3.0  # if a step took longer than this many times the maximum effect of saving, something else slowed it
+FAR = 3.0  # a slowdown of more than this multiple of the maximum effect of saving has another cause
 
-Kind = tuple[bool, tuple[str, ...]]  # of a step: True if a snapshot was taken, and the tiers that were written to
+Kind = tuple[bool, tuple[str, ...]]  # a kind of step: True if it had a snapshot, and the tiers written to
 
 
 class Meter:
-    """Measures one job attempt. Call it for each step in order, and at the end of each save."""
+    """Measures the cost of saving in one job attempt. Call it for each step in order, and at the end of each save."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._known: dict[Kind, tuple[int, float | None]] = {}  # durations of steps, and since when
+        self._known: dict[Kind, tuple[int, float | None]] = {}  # mean durations, and the step number of each
         self._steps: dict[Kind, deque[tuple[int, float]]] = {}
         self._copied: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=STEPS)  # steps with a snapshot
         self._stalls: deque[float] = deque(maxlen=STEPS)
@@ -565,10 +559,10 @@ class Meter:
     def step(
         self, seconds: float, stalled: float, snapshot: bool, writing: Iterable[str], beside_s: float = math.inf
     ) -> float:
-        """Record a step. Return how much longer it took than a step without saves, without the wait; 0 if unknown.
+        """Record a step. Return its extra time over a step without saves, not counting the wait; 0 if it is unknown.
 
-        `beside_s`: the time during which something was written. Saving cannot slow a step by more than that, and a copy
-            cannot slow it by more than one step. A much longer step, for example with an evaluation, had other reasons.
+        `beside_s`: time during which a write ran. A write cannot slow a step by more than this, and a copy cannot slow
+            it by more than one step. A much longer step had another cause, for example an evaluation.
         """
         beside = tuple(sorted(writing))
         quiet, alike = self.quiet_s, self._usual((snapshot, ()))
@@ -589,8 +583,8 @@ class Meter:
         return _bounded(seconds - alike, beside_s) if beside and alike is not None else 0.0
 
     def saved(self, name: str, lasted_s: float | None) -> None:
-        """Record the end of a save to a tier, `lasted_s` after it was ordered; None if it failed. Its steps must have
-        been recorded before."""
+        """Record the end of a save to a tier. `lasted_s`: seconds since the save was ordered; None if it failed. Record
+        the steps of the save first."""
         taken = self._open.pop(name, None)
         if lasted_s is None:
             return
@@ -609,7 +603,7 @@ class Meter:
         return self._usual((False, ()))
 
     def _usual(self, kind: Kind) -> float | None:
-        """Return the mean duration of such a step."""
+        """Return the mean duration of steps of this kind, or None if too few are known."""
         known = self._known.get(kind)
         if known is None or self._number >= known[0] + ANEW:
             steps = self._steps.get(kind, ())
@@ -619,7 +613,7 @@ class Meter:
 
     @property
     def snapshot_s(self) -> float | None:
-        """Return the training time that a snapshot costs, at least the wait."""
+        """Return the training time that a snapshot costs, which is at least the wait."""
         waited, more = _mean(self._stalls), self._more()
         return None if waited is None or len(more) < ENOUGH else max(waited, middle(more))
 
@@ -630,19 +624,19 @@ class Meter:
         return math.hypot(*(statistics.stdev(one) / len(one) ** 0.5 for one in (more, plain) if len(one) > 1))
 
     def _more(self) -> list[float]:
-        """Return the extra time of steps with a snapshot, compared with steps without one and with the same writes."""
+        """Return the extra time of each step with a snapshot, compared with steps without one but with equal writes."""
         base = {beside: self._usual((False, beside)) for beside in {beside for _, beside in self._copied}}
         return [seconds - known for seconds, beside in self._copied if (known := base.get(beside)) is not None]
 
     @property
     def snapshots(self) -> int:
-        """Return the number of snapshots in that measurement."""
+        """Return the number of snapshots in the measurement of `snapshot_s`."""
         return len(self._copied)
 
     def save_s(self, name: str) -> float | None:
-        """Return the training time that a checkpoint in that tier costs, without its snapshot. It is at least a share
-        of the save's duration, because an apparent cost of zero would mean to save all the time. If every step has a
-        write during it, that share is all that is known."""
+        """Return the training time that a checkpoint in a tier costs, without its snapshot. This is at least a share of
+        the save's duration, because an apparent cost of zero would mean to save all the time. If a write runs during
+        every step, only this share is known."""
         least, taken = LEAST * self.write_s(name), self._taken.get(name, ())
         if taken:
             return max(middle(taken), least)
@@ -654,7 +648,7 @@ class Meter:
         return statistics.stdev(taken) / len(taken) ** 0.5 if len(taken) > 1 else 0.0
 
     def write_s(self, name: str) -> float:
-        """Return the time until a save is durable."""
+        """Return the median time until a save is durable."""
         lasted = self._lasted.get(name)
         return statistics.median(lasted) if lasted else 0.0
 
@@ -663,7 +657,7 @@ class Meter:
 
 
 def middle(values: Iterable[float]) -> float:
-    """Return the mean without the extremes, or the median of few values."""
+    """Return the mean without the extremes. For few values, return the median."""
     ordered = sorted(values)
     if len(ordered) < MANY:
         return statistics.median(ordered)

@@ -1,15 +1,15 @@
-"""The events of each job attempt with their times: `ledger/<term>.<nonce>.<rank>.json` in the run.
+"""The account of each job attempt: its events with their times, in `ledger/<term>.<nonce>.<rank>.json` of the run.
 
-There is one object per job attempt, kept by the writer of the rank that is responsible for a tier. A store cannot
-append, so the whole object is put again every few seconds and at every event. A kill loses only the events since. The
-object stays small however long the job runs, because neighbouring rows are merged (`append`).
+Each job attempt has one object in each tier. The writer of the rank that is responsible for the tier keeps it. A store
+cannot append, so the writer puts the whole object again every few seconds and at every event. If it is killed, only the
+events since the last put are lost. The object stays small however long the job runs, because `append` merges rows.
 
     born -> opening -> opened -> restores, rows of steps, saves, faults -> end
 
-All times are seconds of the machine's monotonic clock, which never jumps and which all its processes share. `boot`
-identifies the machine and its boot, and `anchor` is the same moment by both clocks.
-`ckpt.tools.observe.goodput.accounting` computes goodput from the accounts of all job attempts, and
-`ckpt.core.writer.bookkeeper` writes them.
+All times are seconds of the machine's monotonic clock, which never jumps and is the same in all processes. `boot`
+identifies the machine and its boot, and `anchor` has one moment by the wall clock and by the monotonic clock.
+`ckpt.core.writer.bookkeeper` writes the accounts. `ckpt.tools.observe.goodput.accounting` computes goodput from the
+accounts of all job attempts.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from ckpt.errors import CorruptError, FormatError
 VERSION = 1
 PREFIX = "ledger/"
 MAX_SIZE = 4 << 20
-FINE_ROWS = 64  # the first rows after each start are not merged, to find recomputed steps
+FINE_ROWS = 64  # number of rows after each start that are not merged, so that recomputed steps can be found
 MOST_ROWS = 600
 MOST_LANDED = 256
-TOGETHER_S = 45.0  # faults this close to the one before belong to one incident: 30 s of grace, and more
-MOST_EVENTS = 256  # restores, faults and decisions kept of each kind: the first half, and the last
+TOGETHER_S = 45.0  # faults at most this far apart belong to one incident, because the grace period may be 30 s
+MOST_EVENTS = 256  # restores, faults and decisions kept of each kind: the first half, and the last half
 _NAME = re.compile(r"ledger/(\d+\.[0-9a-z]+)\.(\d+)\.json")
 T = TypeVar("T")
-Moment = Annotated[float, Meta(gt=-1e11, lt=1e11)]  # in seconds; numbers beyond that are invalid
+Moment = Annotated[float, Meta(gt=-1e11, lt=1e11)]  # time in seconds; larger numbers are invalid
 StepNumber = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 
 
 @dataclass(slots=True)
 class StepRow:
-    """Consecutive steps. All fields are sums over them, except `at` and `step`, which belong to the last one.
+    """Consecutive steps. `at` and `step` belong to the last step. All other fields are sums over the steps.
 
-    `at`: when it ended. `seconds`: since the end of the step or restore before, without pauses. `stalled`: of these,
-    the time that the training loop waited for saving. `slowed`: of these, the extra time compared with steps without
-    saves, without the wait (an estimate; in single rows it may be negative). `quiet`: steps without any save during
-    them. `paused`: time in `Checkpointer.not_training()`. `saves`, `skipped`: snapshots taken and skipped.
+    `at`: time when the step ended. `seconds`: time since the end of the previous step or restore, without pauses.
+    `stalled`: part of `seconds` in which the training loop waited for saving. `slowed`: part of `seconds` by which the
+    steps took longer than steps without saves, without the wait (an estimate; it may be negative in single rows).
+    `quiet`: number of steps during which no save ran. `paused`: time in `Checkpointer.not_training()`. `saves`,
+    `skipped`: number of snapshots taken and skipped.
     """
 
     at: Moment
@@ -74,9 +75,9 @@ _SUMS = _COLUMNS[2:]
 class Restore:
     """A call of restore().
 
-    `step`: None if there was nothing to restore. `source`: "memory" or the URL of the tier. `checkpoint`: the restored
-    checkpoint id, "" for none. `term`: the term that it opened. `repaired`: chunks that came from another tier.
-    `passed_over`: newer checkpoints that could not be used, and `why` the first of them could not.
+    `step`: None if nothing was restored. `source`: "memory" or the URL of the tier. `checkpoint`: restored checkpoint
+    id, "" for none. `term`: the term that the restore opened. `repaired`: number of chunks that came from another tier.
+    `passed_over`: number of newer checkpoints that could not be used. `why`: reason for the first of them.
     """
 
     at: Moment
@@ -92,8 +93,8 @@ class Restore:
 
 @dataclass(slots=True)
 class SaveTotals:
-    """The totals of a durable tier. `seconds`: from the order to write until the commit; `nbytes`: of the states;
-    `stored`: bytes that were written for them."""
+    """The totals of a durable tier. `seconds`: sum of the times from the order to write until the commit. `nbytes`:
+    bytes of the states. `stored`: bytes that were written for them."""
 
     count: int = 0
     failed: int = 0
@@ -103,7 +104,7 @@ class SaveTotals:
     stored: int = 0
 
     def plus(self, other: SaveTotals | None) -> SaveTotals:
-        """Return the sum of both."""
+        """Return the sum of these totals and `other`."""
         if other is None:
             return self
         found = SaveTotals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(SaveTotals)))
@@ -113,8 +114,8 @@ class SaveTotals:
 
 @dataclass(slots=True)
 class LandedSave:
-    """A save that was ordered for a durable tier. `at`: when it was committed or failed; `seconds`: since the order;
-    `behind`: steps trained since; `nbytes`, `stored`: as in `SaveTotals`."""
+    """A save that was ordered for a durable tier. `at`: time when it was committed or failed. `seconds`: time since the
+    order. `behind`: number of steps trained since its step. `nbytes`, `stored`: as in `SaveTotals`."""
 
     url: str
     at: float
@@ -131,8 +132,8 @@ _OF_LANDED = tuple(f.name for f in fields(LandedSave))
 
 @dataclass(slots=True)
 class SeenFault:
-    """A fault, or a request to save. `at`: when it was noticed; `by`: "fault handler", in the training process, or
-    "writer"; `ends`: True if it ended the job attempt."""
+    """A fault, or a request to save. `at`: time of detection. `by`: "fault handler" (in the trainer) or "writer".
+    `ends`: True if it ended the job attempt."""
 
     at: Moment
     kind: str
@@ -143,16 +144,16 @@ class SeenFault:
     by: str = ""
 
     def last_thing(self, beat: float) -> bool:
-        """Return True if no step ended after it and it may have ended the job attempt; `beat`: the end of the last
-        step. This includes a hang without an order to exit, which a user or another program ended. If it was noticed
-        before the last step, it was survived."""
+        """Return True if the fault may have ended the job attempt, and no step ended after it. `beat`: end of the last
+        step. A hang without an order to exit counts, because a user or another program may have ended it. The trainer
+        has survived a fault that was detected before its last step."""
         return self.at > beat if self.kind == "hang" else self.ends and self.at >= beat
 
 
 @dataclass(slots=True)
 class End:
     """The end of a job attempt. `how`: "closed" (by the user), "left" (by an exception, or without the other ranks) or
-    "died"; `at`: when that was noticed; `gone`: when the process ended, or closing ended."""
+    "died". `at`: time of detection. `gone`: time when the process or its closing ended."""
 
     how: str
     at: Moment
@@ -161,9 +162,9 @@ class End:
 
 @dataclass(slots=True)
 class Decision:
-    """The save intervals from a step on. `every`: steps by tier ("memory" or a URL), 0 for never; `why`: the reasons as
-    text. `costs`: seconds of training that a save costs; `mtbf_s`: the assumed time between faults; `step_s`: the
-    duration of a step then."""
+    """The save intervals from a step on. `every`: steps by tier ("memory" or a URL), 0 for never. `why`: the reasons as
+    text. `costs`: seconds of training that a save costs. `mtbf_s`: the assumed time between faults. `step_s`: duration
+    of a step at the time of the decision."""
 
     step: int
     every: dict[str, int]
@@ -178,18 +179,18 @@ class Decision:
 class Account:
     """The record of one job attempt.
 
-    epoch: "<term>.<nonce>" of the first term that it opened.
-    url, inode: of the nearest tier, and of the file that identifies it as a run, to recognize a copy; 0 in object
-        stores.
-    anchor: the same moment by the wall clock and by the monotonic clock.
-    namespace: of process ids, on that machine.
-    born, opening, opened: when the process started, and when its Checkpointer began and was ready.
-    kept: when this object was last updated.
-    step, beat: the last step that ended, and when (-1, 0).
-    calls: number of calls of step().
-    stalls: number of saves by the time that training waited, by `stall_bucket`.
-    landed: saves of each tier, thinned out if there are many.
-    versions: of programs. Accounts of old versions have none of the last ones.
+    term: "<term>.<nonce>" of the first term that the job attempt opened
+    url, inode: URL of the nearest tier, and inode of the file that identifies it as a run, which shows if the run was
+        copied; 0 in object stores
+    anchor: one moment by the wall clock and by the monotonic clock
+    namespace: PID namespace of the trainer on its machine
+    born, opening, opened: times when the process started, when its Checkpointer began, and when it was ready
+    kept: time when this object was last updated
+    step, beat: the last step that ended, and the time of its end (-1 and 0 if none)
+    calls: number of calls of step()
+    stalls: number of saves by the time that training waited, see `stall_bucket`
+    landed: saves to each tier, thinned out if there are many
+    versions: versions of programs; accounts of old versions lack the last ones
     """
 
     term: str
@@ -221,28 +222,28 @@ class Account:
 
     @property
     def key(self) -> str:
-        """Return its key in a store."""
+        """Return the key of this account in a store."""
         return f"{PREFIX}{self.term}.{self.rank}.json"
 
     @property
     def number(self) -> int:
-        """Return its term. Job attempts of a run are ordered by it."""
+        """Return the term as a number. The job attempts of a run are ordered by this number."""
         return int(self.term.partition(".")[0])
 
     @property
     def failed(self) -> bool:
-        """Return True if it ended in an interruption: it died, or left, or was closed after a fault without a further
-        step, for example after a hang that a user ended. Return False as long as its end is unknown."""
+        """Return True if the job attempt ended in an interruption: it died, or left, or was closed after a fault
+        without a further step, for example after a hang that a user ended. Return False while the end is unknown."""
         if self.end is None:
             return False
         return self.end.how != "closed" or any(seen.last_thing(self.beat) for seen in self.faults)
 
     def of(self, term: str) -> bool:
-        """Return True if it opened this term, at its start or by a restore."""
+        """Return True if the job attempt opened this term, at its start or by a restore."""
         return term == self.term or any(restore.term == term for restore in self.restores)
 
     def wall(self, at: float) -> float:
-        """Return a moment in this account as seconds since 1970."""
+        """Convert a time in this account to seconds since 1970."""
         return self.anchor[0] + at - self.anchor[1]
 
     def to_bytes(self) -> bytes:
@@ -253,7 +254,7 @@ class Account:
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview) -> Account:
-        """Decode an account. Raise CorruptError if it is invalid, FormatError if a newer version wrote it."""
+        """Decode an account. Raise CorruptError if it is invalid, and FormatError if a newer version wrote it."""
         try:
             data = decoded(raw)
             if data.pop("version") > VERSION:
@@ -274,12 +275,12 @@ def _in_lines(columns: dict[str, list[Any]], names: Sequence[str]) -> list[dict[
 
 
 def is_account(key: str) -> bool:
-    """Return True if an object of this name is an account."""
+    """Return True if a key has the form of an account's key."""
     return _NAME.fullmatch(key) is not None
 
 
 def append(rows: list[StepRow], row: StepRow, fine: int = FINE_ROWS) -> None:
-    """Add a row. If there are too many, merge pairs, except the first `fine` rows and except across a rollback."""
+    """Add a row. If there are too many rows, merge pairs, but not the first `fine` rows, and not across a rollback."""
     rows.append(row)
     if len(rows) <= MOST_ROWS:
         return
@@ -296,8 +297,8 @@ def stall_bucket(seconds: float) -> str:
 
 
 def thinned(landed: Sequence[LandedSave]) -> list[LandedSave]:
-    """Remove one save if there are too many: of the tier with the most saves, the one closest to its neighbours. The
-    kept saves are spread over all of the time, and include the first and the newest."""
+    """If there are too many saves, remove one: the save closest to its neighbours, in the tier with the most saves. The
+    kept saves are spread over the whole time, and include the first and the newest."""
     kept = list(landed)
     if len(kept) <= MOST_LANDED:
         return kept
@@ -311,13 +312,13 @@ def thinned(landed: Sequence[LandedSave]) -> list[LandedSave]:
 
 
 def bounded(events: Sequence[T]) -> list[T]:
-    """Return the first and the last events if there are too many."""
+    """Return the events. If there are too many, return only the first and last half of the maximum."""
     half = MOST_EVENTS // 2
     return list(events) if len(events) <= MOST_EVENTS else [*events[:half], *events[-half:]]
 
 
 def term_of(checkpoint: str) -> str:
-    """Return the term of a checkpoint id as accounts write it, `<term>.<nonce>`; "" for an empty id."""
+    """Return the term of a checkpoint id in the form of accounts, `<term>.<nonce>`; "" for an empty id."""
     return checkpoint.partition(".")[2].replace("-", ".")
 
 

@@ -1,18 +1,19 @@
-"""Reads ranges of data files as chunks: read, verify, decode and deliver, a few batches at a time.
+"""Reads files of checkpoints, and decides if a file that cannot be read is lost; reads chunks of data files.
 
-    plan_reads   table, chunks -> batches: neighbouring ranges together, and each chunk with its base
-    fetch        batches -> bytes, each verified before delivery
+All reads of indexes, manifests and data files use `get`, `head` or `listing`, which raise one of these errors:
 
-Distinguishes lost files from files that cannot be read at the moment. All reads of indexes, manifests and data files
-use `get`, `head` or `listing`, which raise one of these errors:
-
-    TruncatedError   the file is shorter than it must be: damage
+    TruncatedError   the file is shorter than it must be, which is damage
     NotFoundError    the file is lost: it stayed absent for WINDOW_S, while its run and its folder could be listed
-    UnreadableError  nothing is known about the bytes (`is_unreadable`): the caller must not treat them as lost
+    UnreadableError  nothing is known about the bytes (`is_unreadable`), so the caller must not treat them as lost
 
 A mount that is away for a moment, a stale NFS handle, a process without free descriptors or a proxy that returns 400 or
-404 look like loss to a single request. So each failure is retried for WINDOW_S. The reads of a store share that time,
-because a store that is down would otherwise cost it once per file.
+404 looks like loss to a single request, so each failure is retried for WINDOW_S. All reads of a store share this time,
+because otherwise a store that is down would cost it once for every file.
+
+Chunks are read, verified, decoded and delivered, a few batches at a time:
+
+    plan_reads   table, chunks -> batches, which join neighbouring ranges, and have each chunk together with its base
+    fetch        batches -> bytes, each verified before delivery
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from ckpt.store import PAGE, ObjectInfo, Store
 
 T = TypeVar("T")
 
-WINDOW_S = 4.0  # how long failures are retried
-QUIET_S = 60.0  # after this time without a failure, the next one gets a new window
+WINDOW_S = 4.0  # time for which failures are retried
+QUIET_S = 60.0  # time without a failure, after which the next failure gets a new window
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 
 
@@ -57,17 +58,17 @@ async def get(
     into: memoryview | None = None,
     limit: int | None = None,
 ) -> memoryview:
-    """Read bytes of a file, see `Store.get`."""
+    """Read bytes of a file; see `Store.get`."""
     return await _steadily(store, key, partial(store.get, key, start=start, length=length, into=into, limit=limit))
 
 
 async def head(store: Store, key: str) -> ObjectInfo:
-    """Read the size of a file, see `Store.head`."""
+    """Read the size of a file; see `Store.head`."""
     return await _steadily(store, key, partial(store.head, key))
 
 
 async def listing(store: Store, prefix: str) -> list[ObjectInfo]:
-    """List files, see `Store.list`."""
+    """List files; see `Store.list`."""
 
     async def read() -> list[ObjectInfo]:
         return [info async for info in store.list(prefix)]
@@ -96,8 +97,8 @@ async def _steadily(store: Store, key: str, read: Callable[[], Awaitable[T]]) ->
 
 
 async def files(read: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that reads files outside any store in a thread, and retry for WINDOW_S while they cannot be read.
-    Then raise UnreadableError. The OSError of an absent file is raised unchanged."""
+    """Call a function that reads files outside any store, in a thread. While the files cannot be read, retry for
+    WINDOW_S, then raise UnreadableError. The OSError of an absent file is raised unchanged."""
     while True:
         try:
             return await asyncio.to_thread(read, *arguments)
@@ -112,13 +113,13 @@ async def files(read: Callable[..., T], *arguments: Any) -> T:
 
 
 class _Faults:
-    """Tracks the failures of a store."""
+    """Tracks the failures of a store, and limits retries."""
 
     def __init__(self) -> None:
         self._last = self._until = float("-inf")
 
     def left(self) -> float:
-        """Return for how many seconds a new failure may be retried."""
+        """Return the seconds for which a new failure may be retried."""
         now = time.monotonic()
         if now - self._last > QUIET_S:
             self._until = now + WINDOW_S
@@ -138,7 +139,7 @@ def _faults(store: Store) -> _Faults:
 
 
 async def _check_lost(store: Store, key: str, error: StoreError) -> None:
-    """Raise UnreadableError unless the store lists the folder of a file, and the file is not in it."""
+    """Raise UnreadableError unless the store lists the folder of a file, and the folder lacks the file."""
     try:
         folder = key[: key.rfind("/") + 1]
         if key in {info.key async for info in store.list(folder)}:
@@ -156,7 +157,7 @@ def _unreadable(store: Store, key: str, why: object) -> UnreadableError:
 
 
 async def _is_there(store: Store, key: str) -> bool:
-    """Return True if the run can be listed, and has the top folder of a file. Folders of checkpoints come and go."""
+    """Return True if the run can be listed and has the file's top folder. Folders of single checkpoints come and go."""
     folder, has_folder = key.rpartition("/")[0].partition("/")[0], getattr(store, "has_folder", None)
     for prefix in ("log/", ""):
         async for _ in store.list(prefix):
@@ -167,18 +168,18 @@ async def _is_there(store: Store, key: str) -> bool:
 # -- chunks --
 
 
-READ, FAR_READ = 8 << 20, 16 << 20  # maximum bytes of one read (a chunk is never split); the second for remote stores
-GAP = 64 << 10  # reading over a gap this small is cheaper than another read
+READ, FAR_READ = 8 << 20, 16 << 20  # maximum bytes of a read, which never splits a chunk, in local and in remote stores
+GAP = 64 << 10  # a smaller gap is read over, because this is cheaper than another read
 PARALLEL = 8
-SCRATCH = 10 << 20  # minimum bytes of memory for a batch: most need no more, and untouched memory costs nothing
+SCRATCH = 10 << 20  # minimum bytes of memory for a batch; most batches need no more, and untouched memory costs nothing
 ALIGNED = 64
 
 Sink = Callable[[int, memoryview], None]
-"""`sink(chunk, data)`: gets verified bytes of a chunk, by its number in the table. Called from several threads; the
-memory is reused after it returns."""
+"""Function `sink(chunk, data)`, which gets the verified bytes of a chunk, by its number in the table. It is called from
+several threads, and the memory is reused after it returns."""
 
 OnDamage = Callable[[Sequence[int], CorruptError | StoreError], None]
-"""`on_damage(chunks, error)`: gets the error of chunks that cannot be read here. Called from several threads."""
+"""Function `on_damage(chunks, error)`, which gets the error of unreadable chunks. It is called from several threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Chunks that are read and decoded together. `chunks`: the requested chunks; `reads`: also cover their bases."""
+    """Chunks that are read and decoded together. `chunks`: the requested chunks. `reads`: also include their bases."""
 
     reads: tuple[Read, ...]
     chunks: tuple[int, ...]
@@ -204,7 +205,7 @@ class Batch:
 
 
 def plan_reads(table: Table, chunks: Iterable[int], *, far: bool = False) -> list[Batch]:
-    """Return batches that cover the given chunks, in the order on disk. `far`: for a remote store."""
+    """Return batches that cover the given chunks, in their order on disk. `far`: True for a remote store."""
     most = FAR_READ if far else READ
     wanted = distinct(np.fromiter(chunks, np.int64))
     file, offset, based = table.file[wanted], table.offset[wanted], table.base[wanted] >= 0
@@ -225,7 +226,7 @@ def _batch(table: Table, file: int, start: int, end: int, chunks: tuple[int, ...
 
 
 def _apart(table: Table, columns: Sequence[I64], most: int) -> Iterator[Batch]:
-    """Yield the same groups as `near` for ranges that do not overlap, without a loop over them."""
+    """Yield the same groups as `near`, for ranges that do not overlap, without a loop over the ranges."""
     file, low, high, nbytes, chunks = columns
     total = starts_of(np.cumsum(nbytes))
     breaks = np.flatnonzero((np.diff(file) != 0) | (low[1:] > high[:-1] + GAP)) + 1
@@ -239,10 +240,10 @@ def _apart(table: Table, columns: Sequence[I64], most: int) -> Iterator[Batch]:
 
 
 def near(rows: Iterable[tuple[int, int, int, int, T]], most: int) -> Iterator[tuple[int, int, int, list[T]]]:
-    """Join ranges of data files with small gaps: yield (data file, start, end, items).
+    """Join ranges of data files that have small gaps. Yield (data file, start, end, items).
 
-    `rows`: (data file, start, end, decoded bytes, item), ascending. A joined range has at most `most` bytes, stored and
-        decoded.
+    `rows`: (data file, start, end, decoded bytes, item), ascending. A joined range has at most `most` stored bytes and
+        at most `most` decoded bytes.
     """
     group: list[T] = []
     now = start = end = plain = 0
@@ -259,14 +260,14 @@ def near(rows: Iterable[tuple[int, int, int, int, T]], most: int) -> Iterator[tu
 
 
 def closure(table: Table, chunks: Iterable[int]) -> list[int]:
-    """Return these chunks after their bases."""
+    """Return these chunks, and their bases before them."""
     wanted = dict.fromkeys(chunks)
     bases = {base: None for base in table.base[list(wanted)].tolist() if base >= 0}
     return [*bases, *(chunk for chunk in wanted if chunk not in bases)]
 
 
 def _with_bases(table: Table, group: list[int], most: int) -> Iterator[Read]:
-    """Yield the ranges of a group and its bases."""
+    """Yield the ranges of a group of chunks and their bases."""
     rows = sorted((int(table.file[b]), int(table.offset[b]), b) for b in closure(table, group) if table.stored[b])
     ranges = ((file, offset, offset + int(table.stored[chunk]), 0, chunk) for file, offset, chunk in rows)
     for file, start, end, chunks in near(ranges, most):
@@ -282,9 +283,9 @@ async def fetch(
     on_bytes: Callable[[int], None] | None = None,
     on_damage: OnDamage | None = None,
 ) -> None:
-    """Read, verify, decode and deliver chunks. The first damaged chunk raises CorruptError, before any of its bytes are
-    delivered. With `on_damage`, it is called for chunks that cannot be read, and reading continues. Memory in use:
-    PARALLEL batches."""
+    """Read, verify, decode and deliver chunks. The first damaged chunk raises CorruptError before its bytes are
+    delivered. With `on_damage`, call it for each chunk that cannot be read, and continue. PARALLEL batches are in
+    memory at a time."""
     queue, failed = iter(batches), False
 
     async def worker(pool: ThreadPoolExecutor) -> None:
@@ -309,7 +310,7 @@ async def fetch(
 
 
 async def _read(store: Store, batch: Batch, scratch: Scratch) -> list[memoryview | StoreError]:
-    """Return the bytes or the StoreError of each read."""
+    """Return the bytes of each read, or its StoreError."""
     room = zip(batch.reads, scratch.take(batch), strict=True)
     works = [get(store, read.file, start=read.start, length=read.length, into=view) for read, view in room]
     found: list[memoryview | StoreError] = []
@@ -321,13 +322,13 @@ async def _read(store: Store, batch: Batch, scratch: Scratch) -> list[memoryview
 
 
 class Scratch:
-    """Memory of one worker, reused for each batch, because fresh pages cost more than the work on them."""
+    """The memory of one worker. Each batch reuses it, because fresh pages cost more than the work on them."""
 
     def __init__(self) -> None:
         self._stored = self._plain = memoryview(b"")
 
     def take(self, batch: Batch) -> list[memoryview]:
-        """Return memory for each read, as `Store.get` needs it."""
+        """Return memory for each read, of the size that `Store.get` needs."""
         sizes = [pages(read.length) + 2 * PAGE for read in batch.reads]
         self._stored = _at_least(self._stored, sum(sizes))
         ends = list(itertools.accumulate(sizes))
@@ -381,9 +382,9 @@ def deliver(
     on_damage: OnDamage | None,
     places: Mapping[int, memoryview],
 ) -> None:
-    """Verify, decode and deliver chunks. `stored`: their bytes, and those of their bases. `lost`: errors of chunks that
-    could not be read. `places`: final memory of some chunks. These are decoded to it, or are there already, and are not
-    passed to the sink. `on_damage`: None raises CorruptError at the first damage."""
+    """Verify, decode and deliver chunks. `stored`: bytes of the chunks and of their bases. `lost`: errors of chunks
+    that could not be read. `places`: final memory of some chunks. These chunks are decoded into it, or are in it
+    already, and are not passed to the sink. `on_damage`: None raises CorruptError at the first damage."""
     wanted = set(chunks)
     rows = closure(table, chunks)
     codecs = dict(zip(rows, table.codec[rows].tolist(), strict=True))
@@ -419,7 +420,7 @@ def not_its_digest(table: Table, chunk: int) -> CorruptError:
 def _plain_of(
     table: Table, chunk: int, stored: memoryview, plain: Mapping[int, memoryview], room: memoryview | None
 ) -> memoryview:
-    """Return the plain bytes of a chunk. Raise CorruptError unless both digests match."""
+    """Return the plain bytes of a chunk. Raise CorruptError if a digest does not match."""
     if stored and chunk_digest(stored) != table.stored_digest[chunk].tobytes():
         raise not_its_digest(table, chunk)
     if room is None:

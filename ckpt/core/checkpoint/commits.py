@@ -1,14 +1,14 @@
 """Takes ownership of a run, commits and aborts checkpoints, and recovers unfinished ones after a crash.
 
-    create_run -> acquire -> recover -> commit_or_end, for each checkpoint, or abort
+    create_run -> acquire -> recover -> for each checkpoint: commit_or_end, or abort
 
-A checkpoint exists once its COMMIT record is durable. Before that, the verified manifests of every rank already form a
-consistent checkpoint, because all ranks use the same checkpoint id. So recovery commits complete checkpoints and aborts
-the others. A checkpoint that cannot be read at that moment stays open.
+A checkpoint exists once its COMMIT record is durable. Before that, the verified manifests of all ranks already form a
+consistent checkpoint, because all ranks use the same checkpoint id. So recovery commits complete checkpoints, and
+aborts incomplete ones. A checkpoint that cannot be read at that moment stays open.
 
 `commit` checks that the manifests fit together, that they cover all elements, and that all files exist. Then it stores
-the index. The record lands only if each file is the checkpoint's own, or used by a live checkpoint in the state before
-the record.
+the index. The record is appended only if, in the state before it, each file either belongs to this checkpoint or is
+used by a live checkpoint.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import Store, exists, get_small, open_store
 
-WHOLE_NEXT = "the next save will be whole"  # in the reason of an ABORT, where every rank's writer finds it
-LEFT_OUT = "was left out in"  # in the reason of an ABORT that is not a failure: the tier was too slow
+WHOLE_NEXT = "the next save will be whole"  # part of the reason in an ABORT, where the writers of all ranks find it
+LEFT_OUT = "was left out in"  # part of the reason in an ABORT for a tier that was too slow, which is not a failure
 
 
 def cannot_build_on(checkpoint: CheckpointId, base: str) -> SaveError:
-    """Return the error for a checkpoint whose base cannot be used. The next checkpoint must be full."""
+    """Return the error for a checkpoint whose base cannot be used. The next checkpoint must then be full."""
     return failed_by(f"step {checkpoint.step} builds on {base}: {WHOLE_NEXT}")
 
 
 def failed_by(reason: str) -> SaveError:
-    """Return the error with the reason of an ABORT."""
+    """Return the error for a checkpoint that was aborted for this reason."""
     error = (SkippedError if LEFT_OUT in reason else SaveError)(reason)
     error.next_is_full = WHOLE_NEXT in reason
     return error
@@ -90,14 +90,13 @@ def check_files(
     *,
     copied: bool = False,
 ) -> None:
-    """Raise SaveError unless each data file was written by this checkpoint, or is used by a live checkpoint.
+    """Raise SaveError unless each data file was written by this checkpoint or is used by a live checkpoint.
 
-    No PLAN deletes a data file that a live checkpoint uses. The COMMIT that follows this state keeps the file from then
-    on.
+    No PLAN deletes a data file that a live checkpoint uses. The COMMIT that follows this state then protects the file.
 
-    used: the files of live checkpoints, as far as they could be read.
-    copied: the data files were copied here with the checkpoint. Then it may also name files of checkpoints that have
-        not ended here, because no clean-up deletes these.
+    used: the files of live checkpoints, as far as they could be read
+    copied: True if the data files were copied to this store with the checkpoint. In that case, it may also use files of
+        checkpoints that have not ended in this store, because clean-up does not delete these
     """
     safe = set[str]().union(*(used[a] for a in used.keys() & state.commits.keys()))
     for key in sorted(files):
@@ -109,17 +108,17 @@ def check_files(
 
 
 def check_live(state: RunState, checkpoint: CheckpointId, needs: Iterable[CheckpointId]) -> None:
-    """Raise SaveError unless every checkpoint that a HELD one builds on is live in this state."""
+    """Raise SaveError unless every checkpoint that a HELD checkpoint builds on is live in this state."""
     for base in needs:
         if base not in state.commits:
             raise SaveError(f"step {checkpoint.step} builds on step {base.step}, which was retired")
 
 
 def check_trusted(manifests: Sequence[WrittenManifest], distrusted: CheckpointId | None) -> None:
-    """Raise SaveError if a rank built on a checkpoint that the committing writer had found damaged before.
+    """Raise SaveError if a rank built on a checkpoint that the committing writer had already found damaged.
 
-    Checkpoints in flight at that time are at most `distrusted`, and pass. So do emergency saves: no later save could
-    replace them, and the damage may be repaired.
+    Checkpoints that were in flight at that time are not above `distrusted`, and pass. Emergency saves pass too, because
+    no later save could replace them, and the damage may be repaired.
     """
     if any(one.manifest.reason != "due" for one in manifests):
         return
@@ -136,7 +135,7 @@ def vouches(state: RunState, base: WrittenManifest) -> bool:
 
 
 def check_needs(checkpoint: CheckpointId, needs: Collection[CheckpointId]) -> None:
-    """Raise SaveError if the sources could not be recorded."""
+    """Raise SaveError if the log could not record the checkpoints that this one builds on."""
     if len(needs) > MAX_NEEDS:
         raise SaveError(
             f"step {checkpoint.step} builds on {len(needs)} older checkpoints, which is too many: it must be full"
@@ -149,16 +148,16 @@ def check_needs(checkpoint: CheckpointId, needs: Collection[CheckpointId]) -> No
 
 
 def index_of(manifests: Sequence[WrittenManifest]) -> bytes:
-    """Return the index of these manifests. Raise SaveError if the ranks disagree about what they saved, or if tensors
-    that should be replicated differ between ranks.
+    """Return the index of these manifests. Raise SaveError if the ranks disagree about the saved state, or if
+    replicated tensors differ between ranks.
 
-    On a disk that only some nodes see, the manifests are those of some ranks. Then tensors may be incomplete.
+    On a disk that only some nodes see, only some ranks have manifests, so tensors may be incomplete.
     """
     ordered = sorted(manifests, key=lambda w: w.manifest.rank)
     shares = [Share(w.manifest.rank, w.manifest.world, w.manifest.layout, w.manifest.values, w.table) for w in ordered]
     try:
         index = build(shares, partial=not is_whole(manifests)).to_bytes()
-        # After the index: a tensor of another shape differs, too.
+        # After building the index, because tensors of different shapes differ too.
         differing = columns.differing((w.manifest.rank, w.manifest.replicas) for w in manifests)
     except CorruptError as error:
         raise SaveError(str(error)) from error
@@ -175,9 +174,9 @@ def is_whole(manifests: Sequence[WrittenManifest]) -> bool:
 # -- the guarantees of a store --
 
 
-PREFIX = "doctor-"  # prefix of all test objects
+PREFIX = "doctor-"  # name prefix of all test objects
 CREATE, READ, RANGES = "create if absent", "read after write", "ranges"
-START, LENGTH = 7, 13  # a range with neither the beginning nor the end of the object
+START, LENGTH = 7, 13  # a range without the beginning and the end of the object
 
 
 async def check_empty(store: Store) -> None:
@@ -198,7 +197,7 @@ async def check_empty(store: Store) -> None:
 
 
 async def try_out(store: Store) -> None:
-    """Test the guarantees. Raise StoreError with the store, the missing guarantee, and the observed behaviour."""
+    """Test the guarantees of a store. Raise StoreError with the store, the missing guarantee, and what was observed."""
     folder = f"{PREFIX}{int(time.time())}-{secrets.token_hex(4)}/"
     key = f"{folder}probe"
     first, second = secrets.token_hex(32).encode(), secrets.token_hex(32).encode()
@@ -225,7 +224,7 @@ async def try_out(store: Store) -> None:
 
 
 async def check_ranges(store: Store, key: str, whole: bytes) -> None:
-    """Raise StoreError unless a range of an object is read correctly."""
+    """Raise StoreError if a range of an object is not read correctly."""
     request = f"a request for {LENGTH} bytes of an object from byte {START}"
     try:
         got = bytes(await store.get(key, start=START, length=LENGTH))
@@ -258,18 +257,18 @@ def refused(store: Store, guarantee: str, did: str) -> StoreError:
 # -- own a run, commit, abort, recover --
 
 
-PROBES = 3  # a retry after a lost reply finds the same bytes and may report success, so one probe is not enough
+PROBES = 3  # number of attempts; a retry after a lost reply finds the same bytes and may report success
 
 
 async def create_run(store: Store) -> None:
     """Create FORMAT.json if it is missing, and check that the store supports create-if-absent and range reads.
 
-    Raise FormatError if the location has other files, StoreError if it cannot store a run. Then nothing is written.
+    Raise FormatError if the location has other files, and StoreError if it cannot store a run. Then write nothing.
     """
     try:
-        await get_small(store, "FORMAT.json", MAX_FORMAT)  # not only `exists`: a read raises the reason of a refusal
+        await get_small(store, "FORMAT.json", MAX_FORMAT)  # not `exists`, because a read raises the reason of a refusal
     except NotFoundError:
-        if (root := await infer_root(store)) is None:  # otherwise it was lost, and the log has the run id
+        if (root := await infer_root(store)) is None:  # otherwise FORMAT.json was lost, and the log has the run id
             await check_empty(store)
         if store.remote:
             await try_out(store)
@@ -280,7 +279,7 @@ async def create_run(store: Store) -> None:
     there = bytes(await get_small(store, "FORMAT.json", MAX_FORMAT))
     for _ in range(PROBES):
         try:
-            await store.put("FORMAT.json", there, create=True)  # the same bytes, so replacing them does no harm
+            await store.put("FORMAT.json", there, create=True)  # with the same bytes, so replacing them does no harm
         except ExistsError:
             break
     else:
@@ -310,15 +309,15 @@ async def acquire(
     floor: int = 0,
     check: Callable[[RunState], None] = lambda state: None,
 ) -> Acquire:
-    """Take ownership of the run. From then on, earlier owners are fenced.
+    """Take ownership of the run. This fences all earlier owners.
 
-    The new term exceeds every term in this log, and `floor`. With `restored`, the history continues from that
-    checkpoint. `check` raises if the newest state of the log forbids the change.
+    The new term is higher than every term in this log and than `floor`. With `restored`, the history continues from
+    that checkpoint. `check` raises an error if the newest state of the log forbids the change.
     """
 
     def make(state: RunState) -> Record:
         check(state)
-        # A damaged record may have been an ACQUIRE after the newest known one, so leave a gap for its term.
+        # Damaged records may have been ACQUIREs after the newest known one, so leave a gap for their terms.
         newest = state.requests.get(f"acquire:{state.acquires[-1].nonce}", -1) if state.acquires else -1
         term = max(state.term + sum(seq > newest for seq in state.damaged), floor) + 1
         body = {"term": term, "nonce": nonce, "restored": None if restored is None else str(restored)}
@@ -334,7 +333,7 @@ async def acquire(
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The ranks whose manifests a tier stores, and the position of this writer in the commit order. 0 never waits."""
+    """The ranks whose manifests a tier stores. `place`: this writer's position in the commit order; 0 never waits."""
 
     ranks: tuple[int, ...] = (0,)
     place: int = 0
@@ -342,7 +341,7 @@ class Role:
 
     @property
     def partial(self) -> bool:
-        """Return True if only some ranks see this disk."""
+        """Return True if this disk is seen by only some of the ranks."""
         return len(self.ranks) < self.world
 
 
@@ -355,16 +354,15 @@ async def commit(
     used: Mapping[CheckpointId, Set[str]] | None = None,
     at: float | None = None,
 ) -> Commit:
-    """Commit a checkpoint, given one manifest for each rank. Repeating it is harmless.
+    """Commit a checkpoint, given one manifest for each rank. Repeated calls are harmless.
 
-    `mine`: None skips ownership checks.
+    Raise SaveError if the checkpoint was aborted before, or if it uses older data files that are missing or that none
+    of the checkpoints it builds on uses now. Raise FencedError if a newer job owns the run.
 
-    Raise SaveError if the checkpoint was aborted before, or uses older data files that are missing or that none of its
-    sources uses now. Raise FencedError if a newer job owns the run.
-
-    used: for a copied checkpoint, the files that each checkpoint here uses. All files of a copy were copied with it, so
-        its sources need not be here.
-    at: the time of the commit, default: now.
+    mine: the owner that commits; None skips ownership checks
+    used: for a copied checkpoint, the files that each checkpoint in this store uses. All files of a copy were copied
+        with it, so the checkpoints that it builds on need not be in this store
+    at: the time of the commit; default: now
     """
     manifests = sorted(manifests, key=lambda w: w.manifest.rank)
     checkpoint, files = manifests[0].checkpoint, {key for w in manifests for key in w.table.files}
@@ -393,18 +391,18 @@ async def commit(
     def make(state: RunState) -> Record | None:
         if state.ended(checkpoint) or (kind == "HELD" and checkpoint in state.held):
             return None
-        # A data file may belong to a retired checkpoint, if a live checkpoint that was built on it still uses the file.
+        # A data file of a retired checkpoint is allowed if a live checkpoint that was built on it still uses the file.
         check_files(state, checkpoint, files, used or {}, copied=copied)
         if kind == "HELD":
-            check_live(state, checkpoint, found.needs)  # its COMMIT repeats this check
+            check_live(state, checkpoint, found.needs)  # the COMMIT repeats this check
         return Record(kind, commit_body(found), f"{kind.lower()}:{checkpoint}")
 
     state = await log.append(make, owner=mine)
     landed = state.commits.get(checkpoint) or (state.held.get(checkpoint) if kind == "HELD" else None)
     if landed is None:
-        log.check_owner(mine)  # a newer job ended it
+        log.check_owner(mine)  # raises if a newer job ended the checkpoint
         if checkpoint in state.retired and checkpoint not in state.reasons:
-            return found  # another rank committed it, and retention has retired it since
+            return found  # another rank committed it, and retention has retired it meanwhile
         why = state.reasons.get(checkpoint, "the reason is no longer recorded")
         raise failed_by(f"step {checkpoint.step} was aborted before it was committed: {why}")
     if landed.manifests == found.manifests:
@@ -414,7 +412,7 @@ async def commit(
 
 
 async def _put_index(store: Store, checkpoint: CheckpointId, index: bytes) -> None:
-    """Create the index. Every committer derives the same bytes, so raise SaveError if a different index exists."""
+    """Create the index. All committers derive the same bytes, so raise SaveError if a different index exists."""
     key = index_key(checkpoint)
     try:
         await store.put(key, index, create=True)
@@ -430,7 +428,7 @@ async def _put_index(store: Store, checkpoint: CheckpointId, index: bytes) -> No
 
 
 async def _note_latest(log: RunLog) -> None:
-    """Write the newest checkpoint to latest.json, for people and scripts. Errors are ignored: no code reads it."""
+    """Write the newest checkpoint to latest.json, for people and scripts. Ignore errors, because no code reads it."""
     newest = next((one for one in log.state.lineage() if one.finite is not False), None)
     if newest is not None:
         with contextlib.suppress(CheckpointError):
@@ -438,9 +436,9 @@ async def _note_latest(log: RunLog) -> None:
 
 
 async def _used_by(log: RunLog, needs: Collection[CheckpointId]) -> dict[CheckpointId, set[str]]:
-    """Return the files used by each checkpoint that a new checkpoint builds on.
+    """Return the files that each live checkpoint in `needs` uses.
 
-    Retired or damaged checkpoints are skipped. Raise StoreError if one cannot be read now.
+    Retired or damaged checkpoints are skipped. Raise StoreError if a checkpoint cannot be read now.
     """
     if not log.state.commits.keys() >= set(needs):
         await log.refresh()  # another rank may have read a newer COMMIT
@@ -458,7 +456,7 @@ async def check_there(store: Store, checkpoint: CheckpointId, files: Iterable[st
     A user may have deleted files of the run, or replaced the run by an earlier copy.
     """
     borrowed = {key for key in files if owner(key) != checkpoint}
-    if len(borrowed) > AT_ONCE:  # a few listings take fewer requests
+    if len(borrowed) > AT_ONCE:  # a few listings need fewer requests
         borrowed -= {info.key async for info in store.list(STEPS)}
 
     async def check(key: str) -> None:
@@ -475,9 +473,9 @@ async def check_there(store: Store, checkpoint: CheckpointId, files: Iterable[st
 
 
 async def complete(log: RunLog, mine: Acquire, checkpoint: CheckpointId) -> None:
-    """Commit a checkpoint that is HELD here, because the disks of all other nodes have their manifests too.
+    """Commit a checkpoint that is HELD in this store, because the disks of all other nodes have their manifests too.
 
-    If it builds on a checkpoint that has been retired, abort it here and raise SaveError.
+    If it builds on a checkpoint that was retired, abort it and raise SaveError.
     """
 
     def make(state: RunState) -> Record | None:
@@ -513,9 +511,9 @@ async def commit_or_end(
 
 
 async def abort(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: str, *, held: bool = False) -> None:
-    """Abort a checkpoint that will never be committed, so that its files can be cleaned up.
+    """Abort a checkpoint that must not be committed any more, so that its files can be cleaned up.
 
-    A HELD checkpoint may be committed on the disks of other nodes already. It is aborted only if `held` is True.
+    A HELD checkpoint may already be committed on the disks of other nodes, so it is aborted only if `held` is True.
     """
 
     def make(state: RunState) -> Record | None:
@@ -527,7 +525,7 @@ async def abort(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: st
 
 
 async def retract(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: str) -> None:
-    """Abort and retire a checkpoint that is known to be wrong, regardless of the retention rules.
+    """Abort or retire a checkpoint that is known to be wrong, regardless of the retention rules.
 
     Its index and manifests are deleted immediately, so that later damage to a log record cannot bring it back.
     """
@@ -536,7 +534,7 @@ async def retract(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: 
         body = {"retire": [str(checkpoint)], "delete": [], "reason": reason[:500]}
         return Record("PLAN", body, f"retract:{checkpoint}") if checkpoint in state.commits else None
 
-    await abort(log, mine, checkpoint, reason, held=True)  # from here on it can no longer be committed
+    await abort(log, mine, checkpoint, reason, held=True)  # after this it can no longer be committed
     await log.append(make, owner=mine)
     with contextlib.suppress(StoreError):
         keys = [info.key async for info in log.store.list(folder_of(checkpoint))]
@@ -545,7 +543,7 @@ async def retract(log: RunLog, mine: Acquire, checkpoint: CheckpointId, reason: 
 
 @dataclass
 class Recovery:
-    """Lists the unfinished checkpoints that recovery committed or aborted after a crash."""
+    """The unfinished checkpoints that recovery committed (`rolled_forward`) or aborted after a crash."""
 
     rolled_forward: list[CheckpointId] = field(default_factory=list)
     aborted: list[CheckpointId] = field(default_factory=list)
@@ -554,13 +552,13 @@ class Recovery:
 async def recover(
     log: RunLog, mine: Acquire, in_flight: frozenset[CheckpointId] = frozenset(), *, partial: bool = False
 ) -> Recovery:
-    """Commit every unfinished checkpoint that is complete, and abort the others, except those `in_flight` in this job.
+    """Commit every unfinished checkpoint that is complete, and abort the others. Skip those `in_flight` in this job.
 
-    `partial`: this tier has the manifests of only some ranks. There a checkpoint becomes HELD with its intact
-    manifests, because the disks of other nodes may have the rest.
+    `partial`: True if this tier has the manifests of only some ranks. In that case, a checkpoint with intact manifests
+    becomes HELD, because the disks of other nodes may have the rest.
 
-    A damaged log record may have aborted a checkpoint, even if all its manifests exist. Then the checkpoint is
-    committed only if its index exists, which is stored just before a commit. Otherwise it is aborted.
+    A damaged log record may have aborted a checkpoint even if all its manifests exist. So if there is one, a checkpoint
+    is committed only if its index exists, which is stored just before a commit. Otherwise it is aborted.
     """
     found = by_owner([info.key async for info in log.store.list(STEPS)])
     state = await log.refresh()
@@ -591,12 +589,12 @@ async def recover(
 async def _is_to_land(
     log: RunLog, checkpoint: CheckpointId, manifests: list[WrittenManifest], partial: bool
 ) -> tuple[bool, str]:
-    """Return (True, "") if a checkpoint must be committed, else (False, reason)."""
+    """Return (True, "") if a checkpoint must be committed, otherwise (False, reason)."""
     state = log.state
     if not manifests or not (is_whole(manifests) or partial):
         return False, "incomplete when the run was opened"
     since = state.requests.get(f"acquire:{checkpoint.nonce}", -1)
-    if all(seq <= since for seq in state.damaged):  # no damaged record after the ACQUIRE of its job may have ended it
+    if all(seq <= since for seq in state.damaged):  # no later damaged record can have ended it
         return True, ""
     index = index_of(manifests)
     with contextlib.suppress(NotFoundError, CorruptError):

@@ -1,4 +1,4 @@
-"""Runs several coroutines concurrently, each to its end."""
+"""Runs coroutines from synchronous code, and several coroutines concurrently, each to its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AT_ONCE = 64
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine from synchronous code, even if an event loop is already running (notebooks). Raise ClosedError in
-    a thread that outlives the interpreter, StoreError if no file descriptor is left for an event loop."""
+    a thread that outlives the interpreter, and StoreError if no file descriptor is left for an event loop."""
     with ThreadPoolExecutor(1, "ckpt-run") as pool:
         try:
             result = pool.submit(asyncio.run, work)
@@ -34,14 +34,14 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Return all results. If some raise, wait for all and raise the first error unchanged."""
+    """Return the results of all works. If some raise, wait for all of them, then raise the first error unchanged."""
     tasks = [asyncio.ensure_future(work) for work in works]
     await asyncio.gather(*tasks, return_exceptions=True)
     return [task.result() for task in tasks]
 
 
 async def of_each(items: Sequence[S], work: Callable[[S], Awaitable[T]], at_once: int = AT_ONCE) -> list[T]:
-    """Call `work` for every item, at most `at_once` at a time, because a file may name very many."""
+    """Call `work` for every item, but for at most `at_once` items at a time, because a file may list very many."""
     found: list[T] = []
     for start in range(0, len(items), at_once):
         found += await all_of(map(work, items[start : start + at_once]))

@@ -3,9 +3,9 @@
     Encoder.write:  choose a checkpoint to build on -> digests -> plan -> forms, by samples -> encode in threads, one
                     window at a time -> data files -> table -> manifest
 
-An `Encoder` belongs to one tier and one rank. It remembers how fast the tier takes bytes, how fast they are encoded
-here, and which form suits each kind of tensor. An `Encoding` is the work on one snapshot. If nothing can be shared and
-nothing is compressed, a snapshot is written directly as one raw data file (`ckpt.core.checkpoint.write.write_part`).
+An `Encoder` belongs to one tier and one rank. It remembers how fast the tier takes bytes, how fast this machine encodes
+them, and which form suits each kind of tensor. An `Encoding` is the work on one snapshot. If no chunk can be shared and
+none is compressed, the snapshot is written directly as one raw data file (`ckpt.core.checkpoint.write.write_part`).
 `UploadStats` counts the progress and the totals of the tier.
 """
 
@@ -57,18 +57,18 @@ from ckpt.errors import CorruptError, FormatError, SaveError, SkippedError, Stor
 from ckpt.events import log as logger
 from ckpt.store import Store
 
-MOST_TEXT = 300  # characters of an error that are kept
+MOST_TEXT = 300  # maximum characters of an error that is kept
 
 
 @dataclass(slots=True)
 class UploadStats:
-    """The progress and totals of a tier, to which one checkpoint at a time is written. Sizes are bytes.
+    """The progress and totals of a tier, to which one checkpoint at a time is written. Sizes are in bytes.
 
-    `step`: of the checkpoint that is being written, None if there is none. `done`, `total`: bytes of its state.
-    `began`, `moved`: start of the write, and when bytes arrived last, by the monotonic clock. `rate`: bytes of state a
-    second of the last checkpoint that was written. `saves`, `failed`, `left_out`: checkpoints that were committed, that
-    failed, and that were skipped because the tier was too slow. `raw`, `stored`: bytes of all states, and bytes that
-    were written for them. `error`: why the last one failed, "" if another has succeeded since.
+    `step`: step of the checkpoint that is being written, None if there is none. `done`, `total`: bytes of its state
+    that have arrived, and that must be stored. `began`, `moved`: times at which the write began and bytes last arrived,
+    by the monotonic clock. `rate`: bytes of state a second of the last write. `saves`, `failed`, `left_out`: numbers of
+    checkpoints that were committed, failed, or were skipped because the tier was too slow. `raw`, `stored`: bytes of
+    all states, and bytes written for them. `error`: error of the last checkpoint, "" if another has succeeded since.
     """
 
     step: int | None = None
@@ -86,7 +86,7 @@ class UploadStats:
 
     @contextlib.contextmanager
     def writing(self, step: int, total: int) -> Iterator[None]:
-        """Track the writing of a state of `total` bytes."""
+        """Track the write of a state of `total` bytes, inside the block."""
         self.step, self.done, self.total, self.began = step, 0, total, time.monotonic()
         try:
             yield
@@ -95,7 +95,7 @@ class UploadStats:
             self.step = None
 
     def expect(self, total: int) -> None:
-        """Set the bytes that must be stored. The rest is there already."""
+        """Set the number of bytes that must be stored. The tier already has the other bytes."""
         self.total = total
 
     def add(self, nbytes: int) -> None:
@@ -105,7 +105,7 @@ class UploadStats:
 
     @property
     def speed(self) -> float:
-        """Return the bytes a second of the present write."""
+        """Return the speed of the present write, in bytes of state a second."""
         return self.done / max(time.monotonic() - self.began, 1e-6)
 
     def committed(self, raw: int, stored: int) -> None:
@@ -127,26 +127,26 @@ class UploadStats:
 # -- store a snapshot in a tier --
 
 
-LITTLE = 4 << 20  # bytes of a share below which "auto" does not compress, because it would save no time
+LITTLE = 4 << 20  # states smaller than this number of bytes are not compressed by "auto", because it would save no time
 SHARING_PROBES = 32
-FASTER, STILL_FASTER = 0.7, 1.0  # a tier is slow below this share of the encoding speed
-ENCODED_A_SECOND = 600e6  # bytes, by one thread, until measured
-REMEMBERED = 4  # tables of checkpoints that this writer wrote
-MEASURED = 16 << 20  # bytes; a smaller amount gives no reliable speed
+FASTER, STILL_FASTER = 0.7, 1.0  # a tier is slow below this share of the encoding speed; second: if compressing
+ENCODED_A_SECOND = 600e6  # bytes that one thread encodes, until measured
+REMEMBERED = 4  # number of manifests of this writer to remember
+MEASURED = 16 << 20  # minimum bytes for a reliable measurement of a speed
 LEARN = 0.3  # weight of the newest measurement
 
 
 @dataclass
 class Encoder:
-    """Stores one rank's chunks in one tier. `threads`: number of encoding threads. `pace`: called between two
-    chunks in each thread; it may sleep. `idle`: returns the number of recently idle cores."""
+    """Stores one rank's chunks in one tier. `threads`: number of encoding threads. `pace`: function that each thread
+    calls between two chunks, and that may sleep. `idle`: function that returns the number of recently idle cores."""
 
     policy: Policy = field(default_factory=Policy)
     threads: int = 1
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
     flow: UploadStats = field(default_factory=UploadStats)  # progress of the present save, for monitoring
-    distrusted: CheckpointId | None = None  # build on none up to this one, because of damage
+    distrusted: CheckpointId | None = None  # build on no checkpoint up to this one, because of damage
     sink: float | None = None  # bytes a second that the tier takes
     rate: float = ENCODED_A_SECOND  # bytes a second that one thread encodes
     kinds: dict[str, Learnt] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Encoder:
     # -- the checkpoint to build on --
 
     async def previous(self, log: RunLog, checkpoint: CheckpointId, layout: Layout) -> WrittenManifest | None:
-        """Return this rank's share of the newest checkpoint here, or None if the next one must be full."""
+        """Return this rank's manifest of the newest checkpoint in this tier, or None if the next one must be full."""
         if not self.policy.incremental:
             return None
         history = [c for c in log.state.lineage() if c.checkpoint < checkpoint]
@@ -181,7 +181,7 @@ class Encoder:
         return written
 
     def distrust(self, checkpoint: CheckpointId) -> None:
-        """Build on no checkpoint up to this one: the next checkpoint is full."""
+        """Build on no checkpoint up to this one, so that the next checkpoint is full."""
         self.distrusted = checkpoint if self.distrusted is None else max(checkpoint, self.distrusted)
 
     def remember(self, written: WrittenManifest) -> None:
@@ -204,9 +204,9 @@ class Encoder:
         check: Callable[[], None] = lambda: None,
         log: RunLog | None = None,
     ) -> WrittenManifest:
-        """Store one rank's share of a checkpoint; see `ckpt.core.checkpoint.write.write_part`.
+        """Store one rank's part of a checkpoint; see `ckpt.core.checkpoint.write.write_part`.
 
-        `log`: of the tier. It is refreshed before anything is built on `previous`, which may have been retired.
+        `log`: the log of the tier. It is refreshed before a chunk of `previous` is used, which may have been retired.
         """
         compress = self._decide(store, snapshot.layout.arrangement.data_size)
         layout = snapshot.layout
@@ -225,31 +225,31 @@ class Encoder:
         return written
 
     def _decide(self, store: Store, nbytes: int) -> bool:
-        """Return True to compress: always, never, or if the tier is slower than encoding."""
+        """Return True to compress. "auto" compresses if the tier is slower than encoding."""
         if self.policy.compression != "auto":
             return self.policy.compression == "zstd"
         if nbytes < LITTLE:
             return False
         if self.sink is None:
-            self.compressing = store.remote  # the default until measured; a local disk is measured first
+            self.compressing = store.remote  # until measured; a local disk is measured first
         else:
             slow = STILL_FASTER if self.compressing else FASTER
             self.compressing = self.sink < slow * self.rate * min(self.threads, self.idle())
         return self.compressing
 
     def worth(self, store: Store, source: InStore, layout: Layout, previous: WrittenManifest | None) -> bool:
-        """Return True if raw bytes of another store should be encoded again here, instead of copied as files."""
+        """Return True if raw bytes of another store should be encoded again for this tier, not copied as files."""
         if self._decide(store, layout.arrangement.data_size):
             return True
         return bool((plan_chunks(layout, source.digests, previous).taken >= 0).any())
 
     @property
     def uses_bases(self) -> bool:
-        """Return True if deltas were useful, or have not been tried."""
+        """Return True if deltas were useful or have not been tried yet."""
         return not self.sampled or any(learnt.form == "delta" for learnt in self.kinds.values())
 
     async def _shares(self, source: InMemory, previous: WrittenManifest | None) -> bool:
-        """Return True if enough chunks are unchanged, judging by a few samples."""
+        """Estimate from a few samples if enough chunks are unchanged."""
         if previous is None:
             return False
         rows = previous.rows(source.layout)
@@ -267,7 +267,7 @@ class Encoder:
             self.sink = _mixed(self.sink, nbytes / seconds)
 
     def learn(self, stored: int, upload_s: float, plain: int, encode_s: float) -> None:
-        """Record speeds. `upload_s`: time with writes in flight; `encode_s`: sum over all threads."""
+        """Record speeds. `upload_s`: time with writes in flight. `encode_s`: encoding time of all threads."""
         self._learn_sink(stored, upload_s)
         if plain >= MEASURED and encode_s > 0:
             self.rate = _mixed(self.rate, plain / encode_s)
@@ -286,28 +286,28 @@ def _mixed(old: float | None, new: float) -> float:
 # -- encode its chunks --
 
 
-SMALL = 4096  # bytes; smaller chunks are stored raw
-WINDOW = 32 << 20  # plain bytes whose bases are in memory at the same time
-PROBES = 5  # sampled chunks of each kind
-WORTH, LEAST = 0.1, 256 << 10  # share, bytes: a smaller saving is not worth a dependency on another checkpoint
-SELF_CHECK = 16  # one of this many encoded chunks is decoded again as a check
-# relative size from which on chunks are stored raw; the second value applies if they were encoded before
+SMALL = 4096  # smaller chunks are stored raw
+WINDOW = 32 << 20  # plain bytes of the chunks whose bases are in memory at a time
+PROBES = 5  # number of chunks of each kind that are sampled
+WORTH, LEAST = 0.1, 256 << 10  # fraction and bytes; saving less is not worth a dependency on another checkpoint
+SELF_CHECK = 16  # one of this many encoded chunks is decoded as a check
+# relative size from which on chunks are stored raw; the second value applies to kinds that were encoded before
 WHOLE, WHOLE_AGAIN = 0.95, 0.97
-BASE, BASE_AGAIN = 0.85, 0.9  # size relative to the size without a base, from which on a base is not used
+BASE, BASE_AGAIN = 0.85, 0.9  # relative size, compared with encoding without a base, from which on no base is used
 
 
 @dataclass(slots=True)
 class Learnt:
-    """The encodings to try for chunks of one kind: none ("raw"), planes ("whole"), or also a base ("delta")."""
+    """The encodings to try for chunks of one kind: none ("raw"), byte planes ("whole"), or also a base ("delta")."""
 
-    whole: float = 0.8  # stored / plain size without a base
+    whole: float = 0.8  # stored size without a base, relative to the plain size
     form: str = "whole"
 
     def choose(self, whole: Sequence[float], gains: Sequence[float]) -> str:
-        """Choose by new samples. The former choice stays if it is nearly as good.
+        """Choose the form by new samples. The former choice stays if it is nearly as good.
 
-        `gains`: sizes with a base relative to sizes without. The best sample decides: one idle expert among busy ones
-            is reason enough to try a base for all of them.
+        `gains`: sizes with a base, relative to sizes without one. The best sample decides, because one idle expert
+            among busy ones is reason enough to try a base for all of them.
         """
         self.whole = math.fsum(whole) / len(whole)
         limit = WHOLE_AGAIN if self.form != "raw" else WHOLE
@@ -320,7 +320,7 @@ class Learnt:
 
 @dataclass
 class Encoding:
-    """The encoding of one rank's snapshot for one tier. `plan`, `forms`: how each chunk, and each kind, is stored."""
+    """Encodes one rank's snapshot for one tier. `plan`: the source of each chunk. `forms`: the form of each kind."""
 
     encoder: Encoder
     store: Store
@@ -342,7 +342,7 @@ class Encoding:
     async def run(
         self, numbers: Iterator[int], reason: str, check: Callable[[], None], log: RunLog | None
     ) -> WrittenManifest:
-        """Plan, encode and store, see `Encoder.write`."""
+        """Plan, encode and store the snapshot; see `Encoder.write`."""
         if self.compress:
             await self._choose()
         if "delta" not in self.forms.values():
@@ -366,7 +366,7 @@ class Encoding:
             self.previous, self.plan = None, plan_chunks(self.layout, self.digests, None)
 
     async def _packed(self, numbers: Iterator[int], check: Callable[[], None]) -> DataFileWriter:
-        """Write all chunks that must be stored into data files."""
+        """Write the chunks that must be stored into data files."""
         todo = self.plan.anew
         anew = sum(self.chunks[chunk].length for chunk in todo)
         self.encoder.flow.expect(anew)
@@ -386,7 +386,7 @@ class Encoding:
     # -- the form for each kind of chunk --
 
     async def _choose(self) -> None:
-        """Choose how chunks of each kind are stored, from a few samples of each kind."""
+        """Choose the form of each kind of chunk, from a few samples of each kind."""
         kinds: dict[str, list[int]] = {}
         for chunk in self.plan.anew:
             if self.chunks[chunk].length >= SMALL:
@@ -410,7 +410,7 @@ class Encoding:
         whole: dict[int, float],
         gains: dict[int, float],
     ) -> None:
-        """Estimate the size of each sample. `gains`: the size with a base, relative to the size without."""
+        """Estimate the size of each sample. `gains`: sizes with a base, relative to the sizes without one."""
         for chunk in chunks:
             dtype, plain, base = self._tensor(chunk).dtype, peek(chunk), bases.get(int(self.plan.base[chunk]))
             word = codec.word_of(dtype)
@@ -443,13 +443,13 @@ class Encoding:
         return peek, bases
 
     def _form(self, chunk: int) -> str:
-        """Return the form that was chosen for a chunk, "" before any was chosen."""
+        """Return the form that was chosen for the kind of a chunk, or "" before a form was chosen."""
         if not self.compress:
             return "raw"
         return self.forms.get(kind_of(self._tensor(chunk)), "")
 
     async def _encoded(self, pool: ThreadPoolExecutor, todo: Sequence[int]) -> AsyncGenerator[Encoded, None]:
-        """Yield the encoded chunks in order. The next window is loaded while one is encoded."""
+        """Yield the encoded chunks in order. While a window is encoded, the next one is loaded."""
         loop = asyncio.get_running_loop()
         windows = list(self._windows(todo))
         loading = asyncio.ensure_future(self._load(windows[0])) if windows else None
@@ -470,7 +470,7 @@ class Encoding:
                 raise
 
     def _encode(self, chunk: int, peek: Peek, bases: dict[int, memoryview]) -> tuple[Encoded, float]:
-        """Encode a chunk in the form chosen for its kind, unless another form is smaller. Runs in a thread."""
+        """Encode a chunk in the form of its kind, unless another form is smaller. Called in a thread."""
         began, plain = time.perf_counter(), peek(chunk)
         encoded = self._smallest(chunk, plain, bases)
         if encoded.codec != RAW and chunk % SELF_CHECK == 0:
@@ -496,7 +496,7 @@ class Encoding:
         return Encoded(chunk, PLANES, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
 
     def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview]) -> None:
-        """Raise SaveError if an encoded chunk cannot be decoded, because of a faulty machine or a bug."""
+        """Raise SaveError if an encoded chunk does not decode to its bytes, because of a faulty machine or a bug."""
         room = memoryview(bytearray(len(plain)))
         codec.decode(encoded.codec, encoded.data, len(plain), bases.get(encoded.base), room)
         if chunk_digest(room) != self.digests[encoded.chunk].tobytes():
@@ -507,5 +507,5 @@ class Encoding:
 
 
 def _spread(chunks: Sequence[int]) -> list[int]:
-    """Return a few of these chunks, evenly spaced."""
+    """Return a few of these chunks, at even distances."""
     return list(dict.fromkeys(chunks[i * (len(chunks) - 1) // max(1, PROBES - 1)] for i in range(PROBES)))

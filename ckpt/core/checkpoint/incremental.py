@@ -1,15 +1,16 @@
-"""Decides for each chunk of a checkpoint whether it is taken from an older one or stored, and against which base.
+"""Decides for each chunk of a checkpoint whether to take it from an older checkpoint or to store it, and the base of a
+delta.
 
-    Policy.full  whether a checkpoint must be full
-    plan_chunks  digests, previous -> where each chunk may come from; without I/O
+    Policy.full  decides if a checkpoint must be full
+    plan_chunks  digests, previous -> the possible sources of each chunk, without I/O
 
-A *full* checkpoint uses only its own data files. An *increment* takes unchanged chunks from the checkpoint before it in
-the same tier, and may store others as deltas. `previous` is the manifest of this rank in that checkpoint.
+A *full* checkpoint uses only its own data files. An *increment* takes unchanged chunks from the previous checkpoint in
+the same tier, and may store other chunks as deltas. `previous` is this rank's manifest of the previous checkpoint.
 
-Reading an increment never needs a long chain. The table names each chunk from an older checkpoint with its data file,
-no matter how many checkpoints have reused it. The base of a delta is always stored whole.
+Reading an increment never needs a long chain, because its table names each chunk from an older checkpoint with its data
+file, no matter how many checkpoints have reused the chunk. The base of a delta is always stored whole.
 
-A `ByteSource` has the plain bytes of chunks: a slot of the arena, or a store. `Bases` load the bases of deltas.
+A `ByteSource` has the plain bytes of chunks, from a slot of the arena or a store. `Bases` load the bases of deltas.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
 I64: TypeAlias = "npt.NDArray[np.int64]"
 Digests: TypeAlias = "npt.NDArray[np.uint8]"
 
-FULLS = 2  # full checkpoints come first, so that one damaged chunk cannot damage all checkpoints
-MOSTLY_DEAD = 0.25  # if less of a data file is still needed, that part is stored again
-MAX_OWNERS = 32  # checkpoints whose data files one increment may use
+FULLS = 2  # number of full checkpoints at first, so that one damaged chunk cannot damage all checkpoints
+MOSTLY_DEAD = 0.25  # if a smaller fraction of a data file is still needed, that part is stored again
+MAX_OWNERS = 32  # maximum number of checkpoints whose data files an increment may use
 MAX_CHAIN = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a tier stores chunks, see `ckpt.tiers.Tier`. `cadence`: steps between checkpoints."""
+    """The way in which a tier stores chunks, see `ckpt.tiers.Tier`. `cadence`: steps between checkpoints."""
 
     incremental: bool = True
     compression: str = "auto"
@@ -53,9 +54,9 @@ class Policy:
     cadence: int = 1
 
     def full(self, state: RunState, checkpoint: CheckpointId, chain: int) -> bool:
-        """Return True if a checkpoint must be full. `chain`: number of increments since the last full one.
+        """Return True if a checkpoint must be full. `chain`: number of increments since the last full checkpoint.
 
-        This depends on the step, so that all ranks write full checkpoints at the same time without communication.
+        The result depends on the step, so that all ranks write full checkpoints at the same time without communication.
         """
         if not self.incremental or sum(not c.needs for c in state.lineage() if c.checkpoint < checkpoint) < FULLS:
             return True
@@ -65,7 +66,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class WrittenManifest:
-    """A stored manifest, its SHA-256, and its chunk table. With many ranks, only what the index needs of both."""
+    """A stored manifest, its SHA-256, and its chunk table. With many ranks, only the parts that the index needs."""
 
     manifest: Manifest
     digest: str
@@ -77,16 +78,16 @@ class WrittenManifest:
 
     @cached_property
     def full(self) -> CheckpointId:
-        """Return the last full checkpoint, which may be this one."""
+        """Return the id of the last full checkpoint, which may be this one."""
         return CheckpointId.parse(self.manifest.full) if self.manifest.full else self.checkpoint
 
     @cached_property
     def files(self) -> dict[str, DataFile]:
-        """Return its data files by key."""
+        """Return the data files of this manifest, by key."""
         return {file.key: file for file in self.manifest.files}
 
     def rows(self, layout: Layout) -> I64:
-        """Return for every chunk of a layout, in file order, the chunk with the same piece, -1 if none."""
+        """Return, for every chunk of a layout in file order, the row of the same piece in this table, or -1."""
         there = {
             (s.name, s.instance, s.dtype, s.global_shape, s.offsets, s.sizes): i
             for i, s in enumerate(self.table.shards)
@@ -98,18 +99,18 @@ class WrittenManifest:
             at = there.get((tensor.name, tensor.instance, tensor.dtype, tensor.full, tensor.at, tensor.shape))
             chunks = range(0) if at is None else self.table.chunks(at)
             lengths = [min(CHUNK, tensor.nbytes - start) for start in range(0, tensor.nbytes, CHUNK)]
-            alike = self.table.length[chunks.start : chunks.stop].tolist() == lengths  # divided in the same way
+            alike = self.table.length[chunks.start : chunks.stop].tolist() == lengths  # in the same chunks
             found.append(np.arange(chunks.start, chunks.stop) if alike else np.full(count, -1))
         return np.concatenate([np.zeros(0, np.int64), *found]).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """One entry for each chunk, in file order; -1 means none.
+    """The plan for all chunks. Each array has an entry for each chunk, in file order; -1 means none.
 
-    `taken`: the equal chunk of the previous checkpoint. `same`: the earlier chunk of this checkpoint with the same
-    bytes. `base`: the chunk of the previous table that it may be stored as a delta against. It is stored whole, in the
-    last full checkpoint, so a delta depends on no checkpoint between.
+    `taken`: the equal chunk of the previous checkpoint. `same`: an earlier chunk of this checkpoint that has the same
+    bytes. `base`: the chunk of the previous table that can be the base of a delta. This chunk is stored whole, in the
+    last full checkpoint, so the delta depends on no checkpoint in between.
     """
 
     taken: I64
@@ -123,7 +124,7 @@ class ChunkPlan:
 
 
 def plan_chunks(layout: Layout, digests: Digests, previous: WrittenManifest | None) -> ChunkPlan:
-    """Plan all chunks. `digests`: of all chunks, in file order. `previous`: None for a full checkpoint."""
+    """Plan all chunks. `digests`: digests of all chunks, in file order. `previous`: None for a full checkpoint."""
     count = len(digests)
     taken, base = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
     if previous is not None:
@@ -132,7 +133,7 @@ def plan_chunks(layout: Layout, digests: Digests, previous: WrittenManifest | No
         row = rows[there]
         equal = (table.digest[row] == digests[there]).all(1)
         taken[there[equal]] = row[equal]
-        # The base of the former delta, or the chunk itself if the full checkpoint stores it whole.
+        # The base is that of the former delta, or the chunk itself if the full checkpoint stores it whole.
         delta = table.base[row] >= table.owned
         whole = np.where(delta, table.base[row], row)
         from_full = np.array([owner(key) == previous.full for key in table.files], np.bool_)[table.file[whole]]
@@ -145,7 +146,7 @@ def plan_chunks(layout: Layout, digests: Digests, previous: WrittenManifest | No
 
 
 def _uses(table: Table, taken: I64, file: int) -> npt.NDArray[np.bool_]:
-    """Return which chunks are taken from a data file, or are deltas against a chunk in it."""
+    """Return a mask of the chunks that are taken from a data file, or are deltas against a chunk in it."""
     row = np.maximum(taken, 0)
     base = table.base[row]
     in_file: npt.NDArray[np.bool_] = table.file[row] == file
@@ -154,7 +155,7 @@ def _uses(table: Table, taken: I64, file: int) -> npt.NDArray[np.bool_]:
 
 
 def _given_up(previous: WrittenManifest, taken: I64) -> list[str]:
-    """Return the data files that are no longer worth keeping, because little of them is needed or they are too old."""
+    """Return the data files not worth keeping, because little of them is needed or their checkpoint is too old."""
     table = previous.table
     rows = taken[taken >= 0]
     rows = np.unique(np.concatenate([rows, table.base[rows][table.base[rows] >= 0]]))
@@ -172,7 +173,7 @@ def _given_up(previous: WrittenManifest, taken: I64) -> list[str]:
 
 
 def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
-    """Return for each chunk to store the first one with the same bytes."""
+    """Return, for each chunk to store, the first chunk with the same bytes; -1 if it is the first itself."""
     same = np.full(len(digests), -1, np.int64)
     chunks, first = layout.arrangement.chunks, dict[tuple[bytes, int], int]()
     for chunk in np.flatnonzero(taken < 0).tolist():
@@ -184,7 +185,7 @@ def _same(layout: Layout, digests: Digests, taken: I64) -> I64:
 
 
 def kind_of(tensor: TensorSpec) -> str:
-    """Return the kind of a tensor. The bytes of a kind are similar, for example exp_avg of all parameters."""
+    """Return the kind of a tensor. Tensors of a kind have similar bytes, for example exp_avg of all parameters."""
     return f"{tensor.name.rpartition('.')[2]} {tensor.dtype}"
 
 
@@ -192,7 +193,7 @@ def kind_of(tensor: TensorSpec) -> str:
 
 
 Peek = Callable[[int], memoryview]
-"""Returns the plain bytes of a chunk, by its number."""
+"""Function that returns the plain bytes of a chunk, by its number."""
 
 
 class ByteSource(Protocol):
@@ -200,10 +201,10 @@ class ByteSource(Protocol):
 
     @property
     def digests(self) -> Digests | None:
-        """Return the digests of all chunks, None if unknown."""
+        """Return the digests of all chunks, or None if they are unknown."""
 
     async def load(self, chunks: Sequence[int]) -> Peek:
-        """Prepare the bytes of these chunks."""
+        """Load these chunks. Return a function that returns the bytes of each."""
 
 
 @dataclass
@@ -227,7 +228,7 @@ class InMemory:
 
 @dataclass
 class InStore:
-    """Chunks of a table in a store, by their numbers there."""
+    """The chunks of a table in a store, by their numbers in this table."""
 
     store: Store
     table: Table
@@ -237,7 +238,7 @@ class InStore:
         return self.table.digest[: self.table.owned]
 
     async def load(self, chunks: Sequence[int]) -> Peek:
-        """Read chunks. Raise CorruptError or StoreError if one of them cannot be read."""
+        """Read chunks. Raise CorruptError or StoreError if a chunk cannot be read."""
         found: dict[int, memoryview] = {}
         sizes = [int(self.table.length[chunk]) for chunk in chunks]
         room = memoryview(bytearray(sum(sizes)))
@@ -253,7 +254,7 @@ class InStore:
 
 
 Bases = Callable[[WrittenManifest, Sequence[int]], Awaitable[dict[int, memoryview]]]
-"""Loads the plain bytes of chunks of the previous table, as far as they are readable and intact."""
+"""Function that loads the plain bytes of rows of the previous table. Unreadable and damaged rows are left out."""
 
 
 async def no_bases(previous: WrittenManifest, rows: Sequence[int]) -> dict[int, memoryview]:
@@ -270,7 +271,7 @@ def bases_in(store: Store) -> Bases:
 
 
 def bases_near(store: Store, find: Callable[[CheckpointId], Awaitable[Table | None]]) -> Bases:
-    """Return a loader of bases from a nearer tier, by digest. `find`: returns this rank's table there."""
+    """Return a loader of bases from a nearer tier, by digest. `find`: returns this rank's table in that tier."""
 
     async def load(previous: WrittenManifest, rows: Sequence[int]) -> dict[int, memoryview]:
         found: dict[int, memoryview] = {}

@@ -1,28 +1,25 @@
-"""Distinguishes runs that have the same path or URL, as this process sees them.
+"""Identifies a run, checks that no other trainer uses it (`lease.json`), and stores accounts (`ledger/`).
 
-A path alone does not identify a run. Two containers may mount different folders at one path, and two endpoints may have
-buckets of the same name. The root id of FORMAT.json identifies a run; an empty folder gets one before anything else. A
-copied folder has the same root id, so device and inode of a folder count too. They may change although the folder stays
-the same (FUSE, NFS, a restored backup). Then `Identity.root` and the folder itself decide.
+**Identity.** `Identity` distinguishes runs that have the same path or URL. Two containers may mount different folders
+at one path, and two endpoints may have buckets of the same name. The root id of FORMAT.json identifies a run; an empty
+folder gets a root id before any other file. A copied folder has the same root id, so the identity also contains device
+and inode of a folder. These may change although the folder stays the same (FUSE, NFS, a restored backup). In that case,
+`Identity.root` and the folder itself decide.
 
-Checks `lease.json`, which the writer renews as long as its trainer lives, to find a trainer that uses the run.
+**Lease.** The writer renews `lease.json` as long as its trainer lives. A start must not end a running training, so
+`check_free` reads the lease and decides in this order:
 
-A start must not end a running training. `check_free` reads the lease and decides in this order:
-
-1. The lease is missing, records that its trainer has ended, or is the caller's own: the run is free.
-2. The lease is the present owner's, and its process can be seen from here: the run is free if that process has ended.
-3. Otherwise the file is watched, for 30 s in a folder and 60 s in a bucket: the run is in use if the file changes.
+1. If the lease is missing, records that its trainer has ended, or is the caller's own, the run is free. 2. If the lease
+belongs to the present owner, and its process is visible, the run is free if that process has ended. 3. Otherwise the
+file is watched, for 30 s in a folder and 60 s in a bucket. The run is in use if the file changes.
 
 Rule 3 covers trainers on other machines and in other PID namespaces, copies of a run, a damaged lease, a lease of a
-newer version, and an owner that has written no lease yet. Clocks of two machines are never compared.
+newer version, and an owner that has written no lease yet. Clocks of two machines are never compared. A fenced job does
+not renew the lease. If it does so once more before it has read the log, the owner's next renewal replaces the content.
 
-A fenced job does not renew the lease. If it does so once more before it has read the log, the owner's next renewal
-replaces its content.
-
-Writes and reads accounts in `ledger/` of the durable tiers.
-
-The lease is written in the same way. Each tier has at most one put in flight, followed by a put of the newest content.
-A tier that hangs therefore delays neither the others nor the caller, and older content never replaces newer content.
+**Accounts.** `LedgerFiles` writes accounts and the lease to the durable tiers. Each tier has at most one put in flight,
+followed by a put of the newest content. So a tier that hangs delays neither other tiers nor the caller, and older
+content never replaces newer content.
 """
 
 from __future__ import annotations
@@ -62,10 +59,10 @@ from ckpt.store import LEASE, Store, folder_of, get_small, normalise, open_store
 
 @dataclass(frozen=True)
 class Identity:
-    """A run as this process sees it.
+    """The identity of a run, as this process sees it.
 
-    root: the root id, "" for a run that is kept in memory only.
-    text: equal for all processes that see the same run at its path or URL.
+    root: the root id, "" for a run that is in memory only
+    text: a text that is equal for all processes that see the same run at its path or URL
     """
 
     root: str = ""
@@ -73,10 +70,10 @@ class Identity:
 
 
 async def identify(spec: Mapping[str, Any], *, create: bool = False) -> Identity | None:
-    """Identify the run of a tier. Return None if there is none, unless it is to be created.
+    """Identify the run of a tier. If there is no run, create it with `create`, otherwise return None.
 
-    spec: see `ckpt.tiers.Tier.spec`.
-    Raises FormatError if other files are there, StoreError if it cannot be read or created.
+    spec: see `ckpt.tiers.Tier.spec`
+    Raises FormatError if the location has other files, and StoreError if it cannot be read or created.
     """
     from ckpt.core.checkpoint.open_tier import store_of
 
@@ -103,7 +100,7 @@ async def _seen(store: Store) -> Identity:
 
 
 def _where(store: Any) -> str:
-    """Return what distinguishes this folder or endpoint from others of the same path or URL."""
+    """Return a text that distinguishes this folder or endpoint from others with the same path or URL."""
     if (folder := folder_of(store.url)) is not None:
         found = os.stat(folder)
         return f"{found.st_dev}:{found.st_ino}"
@@ -115,8 +112,8 @@ def _where(store: Any) -> str:
 def writer_keys(place: str) -> dict[int, str]:
     """Return the keys of the writers on this machine that own the run at a path, URL or memory:NAME, by local rank.
 
-    If the run can be read from here, writers of another run with the same path or URL are left out. A bucket is read
-    only if there are several.
+    If this process can read the run, writers of another run with the same path or URL are left out. A bucket is read
+    only if the writers belong to several runs.
     """
     found = channel.at_place(channel.run_key(place, 0))
     several = len({key.rpartition("-")[0] for key in found}) > 1
@@ -127,7 +124,7 @@ def writer_keys(place: str) -> dict[int, str]:
 
 
 def _read_identity(place: str) -> Identity | None:
-    """Return the identity of the run at a path or URL, or None if it cannot be read from here."""
+    """Return the identity of the run at a path or URL, or None if this process cannot read it."""
     from ckpt.core.checkpoint.concurrent import run
 
     async def read() -> Identity:
@@ -144,7 +141,7 @@ def _read_identity(place: str) -> Identity | None:
 
 
 def key_of(folder: str | os.PathLike[str], local_rank: int = 0) -> str:
-    """Return the key of the writer that owns the run in a folder, or would own it."""
+    """Return the key of the writer that owns or would own the run in a folder."""
     place = normalise(str(folder))
     found = _read_identity(place)
     return channel.run_key(place, local_rank, "" if found is None else found.text)
@@ -155,9 +152,9 @@ def key_of(folder: str | os.PathLike[str], local_rank: int = 0) -> str:
 
 VERSION = 1
 MAX_SIZE = 64 << 10
-RENEW_S, RENEW_REMOTE_S = 10.0, 20.0  # between two renewals, in a folder and in a bucket
-MISSED = 3  # missed renewals after which no trainer is running
-DYING_S = 3.0  # how long a process that was killed may take to end
+RENEW_S, RENEW_REMOTE_S = 10.0, 20.0  # time between two renewals, in a folder and in a bucket
+MISSED = 3  # number of missed renewals after which no trainer is running
+DYING_S = 3.0  # maximum time for a killed process to end
 LOOK_S, LOOK_REMOTE_S = 0.2, 2.0
 SAME_S = 1.0  # accuracy of the start time of a process
 UNSEEN = "Nothing was changed. Make lease.json readable (mount, permissions, credentials) and start again."
@@ -165,15 +162,15 @@ UNSEEN = "Nothing was changed. Make lease.json readable (mount, permissions, cre
 
 @dataclass
 class Lease:
-    """The content of lease.json, about one trainer process.
+    """The content of lease.json, which describes one trainer process.
 
-    term: "<term>.<nonce>" of the job that owns the run, as in the log.
-    token: random, of the writer that renews the lease.
-    boot, namespace: the machine since its last boot, and the PID namespace. born: see `Process.born`.
-    inode: of the run's FORMAT.json, because a copied run has another one. 0 in a bucket.
-    opened: seconds since 1970, for people.
-    renewed: the number of renewals, so that each one changes the file.
-    ended: how the trainer ended, "" while it lives.
+    term: "<term>.<nonce>" of the job that owns the run, as in the log
+    token: random text that identifies the writer that renews the lease
+    boot, namespace: the machine since its last boot, and the PID namespace. born: see `Process.born`
+    inode: inode of the run's FORMAT.json, because a copied run has another inode; 0 in a bucket
+    opened: time in seconds since 1970, for people
+    renewed: number of renewals, so that each renewal changes the file
+    ended: how the trainer ended, "" while it lives
     """
 
     term: str
@@ -198,28 +195,28 @@ class Lease:
 
     @property
     def number(self) -> int:
-        """Return the number of the term."""
+        """Return the term as a number."""
         return int(self.term.partition(".")[0])
 
     @property
     def visible(self) -> bool:
-        """Return True if its process can be seen from here while it lives."""
+        """Return True if this process would see the lease's process, if that lives."""
         return (self.boot, self.namespace) == (boot_id(), namespace("pid")) and self.boot != ""
 
     @property
     def alive(self) -> bool:
-        """Return True if its process runs. The process must be visible from here."""
+        """Return True if the lease's process runs. Call this only if the lease is `visible`."""
         process = Process.of(self.pid)
         return process.alive and abs(process.born - self.born) < SAME_S
 
     def renewal(self, store: Store) -> bytes:
-        """Return the next content of lease.json in a store."""
+        """Return the bytes of the next renewal in a store."""
         self.renewed += 1
         return seal({"version": VERSION, **asdict(self), "inode": inode_of(store.url)})
 
     @classmethod
     def parse(cls, raw: bytes | memoryview) -> Lease:
-        """Raise CorruptError if the file is damaged, FormatError if a newer version wrote it."""
+        """Decode a lease. Raise CorruptError if it is damaged, and FormatError if a newer version wrote it."""
         data = unseal(raw, LEASE)
         try:
             if data.pop("version") > VERSION:
@@ -234,11 +231,11 @@ class Lease:
 async def check_free(
     log: RunLog, say: Callable[[str], None], ours: Callable[[Lease], bool] = lambda lease: False
 ) -> None:
-    """Return once no trainer uses this run.
+    """Return once it is certain that no trainer uses this run.
 
-    say: called with a message if that takes a while.
-    ours: True for a lease of a trainer that is known to have ended.
-    Raises InUseError if a trainer uses the run, UnreadableError if the lease cannot be read now.
+    say: called with a message if this takes a while
+    ours: returns True for a lease of a trainer that is known to have ended
+    Raises InUseError if a trainer uses the run, and UnreadableError if the lease cannot be read now.
     """
     began, first = time.monotonic(), None
     patience_s = MISSED * lease_interval_s(log.store)
@@ -271,7 +268,7 @@ async def check_free(
 
 
 async def check_unused(specs: Sequence[dict[str, Any]]) -> None:
-    """Open these tiers and close them. Raise InUseError if a trainer uses the run."""
+    """Open these tiers, check each one, and close them. Raise InUseError if a trainer uses the run."""
     for spec in specs:
         place = await open_place(spec)
         try:
@@ -281,8 +278,8 @@ async def check_unused(specs: Sequence[dict[str, Any]]) -> None:
 
 
 async def fence(specs: Sequence[dict[str, Any]]) -> None:
-    """Fence the job that owns a run: it can no longer save to these tiers, and its writers release its memory.
-    Nothing is changed unless all tiers can be used."""
+    """Fence the job that owns a run. It can no longer save to these tiers, and its writers release its memory. If a
+    tier cannot be opened, nothing is changed."""
     places = list[OpenTier]()
     try:
         for spec in specs:
@@ -301,7 +298,7 @@ def lease_interval_s(store: Store) -> float:
 
 
 def inode_of(url: str) -> int:
-    """Return the inode of FORMAT.json in a run's folder, 0 if there is none. A copied run has another one."""
+    """Return the inode of FORMAT.json in a run's folder, which differs in a copy of the run; 0 if there is none."""
     folder = folder_of(url)
     with contextlib.suppress(OSError):
         return 0 if folder is None else os.stat(folder / "FORMAT.json").st_ino
@@ -323,16 +320,16 @@ def _of_this_process(lease: Lease) -> bool:
 
 
 async def _read_lease(log: RunLog) -> bytes | None:
-    """Return the bytes of the lease, None if there is none."""
+    """Return the bytes of the lease, or None if there is no lease."""
     try:
         with contextlib.suppress(NotFoundError):
             return bytes(await get_small(log.store, LEASE, MAX_SIZE))
-        await log.check_same()  # a mount that is away for a moment hides the lease, too
+        await log.check_same()  # a mount that is away for a moment also hides the lease
         with contextlib.suppress(NotFoundError):
             return bytes(await get_small(log.store, LEASE, MAX_SIZE))
         return None
     except CorruptError:
-        return b""  # longer than any lease
+        return b""  # the file is longer than any lease
     except StoreError as error:
         text = f"cannot check now whether another process trains {log.store.url}, so this one did not open it: {error}"
         raise UnreadableError(text, retryable=error.retryable, advice=UNSEEN) from error
@@ -341,17 +338,17 @@ async def _read_lease(log: RunLog) -> bytes | None:
 # -- ledger/ --
 
 
-KEEP_S, KEEP_REMOTE_S = 10.0, 60.0  # between two puts of an account, into a folder and into a bucket
-LOOK_BACK = 64  # job attempts from which a save interval is derived
-FIND_S, AGAIN_S = 30.0, 2.0  # to read an earlier account
+KEEP_S, KEEP_REMOTE_S = 10.0, 60.0  # time between two puts of an account, into a folder and into a bucket
+LOOK_BACK = 64  # number of job attempts from which a save interval is derived
+FIND_S, AGAIN_S = 30.0, 2.0  # timeout to read an earlier account, and pause before a retry
 
-Content = Callable[[OpenTier], bytes | None]  # None: this tier gets nothing
+Content = Callable[[OpenTier], bytes | None]  # returns None if the tier gets nothing
 
 
 @dataclass
 class _Kept:
-    """The puts of one key to one tier. `at`: when it was put last, by the monotonic clock; `waiting`: what to put after
-    the put in flight."""
+    """The puts of one key to one tier. `at`: time of the last put, by the monotonic clock. `waiting`: content to put
+    after the put in flight."""
 
     at: float = -math.inf
     failed: bool = False
@@ -360,15 +357,15 @@ class _Kept:
 
 
 class LedgerFiles:
-    """Writes accounts and the lease, in the writer's event loop. `tiers`: returns the present durable tiers."""
+    """Writes accounts and the lease, in the writer's event loop. `tiers`: function that returns the durable tiers."""
 
     def __init__(self, tiers: Callable[[], list[OpenTier]]) -> None:
         self._tiers = tiers
         self._kept: dict[tuple[str, str], _Kept] = {}
 
     def put(self, key: str, content: Content, interval_s: Callable[[Store], float], *, now: bool = False) -> None:
-        """Put into each tier that this rank is responsible for, without waiting. `interval_s`: seconds between two puts
-        of this key, by store; `now`: put it immediately."""
+        """Put content into each tier that this rank is responsible for, without waiting. `interval_s`: returns the
+        seconds between two puts of this key in a store. `now`: True to put it immediately."""
         for tier in self._tiers():
             if not tier.opened or tier.role.place > 0:
                 continue
@@ -393,7 +390,7 @@ class LedgerFiles:
                 kept.failed = True
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for puts in flight, nearest tier first."""
+        """Wait for the puts in flight, nearest tier first, at most `timeout_s`."""
         end = time.monotonic() + timeout_s
         for tier in self._tiers():
             tasks = [one.task for (url, _), one in self._kept.items() if url == tier.url and one.task is not None]
@@ -402,12 +399,12 @@ class LedgerFiles:
 
 
 def ledger_interval_s(store: Store) -> float:
-    """Return the seconds between two puts of an account while its trainer lives."""
+    """Return the seconds between two puts of an account while the trainer lives."""
     return KEEP_REMOTE_S if store.remote else KEEP_S
 
 
 async def find(tiers: list[OpenTier], key: str) -> Account | None:
-    """Return an account from the nearest tier. Return None if there is none, or if it cannot be read."""
+    """Return an account from the nearest tier, or None if it does not exist or cannot be read."""
     end = time.monotonic() + FIND_S
     while tiers:
         try:
@@ -423,7 +420,7 @@ async def find(tiers: list[OpenTier], key: str) -> Account | None:
 
 
 async def account_keys(store: Store) -> list[str]:
-    """Return the keys of all accounts, by job attempt and then by descending rank."""
+    """Return the keys of all accounts, ordered by job attempt and then by descending rank."""
     listed = await chunks.listing(store, ledger.PREFIX)
     return sorted([info.key for info in listed if ledger.is_account(info.key)], key=_order)
 
@@ -439,7 +436,7 @@ UNREADABLE = (CorruptError, FormatError, NotFoundError)
 async def newest_accounts(
     store: Store, most: int, passing: tuple[type[CheckpointError], ...] = UNREADABLE
 ) -> list[Account]:
-    """Return the newest accounts in order, without those that raise such errors."""
+    """Return the newest accounts in order. Leave out accounts whose reading raises an error in `passing`."""
     found: list[Account] = []
     for key in (await account_keys(store))[-most:]:
         with contextlib.suppress(*passing):
@@ -448,7 +445,7 @@ async def newest_accounts(
 
 
 async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Account]:
-    """Return the accounts of the last job attempts from the nearest tier."""
+    """Return the accounts of the last job attempts, from the nearest tier."""
     try:
         return ledger.in_order(await newest_accounts(tiers[0].log.store, most, (CheckpointError,))) if tiers else []
     except StoreError as error:
@@ -457,5 +454,5 @@ async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Accoun
 
 
 def last_decision(accounts: list[Account]) -> Decision | None:
-    """Return the last save intervals, so that the next job attempt need not measure them again."""
+    """Return the save intervals decided last, so that the next job attempt need not measure them again."""
     return next((one.decisions[-1] for one in reversed(accounts) if one.decisions), None)

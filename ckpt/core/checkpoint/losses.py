@@ -1,8 +1,8 @@
 """Finds checkpoints that were lost to damage, so that a restore of an older step reports the loss.
 
 The content of a damaged log record is unknown. But an index file is stored just before the record that commits its
-checkpoint. A checkpoint with an index and without an end in the log may therefore be lost. The same applies if the
-newest record is missing, which leaves no gap in the log.
+checkpoint. So a checkpoint that has an index, and no record that ends it, may be lost. This also detects the loss of
+the newest record, which leaves no gap in the log.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ckpt.core.log.records import Acquire, in_history
 from ckpt.core.log.run_log import RunLog
 from ckpt.events import log as logger
 
-UNCLEAR = "may have been taken back"  # part of the reason in an ABORT of a checkpoint whose commit is uncertain
-SHOWN = 4  # problems in one message
-RECORDED_S = 4.0  # from an index to its record, on a busy machine
+UNCLEAR = "may have been taken back"  # part of the reason in an ABORT of a checkpoint that may have been committed
+SHOWN = 4  # maximum number of problems in a message
+RECORDED_S = 4.0  # maximum time from an index to its record, on a busy machine
 PAUSE_S = 0.25
 NO_RECORD = "no log record shows"
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A newer checkpoint that could not be used, or the newest step that was lost to some damage."""
+    """A newer checkpoint that could not be used, or the newest step that damage may have lost."""
 
     step: int
     tier: str
@@ -35,8 +35,8 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Loss:
-    """Damage in one tier. `checkpoints`: checkpoints that may be lost, in any order. If there are many, it has only the
-    newest of each job attempt."""
+    """Damage in one tier. `checkpoints`: checkpoints that may be lost, in any order. If there are many, only the newest
+    of each job attempt is listed."""
 
     tier: str
     reason: str
@@ -44,7 +44,7 @@ class Loss:
 
 
 async def of_log(log: RunLog) -> list[Loss]:
-    """Return the possible losses by damaged or missing records. Raise StoreError if that cannot be read now."""
+    """Return the possible losses by damaged or missing records. Raise StoreError if files cannot be read now."""
     lost, end = await _unrecorded(log), time.monotonic() + RECORDED_S
     while lost and not log.state.damaged and time.monotonic() < end:
         await asyncio.sleep(PAUSE_S)  # a running job writes the record right after the index
@@ -89,7 +89,7 @@ def records(damaged: Sequence[int]) -> str:
 
 
 def one_by_one(damaged: Iterable[int]) -> list[str]:
-    """Return a line for each damaged record, or one for many consecutive records."""
+    """Return a line for each damaged record, but one line for many consecutive records."""
     spans: list[list[int]] = []
     for seq in sorted(damaged):
         if spans and seq == spans[-1][1] + 1:
@@ -124,8 +124,8 @@ def of_each(checkpoints: Iterable[CheckpointId]) -> tuple[CheckpointId, ...]:
 def passed_over(
     losses: Iterable[Loss], chosen: CheckpointId | None, acquires: Iterable[Acquire] = (), *, step: int | None = None
 ) -> list[Skipped]:
-    """Return the losses that are newer than the chosen checkpoint and belong to the present history; with `step`, those
-    of that step, unless it was found."""
+    """Return the losses that are newer than the chosen checkpoint and in the present history. With `step`, return the
+    losses of that step, unless a checkpoint of it was chosen."""
     found = []
     known = sorted(acquires, key=lambda acquire: acquire.term)
     for loss in losses:
@@ -143,7 +143,7 @@ def listed(damage: Iterable[Loss | Skipped]) -> str:
 
 
 def in_words(skipped: Sequence[Skipped], chosen: int) -> str:
-    """Describe all losses in one line."""
+    """Describe all losses as one line of text."""
     last = max(one.step for one in skipped)
     count = max(0, last - chosen)
     steps = "1 step" if count == 1 else f"{count} steps"

@@ -1,4 +1,4 @@
-"""Reads the manifests and the index of a checkpoint. Raises CorruptError if one does not match its digest."""
+"""Reads the manifests and the index of a checkpoint. Raises CorruptError if a file does not match its digest."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from ckpt.errors import CorruptError, FormatError, NotFoundError, TruncatedError
 from ckpt.events import log as logger
 from ckpt.store import Store
 
-FEW = 4  # data files; up to this number, each one's size is requested separately
-AT_ONCE = 16  # manifests read concurrently
+FEW = 4  # up to this number of data files, request the size of each one separately
+AT_ONCE = 16  # number of manifests to read concurrently
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
-MANY = 64  # ranks; with more, manifests are read in batches, and only what is needed of each is kept
+MANY = 64  # above this number of ranks, read manifests in batches, and keep only the needed parts
 
 
 async def read_exact(store: Store, key: str, digest: str, limit: int) -> memoryview:
-    """Read a small file. Raise CorruptError unless it has this digest."""
+    """Read a small file. Raise CorruptError if it does not have this digest."""
     raw = await chunks.get(store, key, limit=limit)
     if file_digest(raw) != digest:
         raise CorruptError(f"{key} is damaged: its digest does not match")
@@ -66,8 +66,8 @@ async def load_manifest(
 ) -> WrittenManifest:
     """Read one rank's manifest. Verify its digest and the sizes of its data files.
 
-    sizes: known sizes of data files, by key.
-    compact: keep only what the index needs.
+    sizes: known sizes of data files, by key
+    compact: True to keep only what the index needs
     """
     manifest, digest = await read_manifest(store, checkpoint, rank, expected=expected)
     await check_sizes(store, manifest, sizes)
@@ -80,7 +80,7 @@ async def load_manifest(
 async def load_manifests(
     store: Store, checkpoint: CheckpointId, wanted: Sequence[tuple[int, str]]
 ) -> list[WrittenManifest]:
-    """Read manifests, given rank and digest of each. With many ranks, keep only what the index needs."""
+    """Read manifests, given (rank, digest) of each. With many ranks, keep only the parts that the index needs."""
     sizes, many = await sizes_of_many(store, checkpoint, len(wanted)), len(wanted) > MANY
 
     async def load(one: tuple[int, str]) -> WrittenManifest:
@@ -92,7 +92,7 @@ async def load_manifests(
 async def read_manifest(
     store: Store, checkpoint: CheckpointId, rank: int, *, expected: str | None = None
 ) -> tuple[Manifest, str]:
-    """Read one rank's manifest. Return it and its digest."""
+    """Read one rank's manifest. Return the manifest and its digest."""
     what = manifest_key(checkpoint, rank)
     raw = await chunks.get(store, what, limit=MAX_JSON)
     digest = file_digest(raw)
@@ -105,7 +105,7 @@ async def read_manifest(
 
 
 def table_of(manifest: Manifest) -> Table:
-    """Return the chunk table of a manifest. Raise CorruptError if it is damaged or exceeds its data files."""
+    """Return the chunk table of a manifest. Raise CorruptError if it is damaged or points outside its data files."""
     what = f"the table of {manifest_key(CheckpointId.parse(manifest.checkpoint), manifest.rank)}"
     table, sizes = Table.from_bytes(manifest.table, what), {file.key: file.size for file in manifest.files}
     if not sizes.keys() >= set(table.files):
@@ -121,7 +121,7 @@ def table_of(manifest: Manifest) -> Table:
 def layout_of(manifest: Manifest, table: Table, known: Layout | None = None) -> Layout:
     """Return the layout of a manifest. Raise CorruptError if it is damaged.
 
-    known: a layout that is returned if it is the same.
+    known: a layout that is returned instead if it is equal.
     """
     same = known is not None and (known.rank, known.world, known.shared) == (
         manifest.rank,
@@ -134,7 +134,7 @@ def layout_of(manifest: Manifest, table: Table, known: Layout | None = None) -> 
 
 
 async def check_sizes(store: Store, manifest: Manifest, known: Mapping[str, int] = NO_SIZES) -> None:
-    """Raise CorruptError if a data file of a manifest has a wrong size, NotFoundError if one is missing."""
+    """Raise CorruptError if a data file of a manifest has a wrong size, and NotFoundError if one is missing."""
     there = await _sizes(store, manifest, known)
     for file in manifest.files:
         if there[file.key] != file.size:
@@ -142,8 +142,8 @@ async def check_sizes(store: Store, manifest: Manifest, known: Mapping[str, int]
 
 
 async def sizes_of_many(store: Store, checkpoint: CheckpointId, ranks: int) -> Mapping[str, int]:
-    """Return the sizes of a checkpoint's data files if it has many ranks, else {}: one listing replaces thousands of
-    requests."""
+    """Return the sizes of a checkpoint's data files if it has many ranks, else {}. One listing then replaces thousands
+    of requests."""
     if ranks <= MANY:
         return NO_SIZES
     return {info.key: info.size async for info in store.list(folder_of(checkpoint)) if is_data(info.key)}
@@ -161,14 +161,14 @@ async def _sizes(store: Store, manifest: Manifest, known: Mapping[str, int]) -> 
 
 
 async def load_index(store: Store, commit: Commit) -> Index:
-    """Read the index. Raise CorruptError or NotFoundError if it is damaged or missing."""
+    """Read the index. Raise CorruptError if it is damaged, and NotFoundError if it is missing."""
     key = index_key(commit.checkpoint)
     raw = await read_exact(store, key, commit.index, MAX_INDEX)
     return Index.from_bytes(raw, key, commit.world, len(commit.manifests))
 
 
 async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict[int, tuple[list[Any], Table]]:
-    """Read the plain values and the tables of some ranks."""
+    """Return the plain values and the chunk table of each of some ranks."""
     known = dict(commit.manifests)
 
     async def one(rank: int) -> tuple[list[Any], Table]:
@@ -184,7 +184,7 @@ async def load_ranks(store: Store, commit: Commit, ranks: Sequence[int]) -> dict
 
 
 async def stored_manifest(store: Store, checkpoint: CheckpointId, rank: int) -> WrittenManifest | None:
-    """Return a rank's stored manifest of a checkpoint, or None if it is missing or damaged."""
+    """Return one rank's stored manifest of a checkpoint, or None if it is missing or damaged."""
     key = manifest_key(checkpoint, rank)
     keys = [info.key async for info in store.list(folder_of(checkpoint)) if info.key == key]
     return (await intact_manifests(store, checkpoint, keys)).get(rank)
@@ -193,11 +193,11 @@ async def stored_manifest(store: Store, checkpoint: CheckpointId, rank: int) -> 
 async def intact_manifests(
     store: Store, checkpoint: CheckpointId, keys: Iterable[str], own: WrittenManifest | None = None
 ) -> dict[int, WrittenManifest]:
-    """Read the manifests among some files of a checkpoint. Return those that are intact, by rank.
+    """Read the manifests among these keys of a checkpoint. Return the intact ones, by rank.
 
-    With many ranks, keep only what the index needs of each. Raise StoreError if the store fails.
+    With many ranks, keep only the parts that the index needs. Raise StoreError if the store fails.
 
-    own: a manifest that need not be read.
+    own: a manifest that need not be read
     """
     found: dict[int, WrittenManifest] = {} if own is None else {own.manifest.rank: own}
     wanted = sorted(ranks_in(keys) - found.keys())
@@ -221,5 +221,5 @@ async def _sound(
 
 
 def ranks_in(keys: Iterable[str]) -> set[int]:
-    """Return the ranks that have a manifest among these keys."""
+    """Return the ranks whose manifests are among these keys."""
     return {rank for key in keys if is_manifest(key) and (rank := rank_of(key)) is not None}

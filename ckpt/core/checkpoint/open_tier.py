@@ -1,7 +1,7 @@
 """A durable tier that a writer has open: its log, its saves in flight, and its clean-up.
 
-Older checkpoints are deleted only after a newer one was read back and found intact. In a remote store that would cost
-as much as the uploads. There it happens only now and then, and the newest checkpoint that was read back always stays.
+Older checkpoints are deleted only after a newer checkpoint was read back and found intact. In a remote store, reading
+all of them back would cost as much as the uploads, so only some are read back, and the newest of these always stays.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ckpt.errors import CheckpointError, FencedError, RunGoneError, is_unreadabl
 from ckpt.store import Store, is_temporary, open_store, remember_options
 from ckpt.units import count_of
 
-READ_BACK_EVERY = 10  # checkpoints, in a remote store
-LIST_EVERY = 32  # clean-ups, in a remote store: between them only files of known names are deleted
-OPENING_S = 30.0  # retries while a remote store is opened: its address may be wrong, and the user waits
-PATIENCE_S = 300.0  # and for each later request
-REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # the keys of a spec that affect the connection
+READ_BACK_EVERY = 10  # in a remote store, one of this many checkpoints is read back
+LIST_EVERY = 32  # in a remote store, one of this many clean-ups lists files; others delete only known names
+OPENING_S = 30.0  # time for retries while a remote store is opened: its address may be wrong, and the user waits
+PATIENCE_S = 300.0  # time for retries of each later request
+REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # keys of a spec that affect the connection
 
 
 @dataclass
 class OpenTier:
     """A durable tier of the run.
 
-    `every`: steps between its checkpoints; `grace_s`: seconds for which readers may still use retired checkpoints.
+    `every`: steps between its checkpoints. `grace_s`: seconds for which readers may still use retired checkpoints.
     """
 
     url: str
@@ -53,24 +53,24 @@ class OpenTier:
     in_flight: set[CheckpointId] = field(default_factory=set)
     sources: dict[CheckpointId, set[CheckpointId]] = field(
         default_factory=dict
-    )  # checkpoints that those in flight may build on
-    promoting: Counter[CheckpointId] = field(default_factory=Counter)  # being copied from here to other tiers
+    )  # checkpoints that a checkpoint in flight may use
+    promoting: Counter[CheckpointId] = field(default_factory=Counter)  # being copied to other tiers
     encoder: Encoder = field(default_factory=Encoder)
     anchors: dict[str, CheckpointId] = field(default_factory=dict)  # base checkpoints for other tiers, by URL
-    read_back: set[CheckpointId] = field(default_factory=set)  # intact when they were read
-    notes: Mapping[int, str] | None = None  # notes by step, of steps that training wants kept; None: not yet known
+    read_back: set[CheckpointId] = field(default_factory=set)  # checkpoints that were read back and found intact
+    notes: Mapping[int, str] | None = None  # notes of the steps to keep; None: not yet known
     noting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiting: int = 0  # checkpoints on their way here, including those in the queue
+    waiting: int = 0  # number of checkpoints that wait or are being written
     spec: dict[str, Any] = field(default_factory=dict, repr=False)  # may contain secrets
     opened: bool = True
-    root: str = ""  # the run id that is required, if known before opening
-    outdated: list[Store] = field(default_factory=list)  # still used by saves in flight
+    root: str = ""  # the required run id, if it is known before opening
+    outdated: list[Store] = field(default_factory=list)  # former stores, which saves in flight still use
     sweeping: asyncio.Task[None] | None = None
     sweeps: int = 0
-    leaving: set[str] = field(default_factory=set)  # files that are deleted after the grace period
+    leaving: set[str] = field(default_factory=set)  # files that will be deleted after the grace period
     graces: set[asyncio.Task[None]] = field(default_factory=set)
-    warned: set[CheckpointId] = field(default_factory=set)  # unreadable ones that the user was warned of
-    tidied: set[CheckpointId] = field(default_factory=set)  # aborted ones without files
+    warned: set[CheckpointId] = field(default_factory=set)  # unreadable checkpoints that the user was warned of
+    tidied: set[CheckpointId] = field(default_factory=set)  # aborted checkpoints that have no files
     trimmer: Trimmer = field(default_factory=Trimmer)
 
     @property
@@ -83,7 +83,7 @@ class OpenTier:
 
     @property
     def room(self) -> str:
-        """Return how to free space on the full disk of a folder."""
+        """Return advice for freeing space on the full disk of a folder."""
         there = self.log.state.commits
         if not (fewer := len(retention.choose(self.log.state, retention.Keep(3), self.verified))):
             return f"Free space elsewhere on that disk: {self.url} keeps only the newest checkpoints"
@@ -91,7 +91,7 @@ class OpenTier:
         return f"Free space: {prune}, and keep=3 on its Tier does so from now on"
 
     async def prepare(self) -> None:
-        """Open the tier now if that failed before. Raise RunGoneError if it no longer has this run."""
+        """Open the tier now if opening failed before. Raise RunGoneError if the tier no longer has this run."""
         if not self.opened:
             if self.root:
                 await self.log.check_same()
@@ -106,7 +106,7 @@ class OpenTier:
         self.encoder.policy = replace(self.encoder.policy, cadence=steps)
 
     def builds_on(self, checkpoint: CheckpointId, source: CheckpointId) -> None:
-        """Protect a checkpoint from this job's clean-up while one in flight may use its data files."""
+        """Protect a checkpoint from this job's clean-up while a checkpoint in flight may use its data files."""
         self.sources = {one: found for one, found in self.sources.items() if one in self.in_flight}
         self.sources.setdefault(checkpoint, set()).add(source)
 
@@ -116,7 +116,7 @@ class OpenTier:
             del self.promoting[checkpoint]
 
     async def drop_uploads(self, owner: Acquire, wanted: set[CheckpointId]) -> None:
-        """Abort the unfinished uploads of earlier job attempts, and delete their temporary files."""
+        """Abort unfinished uploads of earlier job attempts, and delete their temporary files."""
 
         def keep(key: str) -> bool:
             checkpoint = owner_of(key)
@@ -135,12 +135,12 @@ class OpenTier:
             events.log.info("aborted %s to %s", count_of(dropped, "unfinished upload"), self.url)
 
     async def remove_rest(self, checkpoint: CheckpointId, rank: int | None = None) -> None:
-        """Delete the files of a checkpoint that was being written when the run was deleted or replaced.
+        """Delete the files of a checkpoint that was being written while the run was deleted or replaced.
 
-        No other run has files of these names, but a restart in the emptied location would fail because of them. Files
+        No other run has files with these names, but a restart in the emptied location would fail because of them. Files
         of a committed checkpoint stay, because the run may only have been unreachable.
 
-        rank: the rank whose files are deleted, default: every rank.
+        rank: the rank whose files are deleted; default: every rank
         """
         if checkpoint in self.log.state.commits or checkpoint in self.log.state.held:
             return
@@ -154,11 +154,11 @@ class OpenTier:
             events.log.warning("could not delete all files of step %d in %s: %s", checkpoint.step, self.url, error)
 
     async def sweep(self, owner: Acquire, notify: Callable[[Note], None]) -> None:
-        """Apply retention, and trim the log. Errors are logged, and the next checkpoint retries the clean-up."""
+        """Apply retention, and trim the log. Errors are logged, and the clean-up after the next checkpoint retries."""
         try:
             await self._sweep(owner, notify)
         except FencedError:
-            pass  # the next save raises it
+            pass  # the next save raises this error
         except CheckpointError as error:
             events.log.warning("could not clean up %s, retrying later: %s", self.url, error)
         await self.trimmer.step(self.log, owner)
@@ -174,15 +174,15 @@ class OpenTier:
             return
         history = state.lineage()
         if not history:
-            return  # a rollback undid all checkpoints; the next checkpoint makes them obsolete
+            return  # a rollback undid all checkpoints, and the next checkpoint makes them obsolete
         newest = history[0]
         recent = {c.checkpoint for c in history[: READ_BACK_EVERY if self.store.remote else 1]}
         if not recent & self.verified:
-            # Data from checkpoints that were read back is not read again, because reading costs more than writing.
+            # Data of checkpoints that were read back is not read again, because reading costs more than writing.
             new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
             problems = await verify(self.store, newest, new=new)
             if problems:
-                # Other checkpoints may have been built on the damaged bytes during this read.
+                # Other checkpoints may have been built on the damaged bytes meanwhile.
                 self.encoder.distrust(max([newest.checkpoint, *self.log.state.commits, *self.in_flight]))
                 found = "; ".join(problems[:10])
                 text = (
@@ -209,40 +209,40 @@ class OpenTier:
             self.tidied |= left - self.in_flight
 
     def _pinned(self, state: RunState) -> set[CheckpointId]:
-        """Return checkpoints that must stay: sources of those in flight, and steps that training wants kept."""
+        """Return the checkpoints that must stay: those that other checkpoints use, and steps that training keeps."""
         wanted = {checkpoint for checkpoint in state.commits if checkpoint.step in (self.notes or ())}
         sources = set[CheckpointId]().union(*(self.sources.get(checkpoint, ()) for checkpoint in self.in_flight))
         return {*self.promoting, *self.anchors.values(), *sources, *wanted}
 
     def noted(self) -> dict[int, str]:
-        """Return the notes of steps that training wants kept: this job's, or otherwise the log's."""
+        """Return the notes of the steps that training keeps, from this job or otherwise from the log."""
         if self.notes is not None:
             return dict(self.notes)
         kept = {one.step: words_of(self.log.state.kept.get(one.checkpoint, ""))[0] for one in self.log.state.lineage()}
         return {step: ours for step, ours in kept.items() if ours}
 
     def steps(self) -> set[int]:
-        """Return the steps of the present history and of the checkpoints in flight."""
+        """Return the steps of all checkpoints in the present history or in flight."""
         return {one.step for one in self.log.state.lineage()} | {checkpoint.step for checkpoint in self.in_flight}
 
     async def keep_noted(self, owner: Acquire) -> CheckpointError | None:
-        """Record which steps training wants kept. Return the error if that fails; the next clean-up retries it."""
+        """Record which steps training keeps. If this fails, return the error; the next clean-up tries again."""
         try:
             async with self.noting:
                 if self.notes is not None:
                     await retention.keep_steps(self.log, owner, self.notes)
         except FencedError as error:
-            return error  # the next save raises it
+            return error  # the next save raises this error
         except CheckpointError as error:
             events.log.warning("%s: could not record which checkpoints to keep, retrying later: %s", self.url, error)
             return error
         return None
 
     async def _warn(self, notify: Callable[[Note], None]) -> None:
-        """Warn once of each unreadable checkpoint, because nothing is cleaned up while it exists."""
+        """Warn once about each unreadable checkpoint, because nothing is cleaned up while it exists."""
         unread: dict[CheckpointId, CheckpointError] = {}
         await retention.files_of(self.log, self.log.state.commits.values(), unread)
-        if unread.keys() - self.warned:  # an older writer that is still running may have retired it
+        if unread.keys() - self.warned:  # an older writer that still runs may have retired the checkpoint
             await self.log.refresh()
             unread = {checkpoint: why for checkpoint, why in unread.items() if checkpoint in self.log.state.commits}
         for checkpoint in sorted(unread.keys() - self.warned):
@@ -255,7 +255,7 @@ class OpenTier:
         self.warned = set(unread)
 
     async def _give_up_old(self, owner: Acquire) -> None:
-        """Abort old HELD checkpoints. Newer steps were committed or are HELD, so these will never be committed."""
+        """Abort old HELD checkpoints. They will never be committed, because newer steps were committed or are HELD."""
         history, held = self.log.state.lineage(), sorted(self.log.state.held, reverse=True)
         old = set(held[max(self.keep.last, retention.ALWAYS) :])
         if len(history) >= retention.ALWAYS:
@@ -264,7 +264,7 @@ class OpenTier:
             await commits.abort(self.log, owner, checkpoint, "other nodes do not have their files", held=True)
 
     async def _delete_later(self, keys: Sequence[str]) -> None:
-        """Delete files after the grace period. If the writer ends before, the next job attempt deletes them."""
+        """Delete files after the grace period. If the writer ends before that, the next job attempt deletes them."""
         self.leaving.update(keys)
         task = asyncio.create_task(self._delete(keys))
         self.graces.add(task)
@@ -279,8 +279,8 @@ class OpenTier:
         self.leaving.difference_update(keys)
 
     async def close(self, owner: Acquire | None, notify: Callable[[Note], None]) -> None:
-        """Record which steps to keep, clean up once more, and close the store. A remote store is not cleaned up,
-        because reading back a large checkpoint could take too long at the end of a job."""
+        """Record which steps to keep, clean up once more, and close the store. Do not clean up a remote store, because
+        reading back a large checkpoint could take too long at the end of a job."""
         if self.sweeping is not None:
             if self.store.remote:
                 self.sweeping.cancel()
@@ -305,8 +305,8 @@ async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "
     """Open a tier as the trainer configured it. Create the run if it does not exist.
 
     `spec`: see `ckpt.tiers.Tier.spec`. `later`: if a remote store cannot be opened now, open it when it is needed.
-    `root`: the required run id, "" for any. Raises RunGoneError if the store has another run or none. `again`: the
-    trainer has opened it before. If the run is missing now, open it when it is back.
+    `root`: the required run id, "" for any; raises RunGoneError if the store has another run or none. `again`: the
+    trainer has opened the tier before, so if the run is missing now, open it when it is back.
     """
     store = store_of(spec)
     log = RunLog(store)
@@ -333,7 +333,7 @@ async def open_place(spec: dict[str, Any], *, later: bool = False, root: str = "
 
 
 async def renew(place: OpenTier, spec: dict[str, Any]) -> None:
-    """Apply the settings of the trainer's next job attempt, for example new credentials or limits."""
+    """Apply the settings of the next job attempt to an open tier, for example new credentials or limits."""
     _settings(place, spec)
     if any(spec.get(key) != place.spec.get(key) for key in REACHING):
         place.outdated.append(place.store)
@@ -360,7 +360,7 @@ def _settings(place: OpenTier, spec: dict[str, Any]) -> None:
 
 
 def store_of(spec: Mapping[str, Any], *, writable: bool = True) -> Any:
-    """Return the store of a tier, with its credentials and limits. A folder is created if it should be writable."""
+    """Return the store of a tier, with its credentials and limits. With `writable`, create a missing folder."""
     url = str(spec["url"])
     os.environ.update(spec.get("environment") or {})
     remember_options(url, spec.get("options"))

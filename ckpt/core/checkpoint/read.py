@@ -1,19 +1,19 @@
-"""Reads checkpoints from a store: which exist, what each contains, and their bytes.
+"""Reads checkpoints from a store: the list of checkpoints, the contents of each, and their bytes.
 
     open_run -> choose a commit -> load_all, or saved_of -> plan_reads -> fetch, or fetch_repaired
 
-Reading needs no torch: bytes go to a sink that the caller provides. Readers of a run need only this module. `chunks`
-reads chunks, and `manifests` reads manifests and indexes.
+Reading needs no torch, because bytes go to a sink that the caller provides. Readers of a run need only this module.
+`chunks` reads chunks, and `manifests` reads manifests and indexes.
 
 A restore from a folder reads nearly all bytes of a few large files (`fetch_local`). Each thread reads one contiguous
-stretch, so that the kernel reads ahead. Whole pieces of a tensor are read, or decoded, directly into the tensor, and
-verified there while the bytes are still in the processor's cache. Nothing is copied twice. The page cache measured
-fastest, even when cold. On Linux 6.18 with a virtual disk, two such streams read 4.6 GB/s for 0.05 CPU seconds a GB,
-and O_DIRECT, in ten variants, 2.1 to 3.8 GB/s; cached bytes reach 20 GB/s. Checks of the disk itself (`verify`) bypass
-the cache: `fetch`.
+stretch, so that the kernel reads ahead. Whole pieces of a tensor are read or decoded directly into the tensor, and
+verified while the bytes are still in the processor's cache, so nothing is copied twice. The page cache measured
+fastest, even when cold. On Linux 6.18 with a virtual disk, two such streams read 4.6 GB/s and used 0.05 CPU seconds a
+GB. Ten variants with O_DIRECT read 2.1 to 3.8 GB/s. Cached bytes are read at up to 20 GB/s. Checks of the disk itself
+(`verify`) use `fetch`, which bypasses the cache.
 
-`fetch_repaired` replaces damaged chunks by equal bytes from elsewhere, found by digest: first from other checkpoints of
-the same run, which may have stored the same bytes in another file, then from other tiers.
+`fetch_repaired` replaces damaged chunks by equal bytes that it finds by digest: first in other checkpoints of the same
+run, which may have stored the same bytes in another file, then in other tiers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ FEW = 8  # up to this many ranks, all manifests are read; with more, the index a
 
 @dataclass(frozen=True)
 class Manifests:
-    """The manifests of some or all ranks, with their tables. `manifests` are in rank order."""
+    """The manifests of some or all ranks, in rank order, with their chunk tables."""
 
     commit: Commit
     manifests: tuple[Manifest, ...]
@@ -96,11 +96,11 @@ class Manifests:
 
     @cached_property
     def table(self) -> Table:
-        """Return all tables as one."""
+        """Return all tables joined into one."""
         return merge(self.tables)
 
     def layout(self, rank: int = 0, known: Layout | None = None) -> Layout:
-        """Return the layout of a rank. `known`: a layout that is returned if it is the same."""
+        """Return the layout of a rank. `known`: a layout that is returned instead if it is equal."""
         manifest, table = next(one for one in zip(self.manifests, self.tables, strict=True) if one[0].rank == rank)
         layout = layout_of(manifest, table, known)
         if len(layout.components) != len(manifest.values):
@@ -116,7 +116,7 @@ class Manifests:
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
-    """Open the log of an existing run. Raise NoCheckpointError if there is none."""
+    """Open the log of an existing run. Raise NoCheckpointError if there is no run."""
     log = RunLog(store if store is not None else open_store(url))
     try:
         await log.open()
@@ -128,7 +128,7 @@ async def open_run(url: str, store: Store | None = None) -> RunLog:
 
 @contextlib.asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Store]:
-    """Open the store of a run whose log has been read already."""
+    """Open the store of a run whose log was read already."""
     store = open_store(url)
     try:
         yield store
@@ -137,7 +137,7 @@ async def opened(url: str) -> AsyncIterator[Store]:
 
 
 def choose(log: RunLog, step: Which = None) -> Commit:
-    """Return the newest finite checkpoint, the one of a step, or the best. Raise NoCheckpointError if it is missing."""
+    """Return the newest finite checkpoint, that of a step, or the best. Raise NoCheckpointError if it is missing."""
     if step == BEST:
         return _best(log)
     history = log.state.lineage()
@@ -163,9 +163,9 @@ def _best(log: RunLog) -> Commit:
 
 
 async def consists_of(store: Store, commit: Commit) -> Manifests | Index:
-    """Read and verify the description of a checkpoint: all manifests with up to `FEW` ranks, else the index.
+    """Read and verify the contents of a checkpoint: for up to `FEW` ranks all manifests, otherwise the index.
 
-    Raise CorruptError or NotFoundError if it is damaged or missing. The manifests replace a damaged index.
+    Raise CorruptError if they are damaged, and NotFoundError if they are missing. Manifests replace a damaged index.
     """
     index = await index_or_none(store, commit) if FEW < commit.world == len(commit.manifests) else None
     return index if index is not None else await load_all(store, commit)
@@ -174,7 +174,7 @@ async def consists_of(store: Store, commit: Commit) -> Manifests | Index:
 async def load_saved(
     store: Store, commit: Commit, others: Sequence[str] = (), note: Note = lambda text: None
 ) -> SavedState:
-    """Return a checkpoint as one state, see `saved_by`."""
+    """Return a checkpoint as one state; see `saved_by`."""
     return saved_by(await consists_of(store, commit), commit, (store.url, *others), note)
 
 
@@ -187,8 +187,8 @@ def saved_by(
 ) -> SavedState:
     """Return a checkpoint as one state. If only the index was read, manifests are read when they are needed.
 
-    `urls`: its tier, then other tiers that are tried if manifests are lost there; `note` gets a message about that.
-    `known`: a layout that is reused if it is the same.
+    `urls`: the checkpoint's tier, then other tiers from which lost manifests are read; `note` gets a message about
+    this. `known`: a layout that is reused if it is equal.
     """
     if isinstance(found, Manifests):
         return found.saved(known)
@@ -202,7 +202,7 @@ def saved_by(
 async def _from_any(
     urls: Sequence[str], load: Callable[[Store], Coroutine[Any, Any, T]], note: Callable[[str], None]
 ) -> T:
-    """Load small files from the first tier that has them all. Their digests are known."""
+    """Load small files from the first tier that has all of them. Their digests are known."""
     failure: CorruptError | StoreError | None = None
     for url in urls:
         try:
@@ -229,13 +229,13 @@ def elsewhere(commit: Commit) -> str:
 
 
 async def load_all(store: Store, commit: Commit) -> Manifests:
-    """Read and verify every rank's manifest. Raise CorruptError or NotFoundError if one is damaged or missing."""
+    """Read and verify every rank's manifest. Raise CorruptError if one is damaged, NotFoundError if one is missing."""
     sizes = await sizes_of_many(store, commit.checkpoint, len(commit.manifests))
     return await _manifest(store, commit, commit.manifests, sizes)
 
 
 async def in_turn(store: Store, commit: Commit) -> AsyncIterator[Coroutine[Any, Any, Manifests]]:
-    """Yield `load_all` for a few ranks at a time. Await each before the next."""
+    """Yield `load_all` for a few ranks at a time. The caller awaits each one before the next."""
     sizes = await sizes_of_many(store, commit.checkpoint, len(commit.manifests))
     for start in range(0, len(commit.manifests), MANY):
         yield _manifest(store, commit, commit.manifests[start : start + MANY], sizes)
@@ -256,7 +256,7 @@ async def _manifest(
 
 
 async def index_or_none(store: Store, commit: Commit) -> Index | None:
-    """Return the index, None if it is damaged or missing. The manifests have the same information."""
+    """Return the index, or None if it is damaged or missing, because the manifests have the same information."""
     try:
         return await load_index(store, commit)
     except (CorruptError, NotFoundError) as error:
@@ -265,9 +265,9 @@ async def index_or_none(store: Store, commit: Commit) -> Index | None:
 
 
 async def tables_of(store: Store, commit: Commit, names: Set[str] = frozenset()) -> AsyncIterator[Table]:
-    """Yield every rank's table, one after the other. Raise CorruptError or StoreError if one is unreadable.
+    """Yield every rank's table, one after the other. Raise CorruptError or StoreError if a table is unreadable.
 
-    names: tensor names. With many ranks, those that have pieces of these tensors come first.
+    names: tensor names. With many ranks, the ranks that have pieces of these tensors come first.
     """
     likely = list[int]()
     if names and len(commit.manifests) > MANY and (index := await index_or_none(store, commit)) is not None:
@@ -277,7 +277,7 @@ async def tables_of(store: Store, commit: Commit, names: Set[str] = frozenset())
 
 
 async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> AsyncIterator[Table]:
-    """Yield the tables of these ranks. Only some of them are in memory at a time."""
+    """Yield the tables of these ranks. Only some of the tables are in memory at a time."""
     wanted = list(dict.fromkeys(ranks))
     for start in range(0, len(wanted), MANY):
         for _, table in (await load_ranks(store, commit, wanted[start : start + MANY])).values():
@@ -285,7 +285,7 @@ async def tables_in_turn(store: Store, commit: Commit, ranks: Iterable[int]) -> 
 
 
 async def data_files_of(store: Store, commit: Commit) -> frozenset[str]:
-    """Return the data files that a checkpoint uses, including older ones. Raise CorruptError or StoreError."""
+    """Return the data files that a checkpoint uses, including files of older ones. Raise CorruptError or StoreError."""
     index = await index_or_none(store, commit)
     if index is not None:
         return frozenset(index.files)
@@ -295,7 +295,7 @@ async def data_files_of(store: Store, commit: Commit) -> frozenset[str]:
 async def saved_of(
     log: RunLog, step: Which, others: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
 ) -> tuple[Commit, SavedState]:
-    """Choose a checkpoint and return it as one state, see `load_saved`."""
+    """Choose a checkpoint, and return it as one state; see `load_saved`."""
     commit = choose(log, step)
     async with there(log, commit):
         return commit, await load_saved(log.store, commit, others, note)
@@ -315,7 +315,7 @@ async def there(log: RunLog, commit: Commit) -> AsyncIterator[None]:
 
 
 async def still_live(log: RunLog, commit: Commit) -> bool:
-    """Return True if an unreadable checkpoint should exist. A running job may have retired it."""
+    """Return True if an unreadable checkpoint should exist. False if a running job has retired it."""
     return commit.checkpoint in (await log.refresh()).commits
 
 
@@ -333,9 +333,9 @@ async def verify(
 ) -> list[str]:
     """Read every byte of a checkpoint. Return the problems, [] if it is intact.
 
-    data: if False, read everything except the tensors' bytes.
-    new: of these, read only the bytes that were not taken from older checkpoints.
-    on_unreadable: called with each error that does not prove damage. Without it, the first such error is raised.
+    data: if False, read everything except the bytes of tensors
+    new: read only bytes of tensors that this checkpoint has stored itself
+    on_unreadable: called with each error that does not prove damage. Without it, the first such error is raised
     """
     problems: list[str] = []
 
@@ -374,13 +374,13 @@ async def verify(
 
 
 def _check_parses(manifest: Manifests, index: Index | None) -> None:
-    """Raise CorruptError unless layouts, names and plain values of these manifests are what a restore can read."""
+    """Raise CorruptError if a restore could not read the layouts, names and plain values of these manifests."""
     values = {manifest.rank: manifest.values for manifest in manifest.manifests}
     if len(values) == manifest.commit.world:
         manifest.saved().check_values(values)
     elif index is not None and index.world == manifest.commit.world:
         SavedState.listed(index, lambda ranks: {}).check_values(values)
-    else:  # the other manifests are on the disks of other nodes, or the index is lost
+    else:  # other manifests are on the disks of other nodes, or the index is lost
         for rank in values:
             manifest.layout(rank)
 
@@ -404,7 +404,7 @@ async def _verify_chunks(
 
 
 def _distinct(table: Table, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Drop repeated chunks that expand the same few bytes, so that no small file makes verification very long."""
+    """Drop repeated chunks that expand the same few bytes, because a small file could make verification very long."""
     swelling = (table.codec[chunks] != RAW) & (table.stored[chunks] * 256 < table.length[chunks])
     some = chunks[swelling]
     columns = (table.file, table.offset, table.stored, table.codec, table.base, table.length)
@@ -417,15 +417,15 @@ def _distinct(table: Table, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int
 
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0))))
-LEAST = 64 << 10  # bytes of the smallest piece that is read directly to its address
+LEAST = 64 << 10  # minimum bytes of a piece that is read directly to its address
 
 
 async def fetch_local(
     store: Store, table: Table, batches: Sequence[Batch], sink: Sink, on_damage: OnDamage, room: Room | None = None
 ) -> None:
-    """Like `fetch`, for a local store. A chunk with an address in `room` is read to it and verified, and is not
-    passed to `sink`. If it is damaged, `on_damage` is called, and the bytes at the address must not be used. If a read
-    fails, so do all of its chunks. The caller reads them again."""
+    """Like `fetch`, for a local store. A chunk with an address in `room` is read to this address and verified, and is
+    not passed to `sink`. If it is damaged, `on_damage` is called, and the bytes at the address must not be used. If a
+    read fails, all of its chunks fail, and the caller reads them again."""
     stretches = _stretches(batches, STREAMS)
     if not stretches:
         return
@@ -436,7 +436,7 @@ async def fetch_local(
 
 
 def _stretches(batches: Sequence[Batch], count: int) -> list[Sequence[Batch]]:
-    """Divide the batches into runs with about the same number of bytes."""
+    """Divide the batches into consecutive groups with about the same number of bytes."""
     total, seen = sum(batch.nbytes for batch in batches), 0
     found: list[list[Batch]] = [[] for _ in range(count)]
     for batch in batches:
@@ -454,7 +454,7 @@ def _run(
     room: Room | None,
 ) -> None:
     scratch = Scratch()
-    near: Any = store  # stores that are not remote have `scatter`
+    near: Any = store  # all local stores have `scatter`
     for batch in batches:
         places, small = _places(table, batch, room)
         stored: dict[int, memoryview] = {}
@@ -463,7 +463,7 @@ def _run(
             views, found = _views(table, read, spare, places, small)
             try:
                 near.scatter(read.file, read.start, views)
-            except StoreError as error:  # missing or partly unreadable
+            except StoreError as error:  # the file is missing or partly unreadable
                 small.clear()
                 lost.update(dict.fromkeys(read.chunks, error))
                 continue
@@ -478,8 +478,8 @@ def _run(
 
 
 def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, memoryview], dict[int, int]]:
-    """Return the memory for large chunks, which are read or decoded into it, and the addresses of small ones, which are
-    copied from one long read."""
+    """Return the memory of large chunks, into which they are read or decoded, and the addresses of small chunks, to
+    which they are copied from one long read."""
     if room is None:
         return {}, {}
     chunks = np.array(batch.chunks, np.int64)
@@ -497,11 +497,11 @@ def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, me
 def _views(
     table: Table, read: Read, spare: memoryview, places: dict[int, memoryview], small: Container[int]
 ) -> tuple[list[memoryview], dict[int, memoryview]]:
-    """Return where the bytes of a read go, in order, and the memory of each chunk that is not small.
+    """Return the destinations of the bytes of a read, in order, and the memory of each chunk that is not small.
 
-    Raw chunks go to their addresses, and the bytes between them to spare memory, at the same offset as in the read.
-    Stored bytes that several chunks share (equal pieces are stored once) go to spare memory too, and their addresses
-    are removed.
+    Raw chunks go to their addresses. The bytes between them go to spare memory, at the same offset as in the read.
+    Stored bytes that several chunks share (equal pieces are stored once) go to spare memory too, and the addresses of
+    these chunks are removed.
     """
     views: list[memoryview] = []
     found: dict[int, memoryview] = {}
@@ -510,7 +510,7 @@ def _views(
     starts = table.offset[chunks]
     ends = starts + table.stored[chunks]
     shared = np.zeros(len(chunks), np.bool_)
-    meets = np.maximum.accumulate(ends)[:-1] > starts[1:]  # in ascending order of their starts
+    meets = np.maximum.accumulate(ends)[:-1] > starts[1:]  # chunks are in ascending order of their starts
     shared[1:] |= meets
     shared[:-1] |= ends[:-1] > starts[1:]
     sizes = table.stored[chunks].tolist()
@@ -520,7 +520,7 @@ def _views(
             continue
         at = offset - read.start
         if plain and several:
-            places.pop(chunk, None)  # it is passed to the sink instead
+            places.pop(chunk, None)  # the chunk is passed to the sink instead
         if plain and chunk in places:
             if at > done:
                 views.append(spare[done:at])
@@ -537,7 +537,7 @@ def _views(
 # -- repair while reading --
 
 
-NEARBY = 8  # checkpoints of a tier that are searched
+NEARBY = 8  # number of a tier's checkpoints to search
 
 Lost = dict[int, CorruptError | StoreError]
 
@@ -551,25 +551,25 @@ async def fetch_repaired(
     others: Sequence[str] = (),
     room: Room | None = None,
 ) -> list[str]:
-    """Pass all of these chunks to `sink`, each verified. Return a description of chunks that came from elsewhere.
+    """Pass all of these chunks to `sink`, each verified. Return a description of the chunks that were repaired.
 
-    Raise CorruptError or StoreError if a chunk cannot be found anywhere. If a tier that may have the missing bytes
-    cannot be read now, that error is raised (`is_unreadable`) instead.
+    Raise CorruptError or StoreError if the bytes of a chunk cannot be found. If a tier that may have the missing bytes
+    cannot be read now, its error is raised instead (`is_unreadable`).
 
-    others: URLs of tiers with the same checkpoint.
-    room: addresses that chunks may be read to instead. Chunks from elsewhere still go to `sink`.
+    others: URLs of tiers with the same checkpoint
+    room: addresses to which chunks may be read instead. Repaired chunks still go to `sink`
     """
     missing: Lost = {}
 
     def note(chunks: Sequence[int], error: CorruptError | StoreError) -> None:
         missing.update(dict.fromkeys(chunks, error))
 
-    batches = plan_reads(table, chunks, far=True)  # long reads, also from a folder
+    batches = plan_reads(table, chunks, far=True)  # long reads, even from a folder
     if store.remote or not hasattr(store, "scatter"):
         await fetch_chunks(store, table, batches, sink, on_damage=note)
     else:
         await fetch_local(store, table, batches, sink, note, room)
-        # `scatter` reads once, and several chunks together. The other function retries transient errors.
+        # `scatter` reads only once, and several chunks together. `fetch_chunks` retries transient errors.
         failed = {chunk: error for chunk, error in missing.items() if isinstance(error, StoreError)}
         lost = [chunk for chunk, error in failed.items() if isinstance(error, NotFoundError)]
         again = plan_reads(table, lost, far=True)
@@ -579,7 +579,7 @@ async def fetch_repaired(
         await fetch_chunks(store, table, again, sink, on_damage=note)
     if not missing:
         return []
-    repaired, unreadable = list[str](), list[StoreError]()  # errors elsewhere that do not prove damage there
+    repaired, unreadable = list[str](), list[StoreError]()  # errors of other tiers that do not prove damage
     first = next(iter(missing.values()))
 
     def skip(error: CheckpointError) -> None:
@@ -624,14 +624,14 @@ async def fetch_repaired(
 def _candidates(state: RunState, checkpoint: CheckpointId, here: bool) -> list[Commit]:
     same = state.commits.get(checkpoint) or state.held.get(checkpoint)
     others = [c for c in state.lineage() if c.checkpoint != checkpoint]
-    others.sort(key=lambda c: abs(c.step - checkpoint.step))  # nearby steps are most alike
+    others.sort(key=lambda c: abs(c.step - checkpoint.step))  # nearby steps have the most bytes in common
     return [*([same] if same is not None and not here else []), *others[:NEARBY]]
 
 
 async def _take(
     other: Store, theirs: Table, table: Table, missing: Lost, sink: Sink, skip: Callable[[CheckpointError], None]
 ) -> None:
-    """Read missing chunks from another table, by digest. Remove those that were found from `missing`."""
+    """Read missing chunks through another table, by digest. Remove the chunks that were found from `missing`."""
     wanted: dict[Content, list[int]] = {}
     for chunk in missing:
         wanted.setdefault(table.content(chunk), []).append(chunk)

@@ -1,9 +1,9 @@
 """Parses references to checkpoints, RUN@STEP, and name patterns, for all commands and `ckpt.load`.
 
-RUN is a folder or URL. RUN@500 is its checkpoint of step 500, RUN@latest the newest one, RUN@best the best of the
-scored ones (`ckpt.Best`). Only a last @ before digits or one of these words counts, so a user name or a bucket key
-elsewhere in a URL may contain @. If a folder of the full name exists, that folder is meant. For a bucket prefix of such
-a name, add a slash.
+RUN is a folder or URL. RUN@500 is its checkpoint of step 500, RUN@latest its newest checkpoint, and RUN@best the
+checkpoint with the best score (`ckpt.Best`). Only the last @ counts, and only before digits or one of these words, so a
+user name or a bucket key in a URL may contain @. If a folder with the full name exists, that folder is meant. For a
+bucket prefix with such a name, add a slash.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _STEP = re.compile(rf"(.+)@([0-9]+|{'|'.join(WORDS)})", re.DOTALL)
 
 
 def split(text: str | Path, step: int | None = None) -> tuple[str, Which]:
-    """Return the run, and which checkpoint of it. `step`: from the option `--step`. Raise InvalidArgumentError if they
-    differ.
+    """Return the run, and the step or word that selects its checkpoint. `step`: the value of the option `--step`. Raise
+    InvalidArgumentError if `text` and `step` differ.
     """
     found = _STEP.fullmatch(str(text))
     if found is None or _is_folder(str(text)):
@@ -49,5 +49,5 @@ def _is_folder(text: str) -> bool:
 
 
 def number(wanted: Which) -> int | None:
-    """Return the step if it was given as a number."""
+    """Return the step if it was given as a number, else None."""
     return wanted if isinstance(wanted, int) else None

@@ -1,7 +1,7 @@
 """Decides which checkpoints stay, and deletes the others.
 
-`why_kept` has the rules, and is pure. `retire` applies them: list the files, read the log, append PLAN at exactly the
-next record, and delete only the files in the PLAN. A run with a damaged log record is never cleaned up.
+`why_kept` has the rules, and is pure. `retire` applies them: it lists the files, reads the log, appends a PLAN as the
+next record after that state, and deletes only files in the PLAN. A run with a damaged log record is never cleaned up.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ckpt.failpoints import point
 from ckpt.store import Store
 from ckpt.units import count_of
 
-ALWAYS = 2  # so that one damaged file is never fatal
-READER_GRACE_S = 600.0  # in a remote store, between a PLAN and its deletions, because readers may be using the files
+ALWAYS = 2  # number of checkpoints that always stay, so that one damaged file is never fatal
+READER_GRACE_S = 600.0  # in a remote store, between a PLAN and its deletions, because readers may use the files
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Choose the checkpoints that stay. A checkpoint stays if one of these rules keeps it.
+    """The rules that choose the checkpoints that stay. A checkpoint stays if any of these rules keeps it.
 
-    last: number of the newest checkpoints, default 3
+    last: keep this number of the newest checkpoints, default 3
     every: keep each step that is a multiple of this number; 1 keeps all
-    hours: keep all that were committed at most this many hours before the newest one
-    daily, weekly: for this many of the newest days or weeks that have a checkpoint, keep the newest one of each. Days
-        and weeks are in UTC; a week begins on Monday. Steps whose loss was not finite do not count.
+    hours: keep all that were committed at most this many hours before the newest checkpoint
+    daily, weekly: keep the newest checkpoint of each of this many newest days or weeks that have a checkpoint. Days
+        and weeks are in UTC, and a week begins on Monday. Steps whose loss was not finite do not count
 
-    The two newest checkpoints and the two newest full ones always stay.
+    The two newest checkpoints and the two newest full checkpoints always stay.
     """
 
     last: int = 3
@@ -62,7 +62,7 @@ def default_grace_s(store: Store) -> float:
 
 
 def as_keep(keep: object) -> Keep:
-    """Convert "all", or a number of checkpoints, to a `Keep`. Raise InvalidArgumentError for anything else."""
+    """Convert "all" or a number of checkpoints to a `Keep`. Raise InvalidArgumentError for any other value."""
     if isinstance(keep, Keep):
         return keep
     if keep == "all":
@@ -73,11 +73,11 @@ def as_keep(keep: object) -> Keep:
 
 
 def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> dict[CheckpointId, str]:
-    """Return the reason for every checkpoint that stays. Pure.
+    """Return a dict from every checkpoint that stays to the reason. Pure.
 
-    Whatever `keep` is, these stay: checkpoints with a KEEP record, the newest two, the newest verified and the newest
-    finite one, the newest two full ones (because many increments may depend on one chunk of a full one), and those that
-    a HELD checkpoint builds on.
+    Whatever `keep` is, these stay: checkpoints with a KEEP record, the newest two, the newest verified one, the newest
+    finite one, the newest two full ones (because many increments may depend on one of their chunks), and checkpoints
+    that a HELD checkpoint builds on.
     """
     history, checked = state.lineage(), set(verified)
     rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.checkpoint, reverse=True)
@@ -107,8 +107,8 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> d
     for reason, commits in rules:
         for commit in commits:
             found.setdefault(commit.checkpoint, []).append(reason)
-    # An emergency save does not replace a scheduled one. It goes when a newer scheduled one exists, or when there are
-    # enough emergency saves, in a series of restarts.
+    # An emergency save does not replace a scheduled one. It is retired when a newer scheduled one exists, or when a
+    # series of restarts has made enough emergency saves.
     ring = history[: history.index(due[0]) if due and due[0] in history else None]
     for commit in [c for c in ordered if c.checkpoint in checked][:1]:
         found.setdefault(commit.checkpoint, ["the one that was read back"])
@@ -118,13 +118,13 @@ def why_kept(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> d
 
 
 def _within(commits: Sequence[Commit], hours: float | None) -> list[Commit]:
-    """Return those committed at most `hours` before the newest. A run that paused for a month loses nothing."""
+    """Return the commits at most `hours` before the newest one, so that a run that paused for a month loses nothing."""
     newest = max((c.time for c in commits), default=0.0)
     return [] if hours is None else [c for c in commits if newest - c.time <= hours * 3600]
 
 
 def _newest_of_each(commits: Sequence[Commit], count: int, period: Callable[[int], int]) -> list[Commit]:
-    """Return the first commit of each of the `count` latest periods. `period`: the period of a day since 1970."""
+    """Return the newest finite commit of each of the `count` latest periods. `period`: the number of a day's period."""
     first: dict[int, Commit] = {}
     for commit in commits:
         if commit.finite is not False:
@@ -133,7 +133,7 @@ def _newest_of_each(commits: Sequence[Commit], count: int, period: Callable[[int
 
 
 def choose(state: RunState, keep: Keep, verified: Iterable[CheckpointId]) -> set[CheckpointId]:
-    """Return the checkpoints to retire: all that `why_kept` has no reason for. Pure."""
+    """Return the checkpoints to retire, for which `why_kept` has no reason. Pure."""
     return state.commits.keys() - why_kept(state, keep, verified).keys()
 
 
@@ -149,9 +149,9 @@ class Sweep:
 
 
 async def land(log: RunLog, owner: Acquire | None, decide: Callable[[RunState], Sweep | None]) -> Sweep | None:
-    """Append a PLAN with the result of `decide` for the newest state, if it is not empty, and return it.
+    """Call `decide` with the newest state, append a PLAN with its result if that is not empty, and return the result.
 
-    Nothing is deleted here. `owner`: None skips the ownership check.
+    This deletes nothing. `owner`: None skips the ownership check.
     """
     request = f"plan:{owner.nonce if owner else secrets.token_hex(4)}"
     decided: list[Sweep | None] = []
@@ -182,15 +182,15 @@ async def retire(
 ) -> set[CheckpointId]:
     """Retire the checkpoints that `keep` does not protect, and delete unneeded files. Return the retired checkpoints.
 
-    Nothing happens unless a checkpoint that stays is among `verified`.
+    Nothing happens unless `verified` contains a checkpoint that stays.
 
-    `owner`: None skips the ownership check. `pinned`: returns other checkpoints of a state that stay as well.
-    `orphans`: if False, only files of retired checkpoints are deleted, and nothing is listed. `spared`: files that the
-    caller deletes. `delete`: deletes the files of a landed PLAN, default: immediately.
+    `owner`: None skips the ownership check. `pinned`: returns further checkpoints of a state that must stay.
+    `orphans`: if False, delete only files of retired checkpoints, without listing the store. `spared`: files that the
+    caller will delete. `delete`: function that deletes the files of an appended PLAN; default: delete immediately.
     """
     checked = set(verified)
     listed: list[str] = []
-    if orphans:  # List first: a file that appears later belongs to a checkpoint that is not in the listing.
+    if orphans:  # list first, because a file that appears later may belong to an unknown checkpoint
         listed = [info.key async for info in log.store.list(STEPS)]
         await log.refresh()
     used = await files_of(log, log.state.commits.values())
@@ -220,8 +220,8 @@ def plan_deletion(
 ) -> list[str] | None:
     """Return the files to delete when these checkpoints are retired, or None if nothing may be deleted. Pure.
 
-    used: the files of each live checkpoint, as far as they can be read.
-    listed: all existing files, or None: only those of retired checkpoints.
+    used: the files of each live checkpoint, as far as they can be read
+    listed: all existing files; None for only the files of retired checkpoints
     """
     staying = state.commits.keys() - retiring
     if state.damaged or not staying & verified or not staying <= used.keys():
@@ -236,13 +236,13 @@ def plan_deletion(
 
 
 def remember_files(log: RunLog, checkpoint: CheckpointId, files: Iterable[str]) -> None:
-    """Remember the data files of a checkpoint for `files_of`, so that it need not read them."""
+    """Remember the data files of a checkpoint, so that `files_of` need not read them."""
     _cache[(log.store.url, checkpoint)] = frozenset(files)
 
 
 async def delete_unused(log: RunLog, keys: Iterable[str]) -> None:
-    """Delete files of an aborted checkpoint, except those that a live checkpoint uses, which a copy may have brought
-    here. Delete nothing if the files of a live checkpoint cannot be read."""
+    """Delete files of an aborted checkpoint, except files that a live checkpoint uses, because a copy may have brought
+    them. Delete nothing if the files of a live checkpoint cannot be read."""
     used = await files_of(log, log.state.commits.values())
     if log.state.commits.keys() <= used.keys():
         needed = set[str]().union(*used.values())
@@ -250,7 +250,7 @@ async def delete_unused(log: RunLog, keys: Iterable[str]) -> None:
 
 
 async def delete_in_order(store: Store, keys: Iterable[str]) -> None:
-    """Delete files of checkpoints: indexes first, then manifests, then data files."""
+    """Delete files of checkpoints in this order: indexes, manifests, data files."""
     for group in in_deletion_order(keys):
         await store.delete_many(group)
 
@@ -258,8 +258,8 @@ async def delete_in_order(store: Store, keys: Iterable[str]) -> None:
 async def files_of(
     log: RunLog, commits: Iterable[Commit], unread: dict[CheckpointId, CheckpointError] | None = None
 ) -> dict[CheckpointId, set[str]]:
-    """Return the files that each live checkpoint needs, including those of older ones. An unreadable checkpoint is left
-    out, which protects all files, and `unread` gets the error."""
+    """Return the files that each live checkpoint needs, including files of older ones. Leave out unreadable
+    checkpoints, which protects all files, and add their errors to `unread`."""
     found: dict[CheckpointId, set[str]] = {}
     for commit in list(commits):
         keys = {index_key(commit.checkpoint), *(manifest_key(commit.checkpoint, rank) for rank, _ in commit.manifests)}
@@ -285,9 +285,9 @@ _cache: dict[tuple[str, CheckpointId], frozenset[str]] = {}
 
 
 async def set_keep(log: RunLog, checkpoint: CheckpointId, note: str | None, *, owner: Acquire | None = None) -> None:
-    """Keep a checkpoint for the reason in `note`, or release it (None). Raise NoCheckpointError if it was retired
-    before. `owner`: the training that keeps it; notes by hand stay. None: kept by hand, without an ownership check; the
-    note of the training stays, unless the checkpoint is released."""
+    """Pin a checkpoint for the reason in `note`, or unpin it (None). Raise NoCheckpointError if it is already retired.
+    `owner`: the training that pins it, which leaves a user's note unchanged. With `owner` None, a user pins it, without
+    an ownership check; the note of a training then stays, unless the checkpoint is unpinned."""
     token = secrets.token_hex(4)
 
     def make(state: RunState) -> Record | None:
@@ -309,8 +309,8 @@ async def set_keep(log: RunLog, checkpoint: CheckpointId, note: str | None, *, o
 
 
 async def keep_steps(log: RunLog, owner: Acquire, notes: Mapping[int, str]) -> None:
-    """Keep the existing checkpoints of these steps, and release others that a training kept before, unless they are
-    also kept by hand."""
+    """Pin the existing checkpoints of these steps. Unpin other checkpoints that a training pinned before, unless a user
+    has pinned them too."""
     state = await log.refresh()
     newest = {commit.step: commit.checkpoint for commit in reversed(state.lineage())}
     wanted = {newest[step]: note for step, note in notes.items() if step in newest}

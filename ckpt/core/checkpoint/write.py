@@ -3,11 +3,11 @@
     write_part       one raw data file, digested during the write -> finish_manifest
     DataFileWriter   encoded chunks -> data files; then `table_of` -> finish_manifest
 
-The data files are durable before the manifest. This module does not create a checkpoint. Only a record in the log does
-(`ckpt.core.checkpoint.commits`).
+The data files are durable before the manifest is stored. This module does not create a checkpoint, because only a
+record in the log does that (`ckpt.core.checkpoint.commits`).
 
-A data file of encoded chunks has one entry for each chunk, or for a whole tensor if all its chunks are raw. It is
-closed at a size that is small compared to the state. So its length is known before its first byte is sent, it needs
+A data file of encoded chunks has one entry for each chunk, or for a whole tensor if all its chunks are raw. A data file
+is closed at a size that is small compared to the state, so its length is known before its first byte is sent, it needs
 little memory, and unneeded data can be deleted in small units.
 """
 
@@ -58,9 +58,9 @@ from ckpt.errors import (
 from ckpt.failpoints import point
 from ckpt.store import PAGE, Store
 
-CHUNK = 8 << 20  # bytes of one write: large enough for full speed, small enough for several in flight
+CHUNK = 8 << 20  # bytes of a write; large enough for full speed, small enough for several in flight
 IN_FLIGHT = 4
-PARTS_IN_FLIGHT = 8  # for a store with multipart uploads, which limits parallel requests itself
+PARTS_IN_FLIGHT = 8  # maximum for a store with multipart uploads, which itself limits parallel requests
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ async def write_part(
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenManifest:
-    """Store one rank's share as raw bytes. After an error, none of it counts.
+    """Store one rank's part of a checkpoint as raw bytes. After an error, none of it counts.
 
-    numbers: of data files; none was used before for this checkpoint and rank.
-    check: raises if the snapshot has changed. It is called before anything counts.
+    numbers: numbers for data files that this rank has not used for this checkpoint
+    check: raises an error if the snapshot has changed. It is called before the manifest is stored
     """
     layout, rank = snapshot.layout, snapshot.layout.rank
     key = data_key(snapshot.checkpoint, rank, 0 if numbers is None else next(numbers))
@@ -111,7 +111,7 @@ async def write_part(
     try:
         await upload_from(store, key, len(header) + len(data), piece, on_bytes, first=len(header))
     except BaseException:
-        await asyncio.wait((digesting,))  # it reads memory that the caller may change afterwards
+        await asyncio.wait((digesting,))  # the thread reads memory that the caller may change afterwards
         raise
     try:
         digests = await digesting
@@ -133,14 +133,14 @@ async def finish_manifest(
     base: WrittenManifest | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenManifest:
-    """Store the manifest, after the data files. If this fails before the manifest can have been seen, delete the data
-    files that were written for it.
+    """Store the manifest, after the data files. If this fails before another process can have seen the manifest, delete
+    the data files that were written for it.
 
-    The manifest of a rank is created once. If it exists, a dead writer stored it, or a request was repeated. Then the
-    existing manifest counts if it has the same content. Otherwise this checkpoint fails.
+    A rank's manifest is created only once. If it already exists, a dead writer stored it, or a request was repeated. In
+    that case, the existing manifest is used if it has the same content. Otherwise this checkpoint fails.
 
-    files: all data files that the table names, including those of older checkpoints.
-    base: the checkpoint that it was built on.
+    files: all data files in the table, including files of older checkpoints
+    base: the checkpoint that this one was built on
     """
     checkpoint, rank = snapshot.checkpoint, snapshot.layout.rank
     own = [file.key for file in files if owner(file.key) == checkpoint]
@@ -179,14 +179,14 @@ async def finish_manifest(
         if there.digest != file_digest(raw):
             await drop(store, [key for key in own if key not in there.files])
         return there
-    # After other errors the manifest may exist, and other ranks may have found it. Only the log can abort it, and the
+    # After other errors, the manifest may exist, and other ranks may have found it. So only the log can abort it, and
     # clean-up deletes its files.
     point("manifest.stored")
     return WrittenManifest(manifest, file_digest(raw), table)
 
 
 async def _stored_before(store: Store, manifest: Manifest, table: Table) -> WrittenManifest:
-    """Return the manifest of this rank from the store. Raise SaveError unless it has the same content."""
+    """Return this rank's manifest from the store. Raise SaveError if it does not have the same content."""
     checkpoint = CheckpointId.parse(manifest.checkpoint)
     name = f"step {checkpoint.step}: {manifest_key(checkpoint, manifest.rank)} in {store.url}"
     try:
@@ -201,7 +201,7 @@ async def _stored_before(store: Store, manifest: Manifest, table: Table) -> Writ
 
 
 async def drop(store: Store, files: Iterable[str]) -> None:
-    """Delete data files without a manifest. No record can name them, and the disk may be full."""
+    """Delete data files without a manifest, because no record can name them, and the disk may be full."""
     for file in files:
         with contextlib.suppress(StoreError):
             await store.delete(file)
@@ -216,11 +216,11 @@ async def upload_from(
     *,
     first: int = 0,
 ) -> None:
-    """Store `size` bytes under a new key. `piece(offset, length)` returns them, range by range, several at a time.
+    """Store `size` bytes under a new key. `piece(offset, length)` returns the bytes of a range, several at a time.
 
-    first: length of the first range, if the store takes any, so that the data after the header need not be copied.
+    first: length of the first range, if the store allows any length, so that the data after the header is not copied
 
-    An error of a piece or of the store aborts the upload, which then leaves nothing.
+    An error of a piece or of the store aborts the upload, which leaves no file.
     """
     upload = await store.upload(key, size=size)
     point("data_file.opened")
@@ -229,7 +229,7 @@ async def upload_from(
         if upload.part:
             first = 0
         starts = [*([0] if first else ()), *range(first, size, length), size]
-        room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # if it is limited
+        room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # the store's limit, if it has one
         window = asyncio.Semaphore(max(1, min(PARTS_IN_FLIGHT, room)) if upload.part else IN_FLIGHT)
 
         async def write(offset: int, end: int) -> None:
@@ -254,18 +254,18 @@ async def upload_from(
 
 
 def page_aligned(size: int) -> memoryview:
-    """Return memory at an address that suits direct I/O."""
+    """Return memory at a page-aligned address, which direct I/O needs."""
     return memoryview(mmap.mmap(-1, max(PAGE, pages(size))))[:size]
 
 
 def digest_chunks(layout: Layout, data: memoryview) -> bytes:
-    """Return the digests of all chunks, joined, in file order."""
+    """Return the digests of all chunks in file order, as one byte string."""
     return b"".join(chunk_digest(data[b.offset : b.offset + b.length]) for b in layout.arrangement.chunks)
 
 
 def build_table(layout: Layout, file: str, digests: bytes | None, begin: int | None = None) -> Table:
-    """Return one rank's chunk table for a raw data file. `digests`: None if unknown, then zeros. `begin`: where
-    the data begins, default: after the header."""
+    """Return one rank's chunk table for a raw data file. `digests`: None if they are unknown, which gives zeros.
+    `begin`: offset of the data in the file; default: after the header."""
     arrangement = layout.arrangement
     if begin is None:
         begin = len(arrangement.header(metadata_of(file)))
@@ -289,19 +289,19 @@ def build_table(layout: Layout, file: str, digests: bytes | None, begin: int | N
 # -- data files of encoded chunks --
 
 
-FILE = (16 << 20, 64 << 20)  # minimum and maximum bytes of a data file
-FILES = 64  # maximum data files of a manifest, if the sizes allow it
-UPLOADS = 2  # concurrent uploads of data files
+FILE = (16 << 20, 64 << 20)  # minimum and maximum size of a data file, in bytes
+FILES = 64  # maximum number of data files of a manifest, if the sizes allow it
+UPLOADS = 2  # number of concurrent uploads of data files
 
 
 def file_size(total: int) -> int:
-    """Return the size at which data files are closed, for `total` bytes."""
+    """Return the size at which data files are closed, given `total` bytes to store."""
     return min(max(total // FILES, FILE[0]), FILE[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A chunk in its stored form. `base`: the row of the previous table that it is a delta against, or -1."""
+    """A chunk in its stored form. `base`: the row of its base in the previous table, -1 if it is not a delta."""
 
     chunk: int
     codec: int
@@ -311,7 +311,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLocation:
-    """Location of a stored chunk."""
+    """The location of a stored chunk in a data file, and its encoding."""
 
     file: int
     offset: int
@@ -332,11 +332,11 @@ class DataFileWriter:
         size: int,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Prepare to send chunks of `snapshot` to `store`.
+        """Prepare to write chunks of `snapshot` to `store`.
 
-        numbers: unused numbers for data files.
-        size: bytes at which a data file is closed.
-        on_bytes: called with the number of plain bytes that were stored.
+        numbers: unused numbers for data files
+        size: number of bytes at which a data file is closed
+        on_bytes: called with the number of plain bytes that were stored
         """
         self.store, self.snapshot, self.numbers, self.size = store, snapshot, numbers, size
         self.on_bytes = on_bytes
@@ -357,7 +357,7 @@ class DataFileWriter:
             await self._send()
 
     async def finish(self) -> None:
-        """Send the remaining chunks, and wait until all are stored."""
+        """Send the remaining chunks, and wait until all chunks are stored."""
         if self._items:
             await self._send()
         await asyncio.gather(*self._tasks)
@@ -378,7 +378,7 @@ class DataFileWriter:
         await self._room.acquire()
         self._raise()
         items, self._items, self._held = self._items, [], 0
-        number = next(self.numbers) or next(self.numbers)  # 0 is for raw data
+        number = next(self.numbers) or next(self.numbers)  # number 0 is for a raw data file
         key, file = data_key(self.snapshot.checkpoint, self.snapshot.layout.rank, number), len(self.files)
         header = data_file_header(self.snapshot.layout, items, metadata_of(key))
         data = await asyncio.to_thread(_joined, header, items)
@@ -419,8 +419,8 @@ class DataFileWriter:
 
 
 def data_file_header(layout: Layout, items: Sequence[Encoded], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a data file. Each chunk is an entry. A tensor whose chunks are all in this file and raw is
-    one entry with its own dtype."""
+    """Return the header of a data file. Each chunk is an entry, but a tensor whose chunks are all in this file and raw
+    is a single entry with its own dtype."""
     entries, at = dict[str, Any]({METADATA: metadata}), 0
     groups = _grouped(layout, items)
     for tensor, numbers, group in groups:
@@ -441,14 +441,14 @@ def data_file_header(layout: Layout, items: Sequence[Encoded], metadata: Mapping
 
 
 def _unused(name: str, entries: dict[str, Any]) -> str:
-    """Return a unique entry name: a tensor may have the name of another tensor's chunk."""
+    """Return a unique entry name, because a tensor may have the name of another tensor's chunk."""
     while name in entries:
         name += "'"
     return name
 
 
 def _grouped(layout: Layout, items: Sequence[Encoded]) -> Iterator[tuple[TensorSpec, list[int] | None, list[Encoded]]]:
-    """Yield the items of each tensor, with their chunk numbers in it, or None if they are all its chunks and raw."""
+    """Yield the items of each tensor, with their chunk numbers in it; None if they are all its chunks, and raw."""
     chunks, first = layout.arrangement.chunks, layout.arrangement.first_chunk
     at = 0
     while at < len(items):
@@ -476,9 +476,9 @@ def _joined(header: bytes, items: Sequence[Encoded]) -> memoryview:
 def table_of(
     layout: Layout, plan: ChunkPlan, digests: Digests, previous: WrittenManifest | None, writer: DataFileWriter
 ) -> tuple[Table, list[DataFile]]:
-    """Return the table of a manifest and its data files. `writer` has the locations of new chunks.
+    """Return the chunk table of a manifest, and its data files. `writer` has the locations of new chunks.
 
-    Rows of the previous table that are needed as bases follow the new rows.
+    Rows of the previous table that are needed as bases are added after the rows of the layout.
     """
     count, old = len(digests), empty() if previous is None else previous.table
     columns: dict[str, Any] = {name: np.zeros(count, np.int64) for name in ("file", "offset", "stored", "codec")}
@@ -500,7 +500,7 @@ def table_of(
     based = distinct(bases[bases >= 0])
     columns["base"] = np.where(bases >= 0, count + np.searchsorted(based, bases), -1)
     files = {file.key: file for file in writer.files}
-    numbers = np.zeros(len(old.files), np.int64)  # of the data files of the previous table, in the new one
+    numbers = np.zeros(len(old.files), np.int64)  # maps numbers of data files in the previous table to the new table
     for number in distinct(old.file[np.concatenate([rows, based])]).tolist():
         assert previous is not None
         numbers[number] = len(files)

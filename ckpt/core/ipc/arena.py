@@ -1,26 +1,26 @@
 """The arena: shared memory with the snapshots, which outlives the trainer.
 
-It is a memfd that is passed as a descriptor. So no /dev/shm quota applies, and it is freed when all processes that map
-it have ended. The pages of a slot are allocated before it is used, because the first access to a new page can take
-thirty times as long as later ones. The size is sealed, so that no reader can get SIGBUS. The first slot is `ready` when
-the arena is passed on. Its creator makes the other slots ready while the first one is filled. The trainer may add slots
-later, up to `most`.
+An arena is a memfd that is passed as a descriptor, so no /dev/shm quota applies, and the memory is freed when all
+processes that map it have ended. The pages of a slot are allocated before the slot is used, because the first access to
+a new page can take thirty times as long as later accesses. The size is sealed, so that no reader can get SIGBUS. The
+first slot is `ready` when the arena is passed on. The process that created the arena makes the other slots ready while
+the first slot is filled. The trainer may add slots later, up to `most`.
 
     page 0       magic, geometry, number of slots; the robust mutexes of the trainer's staging thread and of the process
                  that keeps the arena
     page 1       the slot table: a `Label` for each slot, with a sequence number that is odd while the label changes
     2 MiB        slot 0, slot 1, ...
 
-A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives. It owns the
-first mutex. When it dies, for any reason, the kernel gives that mutex to a waiter and reports the death (EOWNERDEAD)
-before it frees the memory of the process. Measured delay after SIGKILL: 0.1-5 ms at any size. With 3 GB of resident
-memory, a pidfd or the end of a pipe reported the death 1.8 s later. The mutexes use glibc through ctypes, because
-Python has no such lock.
+A slot is EMPTY, FILLING or SEALED. While the trainer lives, only one of its threads changes the state of slots, and
+this thread owns the first mutex. When the thread dies, for any reason, the kernel gives that mutex to a waiter and
+reports the death (EOWNERDEAD) before it frees the memory of the process. Measured delay after SIGKILL: 0.1-5 ms at any
+memory size. A pidfd or the end of a pipe reported the death of a process with 3 GB of resident memory 1.8 s later. The
+mutexes use glibc through ctypes, because Python has no such lock.
 
 Damage is detected by checksums of geometry, counts and labels, and by the kinds of the mutexes.
 
-Numbers that another process may read during a change are aligned words of 8 bytes, written in one store.
-`struct.pack_into` is not used for them, because it writes zeros first, which a reader on another core may see.
+Numbers that another process may read during a change are aligned words of 8 bytes, each written in one store.
+`struct.pack_into` is not used for them, because it first writes zeros, which a reader on another core may see.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from ckpt.errors import CorruptError
 from ckpt.store import PAGE
 
 PROC, SYS = Path("/proc"), Path("/sys/fs/cgroup")
-NO_LIMIT = 1 << 60  # without a limit, v1 shows 2**63 less a page
+NO_LIMIT = 1 << 60  # without a limit, cgroup v1 shows 2**63 less a page
 FREE_SHARE = 0.8  # share of the free memory that slots may use
 SPARED = -500  # oom_score_adj, from -1000 (never killed) to 1000 (killed first)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """Memory in bytes, of the machine or of the tightest cgroup. `where`: "machine" or the cgroup's folder."""
+    """Memory of the machine or of the tightest cgroup, in bytes. `where`: "machine" or the cgroup's folder."""
 
     available: int
     total: int
@@ -69,9 +69,9 @@ class MemoryRoom:
 
 
 def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryRoom:
-    """Return the memory that a process can allocate without swapping: that of the machine, or of the tightest cgroup
-    around it. Any ancestor may have a limit, in v1 or v2 (Slurm limits the job and the step, Kubernetes the container).
-    Kernel files that are missing or cannot be parsed are ignored."""
+    """Return the memory that a process can allocate without swapping, in the machine or in the tightest cgroup around
+    it. Any ancestor may have a limit, in v1 or v2 (Slurm limits the job and the step, Kubernetes the container). Kernel
+    files that are missing or cannot be parsed are ignored."""
     rooms = [_of_machine(proc)]
     for chain in cgroup_chains(proc, sys, pid):
         rooms += [found for folder in chain if (found := _of_cgroup(folder))]
@@ -79,9 +79,9 @@ def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryR
 
 
 def spare_from_oom(pid: int | str = "self", *, proc: Path = PROC, score: int = SPARED) -> bool:
-    """Make the kernel kill other processes first. Return True if it will, False without the necessary privilege.
+    """Make the kernel kill other processes first. Return False if the necessary privilege is missing.
 
-    Killing the writer frees little memory, because its snapshots are shared with the trainer, and it must save them.
+    Killing the writer would free little memory, because it shares its snapshots with the trainer. It must save them.
     """
     file = proc / str(pid) / "oom_score_adj"
     with contextlib.suppress(OSError, ValueError):
@@ -101,7 +101,7 @@ def _of_machine(proc: Path) -> MemoryRoom:
 
 
 def _of_cgroup(folder: Path) -> MemoryRoom | None:
-    """Return the memory left in a cgroup with a limit. memory.high is a limit too: above it, the kernel throttles."""
+    """Return the memory left in a cgroup, or None without a limit. memory.high counts, because it throttles."""
     files = [folder / name for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     limit = min((found for file in files if (found := read_number(file)) is not None), default=NO_LIMIT)
     if limit >= NO_LIMIT:
@@ -115,7 +115,7 @@ def _of_cgroup(folder: Path) -> MemoryRoom | None:
 
 
 def cgroup_chains(proc: Path, sys: Path, pid: int | str, controller: str = "memory") -> list[list[Path]]:
-    """Return the cgroup folders of a process for v1 and for v2, its own first and the mount's root last."""
+    """Return the cgroup folders of a process for v1 and for v2, from its own cgroup to the root of the mount."""
     paths = {}
     for line in read(proc / str(pid) / "cgroup").splitlines():
         number, _, rest = line.partition(b":")
@@ -130,10 +130,10 @@ def cgroup_chains(proc: Path, sys: Path, pid: int | str, controller: str = "memo
 
 
 def _chain(root: Path, path: str) -> list[Path]:
-    """Return the existing folders from a cgroup to the root. In a container, the root may be the container's cgroup,
-    while the path begins at the machine's root. So the longest suffix of the path that exists is used."""
+    """Return the existing folders from a cgroup to the root. In a container, the root may be the container's cgroup
+    although the path begins at the machine's root, so use the longest suffix of the path that exists."""
     parts = [part for part in path.split("/") if part]
-    if ".." in parts:  # not visible in this container
+    if ".." in parts:  # the cgroup is not visible in this container
         parts = []
     while parts and not os.path.isdir(root.joinpath(*parts)):
         parts.pop(0)
@@ -147,13 +147,13 @@ def read(file: Path) -> bytes:
 
 
 def read_number(file: Path) -> int | None:
-    """Return the number in a file, None for a word like "max" or a missing file."""
+    """Return the number in a file, or None for a word like "max" or a missing file."""
     text = read(file).strip()
     return int(text) if text.isdigit() and len(text) < 20 else None
 
 
 def read_table(file: Path) -> dict[str, int]:
-    """Parse lines with a name, a number and possibly a unit. Other lines are ignored."""
+    """Parse lines that have a name, a number and possibly a unit. Other lines are ignored."""
     found = {}
     for line in read(file).splitlines():
         words = line.split()
@@ -168,13 +168,13 @@ def read_table(file: Path) -> dict[str, int]:
 _SHARED = 1
 _ROBUST = 1
 _KIND = 16  # offset of the kind in a glibc mutex, on 64-bit machines
-_OWNER = 0x3FFFFFFF  # mask of its first word: the number of the owning thread
+_OWNER = 0x3FFFFFFF  # mask of the first word of a mutex, which gives the id of the owning thread
 
 _libc = ctypes.CDLL(None)  # releases the GIL while it waits
 
 
 class Got(Enum):
-    """The result of a lock: it was free, its owner died, or it is busy."""
+    """The result of an attempt to lock: the mutex was free, its owner had died, or it is busy."""
 
     FREE = "free"
     OWNER_DIED = "owner died"
@@ -182,14 +182,14 @@ class Got(Enum):
 
 
 class RobustMutex:
-    """A mutex at `offset` of a shared mapping. The thread that locked it must unlock it, before the mapping ends."""
+    """A mutex at `offset` of a shared mapping. The thread that locked it must unlock it before the mapping ends."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._anchor = ctypes.c_char.from_buffer(memory, offset)  # keeps the mapping alive
         self._address = ctypes.c_void_p(ctypes.addressof(self._anchor))
 
     def initialise(self) -> None:
-        """Initialize the mutex, once, in the process that creates the memory."""
+        """Initialize the mutex. Only the process that creates the memory calls this, once."""
         attributes = ctypes.create_string_buffer(64)
         _check(_libc.pthread_mutexattr_init(attributes))
         _check(_libc.pthread_mutexattr_setpshared(attributes, _SHARED))
@@ -202,10 +202,10 @@ class RobustMutex:
         return self._word(_KIND) == _sound_kind()
 
     def is_orphaned(self) -> bool:
-        """Return True if the owning thread does not exist, so that it will never be unlocked. Then the memory was
-        damaged, because the kernel releases the mutexes of a dying thread before it removes the thread."""
+        """Return True if the owning thread does not exist, so that the mutex will never be unlocked. This shows damage
+        to the memory, because the kernel releases the mutexes of a dying thread before it removes the thread."""
         if number_in_proc(os.getpid()) != os.getpid():
-            return False  # /proc belongs to another PID namespace: it lists threads under other numbers
+            return False  # /proc belongs to another PID namespace, and lists threads by other ids
         owner = self._word(0) & _OWNER
         return bool(owner) and not os.path.exists(f"/proc/{owner}") and owner == self._word(0) & _OWNER
 
@@ -213,7 +213,7 @@ class RobustMutex:
         return ctypes.c_uint32.from_address((self._address.value or 0) + offset).value
 
     def lock(self) -> Got:
-        """Wait until the owner unlocks or dies."""
+        """Wait until the owner unlocks the mutex or dies."""
         return self._got(_libc.pthread_mutex_lock(self._address))
 
     def try_lock(self) -> Got:
@@ -226,7 +226,7 @@ class RobustMutex:
         if code == errno.EBUSY:
             return Got.BUSY
         if code == errno.EOWNERDEAD:
-            _check(_libc.pthread_mutex_consistent(self._address))  # this thread owns it now, and it is usable again
+            _check(_libc.pthread_mutex_consistent(self._address))  # now this thread owns it, and it is usable again
             return Got.OWNER_DIED
         _check(code)
         return Got.FREE
@@ -252,14 +252,14 @@ MAX_SLOTS = 16
 
 _MAGIC = b"EVSTEP02"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, checksum of the rest, maximum slots, slot size, id
-_COUNTS = 40  # offset of one word: number of slots, number of ready slots (16 bits each), checksum
+_COUNTS = 40  # offset of a word with the number of slots and of ready slots (16 bits each) and a checksum
 _CHECKSUM = struct.Struct("<I")
 _WORD = 8  # bytes
-_LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
-_STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # both are in one field
-_MUTEX = 256  # glibc's needs 40 bytes on x86-64 and 48 on arm64
+_LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then the other fields of `Label`
+_STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # state and `finite` share a field
+_MUTEX = 256  # a glibc mutex needs 40 bytes on x86-64 and 48 on arm64
 _KEEPER = 512
-LOCK = 64 << 20  # bytes of a slot that are page-locked for a device in one call; no copy may cross such a boundary
+LOCK = 64 << 20  # bytes of a slot that one call page-locks for a device; no copy may cross such a boundary
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
 _LOOKS, _LOOK_S = 20, 0.001  # retries and pause while a label changes, after which the change counts as abandoned
@@ -272,7 +272,7 @@ _SEALS = 0x0001 | 0x0002 | 0x0004  # no further seals, no shrinking, no growing
 _ADD_SEALS = 1033
 _CHUNK = 64 << 20
 _TOUCHING_THREADS = 2
-_PIECE = 8 << 20  # bytes of one call; other threads that map memory wait until it ends
+_PIECE = 8 << 20  # bytes allocated in one call, during which other threads cannot map memory
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 _libc_errno = ctypes.CDLL(None, use_errno=True)
@@ -280,8 +280,8 @@ _libc_errno = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The content of a slot. `order`: increases with every snapshot. `layout`: digest of its layout. Sizes are bytes,
-    times seconds. `finite`: True or False if the user reported that the loss was finite or not, None if unknown."""
+    """The content of a slot. `order`: increases with every snapshot. `layout`: digest of its layout. Sizes are in
+    bytes, times in seconds. `finite`: whether the loss was finite, as reported by the user; None if unknown."""
 
     state: int
     order: int = 0
@@ -294,7 +294,7 @@ class Label:
 
 
 class Arena:
-    """A mapped arena. `create` makes a new one, `attach` maps one of another process."""
+    """A mapped arena. `create` makes a new arena, `attach` maps an arena of another process."""
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         """Raises CorruptError if the header is damaged."""
@@ -303,7 +303,7 @@ class Arena:
         magic, checksum, self.most, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
         if magic != _MAGIC or checksum != zlib.crc32(memory[12 : _HEADER.size]):
             raise CorruptError("the header of the shared memory is damaged, or of another version")
-        self._known = (0, 0)  # slots and ready slots when they were last read
+        self._known = (0, 0)  # numbers of slots and of ready slots when they were last read
         self._known_word = -1
         possible = 0 < self.ready <= self.slots <= self.most <= MAX_SLOTS
         if not possible or _DATA + self.most * self.slot_size > len(memory):
@@ -322,11 +322,11 @@ class Arena:
         ready: int | None = None,
         node: int | None = None,
     ) -> Arena:
-        """Make and seal an arena, and allocate the memory of its first `ready` slots, default: all. Raise MemoryError
-        now if there is too little, so that no process is killed later.
+        """Make and seal an arena, and allocate the memory of its first `ready` slots (default: all). Raise MemoryError
+        now if too little memory is free, so that no process is killed later.
 
-        most: number of slots that it may have later, default `slots`.
-        node: the preferred NUMA node.
+        most: number of slots that the arena may have later, default `slots`
+        node: the preferred NUMA node
         """
         slot_size = -(-slot_size // _HUGE) * _HUGE if slot_size > _HUGE else pages(slot_size)
         most, ready = most or slots, slots if ready is None else ready
@@ -336,7 +336,7 @@ class Arena:
             os.ftruncate(fd, size)
             memory = mmap.mmap(fd, size)
             with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)  # fails if the kernel has disabled them for shared memory
+                memory.madvise(mmap.MADV_HUGEPAGE)  # fails if the kernel has disabled huge pages for shared memory
             if node is not None:
                 _prefer(memory, node)
             _populate(fd, memory, _DATA + ready * slot_size)
@@ -356,8 +356,8 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Map an arena received as a descriptor; not inherited by forked children. Raises CorruptError if its header
-        is damaged."""
+        """Map an arena received as a descriptor. Forked children do not inherit the mapping. Raises CorruptError if the
+        header is damaged."""
         memory = mmap.mmap(fd, os.fstat(fd).st_size)
         memory.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):
@@ -368,7 +368,7 @@ class Arena:
         return arena
 
     def close(self) -> None:
-        """Close the descriptor. The memory is unmapped with its last view."""
+        """Close the descriptor. The memory is unmapped when its last view is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -376,12 +376,12 @@ class Arena:
     # -- the process that keeps it --
 
     def keep(self) -> ArenaKeeper:
-        """Show other processes that this one keeps the arena, until the keeper is released or this process ends."""
+        """Show other processes that this process keeps the arena, until the keeper is released or this process ends."""
         return ArenaKeeper(self._keeper)
 
     def is_kept(self) -> bool:
         """Return True if another process keeps this arena now. The kernel releases the mutex when that process dies."""
-        with self._asking:  # two threads of this process would mistake each other for a keeper
+        with self._asking:  # otherwise two threads of this process would mistake each other for a keeper
             if self._keeper.try_lock() is Got.BUSY:
                 return True
             self._keeper.unlock()
@@ -400,15 +400,15 @@ class Arena:
         return self._counts()[1]
 
     def _counts(self) -> tuple[int, int]:
-        """Return the counts, or those read before if they are damaged now."""
+        """Return the numbers of slots and of ready slots. If they are damaged now, return the values read before."""
         raw = self._words[_COUNTS // _WORD]
         if raw != self._known_word and raw >> 32 == zlib.crc32(_CHECKSUM.pack(raw & 0xFFFFFFFF)):
             self._known, self._known_word = (raw & 0xFFFF, raw >> 16 & 0xFFFF), raw
         return self._known
 
     def make_ready(self) -> None:
-        """Allocate the memory of the other slots, one after the other, in the process that keeps the arena. If there is
-        too little for a slot, drop it and those after it, and raise MemoryError."""
+        """Allocate the memory of the other slots, one after the other, in the process that keeps the arena. If memory
+        does not suffice for a slot, drop this slot and all later slots, and raise MemoryError."""
         while self.ready < self.slots and self.fd >= 0:
             slot = self.ready
             try:
@@ -423,8 +423,8 @@ class Arena:
             _set_counts(self._words, self.slots, slot + 1)
 
     def add_slot(self) -> None:
-        """Add one slot and allocate its memory. Raise MemoryError if the arena has its most slots, or if a slot does
-        not fit into the memory that is free."""
+        """Add one slot and allocate its memory. Raise MemoryError if the arena already has `most` slots, or if a slot
+        does not fit into the free memory."""
         free = room().available
         if self.slots >= self.most or self.slot_size > FREE_SHARE * free:
             raise MemoryError(f"{self.slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of free memory")
@@ -434,9 +434,9 @@ class Arena:
     def touch(self, slot: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Enter the pages of a slot into this process's page table, in large pieces and without the GIL.
 
-        They are allocated already, but the first store to each would still cause a page fault. For 1.5 GiB the faults
-        cost 0.3 s of CPU time, and this call 0.1 s. On kernels before 5.14, nothing happens. `wanted` is called before
-        each piece; if it returns False, the rest is skipped.
+        The pages are allocated already, but the first store to each page would still cause a page fault. For 1.5 GiB,
+        the faults cost 0.3 s of CPU time, and this call costs 0.1 s. Kernels before 5.14 do nothing. `wanted` is called
+        before each piece. If it returns False, the remaining pieces are skipped.
         """
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + _DATA + slot * self.slot_size
         for at in range(0, self.slot_size, _PIECE):
@@ -447,12 +447,12 @@ class Arena:
                 return
 
     def data(self, slot: int, size: int | None = None) -> memoryview:
-        """Return the bytes of a slot, which are page-aligned."""
+        """Return the page-aligned bytes of a slot."""
         start = _DATA + slot * self.slot_size
         return self.view[start : start + (self.slot_size if size is None else size)]
 
     def values(self, slot: int, label: Label) -> memoryview:
-        """Return the plain values, which follow the data."""
+        """Return the plain values of a slot, which follow its data."""
         start = pages(label.data_size)
         return self.data(slot)[start : start + label.values_size]
 
@@ -460,7 +460,7 @@ class Arena:
         return bool(pages(data_size) + values_size <= self.slot_size)
 
     def label(self, slot: int) -> Label | None:
-        """Return the label of a slot, or None while it changes. Raises CorruptError if it is damaged."""
+        """Return the label of a slot, or None while the label is changing. Raises CorruptError if it is damaged."""
         at = _TABLE + slot * _ENTRY
         before = self._words[at // _WORD]
         raw = bytes(self.memory[at + 8 : at + 8 + _LABEL.size])
@@ -469,9 +469,9 @@ class Arena:
         return self._parsed(slot, raw)
 
     def settled(self, slot: int) -> Label:
-        """Return the label of a slot after a change has ended. If the trainer died during the change, or the sequence
-        number is damaged, an intact label counts, because it is stored before and after the slot changes. Raises
-        CorruptError."""
+        """Return the label of a slot, after waiting for a change to end. If the trainer died during the change, or the
+        sequence number is damaged, return the stored label if it is intact, because it is stored before and after the
+        slot changes. Raises CorruptError."""
         for _ in range(_LOOKS):
             if (label := self.label(slot)) is not None:
                 return label
@@ -480,7 +480,7 @@ class Arena:
         return self._parsed(slot, bytes(self.memory[at + 8 : at + 8 + _LABEL.size]))
 
     def damage(self) -> list[str]:
-        """Return a description of the damage for each slot whose label is damaged."""
+        """Return a description of each slot whose label is damaged."""
         found = []
         for slot in range(self.slots):
             try:
@@ -520,7 +520,7 @@ class Arena:
         self._words[at // _WORD] = (number + 1) % (1 << 64)  # a damaged number may be the largest possible
 
     def give_up(self, slot: int) -> int:
-        """Empty a slot and free its pages. Return the freed bytes. Only for the thread that owns `mutex`."""
+        """Empty a slot, free its pages and return the number of freed bytes. Only for the thread that owns `mutex`."""
         self.set_label(slot, Label(EMPTY))
         start = _DATA + slot * self.slot_size
         flags = _KEEP_SIZE | _PUNCH_HOLE
@@ -547,8 +547,8 @@ def _set_counts(words: memoryview, slots: int, ready: int) -> None:
 
 
 class ArenaKeeper:
-    """A thread that owns a mutex while this process keeps an arena. `begun`: set once it owns the mutex. Until
-    then, another process may own it."""
+    """A thread that owns a mutex while this process keeps an arena. `begun`: set once the thread owns the mutex, which
+    another process may own until then."""
 
     def __init__(self, mutex: RobustMutex) -> None:
         self.begun, self._over = threading.Event(), threading.Event()
@@ -562,14 +562,14 @@ class ArenaKeeper:
         mutex.unlock()
 
     def let_go(self, timeout_s: float = 0.0) -> None:
-        """Release the mutex, and wait until it is free, unless another process owns it."""
+        """Release the mutex. Wait up to `timeout_s` until it is free, unless another process still owns it."""
         self._over.set()
         if self.begun.is_set():
             self._thread.join(timeout_s)
 
 
 def _prefer(memory: mmap.mmap, node: int) -> None:
-    """Prefer this NUMA node for pages that any process touches from now on. Some containers forbid this. Then pages
+    """Prefer this NUMA node for pages that any process touches from now on. If a container forbids this call, pages
     come from the node of the thread that touches them."""
     number = _MBIND.get(platform.machine())
     if number is not None and 0 <= node < 64:
@@ -581,7 +581,7 @@ def _prefer(memory: mmap.mmap, node: int) -> None:
 
 
 def _populate(fd: int, memory: mmap.mmap, size: int) -> None:
-    """Touch the first `size` bytes now, in two threads if there are two cores: 9.5 GB/s instead of 5.4."""
+    """Touch the first `size` bytes now. With two cores, two threads do this: 9.5 GB/s instead of 5.4 GB/s."""
 
     def take(start: int) -> None:
         _take(fd, memory, start, min(_CHUNK, size - start))
@@ -591,13 +591,13 @@ def _populate(fd: int, memory: mmap.mmap, size: int) -> None:
 
 
 def _take(fd: int, memory: mmap.mmap, start: int, length: int) -> None:
-    """Touch bytes that no process uses yet. Raise MemoryError if there is too little memory. To get huge pages, it is
-    not enough to reserve them."""
+    """Touch bytes that no process uses yet, because reserving alone does not give huge pages. Raise MemoryError if too
+    little memory is free."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start
     if not _libc_errno.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_WRITE):
         return
     try:
-        os.posix_fallocate(fd, start, length)  # an old kernel: reserve, then touch
+        os.posix_fallocate(fd, start, length)  # on an old kernel, reserve the bytes, then touch them
     except OSError as error:
         raise MemoryError(f"no memory for an arena of {len(memory) / 2**30:.1f} GiB: {error}") from None
     for page in range(start, start + length, PAGE):

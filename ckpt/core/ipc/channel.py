@@ -1,9 +1,9 @@
-"""The connection between trainer and writer: length-prefixed JSON and descriptors over a Unix socket, without pickle.
+"""The connection between a trainer and a writer: a Unix socket that carries length-prefixed JSON and descriptors.
 
-The messages are in `ckpt.core.ipc.messages`.
+The messages are in `ckpt.core.ipc.messages`. Pickle is not used.
 
-A trainer finds a writer by the name of an abstract socket, not by a file. So no folder must be configured, and none can
-be deleted. The kernel gives a name to only one process at a time, until that process ends. If another user of the
+A trainer finds a writer by the name of an abstract socket, not by a file, so no folder has to be configured and none
+can be deleted. The kernel gives a name to only one process at a time, until that process ends. If another user of the
 machine has taken a name, a few other names are tried.
 """
 
@@ -41,20 +41,20 @@ from ckpt.errors import UsageError
 
 R = TypeVar("R")
 _MAX_FDS = 16
-_BEGIN = 128  # bytes of a message that is too long, which contain its name
+_BEGIN = 128  # number of bytes of a too long message that are parsed, because they contain its name
 SEND_S = 10
 CONNECT_S = 2.0
-BIND_S = 1.0  # how long to wait until the owner of a name replies or the name is free
+BIND_S = 1.0  # timeout for the owner of a name to reply, or for the name to become free
 NAMES = 4
-PLACE = 16  # characters of a key for the path or URL; the same number follow for the identity of the run
+PLACE = 16  # characters of a key for the path or URL, and as many for the identity of the run
 QUEUE = 4096  # all ranks of a node may connect to all writers at the same time
 RUNTIME = "CKPT_RUNTIME_DIR"
 AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # process names of a writer
-_LISTENING = "00010000"  # the flags of such a socket in /proc/net/unix
+_LISTENING = "00010000"  # flags of a listening socket in /proc/net/unix
 
 
 class Channel:
-    """One end. `send` and `reply` may be called from any thread, `receive` from one."""
+    """One end of a connection. Any thread may call `send` and `reply`, but only one thread `receive`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -63,10 +63,10 @@ class Channel:
         self._sending = threading.Lock()
         self._buffer = bytearray()
         self._fds: collections.deque[int] = collections.deque()
-        self._over = False  # True if no more is read
+        self._over = False  # True if no more messages are read
 
     def send(self, message: Message, number: int | None = None, fds: tuple[int, ...] = ()) -> None:
-        """Send a message. Raise OSError if the other end is closed, ProtocolError if the message is too long."""
+        """Send a message. Raise OSError if the other end is closed, and ProtocolError if the message is too long."""
         self.transmit(encode(message, number, len(fds)), fds)
 
     def reply(self, number: int, value: object, fds: tuple[int, ...] = ()) -> None:
@@ -82,7 +82,7 @@ class Channel:
             self.sock.sendall(data[sent:])
 
     def receive(self) -> Incoming | None:
-        """Return the next message, None at the end of the connection or after invalid data."""
+        """Return the next message, or None at the end of the connection or after invalid data."""
         while not self._over:
             if len(self._buffer) >= 4:
                 size = struct.unpack_from(">I", self._buffer)[0]
@@ -109,14 +109,14 @@ class Channel:
         del self._buffer[: 4 + size]
         count = found.fields.get("fds", 0) if found is not None else -1
         if type(count) is not int or not 0 <= count <= len(self._fds):
-            return None  # the descriptors can no longer be assigned to messages
+            return None  # unknown which messages the descriptors belong to
         if found is not None:
             found.fds += [self._fds.popleft() for _ in range(count)]
         return found
 
     def ask(self, request: Request[R], timeout_s: float) -> R | None:
-        """Send one request and return the reply, None after the timeout. Raise the error that a reply contains. No
-        other thread may receive."""
+        """Send one request and return its reply, or None after the timeout. Raise the error that the reply contains. No
+        other thread may call `receive`."""
         try:
             self.sock.settimeout(timeout_s)
             self.send(request, 0)
@@ -126,7 +126,7 @@ class Channel:
         return None if received is None else reply_of(received, request)
 
     def hang_up(self) -> None:
-        """Shut the connection down in both directions. A thread in `receive` gets None."""
+        """Shut the connection down in both directions. A thread that is in `receive` gets None."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -137,13 +137,13 @@ class Channel:
         self._drop()
 
     def _drop(self) -> None:
-        """Close the descriptors of messages that are not received."""
+        """Close the descriptors of messages that are never received."""
         with contextlib.suppress(IndexError):  # two threads may do this concurrently
             while True:
                 os.close(self._fds.popleft())
 
     def forget(self) -> None:
-        """Close the socket in a forked child, without ending the connection of the parent."""
+        """Close the socket in a forked child, without ending the parent's connection."""
         self.sock.close()
 
 
@@ -160,12 +160,12 @@ def _digest(*texts: str) -> str:
 
 
 def at_place(key: str) -> list[str]:
-    """Return the keys of all writers here whose run has the same path or URL, whether or not it is the same run."""
+    """Return the keys of all writers on this host whose run has the same path or URL, even if it is another run."""
     return [one for one in all_keys() if one[:PLACE] == key[:PLACE]]
 
 
 def siblings(key: str) -> dict[int, str]:
-    """Return the keys of every writer of this run on this host, by local rank. Some may have ended since."""
+    """Return the keys of all writers of this run on this host, by local rank. Some of them may have ended meanwhile."""
     run = key.rpartition("-")[0]
     found: dict[int, str] = {}
     for name, _, listening in _bound():
@@ -177,14 +177,14 @@ def siblings(key: str) -> dict[int, str]:
 
 
 def all_keys() -> list[str]:
-    """Return the keys of every writer of this user on this host. Some may have ended since."""
+    """Return the keys of all writers of this user on this host. Some of them may have ended meanwhile."""
     named = re.compile(rf"@everystep/{re.escape(_scope())}/([0-9a-f]{{{2 * PLACE}}}-\d+)(/\d+)?")
     found = {match[1] for name, _, listening in _bound() if listening and (match := named.fullmatch(name))}
     return sorted(found)
 
 
 def _bound() -> Iterator[tuple[str, str, bool]]:
-    """Yield name, number, and True if it listens, for each named socket of this network namespace."""
+    """Yield name, inode number, and True if listening, for each named socket of this network namespace."""
     with contextlib.suppress(FileNotFoundError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
         for line in file:
             fields = line.split(maxsplit=7)
@@ -210,7 +210,7 @@ def _address(key: str, number: int) -> str:
 def log_path(key: str) -> str:
     """Return the path of a writer's log file, for troubleshooting; "" if there is no suitable folder.
 
-    It is in $CKPT_RUNTIME_DIR if set, otherwise in a private folder of this user in /tmp or /dev/shm.
+    The file is in $CKPT_RUNTIME_DIR if that is set, otherwise in a private folder of this user in /tmp or /dev/shm.
     """
     chosen = os.environ.get(RUNTIME)
     for base in [chosen] if chosen else ["/tmp", "/dev/shm"]:
@@ -230,17 +230,17 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 
 def same_user(sock: socket.socket) -> bool:
-    """Return True if the other end belongs to the user of this process."""
+    """Return True if the other end of a socket belongs to the user of this process."""
     return _peer(sock)[1] == os.getuid()
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """Return the process that created the other end."""
+    """Return the id of the process that created the other end of a socket."""
     return _peer(sock)[0]
 
 
 def connect(key: str) -> Channel | None:
-    """Connect to the writer with this key. Return None if there is none."""
+    """Connect to the writer with this key. Return None if no such writer listens."""
     for number in range(NAMES):
         with contextlib.suppress(OSError):
             return _reach(_address(key, number))
@@ -248,7 +248,7 @@ def connect(key: str) -> Channel | None:
 
 
 class _OtherUserError(OSError):
-    """A process of another user listens on a name."""
+    """A process of another user listens on this name."""
 
     def __init__(self, uid: int) -> None:
         super().__init__(f"a process of the user {uid} listens there")
@@ -258,7 +258,7 @@ class _OtherUserError(OSError):
 def _reach(address: str) -> Channel:
     """Connect to the process that listens on a name.
 
-    Raises OSError if there is none or it does not accept, and _OtherUserError if it belongs to another user.
+    Raises OSError if no process listens or accepts, and _OtherUserError if the process belongs to another user.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -282,7 +282,7 @@ def _reach(address: str) -> Channel:
 
 
 def ask_once(key: str, request: Request[R], timeout_s: float) -> R | None:
-    """Send one request to a writer over a new connection. Return the reply, None if it does not come in time."""
+    """Send one request to a writer over a new connection. Return the reply, or None if it does not arrive in time."""
     channel = connect(key)
     if channel is None:
         return None
@@ -293,7 +293,7 @@ def ask_once(key: str, request: Request[R], timeout_s: float) -> R | None:
 
 
 def listen(key: str) -> socket.socket | None:
-    """Take a name exclusively, until this socket is closed or its process ends. Return None if it is taken.
+    """Acquire a socket name exclusively, until this socket is closed or its process ends. Return None if it is taken.
 
     Raises UsageError if other users of the machine have all names.
     """
@@ -317,13 +317,13 @@ def listen(key: str) -> socket.socket | None:
             except _OtherUserError as error:
                 other = f" (uid {error.uid})"
                 break
-            late = time.monotonic() > end  # its owner may have been stopped before it listened
+            late = time.monotonic() > end  # the owner may have been stopped before it listened
             if owner is not None or (late and _bound_by(_address(key, number)) is not None):
                 sock.close()
                 return None
             if late:
-                break  # a process of another user has it, and does not listen
-            time.sleep(0.01)  # its owner may be about to listen, or to end
+                break  # a process of another user has the name, and does not listen
+            time.sleep(0.01)  # the owner may be about to listen, or to end
         sock.close()
     raise UsageError(
         f"another user of this machine{other} uses the socket names of this run (@{_address(key, 0)[1:]}). End that "
@@ -333,7 +333,7 @@ def listen(key: str) -> socket.socket | None:
 
 
 def holder(key: str) -> int | None:
-    """Return the process of this user that has a name, 0 if it is not visible from here, None if there is none."""
+    """Return the id of this user's process that has a name, 0 if it is not visible, None if there is none."""
     for number in range(NAMES):
         with contextlib.suppress(_OtherUserError):
             if (pid := _holder(_address(key, number))) is not None:
@@ -342,7 +342,7 @@ def holder(key: str) -> int | None:
 
 
 def _holder(address: str) -> int | None:
-    """Return the process of this user that has a name, as `holder` does. Raises _OtherUserError."""
+    """Like `holder`, return the process of this user that has a socket name. Raises _OtherUserError."""
     try:
         channel = _reach(address)
     except _OtherUserError:
@@ -357,7 +357,7 @@ def _holder(address: str) -> int | None:
 
 
 def _bound_by(address: str) -> int | None:
-    """Return the visible process of this user that has a name, whether or not it listens."""
+    """Return the visible process of this user that has a socket name, even if it does not listen."""
     sockets = {f"socket:[{number}]" for name, number, _ in _bound() if name == f"@{address[1:]}"}
     for folder in Path("/proc").iterdir() if sockets else ():
         with contextlib.suppress(OSError):
@@ -368,14 +368,14 @@ def _bound_by(address: str) -> int | None:
 
 
 def _open_in(folder: Path) -> Iterator[str]:
-    """Yield the open files of a process, given its folder in /proc."""
+    """Yield the targets of the open descriptors of a process, given its folder in /proc."""
     for descriptor in (folder / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since the listing
+        with contextlib.suppress(FileNotFoundError):  # the descriptor was closed after the listing
             yield os.readlink(descriptor)
 
 
 def writers_of(key: str) -> list[int]:
-    """Return this user's running writers of a run on this machine, even if no socket name leads to them."""
+    """Return this user's running writers of a run on this machine, even if they have no reachable socket name."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -386,7 +386,7 @@ def writers_of(key: str) -> list[int]:
 
 
 def is_writer(pid: int, key: str, *states: str) -> bool:
-    """Return True if a process is a writer of this run, in one of these states. OSError if it is not visible."""
+    """Return True if a process is a writer of this run in one of these states. Raises OSError if it is not visible."""
     return _is_writer(Path(f"/proc/{number_in_proc(pid)}"), key, *(states or (AT_WORK, LEAVING)))
 
 

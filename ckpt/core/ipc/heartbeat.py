@@ -1,13 +1,13 @@
-"""The progress of the training loop, in a few pages of memory that trainer and writer share, and the identity of
-processes: their number and start time, because numbers are reused.
+"""The heartbeat: the progress of the training loop, in a few pages of memory that trainer and writer share.
 
-The trainer's main thread records its progress there, without a message. The writer compares it with the usual pace,
-even if the trainer is frozen. In the other direction, the writer records the pace that it has measured.
+The trainer's main thread writes its progress to these pages without sending a message. The writer compares it with the
+usual pace, even if the trainer is frozen, and writes the pace that it has measured to the same pages.
 
-Every field is an aligned word of eight bytes with a single writer, so it is never read half written. The fields are
-followed by a ring of the last steps, with the time of each and the cost of saving so far. From it the writer computes
-the run metrics, even if the trainer has just been killed. It costs about a microsecond for each step.
-"""
+Every field is an aligned word of eight bytes that only one process writes, so it is never read half written. After the
+fields follows a ring of the last steps, with the time of each step and the cost of saving up to it. The writer computes
+the run metrics from the ring, even if the trainer has just been killed. A step costs about a microsecond.
+
+`Process` identifies a process by its id and start time, because process ids are reused."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this machine. `started`: in clock ticks since boot, -1 if it had ended before."""
+    """A process of this machine. `started`: start time in clock ticks since boot, -1 if it had ended before."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """Return the process that has this number now."""
+        """Return the process that has this process id now."""
         return cls(pid, (_stat(pid) or (-1, True))[0])
 
     @property
     def alive(self) -> bool:
-        """Return True if it runs. False if it has ended, is ending, or another process has its number now."""
+        """Return True if the process runs. False if it has ended or is ending, or another process has its id now."""
         started, ending = _stat(self.pid) or (-1, True)
         return started >= 0 and started == self.started and not ending
 
@@ -52,20 +52,20 @@ class Process:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes of shared memory that the process has mapped and touched, 0 if unknown."""
+        """Return the number of bytes of shared memory that the process has mapped and touched, 0 if unknown."""
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{number_in_proc(self.pid)}/status") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith("RssShmem:")), 0)
         return 0
 
     @property
     def born(self) -> float:
-        """Return its start time by the monotonic clock, or the present time if it had ended before."""
+        """Return the process's start time by the monotonic clock, or the present time if it had ended before."""
         now = time.monotonic()
         return now if self.started < 0 else now - (time.clock_gettime(time.CLOCK_BOOTTIME) - self.started / _TICKS)
 
 
 def _stat(pid: int) -> tuple[int, bool] | None:
-    """Return the start time of a process in ticks since boot, and True if it is ending. None if it does not exist."""
+    """Return a process's start time in ticks since boot, and True if it is ending. Return None if it does not exist."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{number_in_proc(pid)}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         return int(fields[19]), fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
@@ -73,9 +73,9 @@ def _stat(pid: int) -> tuple[int, bool] | None:
 
 
 def number_in_proc(pid: int) -> int:
-    """Return the number by which /proc lists a process of this PID namespace, -1 if it does not.
+    """Return the id by which /proc lists a process of this PID namespace, or -1 if /proc does not list it.
 
-    It differs from `pid` in a container that has a PID namespace of its own and the /proc of another one.
+    This id differs from `pid` in a container that has its own PID namespace but the /proc of another one.
     """
     with contextlib.suppress(OSError, ValueError):
         if int(os.readlink("/proc/self")) == os.getpid():
@@ -99,8 +99,8 @@ def boot_id() -> str:
 
 
 def namespace(kind: str) -> int:
-    """Return the namespace of this process: equal for processes that see each other's numbers ("pid") or socket names
-    ("net")."""
+    """Return the id of a namespace of this process. Processes with equal ids see each other's process ids ("pid") or
+    socket names ("net")."""
     with contextlib.suppress(OSError):
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     return 0
@@ -122,8 +122,8 @@ _SIZE = PAGE + 8 * _ENTRIES * _WIDTH
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step that ended at `when`, by the monotonic clock. The totals up to then: seconds that saving `stalled` the
-    loop, snapshots taken (`saves`), snapshots `skipped`, and seconds `paused`."""
+    """A step that ended at `when`, by the monotonic clock, with totals up to that time: seconds that saves `stalled`
+    the loop, number of snapshots (`saves`), number of `skipped` snapshots, and seconds `paused`."""
 
     step: int
     when: float
@@ -135,8 +135,8 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One reading of the heartbeat. `calls`: number of calls of step(). `step`: the last one, -1 for none. `when`: last
-    sign of life, by the monotonic clock, which all processes of a machine share. `updates`: optimizer steps begun."""
+    """One reading of the heartbeat. `calls`: number of calls of step(). `step`: the last step, -1 for none. `when`:
+    last sign of life, by the monotonic clock, which is the same in all processes. `updates`: optimizer steps begun."""
 
     calls: int
     step: int
@@ -150,7 +150,7 @@ class Beat:
 
 
 class Heartbeat:
-    """The shared pages. `fd` can be sent to another process, which attaches to it."""
+    """The shared pages. `fd` can be sent to another process, which maps the pages with `attach`."""
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         self.fd = fd
@@ -182,7 +182,7 @@ class Heartbeat:
     # -- the trainer's main thread --
 
     def beat(self, step: int, stalled_s: float = 0.0, saves: int = 0, skipped: int = 0) -> None:
-        """Record a call of step(), and the cost of saving so far, see `StepDone`."""
+        """Record a call of step(), and the cost of saving up to now (see `StepDone`)."""
         at, now = self._at, time.monotonic_ns()
         entry = _RING + at[1] % _ENTRIES * _WIDTH
         at[entry], at[entry + 1], at[entry + 2], at[entry + 3] = step, now, int(stalled_s * 1e9), saves
@@ -191,11 +191,11 @@ class Heartbeat:
         at[1] += 1
 
     def went_back(self, step: int) -> None:
-        """Set the step after a rollback."""
+        """Set the last step after a rollback."""
         self._at[2] = step
 
     def paused(self, seconds: float) -> None:
-        """Add seconds of an intended pause in training."""
+        """Add seconds to the total of intended pauses in training."""
         self._at[6] += int(seconds * 1e9)
 
     def touch(self, state: int) -> None:
@@ -209,14 +209,14 @@ class Heartbeat:
     # -- another thread of the trainer --
 
     def handle(self) -> None:
-        """Record that the fault handler has received a `FaultNote`, and handles it."""
+        """Record that the fault handler has received a `FaultNote` and is handling it."""
         self._at[8] += 1
 
     # -- the writer --
 
     @property
     def usual_s(self) -> float:
-        """Return the usual seconds of a step, 0 while unknown."""
+        """Return the usual duration of a step in seconds, 0 while it is unknown."""
         return self._at[7] / 1e9
 
     @usual_s.setter
@@ -226,12 +226,12 @@ class Heartbeat:
     # -- any process --
 
     def since(self, calls: int) -> tuple[int, list[StepDone]]:
-        """Return the number of calls of step(), and the steps after the first `calls`. If there are more than the ring
-        can store, the oldest are missing."""
+        """Return the number of calls of step(), and the steps after the first `calls` calls. If the ring cannot store
+        all of them, the oldest steps are missing."""
         at, now = self._at, self._at[1]
         numbers = range(max(calls, now - _ENTRIES), now)
         raw = [list(at[(entry := _RING + n % _ENTRIES * _WIDTH) : entry + 6]) for n in numbers]
-        spoilt = max(0, at[1] + 1 - _ENTRIES - numbers.start)  # overwritten before or during this read
+        spoilt = max(0, at[1] + 1 - _ENTRIES - numbers.start)  # entries overwritten before or during this read
         return now, [StepDone(e[0], e[1] / 1e9, e[2] / 1e9, e[3], e[4], e[5] / 1e9) for e in raw[spoilt:]]
 
     @property
@@ -257,7 +257,7 @@ class Heartbeat:
         return Beat(at[1], at[2], at[3] / 1e9, at[4], at[5])
 
     def close(self) -> None:
-        """Close the descriptor. The pages are unmapped with their last view."""
+        """Close the descriptor. The pages are unmapped when their last view is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,16 +1,16 @@
 """Typed messages between trainer and writer: encoding, decoding, and validation on arrival.
 
-    Request   from a trainer, a tool or another writer to a writer, which replies: a method below `@handles` of
+    Request   from a trainer, a tool or another writer to a writer, which replies. A method marked with `@handles` of
               `ckpt.core.writer.held_run` processes it
-    Note      from a writer to its trainer, which sends no reply: `WriterSupervisor.hear` subscribes to it
+    Note      from a writer to its trainer, which sends no reply. `WriterSupervisor.hear` subscribes to it
 
 On the wire, a message is a JSON object: `op` is its name, `id` is the number of a request and its reply, `fds` is the
 number of descriptors sent with it, and all other keys are fields. A message that is unknown, malformed or too long is
-rejected with an error that names it. A trainer and a writer with different values of `PROTOCOL` do not use each other,
+rejected with an error that names it. A trainer and a writer with different values of `PROTOCOL` do not work together,
 because they can exchange only errors.
 
-Arenas are identified by their id in hex, checkpoints by the text of their id, tiers by their number. Objects that other
-modules define (a layout, a fault, a tier) are sent as their JSON form, and validated when they are parsed.
+Arenas are identified by their id in hex, checkpoints by the text of their id, and tiers by their number. Objects that
+other modules define (a layout, a fault, a tier) are sent in their JSON form, and validated when they are parsed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckpt.version import VERSION
 
 PROTOCOL = 11  # increase it whenever a message changes
 MIB = 1 << 20
-MOST_BYTES = 256 * MIB  # of any message
+MOST_BYTES = 256 * MIB  # maximum size of any message
 MOST_NAME = 60  # maximum characters of an unknown name in an error
 REPLY = "reply"  # the name of replies; a reply has a value or an error
 
@@ -43,15 +43,15 @@ T = TypeVar("T")
 
 @functools.cache
 def _op(name: str) -> str:
-    """Return the name of a message on the wire: `write_slot` for `WriteSlot`."""
+    """Return the name of a message on the wire, for example `write_slot` for `WriteSlot`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="op", tag=_op):
     """A message with a name on the wire."""
 
-    most_bytes: ClassVar[int] = 8 * MIB  # more for messages that grow with the model or the job
-    descriptors: ClassVar[int] = 0  # number of descriptors sent with it
+    most_bytes: ClassVar[int] = 8 * MIB  # larger for messages that grow with the model or the job
+    descriptors: ClassVar[int] = 0  # number of descriptors sent with the message
 
 
 class Request(Message, Generic[R], frozen=True):
@@ -69,7 +69,7 @@ class Body(msgspec.Struct, frozen=True):
 
 
 class Failure(Body, frozen=True):
-    """A reply that is an error; see `ckpt.errors.to_wire`."""
+    """A reply that reports an error; see `ckpt.errors.to_wire`."""
 
     error: str
     message: str
@@ -78,7 +78,7 @@ class Failure(Body, frozen=True):
 
 @dataclasses.dataclass(slots=True)
 class Incoming:
-    """A received message: its name, its number or None, its fields, and its size in bytes."""
+    """A received message: its name, its number or None, its fields, its size in bytes, and its descriptors."""
 
     op: str
     id: int | None
@@ -87,19 +87,19 @@ class Incoming:
     fds: list[int] = dataclasses.field(default_factory=list)
 
     def drop(self) -> None:
-        """Close the descriptors that came with it."""
+        """Close the descriptors that came with the message."""
         while self.fds:
             with contextlib.suppress(OSError):
                 os.close(self.fds.pop())
 
 
 def table(kinds: Iterable[type[N]]) -> dict[str, type[N]]:
-    """Return message types by their name on the wire."""
+    """Return a dict from the name on the wire to the message type."""
     return {_op(kind.__name__): kind for kind in kinds}
 
 
 def encode(message: Message, number: int | None = None, fds: int = 0) -> bytes:
-    """Encode a message. Raise ProtocolError if it is too long for its type."""
+    """Encode a message. Raise ProtocolError if it is longer than its type allows."""
     name = _op(type(message).__name__)
     text = _text(name, number, fds, msgspec.structs.asdict(message))
     _check_size(name, len(text), message.most_bytes)
@@ -107,14 +107,14 @@ def encode(message: Message, number: int | None = None, fds: int = 0) -> bytes:
 
 
 def encode_reply(value: object, number: int, fds: int = 0) -> bytes:
-    """Encode the reply to a request, or a `Failure`."""
+    """Encode the reply to a request: its value or a `Failure`."""
     text = _text(REPLY, number, fds, msgspec.structs.asdict(value) if isinstance(value, Failure) else {"value": value})
     _check_size(REPLY, len(text), MOST_BYTES)
     return text
 
 
 def failure(error: BaseException) -> Failure:
-    """Return an error as a reply."""
+    """Convert an error to a reply."""
     return Failure(**to_wire(error))
 
 
@@ -125,7 +125,7 @@ def _text(name: str, number: int | None, fds: int, fields: dict[str, Any]) -> by
 
 
 def decode(text: bytes | bytearray) -> Incoming | None:
-    """Parse a message, None if it is not one. Only its name and number are checked here, its fields by its type."""
+    """Parse a message. Return None if it is not one. Check only name and number; `message_of` checks the fields."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -137,13 +137,13 @@ def decode(text: bytes | bytearray) -> Incoming | None:
 
 
 def too_long(size: int, begin: bytes) -> Incoming:
-    """Return a message that is too long to be read, with the name and number found in its first bytes."""
+    """Return a message for a text that is too long to be read, with the name and number found in its first bytes."""
     op, number = re.search(rb'"op": ?"(\w+)"', begin), re.search(rb'"id": ?(\d{1,18})\b', begin)
     return Incoming(op[1].decode() if op else "", int(number[1]) if number else None, {}, size)
 
 
 def message_of(incoming: Incoming, known: Mapping[str, type[N]]) -> N:
-    """Convert to a typed message. Raise ProtocolError if it is unknown or invalid."""
+    """Convert a received message to its type. Raise ProtocolError if the message is unknown or invalid."""
     kind = known.get(incoming.op)
     _check_size(incoming.op, incoming.size, MOST_BYTES if kind is None else kind.most_bytes)
     if kind is None:
@@ -155,7 +155,7 @@ def message_of(incoming: Incoming, known: Mapping[str, type[N]]) -> N:
 
 
 def reply_of(incoming: Incoming, request: Request[R]) -> R:
-    """Return the reply to a request. Raise the error in it, or ProtocolError if its type is wrong."""
+    """Return the reply to a request. Raise the error that it contains, or ProtocolError if its type is wrong."""
     kind: type[R] = type(request).__orig_bases__[0].__args__[0]  # type: ignore[attr-defined]
     name = f"the reply to {_op(type(request).__name__)}"
     if "error" in incoming.fields:
@@ -176,7 +176,7 @@ def _check_size(name: str, size: int, most: int) -> None:
 
 
 def refusal(name: str, problem: str) -> ProtocolError:
-    """Return the error for a rejected message. It has our version, for a peer of another version."""
+    """Return the error for a rejected message. It names our version, because the sender may have another one."""
     named = repr(name[:MOST_NAME]) if name else "a message without a name"
     return ProtocolError(f"{named} {problem} (everystep {VERSION}, protocol {PROTOCOL})")
 
@@ -185,9 +185,9 @@ def refusal(name: str, problem: str) -> ProtocolError:
 
 
 class StoredNote(Note, frozen=True):
-    """The bytes of a checkpoint are in a tier, or will be copied there from a nearer one: its slot may be reused.
-    `held`: instead, this node's disk has all its parts, and only those of other nodes are missing. `checkpoint`: "" if
-    the slot was being written when the trainer connected."""
+    """The bytes of a checkpoint are in a tier, or will be copied to it from a nearer tier, so the slot may be reused.
+    `held`: this note reports something else: this node's disk has all its parts, and only parts of other nodes are
+    missing. `checkpoint`: "" if the slot was being written when the trainer connected."""
 
     tier: int = -1
     checkpoint: str = ""
@@ -197,21 +197,21 @@ class StoredNote(Note, frozen=True):
 
 
 class ProblemNote(Note, frozen=True):
-    """A warning for the trainer's log. `error`: the class of the error that its next call raises: "FencedError" if
-    another trainer has taken ownership of the run, "SaveError" if a checkpoint was read back and found damaged."""
+    """A warning for the trainer's log. `error`: class of the error that the trainer's next call raises: "FencedError"
+    if another job owns the run, "SaveError" if a checkpoint was read back and found damaged, "" for none."""
 
     text: str
     error: str = ""
 
 
 class CadenceNote(Note, frozen=True):
-    """Proposes cheaper save intervals: a `Decision`."""
+    """A proposal of cheaper save intervals, as a `Decision`."""
 
     decision: dict[str, Any]
 
 
 class Hang(Body, frozen=True):
-    """The trainer makes no progress. `evidence`: an `Evidence` of that."""
+    """Reports that the trainer makes no progress. `evidence`: an `Evidence` of what the trainer is doing."""
 
     idle_s: float
     limit_s: float
@@ -221,9 +221,9 @@ class Hang(Body, frozen=True):
 
 
 class FaultNote(Note, frozen=True):
-    """`kind`: "hang", "memory" (little is available), "peer" (`rank` of this node has died), "trigger" (a person
-    requests a save), "signal": `raw` was read from the trainer's wakeup socket for other handlers there, and `numbers`
-    are triggers that it has not handled. The trainer counts hangs and triggers that it handles in its heartbeat."""
+    """A fault or a request, by `kind`: "hang"; "memory", little is available; "peer", `rank` of this node has died;
+    "trigger", a person requests a save; "signal", `raw` was read from the trainer's wakeup socket for other handlers,
+    and `numbers` are unhandled triggers. The trainer counts the hangs and triggers that it handles in its heartbeat."""
 
     kind: str
     why: str = ""
@@ -238,18 +238,18 @@ class FaultNote(Note, frozen=True):
 
 Json = dict[str, Any]
 Owner = tuple[int, str, str | None]  # term, nonce, and the checkpoint that it was restored from
-Digest = tuple[str, int, str, bool]  # checkpoint, rank, digests of its chunks in hex, True if computed late
+Digest = tuple[str, int, str, bool]  # checkpoint id, rank, digests of its chunks in hex, True if computed late
 
 
 class LendReply(Body, frozen=True):
-    """The memory of a writer. `trainer`: its process. `since`: when that connected, in seconds since 1970. `alive`: it
-    runs, so no other process may continue its run. The descriptors of all `arenas` come with the reply; the `foreign`
-    ones are read-only. `acquires`: the history of the snapshots, up to the present owner. `roots`: the ids of the
-    opened runs, by URL. `sees`: True if the writer sees the file `Lend.proof`.
+    """The memory of a writer. `trainer`: process id of its trainer. `since`: time when the trainer connected, in
+    seconds since 1970. `alive`: the trainer runs, so no other process may continue its run. The descriptors of all
+    `arenas` come with the reply; `foreign` arenas are read-only. `acquires`: the history of the snapshots, up to the
+    present owner. `roots`: ids of the opened runs, by URL. `sees`: True if the writer sees the file `Lend.proof`.
 
-    For its next trainer: `writing_on`: processes (number and start time) whose devices may write to the arenas until
-    they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a tier, by arena;
-    `faults`: reports that no trainer has received yet."""
+    For the writer's next trainer: `writing_on`: processes (id and start time) whose devices may write to the arenas
+    until they have ended; `lost`: tiers whose run was removed; `writing`: slots that are being written to a tier, by
+    arena; `faults`: reports that no trainer has received yet."""
 
     pid: int
     alive: bool
@@ -271,9 +271,9 @@ class LendReply(Body, frozen=True):
 
 
 class Lend(Request[LendReply], frozen=True):
-    """Lend memory, which other ranks only read. `inherit`: serve this trainer from now on, unless yours lives. `look`:
-    send no arenas. `digest`: compute missing digests first. `fenced`: read the log first, because the caller has fenced
-    your job, and send no arenas. `proof`: a temporary file in the folder of the nearest tier, which you may see."""
+    """Lend memory, which other ranks only read. `inherit`: serve this trainer from now on, unless your trainer lives.
+    `look`: send no arenas. `digest`: first compute missing digests. `fenced`: first read the log, as the caller has
+    fenced your job; send no arenas. `proof`: a temporary file in the nearest tier's folder, which you may see."""
 
     inherit: bool = False
     proof: str = ""
@@ -285,7 +285,7 @@ class Lend(Request[LendReply], frozen=True):
 
 
 class TierFound(Body, frozen=True):
-    """A tier that was opened. `checkpoints`: their number. `damaged`: records that cannot be read."""
+    """An opened tier. `checkpoints`: number of checkpoints. `damaged`: numbers of records that cannot be read."""
 
     root: str
     term: int
@@ -294,17 +294,17 @@ class TierFound(Body, frozen=True):
 
 
 class OpenRunReply(Body, frozen=True):
-    """The tiers as they were found; `cadence`: the measured save intervals of the last job attempt, {} if unknown."""
+    """The opened tiers. `cadence`: the measured save intervals of the last job attempt, {} if unknown."""
 
     tiers: list[TierFound]
     cadence: Json
 
 
 class OpenRun(Request[OpenRunReply], frozen=True):
-    """Open the tiers (see `Tier.spec`) without changing them. `check`: raise if another job trains the
-    run; `auto`: tiers whose save interval is to be measured; `first_number`: of the data files of this writer;
-    `acquires`: the history of the memory; `next_nonces`: an ACQUIRE with one of these is by the writer's own job;
-    `roots`: the ids that the runs in these tiers must have, "" for any."""
+    """Open the tiers (see `Tier.spec`) without changing them. `check`: raise an error if another job trains the run.
+    `auto`: tiers whose save interval is measured. `first_number`: first number of this writer's data files. `acquires`:
+    the history of the memory. `next_nonces`: an ACQUIRE with one of these is from the writer's own job. `roots`: the
+    ids that the runs in these tiers must have, "" for any."""
 
     tiers: list[Json]
     linger_s: float
@@ -318,7 +318,7 @@ class OpenRun(Request[OpenRunReply], frozen=True):
 
 
 class AcquireRun(Request[list[int]], frozen=True):
-    """Take ownership of these tiers for all ranks. Return their new terms. `restored`: the checkpoint to continue."""
+    """Take ownership of these tiers for all ranks. Return the new terms. `restored`: checkpoint to continue from."""
 
     nonce: str
     floor: int
@@ -327,7 +327,7 @@ class AcquireRun(Request[list[int]], frozen=True):
 
 
 class PartsHere(Body, frozen=True):
-    """The ranks, out of `world`, whose parts of a checkpoint are in a tier."""
+    """The ranks whose parts of a checkpoint are in a tier. `world`: number of ranks that saved the checkpoint."""
 
     tier: int
     checkpoint: str
@@ -336,8 +336,8 @@ class PartsHere(Body, frozen=True):
 
 
 class OwnRun(Request[list[PartsHere]], frozen=True):
-    """All ranks have agreed on the owner. Return the parts on node-local disks, in the tiers to `recover`.
-    `roles`: ranks, place and world of each tier, see `Role`."""
+    """Act as the owner that all ranks have agreed on. Return the parts on node-local disks, in the tiers to `recover`.
+    `roles`: ranks, place and world for each tier, see `Role`."""
 
     most_bytes = MOST_BYTES
     owner: Owner
@@ -347,16 +347,16 @@ class OwnRun(Request[list[PartsHere]], frozen=True):
 
 
 class ContinueRun(Request[None], frozen=True):
-    """All ranks have recovered. `complete`: by tier, checkpoints of which the other nodes have their parts too.
-    `resume`: resume copies to further tiers that a crash interrupted."""
+    """Continue, because all ranks have recovered. `complete`: (tier, checkpoint) whose parts the other nodes have too.
+    `resume`: resume copies to further tiers that a crash has interrupted."""
 
     complete: list[tuple[int, str]] = field(default_factory=list)
     resume: bool = False
 
 
 class Leave(Request[None], frozen=True):
-    """The trainer is done: finish the saves in progress, and exit. `keep`: keep the memory and persist it, as after the
-    trainer's death, although its process may still run. `failed`: an error has ended the training."""
+    """Finish the saves in progress and exit, because the trainer is done. `keep`: keep the memory and make it durable,
+    as after the trainer's death, although its process may still run. `failed`: an error has ended the training."""
 
     keep: bool = False
     failed: bool = False
@@ -366,9 +366,9 @@ class Leave(Request[None], frozen=True):
 
 
 class MakeArena(Request[str], frozen=True):
-    """Make an arena with this number of slots, or fewer but at least `least`. The reply is its id, with its descriptor.
-    `most`: number of slots that the trainer may add up to; `ranks`: number of ranks on this machine; `node`: the NUMA
-    node near the device."""
+    """Make an arena with this number of slots, or fewer, but at least `least`. The reply is the arena's id, and comes
+    with its descriptor. `most`: maximum number of slots after the trainer has added some. `ranks`: number of ranks on
+    this machine. `node`: the NUMA node near the device."""
 
     slots: int
     slot_size: int
@@ -379,16 +379,16 @@ class MakeArena(Request[str], frozen=True):
 
 
 class AttachArena(Request[None], frozen=True):
-    """Keep this arena, which is sent as a descriptor. The reply is sent once the arena is kept. `foreign`: other ranks
-    staged into it."""
+    """Keep this arena, which is sent as a descriptor. The reply is sent once the arena is kept. `foreign`: another rank
+    staged into the arena."""
 
     descriptors = 1
     foreign: bool = False
 
 
 class UseArena(Request[None], frozen=True):
-    """`used`: the staging thread owns the mutex of this arena from now on, so its owner's death must be noticed there.
-    Otherwise the arena is released."""
+    """With `used`, detect the death of the staging thread, which owns the mutex of this arena from now on. Otherwise
+    release the arena."""
 
     arena: str
     used: bool
@@ -403,7 +403,7 @@ class KnowLayout(Request[None], frozen=True):
 
 class Partner(Request[Json], frozen=True):
     """Prepare to keep a copy of another rank's memory. The reply has the contact data of this writer for other nodes.
-    `contact`: contact data of the writer that keeps a copy of our memory, the writer of `rank`."""
+    `contact`: contact data of the writer of `rank`, which keeps a copy of our memory."""
 
     contact: Json | None = None
     rank: int = 0
@@ -413,7 +413,7 @@ class Partner(Request[Json], frozen=True):
 
 
 class WriteSlotReply(Body, frozen=True):
-    """Bytes of the snapshot, and bytes that were stored for it."""
+    """The number of bytes of a snapshot, and the number of bytes that were stored for it."""
 
     nbytes: int
     stored: int
@@ -421,8 +421,8 @@ class WriteSlotReply(Body, frozen=True):
 
 class WriteSlot(Request[WriteSlotReply], frozen=True):
     """Make a checkpoint of a sealed slot in one tier. The reply is sent when it is durable. `stored`: the trainer or an
-    earlier writer has already stored its bytes. `arena`: "" if no slot has them. `replicas`: digests of replicated
-    tensors for its manifest, see `format.columns`."""
+    earlier writer has already stored its bytes. `arena`: "" if the bytes are in no slot. `replicas`: digests of
+    replicated tensors for the manifest, see `format.columns`."""
 
     most_bytes = MOST_BYTES
     tier: int
@@ -434,24 +434,24 @@ class WriteSlot(Request[WriteSlotReply], frozen=True):
 
 
 class Retract(Request[None], frozen=True):
-    """Abort the checkpoint of a snapshot, or retire it if it is committed already."""
+    """Abort the checkpoint of a snapshot, or retire it if it is already committed."""
 
     checkpoint: str
     reason: str
 
 
 class KeptReply(Body, frozen=True):
-    """The steps that a training keeps. `notes`: step, note, and whether it exists. `saved`: True if the requested step
-    is a checkpoint of this history in some tier, or is being saved."""
+    """The pinned steps. `notes`: step, note, and True if a tier has the step. `saved`: True if a tier has the requested
+    step as a checkpoint of this history, or it is being saved."""
 
     notes: list[tuple[int, str, bool]]
     saved: bool
 
 
 class KeepSteps(Request[KeptReply], frozen=True):
-    """Keep these steps in every tier, regardless of their age, each with a note of the reason. Release all others that
-    such a request named before. None changes nothing. The reply is sent when the run logs contain the notes. It lists
-    the kept steps in the tiers that this rank is responsible for, and whether they have `step`."""
+    """Pin these steps in every tier, each with a note of the reason. Unpin all other steps that such a request has
+    pinned. None changes nothing. The reply is sent when the run logs contain the notes. It lists the pinned steps in
+    the tiers that this rank is responsible for, and reports if they have `step`."""
 
     most_bytes = MOST_BYTES
     notes: list[tuple[int, str]] | None = None
@@ -459,7 +459,7 @@ class KeepSteps(Request[KeptReply], frozen=True):
 
 
 class SavedInTier(Body, frozen=True):
-    """The result of saving a step to a tier; no `error` if it is durable."""
+    """The result of saving a step to a tier. `error`: "" if the step is durable."""
 
     step: int
     tier: str
@@ -468,8 +468,8 @@ class SavedInTier(Body, frozen=True):
 
 
 class Persist(Request[list[SavedInTier]], frozen=True):
-    """Make these snapshots durable now, and return the results. `far`: also save the newest one to the other tiers,
-    which are farther away."""
+    """Make these snapshots durable now, and return the results. `far`: also save the newest snapshot to the tiers
+    beyond the nearest one."""
 
     deadline_s: float
     far: bool
@@ -480,7 +480,7 @@ class Persist(Request[list[SavedInTier]], frozen=True):
 
 
 class CadenceOf(Body, frozen=True):
-    """The save interval of a tier, or of memory: in steps, or the fields of an `Auto`; `now`: the current one."""
+    """The save interval of a tier or memory. `every`: in steps, or the fields of an `Auto`. `now`: current interval."""
 
     name: str
     every: int | tuple[float, float | None, float | None]
@@ -489,8 +489,8 @@ class CadenceOf(Body, frozen=True):
 
 
 class Books(Body, frozen=True):
-    """The run metrics to record, see `cadence.ledger.Account`. `decides`: propose save intervals to the trainer.
-    `again`: an earlier writer began the record."""
+    """The run metrics to record, see `cadence.ledger.Account`. `decides`: True to propose save intervals to the
+    trainer. `again`: True if an earlier writer began the record."""
 
     first_term: str
     places: list[CadenceOf]
@@ -501,8 +501,8 @@ class Books(Body, frozen=True):
 
 
 class RestoreDone(Body, frozen=True):
-    """A call of restore(). Fields of `cadence.ledger.Restore`, and the costs of saving until then. `term`: the term of
-    the job since then. `damaged`: the tier in which damage was found: no increment builds on its checkpoints."""
+    """A call of restore(), with the fields of `cadence.ledger.Restore` and the costs of saving up to it. `term`: the
+    term after the restore. `damaged`: the tier in which damage was found, so no increment builds on its checkpoints."""
 
     at: float
     seconds: float
@@ -522,7 +522,7 @@ class RestoreDone(Body, frozen=True):
 
 class Introduce(Request[None], frozen=True):
     """Report the status of this trainer from now on, and serve these metrics. Its heartbeat is sent along. `books`:
-    record its run metrics too, None on ranks that are not the first in the nearest tier. `restored`: restored before
+    record its run metrics too; None on ranks that are not the first in the nearest tier. `restored`: a restore before
     this writer started."""
 
     descriptors = 1
@@ -538,7 +538,7 @@ class Introduce(Request[None], frozen=True):
 
 
 class RunEvent(Request[None], frozen=True):
-    """The trainer has called restore(), or the ranks have agreed on other save intervals: a `Decision`."""
+    """The trainer has called restore(), or the ranks have agreed on new save intervals (`decision`, a `Decision`)."""
 
     restored: RestoreDone | None = None
     decision: Json | None = None
@@ -546,8 +546,8 @@ class RunEvent(Request[None], frozen=True):
 
 class Look(Request[Json], frozen=True):
     """Return the `RankStatus` of the trainer, to any process of this user. With `evidence`, return {"evidence": [...]}
-    instead: what the trainer is doing, as an `Evidence`, nothing if it is not watched; "node": also collect it from the
-    writers of the other trainers of this node; "own": do not."""
+    with an `Evidence` of what the trainer is doing, or [] if it is not watched. "own": only from this writer. "node":
+    also from the writers of the other trainers on this node."""
 
     evidence: str = ""
 
@@ -567,7 +567,7 @@ class Arm(Request[None], frozen=True):
 
 class Report(Request[str], frozen=True):
     """Write the report of a `Fault`, and return its key. `ends`: the trainer exits because of it, so its death is not
-    reported again. `peer`: instead, another rank of this node has died, and its writer sends this."""
+    reported again. `peer`: the sender is the writer of another rank on this node, and reports that rank's death."""
 
     most_bytes = MOST_BYTES
     fault: Json
@@ -576,7 +576,7 @@ class Report(Request[str], frozen=True):
 
 
 class TriggerSaveReply(Body, frozen=True):
-    """The trainer that got the request."""
+    """The trainer that received the request."""
 
     pid: int
     rank: int

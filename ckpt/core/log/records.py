@@ -1,16 +1,16 @@
-"""A compact set of checkpoint ids, in memory and on disk. Their steps usually have equal strides.
-
-The contents of the records of a run log, by type, and the state of a run, which is a fold over all of them:
+"""The records of a run log, and the state of a run, which results from applying all records in order (`fold`).
 
 ACQUIRE   term, nonce, restored       a job takes ownership, or rolls back to `restored` (a checkpoint id or null)
-HELD      as COMMIT                   on a disk that only some ranks share: their manifests are here
-COMMIT    checkpoint, world, manifests, index, finite, reason    the checkpoint exists, with the files of every rank;
-          time                        when it was committed, in seconds since 1970;
+HELD      the fields of COMMIT        a disk that only some ranks share has their manifests
+COMMIT    checkpoint, world, manifests, index, finite, reason    the checkpoint exists, with the files of every rank
+          time                        time of the commit, in seconds since 1970
           needs                       the older checkpoints that it was built on, if any
 ABORT     checkpoint, reason          the checkpoint will never exist
 PLAN      retire, delete, reason      checkpoints to retire and files to delete; the reason, if it is not retention
-KEEP      checkpoint, note, keep      never retire this checkpoint; `keep` false cancels that
-SNAPSHOT  the state after all records before it
+KEEP      checkpoint, note, keep      never retire this checkpoint; `keep` false cancels an earlier KEEP
+SNAPSHOT  the state after all earlier records
+
+`CheckpointIds` is a compact set of checkpoint ids, because the steps of retired checkpoints usually have equal strides.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from ckpt.core.format.manifest import MAX_TERM, MAX_WORLD, CheckpointId, needs_texts, owner, read_needs
 from ckpt.errors import CorruptError
 
-Group = tuple[int, str]  # epoch and nonce
-MOST = 20_000_000  # steps in one file: more would exhaust memory
+Group = tuple[int, str]  # term and nonce
+MOST = 20_000_000  # maximum number of steps in one file, because more would exhaust memory
 
 
 class CheckpointIds(MutableSet[CheckpointId]):
@@ -33,7 +33,7 @@ class CheckpointIds(MutableSet[CheckpointId]):
 
     def __init__(self, checkpoints: Iterable[CheckpointId] = ()) -> None:
         self._steps: dict[Group, set[int]] = {}
-        self._rows: dict[Group, list[list[int]]] = {}  # cached rows of `to_json`
+        self._rows: dict[Group, list[list[int]]] = {}  # rows of `to_json`, cached
         for checkpoint in checkpoints:
             self.add(checkpoint)
 
@@ -75,7 +75,7 @@ class CheckpointIds(MutableSet[CheckpointId]):
         self._steps.get((value.term, value.nonce), set()).discard(value.step)
 
     def to_json(self) -> dict[str, list[list[int]]]:
-        """Return rows of [first step, stride, count], by `<term>-<nonce>`. Equal sets give equal rows."""
+        """Return rows of [first step, stride, count], by `<term>-<nonce>`. Equal sets return equal rows."""
         for group, steps in self._steps.items():
             if group not in self._rows:
                 rows = self._rows[group] = []
@@ -86,7 +86,7 @@ class CheckpointIds(MutableSet[CheckpointId]):
 
     @classmethod
     def from_json(cls, groups: dict[str, list[Any]], most: int = MOST) -> CheckpointIds:
-        """Decode a set. Raise CorruptError, ValueError or TypeError for impossible sets or more than `most` steps."""
+        """Decode a set. Raise CorruptError, ValueError or TypeError if it is impossible or exceeds `most` steps."""
         found, left = cls(), min(most, MOST)
         for name, rows in groups.items():
             any_one = _at_step(name, 0)
@@ -107,7 +107,7 @@ def _at_step(group: str, step: int) -> CheckpointId:
 
 
 def _extend(rows: list[list[int]], step: int) -> None:
-    """Add a step, higher than all others, to rows of equal strides as long as possible."""
+    """Add a step that is higher than all others to rows, each of which has equal strides and is as long as possible."""
     if rows:
         first, stride, count = last = rows[-1]
         if count == 1 or step == first + stride * count:
@@ -125,21 +125,21 @@ def _last(row: list[int]) -> int:
 
 
 SNAPSHOT_EVERY = 256
-KEPT_REQUESTS = 512  # SNAPSHOT keeps the request ids of this many records before it
-LOOSE = {"reasons", "requests"}  # only the last ones are in a SNAPSHOT, and versions may differ in how many
+KEPT_REQUESTS = 512  # number of records before a SNAPSHOT whose request ids it contains
+LOOSE = {"reasons", "requests"}  # a SNAPSHOT has only the last entries, and versions may differ in their number
 LAST_TIME = 253_402_300_800  # seconds from 1970 to the year 10,000
-MAX_REASONS = 64  # a SNAPSHOT keeps why this many of the last checkpoints ended
+MAX_REASONS = 64  # number of ended checkpoints whose reasons a SNAPSHOT contains, newest first
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
-MARK = "kept by training: "  # prefix of KEEP notes written by a training; others are left alone
-THE_BEST = "best, "  # then the note of the best scored checkpoint starts like this
-LONGEST = 500  # characters in a note
-FEW_ENDED, ENDED_EACH = 4096, 64  # ended checkpoints in a SNAPSHOT, in all and for each record before it
-BY_HAND = "; by hand: "  # separates a note by hand, which a training must not remove
+MARK = "kept by training: "  # prefix of KEEP notes written by a training; it leaves other notes alone
+THE_BEST = "best, "  # prefix of the rest of the note, for the checkpoint with the best score
+LONGEST = 500  # maximum characters in a note
+FEW_ENDED, ENDED_EACH = 4096, 64  # maximum ended checkpoints in a SNAPSHOT: in all, plus for each record before it
+BY_HAND = "; by hand: "  # separates a user's note, which a training must not remove
 
 
 def words_of(note: str) -> tuple[str, str]:
-    """Return the parts of a KEEP note that training and a user wrote, "" if there is none."""
+    """Return the parts of a KEEP note that training and a user wrote; "" for a missing part."""
     if not note.startswith(MARK):
         return "", note
     ours, _, others = note.removeprefix(MARK).partition(BY_HAND)
@@ -148,7 +148,7 @@ def words_of(note: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record to append. `id` identifies the request: the same id is never appended twice."""
+    """A record to append. `id` identifies the request. The log never gets two records with the same id."""
 
     type: str
     body: dict[str, Any]
@@ -157,7 +157,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """A job attempt, or a rollback within one."""
+    """The ownership of a job attempt, or a rollback within a job attempt."""
 
     term: int
     nonce: str
@@ -166,13 +166,13 @@ class Acquire:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A checkpoint.
+    """The log record of a checkpoint.
 
-    manifests: (rank, digest of its manifest) for every rank whose files are in this store, of `world` ranks that saved.
-    index: digest of the index.
-    needs: the older checkpoints that it was built on, in their order. It uses some of their data files. They may have
-        been retired since; their data files stay as long as this checkpoint uses them.
-    time: of the commit, in seconds since 1970.
+    manifests: (rank, digest of its manifest) for every rank whose files are in this store; `world` ranks saved
+    index: digest of the index
+    needs: the older checkpoints whose data files it uses too, in their order. They may have been retired since, but
+        those data files stay as long as this checkpoint uses them
+    time: time of the commit, in seconds since 1970
     """
 
     checkpoint: CheckpointId
@@ -195,24 +195,24 @@ class Commit:
 
     @property
     def full(self) -> bool:
-        """Return True if all its bytes are in its own data files. Otherwise it is an increment."""
+        """Return True if its own data files have all its bytes. Otherwise it is an increment."""
         return not self.needs
 
 
 @dataclass
 class RunState:
-    """The fold of a log up to `next_seq`."""
+    """The state of a run after all records before `next_seq`."""
 
     next_seq: int = 0
     last: str = ""  # SHA-256 of the bytes of the newest record
     acquires: list[Acquire] = field(default_factory=list)
-    commits: dict[CheckpointId, Commit] = field(default_factory=dict)  # live checkpoints
-    held: dict[CheckpointId, Commit] = field(default_factory=dict)  # this node's files are here
+    commits: dict[CheckpointId, Commit] = field(default_factory=dict)  # checkpoints that exist
+    held: dict[CheckpointId, Commit] = field(default_factory=dict)  # this node's parts are in this store
     retired: CheckpointIds = field(default_factory=CheckpointIds)
     aborted: CheckpointIds = field(default_factory=CheckpointIds)
-    reasons: dict[CheckpointId, str] = field(default_factory=dict)  # why they were aborted or rolled back
-    kept: dict[CheckpointId, str] = field(default_factory=dict)  # with the note that gives the reason
-    requests: dict[str, int] = field(default_factory=dict)  # of all records from `requests_from` on
+    reasons: dict[CheckpointId, str] = field(default_factory=dict)  # reasons why checkpoints were aborted or retired
+    kept: dict[CheckpointId, str] = field(default_factory=dict)  # notes of pinned checkpoints
+    requests: dict[str, int] = field(default_factory=dict)  # numbers of records, by request id, from `requests_from` on
     requests_from: int = 0
     damaged: list[int] = field(default_factory=list)
     seen_term: int = 0  # the highest term in any record, because the ACQUIRE record may be damaged or deleted
@@ -228,14 +228,14 @@ class RunState:
         """Return the live checkpoints of the present history, newest first.
 
         A job attempt that rolled back to a checkpoint continues from it. Later steps of older attempts leave the
-        history immediately, even before the new attempt has saved anything, so a restart cannot undo a rollback.
+        history immediately, even before the new attempt has saved a step, so a restart cannot undo a rollback.
         """
         history = in_history(self.acquires, self.commits)
         return [self.commits[checkpoint] for checkpoint in history]
 
 
 def in_history(acquires: Iterable[Acquire], checkpoints: Iterable[CheckpointId]) -> list[CheckpointId]:
-    """Return the checkpoint ids in the present history, newest first; see `RunState.lineage`."""
+    """Return the checkpoint ids that are in the present history, newest first; see `RunState.lineage`."""
     restored = {a.term: a.restored for a in acquires}
     by_term: dict[int, list[CheckpointId]] = {}
     for checkpoint in checkpoints:
@@ -244,7 +244,7 @@ def in_history(acquires: Iterable[Acquire], checkpoints: Iterable[CheckpointId])
     limit: tuple[float, float] = (float("inf"), float("inf"))
     for term in sorted(restored.keys() | by_term.keys(), reverse=True):
         if term > limit[0]:
-            continue  # a later job attempt rolled back to before this one
+            continue  # a later job attempt rolled back to a step before this attempt
         last_step = limit[1] if term == limit[0] else float("inf")
         here = [a for a in by_term.get(term, ()) if a.step <= last_step]
         found += sorted(here, key=lambda a: a.step, reverse=True)
@@ -255,7 +255,7 @@ def in_history(acquires: Iterable[Acquire], checkpoints: Iterable[CheckpointId])
 
 
 def fold(state: RunState, record: dict[str, Any]) -> None:
-    """Apply one record. Raise CorruptError if its body is impossible, before anything is changed."""
+    """Apply one record. Raise CorruptError before any change if its body is impossible."""
     try:
         kind, body, request, seq = record["type"], record["body"], str(record["id"]), record["seq"]
         term = record.get("term", 0)
@@ -322,7 +322,7 @@ def _snapshot(state: RunState, body: dict[str, Any]) -> None:
 
 
 def _ended(groups: Any, most: int) -> Any:
-    """Return the groups as `summary` writes them."""
+    """Return the groups in the form in which `summary` writes them."""
     return CheckpointIds.from_json(groups, most).to_json()
 
 
@@ -343,7 +343,7 @@ TITLES = {  # for messages
 
 
 def _checked(body: dict[str, Any]) -> Commit:
-    """Return the checkpoint of a COMMIT or HELD record. Raise CorruptError unless its ranks and values are valid."""
+    """Return the checkpoint of a COMMIT or HELD record. Raise CorruptError if its ranks or values are invalid."""
     checkpoint = CheckpointId.parse(body["checkpoint"])
     manifests = tuple((rank, digest) for rank, digest in body["manifests"])
     world, index, finite = body["world"], body["index"], body["finite"]
@@ -365,7 +365,7 @@ def _checked(body: dict[str, Any]) -> Commit:
 
 
 def commit_body(commit: Commit) -> dict[str, Any]:
-    """Return the body of a COMMIT or HELD record. It has no `needs` if the checkpoint is full."""
+    """Return the body of a COMMIT or HELD record. A full checkpoint has no `needs`."""
     body: dict[str, Any] = {
         "checkpoint": str(commit.checkpoint),
         "world": commit.world,
@@ -379,7 +379,7 @@ def commit_body(commit: Commit) -> dict[str, Any]:
 
 
 def summary(state: RunState) -> dict[str, Any]:
-    """Return the body of a SNAPSHOT at `state.next_seq`. It is the same in every process."""
+    """Return the body of a SNAPSHOT at `state.next_seq`. The body is the same in every process."""
     seq = state.next_seq
     return {
         "acquires": [[a.term, a.nonce, a.restored and str(a.restored)] for a in state.acquires],
@@ -394,7 +394,7 @@ def summary(state: RunState) -> dict[str, Any]:
 
 
 def expand(body: dict[str, Any], seq: int = MOST) -> RunState:
-    """Return the state that the SNAPSHOT with the number `seq` describes. Raise CorruptError if it is impossible."""
+    """Return the state in the body of SNAPSHOT number `seq`. Raise CorruptError if the body is impossible."""
     most = FEW_ENDED + ENDED_EACH * seq
     try:
         state = RunState(
@@ -419,10 +419,10 @@ def _is_digest(text: object) -> bool:
 
 
 def live_files(state: RunState, files: Iterable[str], used: Iterable[str]) -> set[str]:
-    """Return the listed data files that must stay: those `used` by live checkpoints, or owned by an unfinished one.
+    """Return the listed data files that must stay: those `used` by live checkpoints or owned by an unfinished one.
 
-    An unfinished checkpoint may also refer to files of older checkpoints. They stay only as long as a live one uses
-    them. Its COMMIT checks that.
+    An unfinished checkpoint may also use files of older checkpoints. These files stay only as long as a live checkpoint
+    uses them, so the COMMIT of the unfinished one checks that they exist.
     """
     protected = set(used)
     return {key for key in files if key in protected or (a := owner(key)) is None or not state.ended(a)}

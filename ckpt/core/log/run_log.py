@@ -1,26 +1,26 @@
-"""The run log: numbered records, each created only if absent. The state of a run is a fold over them.
+"""The run log: numbered records, each created only if absent. Applying them in order gives the state of a run.
 
     log/000000000042.json    {"seq", "prev", "root", "term", "id", "type", "body", "digest"}
 
-    LogFiles   reads the records that count      RunLog   folds them, and appends      Trimmer   deletes old ones
+    LogFiles   reads the valid records      RunLog   applies and appends records      Trimmer   deletes old records
 
 `prev` is the SHA-256 of the bytes of the previous record. `root` is the id of the run. `id` names the request that made
 the record, so that a writer whose reply was lost finds its own record. The record types are in `log.records`.
 
-A record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT. A reader starts at the newest intact one and reads
-the records that follow. The *floor* is the number of the older of the two newest intact SNAPSHOTs, or 0 if there are
-fewer than two. The owner of the run deletes the records below it in the background, after a save, so their numbers are
-free again: a writer that was suspended before its put may create such a file. Three rules follow:
+A record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT. A reader starts at the newest intact SNAPSHOT and
+reads the records that follow. The *floor* is the number of the older of the two newest intact SNAPSHOTs, or 0 if there
+are fewer than two. The owner of the run deletes the records below the floor in the background, after a save, so their
+numbers become free: a writer that was suspended before its put may create such a file again. Three rules follow:
 
 - After a put, the writer lists the log again. If the number is below the floor, the record does not count.
-- What was read counts only if the next listing shows the same floor. A slow reader starts again at a newer SNAPSHOT.
-- A record is missing only if it was missing twice.
+- Records that were read count only if the next listing has the same floor. A slow reader restarts at a newer SNAPSHOT.
+- A record counts as missing only if it was missing twice in a row.
 
-A SNAPSHOT keeps the request ids of the last KEPT_REQUESTS records. If a record may have been put earlier than that, a
-retry raises OutcomeUnknownError and writes nothing.
+A SNAPSHOT contains the request ids of the last KEPT_REQUESTS records. If a record may have been put earlier than these,
+a retry raises OutcomeUnknownError and writes nothing.
 
-A damaged or missing record does not make a run unreadable. It is skipped and listed in `damaged`. Nothing is deleted
-from such a run, because the record may have protected it, and no SNAPSHOT is made of the rest.
+A damaged or missing record does not make a run unreadable. The record is skipped and listed in `damaged`. Nothing is
+deleted from such a run, because the record may have protected it, and no SNAPSHOT is made of the other records.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from ckpt.failpoints import point
 from ckpt.store import Store, get_small
 
 MAX_RECORD = 256 << 20  # bytes
-MAX_RELISTS = 8  # listings in a row in which a SNAPSHOT was deleted before it was read
+MAX_RELISTS = 8  # maximum number of listings in a row in which a SNAPSHOT was deleted before it was read
 NOTHING: Mapping[int, bytes] = MappingProxyType({})
 
 
@@ -79,13 +79,13 @@ def record_key(seq: int) -> str:
 
 
 def sequence(key: str) -> int | None:
-    """Return the number of a record by its name, None for anything else."""
+    """Return the number in the name of a record, or None for any other name."""
     name = key.removeprefix("log/").removesuffix(".json")
     return int(name) if len(name) == 12 and name.isdigit() and name.isascii() else None
 
 
 def is_snapshot_number(seq: int) -> bool:
-    """Return True if the record with this number is a SNAPSHOT, unless the log was damaged when it was put."""
+    """Return True if the record with this number is a SNAPSHOT, unless the log was damaged when the record was put."""
     return seq > 0 and seq % SNAPSHOT_EVERY == 0
 
 
@@ -93,9 +93,9 @@ def is_snapshot_number(seq: int) -> bool:
 class Listed:
     """A listing of the log.
 
-    sizes        bytes of each record that counts, by number
-    below        numbers of files below the floor
-    snapshots    numbers of the two newest intact SNAPSHOTs, newest first; fewer if there are fewer
+    sizes        size in bytes of each record that counts, by number
+    below        numbers of the files below the floor
+    snapshots    numbers of the two newest intact SNAPSHOTs, newest first; fewer if fewer exist
     """
 
     sizes: dict[int, int]
@@ -113,15 +113,15 @@ class LogFiles:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.root = ""
-        self._intact: dict[int, bool] = {}  # numbers of SNAPSHOTs that were read, and whether they are intact
-        self._ordinary: set[int] = set()  # multiples at which an intact record of another type was read
-        self._states: dict[int, RunState] = {}  # parsed SNAPSHOTs of the last listing, for `RunLog._restart`
+        self._intact: dict[int, bool] = {}  # True for each number of an intact SNAPSHOT, False for a damaged one
+        self._ordinary: set[int] = set()  # multiples of SNAPSHOT_EVERY that have an intact record of another type
+        self._states: dict[int, RunState] = {}  # states in the SNAPSHOTs of the last listing, for `RunLog._restart`
 
     async def list_records(self, own: Mapping[int, bytes] = NOTHING) -> Listed:
-        """List the log, and read the SNAPSHOTs that are new. `own`: a record that was just put.
+        """List the log, and read its new SNAPSHOTs. `own`: a record that was just put.
 
-        A listing needs no order and may come in pages. It contains every file that exists during the whole call. Files
-        that are created or deleted during the call may be missing, so callers compare the floors of two listings.
+        A listing needs no order and may come in pages. It contains every file that exists during the whole call. A file
+        that is created or deleted during the call may be missing, so callers compare the floors of two listings.
         """
         for _ in range(MAX_RELISTS):
             sizes = {n: info.size async for info in self.store.list("log/") if (n := sequence(info.key)) is not None}
@@ -134,10 +134,10 @@ class LogFiles:
                     except StoreError as error:
                         if error.retryable or not snapshots:
                             raise
-                        continue  # a bad sector in the older one: the newest is enough
+                        continue  # the older one has a bad sector, and the newest is enough
                     if raw is None and sizes[seq] <= MAX_RECORD:
                         vanished = seq
-                        break  # deleted during the call, so there are newer ones
+                        break  # deleted during the call, so newer SNAPSHOTs exist
                     state = self.snapshot(seq, raw)
                     self._intact[seq] = state is not None
                     if state is not None:
@@ -154,14 +154,14 @@ class LogFiles:
         raise self._not_found(record_key(vanished or 0))
 
     def _not_found(self, key: str) -> StoreError:
-        """Return the error for a log file that is listed but that the store cannot find."""
+        """Return the error for a log file that the store lists but cannot find."""
         return StoreError(f"{key} in {self.store.url} is listed, but cannot be read now", retryable=True)
 
     async def read(self, seq: int, size: int | None) -> bytes | None:
         """Return the bytes of a record, or None if it is missing or too large.
 
-        A damaged record of a remote store is read twice, because it may have been damaged in transit. A pipe, a link or
-        a folder under a record's name is listed as empty: the record is lost.
+        A damaged record of a remote store is read twice, because it may have been damaged in transit. A pipe, link or
+        folder with the name of a record is listed as empty, so this record is lost.
         """
         if size is None or size > MAX_RECORD:
             return None
@@ -184,7 +184,7 @@ class LogFiles:
         return True
 
     def unsealed(self, seq: int, raw: bytes | None) -> dict[str, Any]:
-        """Decode a record. Raise CorruptError unless it has this number and belongs to this run."""
+        """Decode a record. Raise CorruptError if it has another number or belongs to another run."""
         if raw is None:
             raise CorruptError("missing")
         record = unseal(raw, f"log record {seq}")
@@ -193,11 +193,11 @@ class LogFiles:
         return record
 
     def snapshot(self, seq: int, raw: bytes | None) -> RunState | None:
-        """Return the state that a SNAPSHOT describes, with itself, or None if it is damaged or of another type."""
+        """Return the state after a SNAPSHOT, or None if the SNAPSHOT is damaged or the record has another type."""
         try:
             record = self.unsealed(seq, raw)
             if record["type"] != "SNAPSHOT":
-                self._ordinary.add(seq)  # the log was damaged when this was put
+                self._ordinary.add(seq)  # the log was damaged when this record was put
                 return None
             state = expand(record["body"], seq)
             state.requests[str(record["id"])] = seq
@@ -212,28 +212,28 @@ class LogFiles:
 
 __all__ = ["Acquire", "Commit", "Record", "RunLog", "RunState", "in_history", "infer_root", "live_files", "record_key"]
 
-_DICE = SystemRandom()  # never changes the random numbers of the training
-MAX_PARTS = 1_000_000  # with more, a SNAPSHOT could be too large to read, so none is made
-MAX_LISTINGS = 1000  # listings of a log that keeps changing
-MAX_GAP = 100_000  # missing records in total; a record further away does not belong to the log
-VANISHED_S = 1.0  # after a record vanished from a folder, FORMAT.json may follow this much later
-BATCH = 1024  # records read before any is applied
+_DICE = SystemRandom()  # does not change the random numbers of the training
+MAX_PARTS = 1_000_000  # maximum number of manifests in a SNAPSHOT, because a larger one might be too large to read
+MAX_LISTINGS = 1000  # maximum number of listings of a log that keeps changing
+MAX_GAP = 100_000  # maximum number of missing records; a record after a larger gap does not belong to the log
+VANISHED_S = 1.0  # time by which the deletion of FORMAT.json may follow that of a record
+BATCH = 1024  # number of records to read before they are applied
 
 
 class RunLog(LogFiles):
-    """The log of a store, and its fold. Not safe for concurrent appends from one object; use one lock or task.
+    """The log of a store, and the state that results from it. Only one task at a time may append through one object.
 
-    `whole`: read and check every record that counts, not only those from the newest SNAPSHOT on.
+    `whole`: read and check every record that counts, not only the newest SNAPSHOT and the records after it.
     """
 
     def __init__(self, store: Store, *, whole: bool = False) -> None:
         super().__init__(store)
         self.state = RunState()
-        self.floor = 0  # the highest that was listed
+        self.floor = 0  # the highest floor that was listed
         self._whole, self._begun = whole, False
-        self._damaged: set[int] = set()  # as in the state
-        self._missing = 0  # records that were skipped
-        self._tried: dict[str, int] = {}  # requests that may be recorded, with the first number that was tried
+        self._damaged: set[int] = set()  # the numbers in `state.damaged`
+        self._missing = 0  # number of records that were skipped because they are missing
+        self._tried: dict[str, int] = {}  # requests that may be recorded, with the number of the first attempt
         self._lock = asyncio.Lock()
 
     async def same(self) -> bool:
@@ -249,7 +249,7 @@ class RunLog(LogFiles):
             return root == self.root and not await self._newest_missing()
 
     async def _newest_missing(self) -> bool:
-        """Return True if one of the two newest known records is missing, because the run is being deleted."""
+        """Return True if one of the two newest known records is missing, which shows that the run is being deleted."""
         newest = self.state.next_seq - 1  # before the listing, because another task may append during it
         known = {newest - 1, newest} - self._damaged
         seen = await self.list_records()
@@ -261,7 +261,7 @@ class RunLog(LogFiles):
             raise RunGoneError.of(self.store.url)
 
     async def replaced(self) -> bool:
-        """Return True if the store has another run: another root id, and a log with records."""
+        """Return True if the store has another run, which has another root id and a log with records."""
         try:
             if read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT)) == self.root:
                 return False
@@ -270,7 +270,7 @@ class RunLog(LogFiles):
         return await infer_root(self.store) not in (None, self.root)
 
     async def open(self) -> None:
-        """Read FORMAT.json and fold the log. Raise NoCheckpointError if there is no run."""
+        """Read FORMAT.json and all records. Raise NoCheckpointError if there is no run."""
         try:
             self.root = read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT))
         except (NotFoundError, CorruptError) as error:
@@ -288,17 +288,17 @@ class RunLog(LogFiles):
         await self.refresh()
 
     def watch(self) -> None:
-        """Have a local store check before each change that its folder is still this run."""
+        """Make a local store check before each change that its folder still has this run."""
         if (watch := getattr(self.store, "watch", None)) is not None:
             watch(self.check_same)
 
     async def refresh(self) -> RunState:
-        """Apply the records appended since. Damaged and missing records are skipped and listed in `state.damaged`."""
+        """Apply new records. Damaged and missing records are skipped and listed in `state.damaged`."""
         async with self._lock:
             return await self._refresh()
 
     async def _refresh(self, own: Mapping[int, bytes] = NOTHING) -> RunState:
-        """Refresh. `own`: a record that was just put. It is applied even if it is not listed, and is not read."""
+        """Refresh. `own`: a record that was just put. It is applied without being read, even if it is not listed."""
         seen, lacking = await self._list_known(own), list[int]()
         for _ in range(MAX_LISTINGS):
             if not self._begun:
@@ -315,10 +315,10 @@ class RunLog(LogFiles):
             raws = await self._read_all(batch, seen, own)
             before, seen = seen, await self._list_known(own)
             if seen.floor != before.floor:
-                continue  # records of the batch may have been deleted, and others created under their numbers
+                continue  # records of the batch may have been replaced by others with their numbers
             missing = [seq for seq, raw in raws.items() if raw is None]
             if missing and missing != lacking:
-                lacking = missing  # list and read once more
+                lacking = missing  # list and read once more, because a record counts as missing only then
                 continue
             if missing and seen.snapshots and missing[0] < seen.snapshots[0] and not self._whole:
                 self._begun = False  # deleted or lost: a newer SNAPSHOT contains their effect
@@ -332,8 +332,8 @@ class RunLog(LogFiles):
 
     async def _restart(self, seen: Listed) -> bool:
         """Continue from a newer SNAPSHOT, if there is one. Return False if it was deleted or damaged during the call.
-        It is the newest, or with `whole` the one at the floor. Without a SNAPSHOT, start at the first record that
-        counts."""
+        Use the newest SNAPSHOT, or with `whole` the SNAPSHOT at the floor. Without a SNAPSHOT, start at the first
+        record that counts."""
         at = seen.snapshots[-1 if self._whole else 0] if seen.snapshots else 0
         if at >= self.state.next_seq and at > 0:
             found = self._states.get(at) or self.snapshot(at, await self.read(at, seen.sizes.get(at)))
@@ -342,38 +342,39 @@ class RunLog(LogFiles):
                 return False
             found.damaged = self.state.damaged
             self.state = found
-            if self._whole and len(seen.snapshots) == 1:  # these records count, though the fold does not need them
+            if self._whole and len(seen.snapshots) == 1:  # these records count, although the state does not need them
                 before = range(max(0, at - SNAPSHOT_EVERY), at)
                 for seq, raw in (await self._read_all(before, seen, NOTHING)).items():
                     if not self._is_sound(seq, raw):
                         self._note_damage(seq)
         elif not self._begun and seen.sizes and (first := self._first_that_counts(sorted(seen.sizes))) > 0:
-            self._note_damage(first - 1)  # both SNAPSHOTs are damaged, and the records before them were deleted
+            self._note_damage(first - 1)  # both SNAPSHOTs are damaged, and earlier records were deleted
             self.state.next_seq = first
         self._begun = True
         return True
 
     def _first_that_counts(self, numbers: Sequence[int]) -> int:
-        """Return where to start without an intact SNAPSHOT. `numbers`: those that are listed, sorted.
+        """Return the number at which to start without an intact SNAPSHOT. `numbers`: all listed numbers, sorted.
 
-        That is the beginning, or the older of the two newest damaged SNAPSHOTs, because a suspended writer may have put
-        records below it. Intact records of other types at these numbers were put after the damage, and all count.
+        Start at the first record, or at the older of the two newest damaged SNAPSHOTs, because a suspended writer may
+        have put records below it. Intact records of other types at these numbers were put after the damage, so all
+        count.
         """
         places = [seq for seq in numbers if is_snapshot_number(seq) and seq not in self._ordinary]
         return places[-2] if numbers[0] > 0 and len(places) > 1 else numbers[0]
 
     async def _list_known(self, own: Mapping[int, bytes]) -> Listed:
-        """List the log. Raise RunGoneError if the newest known record and the run are gone."""
+        """List the log. Raise RunGoneError if the newest known record is missing and the run is gone."""
         seen = await self.list_records(own)
         self.floor = max(self.floor, seen.floor)
         newest = self.state.next_seq - 1
-        trimmed = newest < max([seen.floor, *seen.snapshots[:1]])  # trimming has deleted it
+        trimmed = newest < max([seen.floor, *seen.snapshots[:1]])  # trimming has deleted the record
         if not trimmed and newest >= 0 and newest not in seen.sizes and newest not in self._damaged:
             await self._check_vanished()
         return seen
 
     async def _check_vanished(self) -> None:
-        """Raise RunGoneError if the run is gone. `rm -rf` may delete FORMAT.json a moment after a record."""
+        """Raise RunGoneError if the run is gone. Keep checking, as `rm -rf` may delete FORMAT.json after a record."""
         await self.check_same()
         end = time.monotonic() + (0 if self.store.remote else VANISHED_S)
         while time.monotonic() < end:
@@ -387,11 +388,11 @@ class RunLog(LogFiles):
             if end <= seq <= end + gap:
                 end, gap = seq + 1, gap - (seq - end)
             elif seq >= end:
-                self._note_damage(seq)  # too far away to belong to the log
+                self._note_damage(seq)  # it does not belong to the log
         return end
 
     def _batch(self, seen: Listed) -> range:
-        """Return the numbers to apply next: BATCH records, and all missing numbers between them."""
+        """Return the numbers to apply next, which cover BATCH records and all missing numbers between them."""
         first, end = self.state.next_seq, self._end(seen)
         there = sorted(seq for seq in seen.sizes if first <= seq < end)
         return range(first, there[BATCH] if len(there) > BATCH else end)
@@ -412,11 +413,11 @@ class RunLog(LogFiles):
         try:
             record = self.unsealed(seq, raw)
             if record.get("prev") != state.last:
-                self._note_damage(seq - 1)  # this record is intact, so the one before it was changed
+                self._note_damage(seq - 1)  # this record is intact, so its predecessor was changed
             if record["type"] not in TYPES:
                 raise FormatError(f"log record {seq} is a {record['type']!r}: written by a newer version, upgrade")
             if record["type"] != "SNAPSHOT" or not state.damaged:
-                fold(state, record)  # otherwise the SNAPSHOT may contain records that are damaged here
+                fold(state, record)  # if `state` lacks damaged records, skip the SNAPSHOT, which may contain them
         except (CorruptError, KeyError):
             self._note_damage(seq)
         state.next_seq, state.last = seq + 1, file_digest(raw or b"")
@@ -432,11 +433,11 @@ class RunLog(LogFiles):
         """Append the record that `make` returns for the newest state. `make` is called again if another record was put
         first.
 
-        `make`: returns None if there is nothing to append. `owner`: the job attempt that writes, default None: any
-        owner. Raises FencedError if a newer one owns the run. `deadline_s`: seconds for retries.
+        `make`: returns None if there is nothing to append. `owner`: the job attempt that writes; None accepts any
+        owner. Raises FencedError if a newer job attempt owns the run. `deadline_s`: seconds for retries.
 
-        Returns the state including the record, once it is durable. If a reply was lost, the log is read again to find
-        the record. Raises OutcomeUnknownError if that fails. Then the caller must not delete anything.
+        Return the state with the record, once the record is durable. If a reply was lost, the log is read again to find
+        the record. If this fails, OutcomeUnknownError is raised, and the caller must not delete anything.
         """
         end = time.monotonic() + deadline_s
         async with self._lock:
@@ -462,7 +463,7 @@ class RunLog(LogFiles):
                     return self.state
 
     async def _land(self, record: Record, end: float) -> bool:
-        """Put a record at the next number. Return False if a record, possibly this one, is there and must be read."""
+        """Put a record at the next number. Return False if a record, perhaps this one, is there and must be read."""
         state = self.state
         raw, seq = self._sealed(record, state), state.next_seq
         try:
@@ -500,7 +501,7 @@ class RunLog(LogFiles):
                 return record.id in self.state.requests
 
     async def _check_before(self, seq: int, raw: bytes) -> None:
-        """Raise RunGoneError if the record before vanished from a folder during the put: the run is being deleted."""
+        """Raise RunGoneError if the previous record vanished from a folder during the put: the run is being deleted."""
         if not self.store.remote and seq > self.floor and seq - 1 not in self._damaged:
             try:
                 await self.store.head(record_key(seq - 1))
@@ -509,26 +510,26 @@ class RunLog(LogFiles):
                     await self._check_vanished()
 
     async def _delete_own(self, seq: int, raw: bytes) -> None:
-        """Delete a record that was put while the run was being deleted. The next start would report a damaged run."""
+        """Delete a record that was put while the run was deleted, because the next start would report a damaged run."""
         with contextlib.suppress(StoreError):
             if bytes(await self.store.get(record_key(seq))) == raw:
                 await getattr(self.store, "discard", self.store.delete)(record_key(seq))
 
     async def _unknown(self, record: Record, error: StoreError, end: float, *, put: bool = True) -> None:
-        """Retry after a lost reply of a remote store. An error of a local disk is raised immediately."""
+        """Pause before a retry if a remote store's reply may be lost. Raise an error of a local disk immediately."""
         if not (error.retryable and self.store.remote) or time.monotonic() > end:
             raise not_recorded(record, self.store, error, put=put) from error
         await asyncio.sleep(_DICE.uniform(0, 0.2))
 
     async def _check_obstacle(self, seq: int) -> None:
-        """Raise StoreError if the name of the record is taken by something else, for example a folder."""
+        """Raise StoreError if something else has the name of the record, for example a folder."""
         if self.store.remote:
             return  # a reply may be outdated
         try:
             await self.store.head(record_key(seq))
         except NotFoundError:
             if (await self.list_records()).floor > seq:
-                return  # it was deleted
+                return  # the record was deleted
             raise StoreError(
                 f"{record_key(seq)} in {self.store.url} is not a file, so no record can be created there: remove it"
             ) from None
@@ -545,7 +546,7 @@ class RunLog(LogFiles):
         if owner is None or not self.state.acquires:
             return
         newest = self.state.acquires[-1]
-        # An older owner only means that this log was read before our own record.
+        # If the newest owner is older, this log was only read before our own record was appended.
         if newest.term >= owner.term and (newest.term, newest.nonce) != (owner.term, owner.nonce):
             raise FencedError(
                 f"another job took ownership of {self.store.url}, so this one can no longer save there. Stop this job, "
@@ -567,7 +568,7 @@ class RunLog(LogFiles):
 
 
 def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) -> StoreError:
-    """Return the error for a failed append. A folder without permission has no new record; a bucket may have it."""
+    """Return the error for a failed append. A folder without permission has no new record, but a bucket may have it."""
     title = TITLES[record.type]
     if isinstance(error, AccessError) and not put and not store.remote:
         return AccessError(f"{title} cannot be recorded: {error}")
@@ -575,7 +576,7 @@ def not_recorded(record: Record, store: Store, error: StoreError, *, put: bool) 
 
 
 async def infer_root(store: Store) -> str | None:
-    """Return the run id in the first intact record of the log. A single damaged file must not make a run unreadable."""
+    """Return the run id in the first intact record, because a single damaged file must not make a run unreadable."""
     for key in sorted([info.key async for info in store.list("log/") if sequence(info.key) is not None]):
         try:
             root = unseal(await get_small(store, key, MAX_RECORD), key).get("root")
@@ -589,19 +590,19 @@ async def infer_root(store: Store) -> str | None:
 # -- trimming --
 
 
-GRACE_S = 60.0  # in a remote store, between a new floor and the deletion
-AT_ONCE = 64  # files
+GRACE_S = 60.0  # seconds between a new floor and the deletion, in a remote store
+AT_ONCE = 64  # number of files to delete in one call
 
 
 class Trimmer:
-    """Trims the log of a store."""
+    """Deletes old records of the log of a store."""
 
     def __init__(self) -> None:
-        self._floor, self._since = 0, 0.0  # the newest floor, and when it was first listed
-        self._done = False  # True if everything below it is deleted
+        self._floor, self._since = 0, 0.0  # the newest floor, and the time when it was first listed
+        self._done = False  # True if all records below the floor are deleted
 
     async def step(self, log: RunLog, owner: Acquire | None) -> None:
-        """Delete the records below a new floor. An error is logged, and the next step tries again.
+        """Delete the records below a new floor. An error is logged, and the next call tries again.
 
         owner: the owner on whose behalf this runs; None skips the check. If a record that counts is damaged, nothing is
             deleted.
@@ -615,20 +616,20 @@ class Trimmer:
             if seen.floor != self._floor:
                 self._floor, self._since, self._done = seen.floor, time.monotonic(), False
             if log.store.remote and time.monotonic() < self._since + GRACE_S:
-                return  # a reader elsewhere may still be reading what it listed
+                return  # another reader may still be reading the records that it listed
             if not seen.below or await _stays(log, seen):
                 await _delete(log, seen)
                 self._done = True
         except FencedError:
-            pass  # the next save raises it
+            pass  # the next save raises this error
         except CheckpointError as error:
             logger.warning("%s: could not delete old log records, retrying later: %s", log.store.url, error)
 
 
 async def _stays(log: RunLog, seen: Listed) -> bool:
-    """Return True if both SNAPSHOTs are still intact.
+    """Return True if both SNAPSHOTs of the listing are still intact.
 
-    No fsync is needed. Each put syncs the folder, and many records were put after the older SNAPSHOT.
+    No fsync is needed, because each put syncs the folder, and many records were put after the older SNAPSHOT.
     """
     for seq in seen.snapshots:
         if log.snapshot(seq, await log.read(seq, seen.sizes[seq])) is None:

@@ -1,14 +1,14 @@
-"""A channel of orders, with which ranks agree on the steps to save without a collective.
+"""A channel of orders, through which ranks agree on the steps to save without a collective.
 
 Fixed intervals need no order, because every rank computes from its step number whether a save is scheduled. All other
-saves use orders. Any rank can post one, and every rank executes it, including the one that posted it:
+saves use orders. Any rank can post an order, and every rank executes it, including the rank that posted it:
 
     save       save the first step that is not below `step`, to every tier     `ckpt.core.run.closing`
-    persist    a training loop hangs: make the steps in memory durable         `ckpt.core.run.closing`
+    persist    make the steps in memory durable, because a training loop hangs `ckpt.core.run.closing`
     interval   from `step` on, save at other intervals                         `ckpt.core.run.save_plan`
 
 **Types.** `Order` is one order. `Orders` is this rank's end of the channel. Save and interval orders change
-`ckpt.core.run.save_plan.SavePlan`, which is all that the training loop reads.
+`ckpt.core.run.save_plan.SavePlan`, and the training loop reads only this plan.
 
 **Calls.** `hear(kind, handler)` for each kind, then `start`. After that:
 
@@ -18,39 +18,39 @@ saves use orders. Any rank can post one, and every rank executes it, including t
     execute (under a lock) skip a number that was executed already -> call the handler
     restore (main thread)  suspend -> the ranks agree -> begin(generation) -> resume when the state is restored
 
-The training loop calls none of these, and never waits for a thread that does.
+The training loop calls none of these functions, and never waits for a thread that calls them.
 
 **Invariants.** `test_negative_control_broken_rule_is_found` in `tests/model/test_orders_at_random.py` removes each rule
 in turn. The names of its cases are in parentheses.
 
-1. One number has one order, and every rank executes the numbers in order, each once (a number is executed twice).
-2. One save order saves one step: each rank saves the first step that is not below the ordered one. If it has passed
-   that step and memory has lost it, it fails the save of exactly that step (a rank saves the next step instead;
+1. Each number has one order. Every rank executes the numbers in order, each once (a number is executed twice).
+2. A save order saves one step: each rank saves the first step that is not below the ordered step. If a rank has passed
+   that step and memory has lost it, the rank fails the save of exactly that step (a rank saves the next step instead;
    the loop decides without the lock; one order displaces another).
 3. After an interval order, each step goes to the same tiers on all ranks, or its save fails (a late rank keeps the
    steps of the old interval).
-4. An order from before a restore is never executed after it. Keys carry a generation, which the restore's first
-   agreement raises. From then until the state is restored a rank neither posts nor executes (a restore keeps the
-   generation; orders are read during a restore).
+4. An order from before a restore is never executed after the restore. Keys contain a generation, which the restore's
+   first agreement raises. From then until the state is restored, a rank neither posts nor executes orders (a restore
+   keeps the generation; orders are read during a restore).
 5. If a post fails, either the order is in the store and all ranks execute it, or no rank does (a rank executes what it
    could not post).
 
 **Faults.**
 
-- *The poster dies*: the order is in the store, or it is not. `compare_set` creates number and body together.
-- *Two post at the same time*: one gets the number. The other executes that order, then joins it or posts the next.
-- *A rank is far ahead*: it uses the slot if memory still holds the step. Otherwise it fails that save and orders a
-  later step. *Far behind*: the order waits in the plan until the loop reaches the step.
-- *A rank hangs*: its reader still executes orders, and any other rank can post. The requester notices that no save
-  comes, and orders `persist`.
-- *The store is slow*: ranks read less often. *It does not respond*: `post` raises `PeerError` after `POST_S`, and the
-  caller saves the steps in its own memory. The reader reconnects while the run is open.
-- *A single rank*: the channel works the same way, with a dict as the store and without a reader.
-- *A restart with another number of ranks*: keys begin with the name of the meeting (`ckpt.core.ranks.world`), which is
-  new.
+- *The poster dies*: the store has the whole order or nothing, because `compare_set` creates number and body together.
+- *Two ranks post at the same time*: one gets the number. The other executes that order, then joins it or posts again.
+- *A rank is far ahead*: it uses the slot if memory still has the step. Otherwise it fails that save and orders a later
+  step. *A rank is far behind*: the order waits in the plan until the loop reaches the step.
+- *A rank hangs*: its reader still executes orders, and any other rank can post. The requester detects that the save
+  does not come, and orders `persist`.
+- *The store is slow*: ranks read less often. *The store does not respond*: `post` raises `PeerError` after `POST_S`,
+  and the caller saves the steps in its own memory. The reader reconnects while the run is open.
+- *The job has a single rank*: the channel works the same way, with a dict as the store and without a reader.
+- *A restart has another number of ranks*: keys begin with the name of the meeting (`ckpt.core.ranks.world`), which is
+  new in each job attempt.
 
 Orders stay in the store, because there are few. Scores (`ckpt.core.run.restoring`) are not orders, because all ranks
-wait for them. Posts of departing ranks (`ckpt.core.run.closing`) are not: N closing ranks would cause N x N requests.
+wait for them. Nor are posts of departing ranks (`ckpt.core.run.closing`): N closing ranks would cause N x N requests.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ from ckpt.core.ranks.world import Board, Json, World, pack, unpack
 from ckpt.errors import PeerError
 from ckpt.events import log
 
-LOOK_S = 0.25  # pause between two requests of the reader
+LOOK_S = 0.25  # pause of the reader between two requests
 LOOKS_PER_S = 2000  # limit of requests per second by the whole job to the host of the store
-SLOW = 20  # if the store is slow, the reader pauses this many times the duration of a request
-AGAIN_S = 30.0  # the longest pause
+SLOW = 20  # if the store is slow, the reader pauses for this multiple of the duration of a request
+AGAIN_S = 30.0  # longest pause of the reader
 POST_S = 1.0  # timeout of a request to the store while an order is posted
 STOP_S = 2.0  # timeout for the reader to end, because it may hang in the store
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One order. `number`: counts from 0 in each generation; `rank`: the poster; `body`: data that its kind needs."""
+    """One order. `number`: counts from 0 in each generation. `rank`: the poster. `body`: data that its kind needs."""
 
     generation: int
     number: int
@@ -85,7 +85,7 @@ class Order:
 
 
 class Orders:
-    """Posts and executes orders on this rank. `pause_s`: the present pause of the reader, 0 with a single rank."""
+    """Posts and executes orders on this rank. `pause_s`: the present pause of the reader, 0 for a single rank."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -100,7 +100,7 @@ class Orders:
         self._boards: tuple[Board, Board] | None = self._connect()  # to read and to post; None if they have failed
 
     def hear(self, kind: str, handler: Callable[[Order], None]) -> None:
-        """Register the handler of this kind of order. It must return soon. Call this before `start`."""
+        """Register the handler of this kind of order. The handler must return soon. Call this before `start`."""
         self._handlers[kind] = handler
 
     def start(self) -> None:
@@ -118,13 +118,13 @@ class Orders:
     def post(self, kind: str, step: int, body: Json, *, join: int | None = None) -> Order:
         """Post an order, and return it when this rank has executed it.
 
-        step: at least two ahead of this rank's last step, if the kind applies to a later step
-        join: accept an order of this kind for that step or a later one, if another rank posts one at the same time,
-            and return it instead
+        step: for kinds that apply to a later step, at least two ahead of this rank's last step
+        join: if another rank posts an order of this kind at the same time, for this step or a later one, accept and
+            return that order instead
 
         Raises PeerError if the store does not respond, or during a restore. The order may still be in the store.
         """
-        generation = -1 if self._suspended else self._generation  # the one in which the caller has chosen the step
+        generation = -1 if self._suspended else self._generation  # the generation in which the caller chose the step
         while True:
             with self._lock:
                 if self._suspended or self._generation != generation:
@@ -149,13 +149,13 @@ class Orders:
             raise
 
     def _connect(self) -> tuple[Board, Board]:
-        """Connect to the store twice, so that no post waits for a request of the reader. This may take seconds."""
+        """Open two connections to the store, so that no post waits for a read. This may take seconds."""
         reads, posts = self._world.connect(), self._world.connect()
         posts.answer_s = POST_S
         return reads, posts
 
     def catch_up(self) -> None:
-        """Execute all orders that are in the store. Raises PeerError if it does not respond."""
+        """Execute all orders that are in the store. Raises PeerError if the store does not respond."""
         self._boards = boards = self._boards or self._connect()
         board = boards[0]
         while not self._suspended:
@@ -168,7 +168,7 @@ class Orders:
         return f"{self._world.prefix}orders/{generation}/{number}"
 
     def _execute(self, generation: int, number: int, raw: bytes) -> Order | None:
-        """Execute an order, unless another thread has or a restore has begun. Return the order if it can be read."""
+        """Execute an order, unless another thread did or a restore has begun. Return the order if it is readable."""
         try:
             rank, kind, step, body = unpack(raw)
             order = Order(generation, number, int(rank), str(kind), int(step), body)
@@ -200,13 +200,13 @@ class Orders:
     # -- a restore, in which all ranks take part --
 
     def suspend(self) -> int:
-        """Neither post nor execute orders until `resume`. Return the generation, which is the same on all ranks."""
+        """Stop posting and executing orders until `resume`. Return the generation, which is equal on all ranks."""
         with self._lock:
             self._suspended = True
             return self._generation
 
     def begin(self, generation: int) -> None:
-        """Ignore all earlier orders. Call this on all ranks with the number that they agreed on."""
+        """Ignore all earlier orders. All ranks call this with the generation that they agreed on."""
         with self._lock:
             self._generation, self._next = generation, 0
 

@@ -1,13 +1,13 @@
 """Transfers bytes from a rank that has read them to ranks that need them, over plain TCP during a restore.
 
     all ranks             Transfer() listens; ranks exchange its `contact`
-    a rank that receives  `receive` connects to each rank that reads chunks for it, and takes them as they arrive
-    a rank that sends     `wait_for` its recipients, then `send` each chunk as it is read
+    receiving rank        `receive` connects to each rank that reads chunks for it, and takes the chunks as they arrive
+    sending rank          `wait_for` its recipients, then `send` each chunk as it is read
     all ranks             `wait` until all chunks have arrived, `close` when all ranks are done
 
-A rank that fails closes its connections, so that no rank waits for it. The ranks get the reason in their next
-agreement. The transfer does not verify bytes: `take` has to compare digests. Addresses and tokens come from the job's
-key-value store. A token keeps other jobs out, but nothing is encrypted: whoever can read the network sees all bytes.
+A rank that fails closes its connections, so that no rank waits for it. The ranks get the error in their next agreement.
+The transfer does not verify bytes, so `take` must compare digests. Addresses and tokens come from the job's key-value
+store. A token keeps other jobs out, but nothing is encrypted: anyone who can read the network sees all bytes.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ckpt.units import count_of
 HELLO = struct.Struct("!8s32sI")  # magic, token, rank
 MAGIC = b"ckpt-xc2"
 BYTE, WELCOME = struct.Struct("B"), 6
-HEADER = struct.Struct("!QI")  # chunk, length of its bytes, which follow
-ADDRESS_S = 5.0  # timeout to connect to one address, and for a client to send its token
+HEADER = struct.Struct("!QI")  # number of the chunk, and number of the bytes that follow
+ADDRESS_S = 5.0  # timeout to connect to an address, and to receive a client's token
 JOIN_S = 5.0  # timeout for threads to end
 Take = Callable[[int, memoryview], None]
 
 
 class Transfer:
-    """Sends chunks to other ranks and receives theirs. It uses one buffer per sending rank, of the size of the largest
-    chunk."""
+    """Sends chunks to other ranks and receives chunks from them. It uses one buffer for each sending rank, which is as
+    large as the largest chunk."""
 
     def __init__(self, rank: int, *, silence_s: float = 60.0) -> None:
-        """`silence_s`: a rank that transfers no byte for that long inside a chunk counts as gone."""
+        """`silence_s`: if a rank transfers no byte for that long inside a chunk, it counts as gone."""
         self.rank, self._silence_s = rank, silence_s
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()
-        self._recipients: dict[int, tuple[socket.socket, threading.Lock]] = {}  # connected, by rank
+        self._recipients: dict[int, tuple[socket.socket, threading.Lock]] = {}  # connections by rank
         self._left = 0  # number of chunks that have not arrived
         self._error: BaseException | None = None
         self._closed = False
@@ -58,7 +58,7 @@ class Transfer:
 
     @property
     def contact(self) -> dict[str, Any]:
-        """Return the data that others need to connect, as JSON. The token is a secret of the job."""
+        """Return the data that other ranks need to connect, as JSON. The token is a secret of the job."""
         return {"port": self._listener.getsockname()[1], "token": self._token, "addresses": addresses()}
 
     # -- receive --
@@ -73,10 +73,10 @@ class Transfer:
     ) -> None:
         """Receive these chunks in the background.
 
-        - `chunks`: by the rank that sends them.
-        - `contacts`, `nodes`: the contact and the node of every rank.
+        - `chunks`: numbers of the chunks, by the rank that sends them.
+        - `contacts`, `nodes`: the contact data and the node of every rank.
         - `take`: called once for each chunk, from several threads. The memory is reused after it returns.
-        - `timeout_s`: to connect to a rank.
+        - `timeout_s`: timeout to connect to a rank.
         """
         self._left = sum(map(len, chunks.values()))
         for rank, wanted in chunks.items():
@@ -109,7 +109,7 @@ class Transfer:
             _hang_up(sock)
 
     def _connect(self, places: list[str], contact: Any, connected_by: float) -> socket.socket:
-        """Connect to the first address at which the rank responds."""
+        """Connect to the first address at which the rank responds. Raises PeerError if no address works."""
         problems = []
         for address in places:
             limit_s = max(0.001, min(ADDRESS_S, connected_by - time.monotonic()))
@@ -127,7 +127,7 @@ class Transfer:
     # -- send --
 
     def wait_for(self, ranks: Iterable[int], timeout_s: float) -> None:
-        """Wait until these ranks have connected to receive. Raises PeerError naming one that has not in time."""
+        """Wait until these ranks have connected to receive. Raises PeerError naming a rank that is late."""
         wanted = set(ranks)
         with self._changed:
             self._changed.wait_for(lambda: self._error or wanted <= self._recipients.keys(), timeout_s)
@@ -137,7 +137,7 @@ class Transfer:
                 raise PeerError(f"rank {absent[0]} did not connect within {timeout_s:g} s")
 
     def send(self, rank: int, chunk: int, data: memoryview) -> None:
-        """Send a chunk to a connected rank, from any thread. It may return before the bytes have arrived.
+        """Send a chunk to a connected rank, from any thread. This may return before the bytes have arrived.
 
         Raises PeerError if the rank is gone, or accepts no bytes for `silence_s`.
         """
@@ -154,7 +154,7 @@ class Transfer:
         while not self._closed:
             try:
                 self._start(self._welcome, self._track(self._listener.accept()[0], ADDRESS_S))
-            except (OSError, RuntimeError):  # the client is gone already, or no descriptor or thread is left
+            except (OSError, RuntimeError):  # the client is already gone, or no descriptor or thread is left
                 time.sleep(0.01)
 
     def _welcome(self, sock: socket.socket) -> None:
@@ -175,8 +175,8 @@ class Transfer:
     def wait(self, timeout_s: float) -> None:
         """Wait until `take` has returned for every chunk.
 
-        Raises the error of `take`; PeerError if a rank sent unexpected data or disconnected before it had sent all;
-        DeadlineError after `timeout_s` seconds.
+        Raises the error of `take`. Raises PeerError if a rank sent unexpected data, or disconnected before it had sent
+        all chunks. Raises DeadlineError after `timeout_s` seconds.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._left, timeout_s)
@@ -188,7 +188,7 @@ class Transfer:
                 )
 
     def close(self) -> None:
-        """End all connections and threads. A thread that is still in `take` after `JOIN_S` is left running."""
+        """End all connections and threads. A thread that is still in `take` after `JOIN_S` continues to run."""
         self._fail(ClosedError("the transfer was closed"))
         with self._changed:
             self._closed = True
@@ -212,12 +212,12 @@ class Transfer:
             self._threads.append(thread)
 
     def _track(self, sock: socket.socket, limit_s: float) -> socket.socket:
-        """Prepare a new connection, which `close` will end."""
+        """Prepare a new connection, and register it so that `close` ends it."""
         sock.settimeout(None)
         _limit(sock, limit_s)
-        # The kernel sizes the buffers: it lets them grow, and a size set by hand is cut to rmem_max, often 208 KiB.
+        # The kernel sizes the buffers, because a size set by hand is cut to rmem_max, often 208 KiB.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A machine without power sends nothing. After ten idle seconds the kernel sends probes for twenty seconds.
+        # A machine that lost power sends nothing. After ten idle seconds, the kernel sends probes for twenty seconds.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -230,7 +230,7 @@ class Transfer:
 
 
 def _read(sock: socket.socket, view: memoryview, *, idle: bool = False) -> memoryview:
-    """Fill the view from a socket. `idle`: its first byte may take any time to arrive."""
+    """Fill the view from a socket. `idle`: the first byte may take any time to arrive."""
     got = 0
     while got < len(view):
         try:
@@ -262,7 +262,7 @@ def _hang_up(sock: socket.socket) -> None:
 
 
 def listen() -> socket.socket:
-    """Listen on all interfaces: IPv6 and IPv4 by one socket, or IPv4 alone."""
+    """Listen on all interfaces, with one socket for IPv6 and IPv4, or for IPv4 alone."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -270,7 +270,7 @@ def listen() -> socket.socket:
 
 
 def addresses() -> list[str]:
-    """Return the addresses of this machine without loopback and link-local ones, fastest interfaces first."""
+    """Return the addresses of this machine, fastest interfaces first, without loopback and link-local addresses."""
     stats, found = psutil.net_if_stats(), list[tuple[int, str]]()
     for name, known in psutil.net_if_addrs().items():
         for one in known:

@@ -1,8 +1,9 @@
-"""The key-value store of a job, through which its ranks exchange JSON.
+"""The ranks of a training job, and their agreements without collectives.
 
-Keys are polled with `check`, with a growing pause. The `wait` of a TCPStore is not used: it blocks all other requests
-of its connection, cannot be interrupted, logs two warnings at each timeout, and exceeds its own timeout if the host of
-the store hangs.
+Ranks exchange JSON through the key-value store of torch's launchers (TCPStore, HashStore, FileStore) when a run is
+opened, restored and closed, but never while a step is saved. `Board` is a connection to this store. It polls keys with
+`check`, with a growing pause, because the `wait` of a TCPStore blocks all other requests of its connection, cannot be
+interrupted, logs two warnings at each timeout, and exceeds its own timeout if the host of the store hangs.
 
 The ranks of a training job, and their agreements without collectives.
 
@@ -42,15 +43,15 @@ from ckpt.events import log as logger
 Json = Any
 T = TypeVar("T")
 
-ANSWER_S = 60.0  # timeout of one request to the store, whose host may wait for a name lookup first
+ANSWER_S = 60.0  # timeout of a request to the store, whose host may first wait for a name lookup
 PAUSE_S = 0.25  # longest pause between two polls of the store
-SQUEEZE = 4 << 10  # bytes from which a value is compressed
-MAX_VALUE = 1 << 30  # bytes, compressed
-PIECE = 7 << 20  # bytes in one key of the store; a TCPStore drops the connection at 8 MiB
+SQUEEZE = 4 << 10  # values of at least this many bytes are compressed
+MAX_VALUE = 1 << 30  # maximum bytes of a compressed value
+PIECE = 7 << 20  # maximum bytes in a key of the store, because a TCPStore drops the connection at 8 MiB
 
 
 class Board:
-    """A connection to the store, for any thread. A request without a reply within `answer_s` raises PeerError."""
+    """A connection to the store, for any thread. Requests raise PeerError if no reply comes within `answer_s`."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.answer_s = store, ANSWER_S
@@ -58,7 +59,7 @@ class Board:
         self._silent = False
 
     def another(self) -> Board:
-        """Return another connection to the store, if it can have several."""
+        """Return another connection to the store, or share this one if the store allows only one."""
         return Board(self._ask(self._store.clone) if hasattr(self._store, "clone") else self._store)
 
     def put(self, key: str, body: bytes) -> None:
@@ -74,7 +75,7 @@ class Board:
         return bytes(self._ask(lambda: self._store.compare_set(key, "", body)))
 
     def read(self, key: str) -> bytes:
-        """Return the value that `create` has put."""
+        """Return a value that `create` has put."""
         return bytes(self._ask(lambda: self._store.get(key)))
 
     def get(self, keys: list[str]) -> list[Json]:
@@ -83,7 +84,7 @@ class Board:
         return [unpack(self._joined(key, body)) for key, body in zip(keys, bodies, strict=True)]
 
     def _joined(self, key: str, body: bytes) -> bytes:
-        """Join a value that was too large for one key."""
+        """Join a value that was split because it was too large for one key."""
         if body[:1] != b"p" or not body[1:].isdigit():
             return body
         return b"".join(bytes(self._ask(partial(self._store.get, f"{key}/{i}"))) for i in range(int(body[1:])))
@@ -94,24 +95,24 @@ class Board:
     def missing(
         self, keys: list[str], timeout_s: float, in_vain: Callable[[Board], bool] = lambda board: False
     ) -> set[str]:
-        """Wait for these keys. Return those that are missing after the timeout, or once `in_vain` returns True."""
+        """Wait for these keys. Return the keys that are missing after the timeout or once `in_vain` returns True."""
         end, pause = time.monotonic() + timeout_s, 0.001
         while not self.has(keys):
             left = end - time.monotonic()
             if left <= 0 or in_vain(self):
                 return {key for key in keys if not self.has([key])}
             time.sleep(min(pause, left))
-            pause = min(pause * 1.2, PAUSE_S)  # a growing pause detects keys that arrive early with little delay
+            pause = min(pause * 1.2, PAUSE_S)  # keys that arrive early are detected with little delay
         return set()
 
     def drop(self, keys: list[str]) -> None:
-        """Delete these keys, if the store can. Absent ones are ignored."""
+        """Delete these keys, if the store supports that. Missing keys are ignored."""
         if hasattr(self._store, "delete_key"):
             with contextlib.suppress(PeerError):
                 self._ask(lambda: [self._store.delete_key(key) for key in keys])
 
     def _ask(self, request: Callable[[], T]) -> T:
-        """Run a request in its own thread: requests have no deadline, and one to a frozen host never returns."""
+        """Run a request in its own thread, because it has no deadline, and never returns if the host is frozen."""
         answer: futures.Future[T] = futures.Future()
 
         def run() -> None:
@@ -124,7 +125,7 @@ class Board:
             if not self._silent:
                 try:
                     threading.Thread(target=run, daemon=True).start()
-                except RuntimeError:  # the interpreter is shutting down and starts no threads
+                except RuntimeError:  # the interpreter is exiting and starts no threads
                     run()
                 self._silent = not futures.wait([answer], self.answer_s).done
             if self._silent:
@@ -136,7 +137,7 @@ class Board:
 
 
 class Alone:
-    """The store of a single-rank job, for its mailbox and its orders."""
+    """The store of a single-rank job, used by its mailbox and its orders."""
 
     def __init__(self) -> None:
         values: dict[str, bytes] = {}
@@ -146,7 +147,7 @@ class Alone:
 
 
 def pack(value: Json) -> bytes:
-    """Return JSON after a byte for its form: `j` plain, `z` compressed. Raises UsageError if it cannot be JSON."""
+    """Encode as JSON after a byte for the form: `j` plain, `z` compressed. Raises UsageError if this is impossible."""
     try:
         text = json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -171,24 +172,24 @@ def unpack(body: bytes) -> Json:
 
 Decide = Callable[[list[Json]], Json]
 
-GRACE_S = 15.0  # extra timeout of the other ranks, because rank 0 may begin a turn later than they do
+GRACE_S = 15.0  # extra timeout for the other ranks, because rank 0 may begin a turn later than they
 LEFT = "left"  # topic posted by a rank that takes part in no further turn
-KEPT_MAIL = 64  # number of messages of a rank that stay in the store
-SHOWN = 8  # number of names listed in a message; the rest are counted
+KEPT_MAIL = 64  # number of a rank's messages that stay in the store
+SHOWN = 8  # maximum number of names listed in a message
 
 
 class World:
-    """The ranks of a job. Calls may come from one thread at a time; a background thread takes a `mailbox`.
+    """The ranks of a job. One thread at a time may call it; a background thread uses a `mailbox`.
 
-    `rank` of `size`; `job`: the id of this job attempt; `nodes`: the node index of every rank; `node`: the node index
-    of this rank; `local_rank`: its index among the `local_size` ranks of its node, in rank order. Nodes are numbered
-    in the order of their lowest ranks.
+    `rank` of `size`: this rank. `job`: id of this job attempt. `nodes`: node index of every rank. `node`: node index of
+    this rank. `local_rank`: its index among the `local_size` ranks of its node, in rank order. Nodes are numbered in
+    the order of their lowest ranks.
     """
 
     def __init__(
         self, rank: int = 0, size: int = 1, store: Any = None, *, node: str = "", timeout_s: float = 300.0
     ) -> None:
-        """`node`: any string that is equal for ranks that share memory. With several ranks, this waits for all."""
+        """`node`: any string that is equal for ranks that share memory. With several ranks, wait for all of them."""
         if not 0 <= rank < size or (size > 1 and store is None):
             raise UsageError(f"rank={rank}, size={size}: rank must be below size, and size > 1 needs a store")
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -196,7 +197,7 @@ class World:
         self._board = Board(self._store).another()
         self._turn = 0
         self._done: list[str] = []  # keys that are no longer needed
-        self._stale: list[str] = []  # keys that are not needed once all ranks have posted in the next turn
+        self._stale: list[str] = []  # keys that are no longer needed once all ranks have posted in the next turn
         self.job, nodes = self._meet(node)  # `job` is new for each job attempt
         self.prefix = f"everystep/{self.job}/"  # prefix of all keys
         self.nodes: tuple[int, ...] = tuple(nodes)
@@ -204,9 +205,9 @@ class World:
         self.local_rank, self.local_size = self.nodes[:rank].count(self.node), self.nodes.count(self.node)
 
     def _meet(self, node: str) -> tuple[str, list[int]]:
-        """Return the name of this meeting, which rank 0 gives to the live processes, and their nodes.
+        """Return the name of this meeting, which rank 0 gives to the live processes, and the nodes of all ranks.
 
-        A launcher may keep its store across restarts, as torchrun does, with the posts of dead processes. So a rank
+        A launcher may keep its store across restarts, with the posts of dead processes, as torchrun does. So a rank
         accepts only a reply to its own token, and rank 0 replies until every rank has acknowledged.
         """
         board, token = self._board, secrets.token_hex(8)
@@ -238,7 +239,7 @@ class World:
         return token, nodes
 
     def _answer(self, key: str) -> Json:
-        """Wait for a value that rank 0 posts while the ranks meet."""
+        """Wait for a value that rank 0 posts during the meeting."""
         if self._board.missing([key], self.timeout_s + GRACE_S):
             raise DeadlineError(f"meet: rank 0 did not respond within {self.timeout_s + GRACE_S:g} s")
         return self._board.get([key])[0]
@@ -275,15 +276,15 @@ class World:
     ) -> Json:
         """Post `mine` and return the result of `decide` for the values of all ranks, in rank order.
 
-        All ranks must make the same calls in the same order. `decide` runs on rank 0 once all have posted. The others
-        wait for it, so rank 0 can also act for all. Without `decide`, all get the list. An error of `decide` is raised
-        on all ranks, with its class if it is a CheckpointError, otherwise as PeerError. If work may fail, see
-        `together`. `timeout_s`: for all ranks to post, from the call on rank 0. `dead`: returns the ranks that have
-        died, and why.
+        All ranks must make the same calls in the same order. `decide` runs on rank 0 once all have posted. The other
+        ranks wait for its result, so rank 0 can also act for all ranks in it. Without `decide`, all ranks get the list
+        of values. An error of `decide` is raised on all ranks, as its own class if it is a CheckpointError, otherwise
+        as PeerError. If work may fail, see `together`. `timeout_s`: time for all ranks to post, from the call on rank
+        0. `dead`: returns the ranks that have died, and why.
 
-        Raises DeadlineError naming the ranks that did not post, or if rank 0 did not reply; PeerError if the ranks make
-        different calls, a rank has left or died, or the store cannot be reached; UsageError if a value is not JSON or
-        is too large.
+        Raises DeadlineError naming the ranks that did not post, or if rank 0 did not reply. Raises PeerError if the
+        ranks make different calls, a rank has left or died, or the store cannot be reached. Raises UsageError if a
+        value is not JSON or is too large.
         """
         decide, timeout_s = decide or list, self.timeout_s if timeout_s is None else timeout_s
         if self.size == 1:
@@ -298,7 +299,7 @@ class World:
         return self._take_turn(turn, topic, post, decide, timeout_s, dead)
 
     def leave(self, why: str, timeout_s: float = 5.0) -> None:
-        """Make the next turn fail immediately on all ranks, because this rank takes no part. Never raises."""
+        """Make the next turn fail immediately on all ranks, because this rank will not take part. Never raises."""
         if self.size == 1:
             return
         self._board.answer_s = min(self._board.answer_s, timeout_s)
@@ -322,7 +323,7 @@ class World:
             keys = [f"{self.prefix}farewell/{rank}" for rank in range(1, self.size)]
             if self.rank:
                 self._board.put(keys[self.rank - 1], pack(None))
-                self._board.has(keys[:1])  # a reply to this request confirms that the put has arrived
+                self._board.has(keys[:1])  # the reply to this request confirms that the put has arrived
             elif not self._board.missing(keys, timeout_s):
                 self._board.drop([*self._done, *self._stale, *keys])
 
@@ -367,7 +368,7 @@ class World:
         self._board.put(f"{turn}verdict", verdict)
         self._board.drop(self._done)
         self._done = []
-        return unpack(verdict)["value"]  # as the others get it: JSON turns tuples into lists
+        return unpack(verdict)["value"]  # like on the other ranks, where JSON turns tuples into lists
 
     def _collect(
         self, turn: str, topic: str, post: bytes, timeout_s: float, dead: Callable[[], Mapping[int, str]]
@@ -389,7 +390,7 @@ class World:
         came = [rank for rank, key in keys.items() if key not in missing]
         posts = {0: unpack(post)} | dict(zip(came, self._board.get([keys[rank] for rank in came]), strict=True))
         self._stale += [*keys.values(), f"{turn}verdict"]
-        if not missing:  # all ranks are in this turn, so they no longer need earlier posts
+        if not missing:  # all ranks are in this turn, so earlier posts are no longer needed
             self._done += self._stale[:-1]  # dropped once the verdict is posted
             del self._stale[:-1]
         return _values(topic, posts, [r for r, key in keys.items() if key in missing], timeout_s)
@@ -397,7 +398,7 @@ class World:
 
 @functools.cache
 def hint_at_restarts() -> None:
-    """Log once if torchrun restarts ranks with the key-value store of those that died (pytorch#135712)."""
+    """Log once if torchrun restarts ranks with the key-value store of the ranks that died (pytorch#135712)."""
     most, shares = os.environ.get("TORCHELASTIC_MAX_RESTARTS", ""), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     unset = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1" and shares != "False"
     if most.isdecimal() and int(most) > 0 and unset:
@@ -409,10 +410,10 @@ def hint_at_restarts() -> None:
 
 
 class Mailbox:
-    """Messages between background threads of the ranks. Calls may come from any thread; a wait blocks no other call.
+    """Messages between background threads of the ranks. Any thread may call it, and a wait blocks no other call.
 
-    A key is put once, by one rank, and stays until that rank has put `KEPT_MAIL` more. By then its readers have read
-    it, and the store does not grow. Methods raise PeerError if the store cannot be reached.
+    A key is put once, by one rank, and stays until that rank has put `KEPT_MAIL` more keys. By then, its readers have
+    read it. So the store does not grow. Methods raise PeerError if the store cannot be reached.
     """
 
     def __init__(self, board: Board, prefix: str) -> None:
@@ -432,7 +433,7 @@ class Mailbox:
         return unpack(self._board.create(self._prefix + key, pack(value)))
 
     def wait(self, keys: Sequence[str], timeout_s: float, stopped: Callable[[], bool] = lambda: False) -> list[Json]:
-        """Return the values once all keys exist. Raises DeadlineError naming the missing ones, or if `stopped()`."""
+        """Return the values once all keys exist. Raises DeadlineError naming the missing keys, or once `stopped()`."""
         missing = self._board.missing([self._prefix + key for key in keys], timeout_s, lambda _: stopped())
         if missing:
             names = [key for key in keys if self._prefix + key in missing]
@@ -455,14 +456,14 @@ def _message(value: Json, who: str) -> dict[str, Any]:
 
 
 def _wire(error: BaseException, told: str = "") -> dict[str, str]:
-    """Return an error in the form in which the other ranks raise it, with the prefix `told`."""
+    """Return an error in the form from which the other ranks raise it, with `told` as a prefix of the message."""
     wire = to_wire(error)
     name = wire["error"] if isinstance(error, CheckpointError) else PeerError.__name__
     return {"error": name, "message": told + wire["message"]}
 
 
 def _values(topic: str, posts: dict[int, Json], missing: list[int], timeout_s: float) -> list[Json]:
-    """Return the posted values in rank order, or raise the error that all ranks are to raise."""
+    """Return the posted values in rank order, or raise the error that all ranks must raise."""
     messages = {rank: _message(post, f"rank {rank}") for rank, post in posts.items()}
     for message in messages.values():
         if message.get("topic") == LEFT:
@@ -497,7 +498,7 @@ def together(
 ) -> Any:
     """Call `work` on every rank, and agree on the results (see `World.agree`).
 
-    If it fails on any rank, all ranks raise the same error, so that all continue in the same way.
+    If `work` fails on any rank, all ranks raise the same error, so that all continue in the same way.
     """
     post: dict[str, Json] = {}
     failure: Exception | None = None
@@ -510,7 +511,7 @@ def together(
         return verdict["value"]
     foreign = failure is not None and not isinstance(failure, CheckpointError)
     if failure is not None and (world.size == 1 or (foreign and verdict["rank"] == world.rank)):
-        raise failure  # a CheckpointError is raised in the same words on all ranks instead
+        raise failure  # instead, all ranks raise a CheckpointError with the same message
     if failure is not None and verdict["rank"] != world.rank:
         logger.warning("%s failed on this rank as well: %r", topic, failure)
     raise from_wire(verdict["error"]) from failure
@@ -528,11 +529,11 @@ def made_together(topic: str, make: Callable[[], T]) -> T:
 
 
 def _verdict(posts: list[Any], decide: Callable[[list[Json]], Json] | None) -> dict[str, Json]:
-    """Return the decision, or the first failure. A TransferError is only chosen if no rank had another error."""
+    """Return the decision or the first failure. A TransferError is chosen only if no rank has another error."""
     failed = [(rank, post["error"]) for rank, post in enumerate(posts) if "error" in post]
     failed.sort(key=lambda one: (one[1]["error"] == TransferError.__name__, one[0]))
     for rank, error in failed[:1]:
-        known = error["error"] in vars(errors)  # otherwise only the failed rank raises its own exception
+        known = error["error"] in vars(errors)  # otherwise only the failed rank raises the original exception
         message = f"rank {rank}: {error['message']}" if len(posts) > 1 else error["message"]
         return {"rank": rank, "error": {**error, "message": message, **({} if known else {"error": "PeerError"})}}
     values = [post["value"] for post in posts]

@@ -2,18 +2,18 @@
 
 Either all ranks restore the same checkpoint, or none does. The ranks agree four times, each time with a deadline:
 
-    candidates   every rank posts the snapshots on its node; for each storage, one rank also posts the log's checkpoints
+    candidates   every rank posts the snapshots on its node; for each storage, one rank posts the checkpoints in the log
                  -> rank 0 chooses from the union: all ranks get the same list of checkpoints, newest first
     place        every rank opens the first checkpoint and compares it with its state, which is still unchanged
-                 -> the mismatches on all ranks are raised together; otherwise each rank computes what it reads for whom
+                 -> mismatches of all ranks are raised together; otherwise each rank computes what it reads for whom
     fill         every rank reads, verifies and fills its tensors
-    finish       plain values, generators and schedulers follow. Their `load_state_dict` may use collectives, so no rank
-                 begins before all are filled
+    finish       plain values, generators and schedulers follow, after all ranks have filled their tensors, because a
+                 `load_state_dict` may use collectives
                  -> rank 0 begins a new term (`NewTerm`)
 
-If a checkpoint turns out to be damaged on any rank, all ranks try the next one. If only one node can see parts (in
-memory, or on a node-local disk), its ranks describe them to the others: those of the newest step in memory with the
-candidates, all others in an agreement before "place".
+If a checkpoint is damaged on any rank, all ranks try the next one. If only one node can see some parts (in memory, or
+on a node-local disk), its ranks describe these parts to the other ranks. They describe parts of the newest step in
+memory with the candidates, and all other parts in an agreement before "place".
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.store import folder_of
 
-MOST_LOST = 64  # number of losses that a rank posts
-COMMITS = 8  # number of candidates whose log records all ranks get; for later ones, each rank reads the log
-DESCRIBED = 256 << 20  # characters that all ranks together may post with the candidates
+MOST_LOST = 64  # maximum number of losses that a rank posts
+COMMITS = 8  # number of candidates whose log records are sent to all ranks; for others, each rank reads the log
+DESCRIBED = 256 << 20  # maximum characters that all ranks together may post with the candidates
 RETRY_AFTER_S = (0.2, 1.0)
 CONNECT_S, TRANSFER_S = 30.0, 600.0  # timeouts to connect to a rank, and to receive all chunks
 OVERRIDDEN = (
@@ -89,7 +89,7 @@ OVERRIDDEN = (
 class Restored:
     """The result of a restore on this rank.
 
-    - `step`, `id`, `tier`: the checkpoint, and the tier it was read from. None if there was none.
+    - `step`, `id`, `tier`: the checkpoint, and the tier it was read from. None if no checkpoint was restored.
     - `verified`: every byte matched a digest that was computed when the step was written to a tier while its trainer
       lived. False for a snapshot in memory that no tier had, and for a step that a writer stored only after a fault.
       Damage before the digest is computed cannot be detected.
@@ -98,7 +98,7 @@ class Restored:
     - `skipped`: newer checkpoints that could not be used, or were lost with a damaged log record.
     - `repaired`: damaged parts that were read from another tier.
     - `left_out`: entries that did not fit, with strict=False.
-    - `overridden`: settings of optimizers that the script has changed and that the checkpoint replaced.
+    - `overridden`: optimizer settings that the script had changed and that the checkpoint has replaced.
     """
 
     step: int | None
@@ -120,8 +120,8 @@ class Restored:
 class Candidates:
     """The checkpoints that the ranks can restore together, as seen by one rank.
 
-    `gather` agrees on them. To agree on more at the same time, call its three steps instead: `post` on every rank,
-    `choose` on rank 0 with all posts, and `sources` on every rank.
+    `gather` agrees on them in one agreement. To agree on other values in the same agreement, call its three steps
+    instead: `post` on every rank, `choose` on rank 0 with all posts, and `sources` on every rank.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class Candidates:
         held_damage: Sequence[Loss] = (),
     ) -> None:
         """
-        - `snapshots`: those on this node. They are collected when `post` iterates over them.
+        - `snapshots`: the snapshots on this node. They are collected when `post` iterates over them.
         - `acquires`: the part of the history that is known from memory.
-        - `roots`: for each of the tiers `urls`, the lowest rank that sees the same storage, for every rank.
-        - `step`: if given, only checkpoints of that step; otherwise all except undone and non-finite ones.
+        - `roots`: for each of the tiers `urls` and each rank, the lowest rank that sees the same storage.
+        - `step`: if given, only checkpoints of that step; otherwise all except undone and non-finite checkpoints.
         - `held_damage`: damage in the memory of this node, complete once all `snapshots` were read.
         """
         self._world, self._snapshots, self._acquires = world, snapshots, acquires
@@ -150,7 +150,7 @@ class Candidates:
         return self.sources(together(self._world, "candidates", self.post, self.choose))
 
     def post(self) -> Json:
-        """Collect snapshots, and read the logs of tiers for the ranks that share them. Return the post of this rank."""
+        """Collect snapshots, and read the logs of tiers for the ranks that share them. Return this rank's post."""
         for snapshot in self._snapshots:
             self._here.setdefault(snapshot.checkpoint, []).append(snapshot)
         mine = [i for i in range(len(self._urls)) if self._reads(i)]
@@ -171,11 +171,11 @@ class Candidates:
         }
 
     def _reads(self, tier: int) -> bool:
-        """Return True if this rank reads a tier's log for all ranks that share it."""
+        """Return True if this rank reads a tier's log for all ranks that share the tier."""
         return self._roots[tier][self._world.rank] == self._world.rank
 
     def _describe_newest(self) -> Json:
-        """Describe the snapshots of the step that will probably be restored, unless that is large."""
+        """Describe the snapshots of the step that will probably be restored. Return None if that is too large."""
         world = self._world
         usable = [a for a in self._here if self._step is None or a.step == self._step]
         if world.size == 1 or not usable:
@@ -183,23 +183,23 @@ class Candidates:
         newest = max(usable, key=lambda a: (a.term, a.step))
         try:
             described = self._in_memory(newest).describe()
-        except CheckpointError:  # raised again if that step is chosen
+        except CheckpointError:  # raised again if this step is chosen
             return None
         return [str(newest), described] if len(json.dumps(described)) <= DESCRIBED // world.size else None
 
     def _in_memory(self, checkpoint: CheckpointId, *, undone: bool = False) -> MemorySource:
-        """Return the source of an attempt in memory. The first rank of a node describes all snapshots that it sees.
-        Each other rank describes its own snapshot, which may have been sealed later."""
+        """Return the source of a checkpoint in memory. The first rank of a node describes all snapshots that it sees.
+        Each other rank describes only its own snapshot, which may have been sealed later."""
         world = self._world
         describes = None if world.local_rank == 0 else [world.rank]
         alone = world.size == 1
         return MemorySource(checkpoint, self._here.get(checkpoint, ()), alone=alone, undone=undone, describes=describes)
 
     def choose(self, posts: list[Any]) -> Json:
-        """List the checkpoints that are complete in one location, newest first, memory before tiers, undone ones last;
-        and the losses. Pure.
+        """Return the losses, and the checkpoints that are complete in one location: newest first, memory before tiers,
+        undone ones last. Pure.
 
-        A checkpoint is undone if the history in any location shows it. Others may have been away during the rollback.
+        A checkpoint is undone if any location's history shows it, because a location may have missed the rollback.
         """
         step = posts[0]["step"]
         for rank, post in enumerate(posts):
@@ -209,8 +209,8 @@ class Candidates:
             (e, n): Acquire(e, n, r and CheckpointId.parse(r)) for post in posts for e, n, r in post["acquires"]
         }
         owners = sorted(acquires.values(), key=lambda a: a.term)
-        found: list[tuple[CheckpointId, int]] = []  # location 0 is memory, then come the tiers
-        broken: set[CheckpointId] = set()  # not finite on some rank, so restored only if the step is requested
+        found: list[tuple[CheckpointId, int]] = []  # location 0 is memory, and the tiers follow
+        broken: set[CheckpointId] = set()  # not finite on some rank, so restored only if this step is requested
         commits: dict[tuple[CheckpointId, int], dict[int, Json]] = {}  # by the rank that read the log
         for place in range(1 + len(self._urls)):
             parts: dict[CheckpointId, tuple[int, set[int]]] = {}
@@ -259,7 +259,7 @@ class Candidates:
     def _source(
         self, text: str, place: int, undone: bool, commits: dict[str, Json], *, places: Sequence[int]
     ) -> RestoreSource:
-        """`places`: all locations that have this checkpoint."""
+        """Return a chosen checkpoint as a source. `places`: all locations that have this checkpoint."""
         checkpoint, world, tier = CheckpointId.parse(text), self._world, place - 1
         if place == 0:
             return self._in_memory(checkpoint, undone=undone)
@@ -277,7 +277,7 @@ class Candidates:
 
 
 async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
-    """Read the log of a run, and the losses by damaged records. Retry failures, because this job has opened the run."""
+    """Read the log of a run, and the losses by damaged records. Retry errors, because this job has opened the run."""
     until = time.monotonic() + chunks.WINDOW_S
     while True:
         try:
@@ -293,13 +293,13 @@ async def _read_log(url: str) -> tuple[RunLog, list[Loss]]:
 
 
 def _held(checkpoint: CheckpointId, parts: list[HeldSnapshot]) -> Json:
-    """Return a checkpoint in the memory of this node: id, number of saving ranks, ranks here, False if not finite."""
+    """Describe a checkpoint in this node's memory: id, number of saving ranks, ranks in memory, False if not finite."""
     finite = False if any(s.label.finite is False for s in parts) else None
     return [str(checkpoint), parts[0].layout.world, [s.layout.rank for s in parts], finite]
 
 
 def _rows(post: Any, place: int) -> Iterator[tuple[CheckpointId, int, list[int], bool | None, Json]]:
-    """Yield the checkpoints that a rank posted for a location, in the same form for memory and tiers."""
+    """Yield the checkpoints that a rank posted for one location, in the same form for memory and tiers."""
     if place == 0:
         for text, size, ranks, finite in post["memory"]:
             yield CheckpointId.parse(text), size, ranks, finite, None
@@ -309,7 +309,7 @@ def _rows(post: Any, place: int) -> Iterator[tuple[CheckpointId, int, list[int],
 
 
 def _described(posts: list[Any], candidates: list[Json]) -> Json:
-    """Return the descriptions of the first candidate, or None if they are not complete."""
+    """Return the descriptions of the first candidate, or None if parts of it are not described."""
     if not candidates or candidates[0][1] > 0:
         return None
     checkpoint = candidates[0][0]
@@ -327,10 +327,10 @@ def _asked(step: int | None) -> str:
 
 
 class NewTerm(Protocol):
-    """Begins a term, so that the history continues from the restored checkpoint."""
+    """Begins a term, in which the history continues from the restored checkpoint."""
 
     def lead(self, restored: CheckpointId) -> Json:
-        """Return the term for the other ranks. Called on rank 0 once all are restored. Raises no CheckpointError."""
+        """Return the term for the other ranks. Rank 0 calls this once all are restored. Raises no CheckpointError."""
 
 
 def restore_first(
@@ -349,9 +349,9 @@ def restore_first(
 
     `lost`: losses by damage, which count as skipped if they are newer than the restored step or of the requested `step`
 
-    Raises MismatchError, before anything is changed, and UnreadableError if a checkpoint cannot be read now from any
-    tier that has it. An older one is not used instead, because the history would continue from there. Then the intact
-    newer one would never be restored.
+    Raises MismatchError before anything is changed. Raises UnreadableError if a checkpoint cannot be read now from any
+    tier that has it. An older checkpoint is not used instead, because the history would continue from it, and the
+    newer checkpoint, which may be intact, would never be restored.
     """
     job = _Job(world, capture, result, strict, on_touch, term)
     unreadable: tuple[CheckpointId, str, CheckpointError] | None = None
@@ -404,11 +404,11 @@ def _problem(job: _Job, source: RestoreSource) -> CheckpointError | None:
         except (CorruptError, StoreError) as error:
             pause = next(pauses, None) if error.retryable else None
             if pause is None:
-                return error.with_traceback(None)  # the frames hold references to the unfinished restore
+                return error.with_traceback(None)  # its frames refer to the unfinished restore
             direct = direct or isinstance(error, TransferError)
         finally:
             source.close()
-        time.sleep(pause)  # an older checkpoint because of a transient fault would lose steps
+        time.sleep(pause)  # using an older checkpoint because of a transient fault would lose steps
 
 
 def _report_lost(
@@ -425,7 +425,7 @@ def _report_lost(
 
 @contextlib.contextmanager
 def _no_collecting() -> Iterator[None]:
-    """Suspend the garbage collector, because scanning all objects of torch takes as long as the rest of a restore."""
+    """Suspend the garbage collector, because scanning all of torch's objects takes as long as the rest of a restore."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -472,7 +472,7 @@ def _restore(job: _Job, source: RestoreSource, *, direct: bool) -> None:
 
 
 class _RankRestore:
-    """Restores one source on this rank, in the order `place`, `fill`, `finish`, `close`."""
+    """Restores one source on this rank. Call `place`, `fill`, `finish` and `close` in this order."""
 
     placement: Placement
     _filler: Filler
@@ -482,7 +482,7 @@ class _RankRestore:
         self._transfer: Transfer | None = None
 
     def place(self, described: list[Json]) -> Json:
-        """Open the source and match its tensors to the state, without changing it. Return the post of this rank."""
+        """Open the source and match its tensors to the state, without changing the state. Return this rank's post."""
         source, capture, world, strict = self._source, self._job.capture, self._job.world, self._job.strict
         source.open(described, capture.layout)
         self.placement = placement = _place(capture, source.saved, strict)
@@ -501,14 +501,14 @@ class _RankRestore:
         return post
 
     def fill(self, posts: list[Any], direct: bool) -> None:
-        """Read this rank's share, keep the chunks it needs, send those that others need, and receive the rest."""
+        """Read this rank's part of the chunks, keep the needed chunks, send chunks to others, and receive the rest."""
         source, world, result = self._source, self._job.world, self._job.result
         lengths = source.saved.table.length
         if self._transfer is None:
             source.read(self._filler.chunks, self._filler.add, self._filler.places)
             result.nbytes, result.nbytes_received = int(lengths[self._filler.chunks].sum()), 0
             return
-        # Each rank reads from the page cache or shared memory faster than from another rank. `direct`: the network
+        # Reading from the page cache or shared memory is faster than receiving from another rank. `direct`: the network
         # between the ranks has failed.
         alone = direct or not source.remote
         work = divided(world.rank, posts, range(world.size) if alone else world.nodes)
@@ -546,7 +546,7 @@ class _RankRestore:
         transfer.wait(TRANSFER_S)
 
     def finish(self) -> bool:
-        """Restore everything except tensors. Return True if this rank read damaged data from another tier instead."""
+        """Restore everything except tensors. Return True if this rank replaced damaged data by data of another tier."""
         self._filler.finish()
         for finish in (*self.placement.finishers, *self.placement.last):
             finish()

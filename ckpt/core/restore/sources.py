@@ -1,15 +1,15 @@
-"""Reads one checkpoint in one location: snapshots in the memory of this node, or a store.
+"""Reads one checkpoint in one location, either from snapshots in this node's memory or from a store, and divides the
+reads among ranks.
 
-`open` creates its `SavedState`, and `read` reads its chunks and verifies each before use. If no rank can see all of a
-checkpoint (in memory, or on node-local disks), each rank first describes its parts with `describe`.
+`RestoreSource.open` creates the `SavedState` of the checkpoint, and `read` reads its chunks and verifies each before
+use. If no rank can see all of a checkpoint (in memory, or on node-local disks), each rank first describes its parts
+with `describe`.
 
-Divides the reads of a restore among ranks: each rank posts the chunks that it needs, then computes what it reads.
-
-If possible, a rank reads the chunks that it needs itself, from the memory and the folders of its node. Otherwise
-another rank sends them. If several ranks of a node need the same chunk from a bucket, one downloads it and sends it to
-the others. `assign` decides this. It is pure, so every rank computes the same result.
-
-Ranks post global chunk numbers, because a rank may have the chunk tables of only a few ranks.
+To divide the reads, each rank posts the chunks that it needs, then computes what it reads. If possible, a rank itself
+reads the chunks that it needs, from the memory and the folders of its node. Otherwise another rank sends them. If
+several ranks of a node need the same chunk from a bucket, one of them downloads it and sends it to the others. `assign`
+decides this. It is pure, so every rank computes the same result. Ranks post global chunk numbers, because a rank may
+have the chunk tables of only a few ranks.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
 
 Mask = npt.NDArray[np.bool_]
 Sink = Callable[[int, memoryview], None]
-"""`sink(chunk, bytes)`: called from several threads; the memory is only valid until it returns."""
+"""Function `sink(chunk, bytes)`. Several threads call it, and the memory is valid only until it returns."""
 
 
 class RestoreSource(ABC):
     """One checkpoint in one location, as seen by this rank.
 
-    - `undone`: it is not in the present history, because a later restore rolled back to an earlier step.
-    - `partial`: ranks see different parts of it. `described`: the descriptions from all of them, if already known.
-    - `repaired`: parts that were damaged here and read from another tier. `damaged`: any rank has found damage.
-    - `term`: what rank 0 returned when it began a term with this checkpoint.
+    - `undone`: a later restore rolled back to an earlier step, so the checkpoint is not in the present history.
+    - `partial`: ranks see different parts of it. `described`: the descriptions from all ranks, if already known.
+    - `repaired`: damaged parts that were read from another tier instead. `damaged`: True if any rank has found damage.
+    - `term`: the value that rank 0 returned when it began a term with this checkpoint.
     """
 
     def __init__(self, checkpoint: CheckpointId, tier: str, *, partial: bool, undone: bool) -> None:
@@ -78,7 +78,7 @@ class RestoreSource(ABC):
     def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
         """Read the metadata of the checkpoint. Raises CorruptError or StoreError if this source cannot be used.
 
-        described: the descriptions from all ranks, if it is `partial`
+        described: the descriptions from all ranks, if the source is `partial`
         known: the layout of the live state, which is reused if the checkpoint has the same layout
         """
 
@@ -89,21 +89,21 @@ class RestoreSource(ABC):
 
     @property
     def verified(self) -> bool:
-        """Return True if all bytes are compared with digests that were computed while the trainer was alive."""
+        """Return True if all bytes are compared with digests that were computed while the trainer lived."""
         return self.saved.digested
 
     @abstractmethod
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
-        """Extend `saved` by the chunks that contain these boxes of these tensors."""
+        """Extend `saved` by the chunks that contain these boxes of the named tensors."""
 
     @abstractmethod
     def readable(self) -> Mask:
-        """Return which chunks of `saved` this rank can read."""
+        """Return a mask of the chunks of `saved` that this rank can read."""
 
     @abstractmethod
     def read(self, chunks: Sequence[int], sink: Sink, room: Room | None = None) -> None:
-        """Read and verify chunks, and pass them to `sink`, or write them to the addresses that `room` returns. If this
-        fails, the written data must not be used."""
+        """Read and verify chunks. Pass them to `sink`, or write them to the addresses that `room` returns. After an
+        error, the written data must not be used."""
 
     @property
     def remote(self) -> bool:
@@ -116,8 +116,8 @@ class RestoreSource(ABC):
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A sealed slot of an arena on this node. `digests`: of all chunks, then of the plain values; None if unknown.
-    `late`: they were computed so late that they do not reveal earlier damage."""
+    """A sealed slot of an arena on this node. `digests`: digests of all chunks, then of the plain values; None if
+    unknown. `late`: True if the digests were computed so late that they do not reveal earlier damage."""
 
     arena: Arena
     slot: int
@@ -132,14 +132,14 @@ class HeldSnapshot:
         return self.label.checkpoint
 
     def layout_or(self, known: Layout | None) -> Layout:
-        """Return its layout, which is `known` if their digests are equal."""
+        """Return the layout of the snapshot. Return the object `known` if it has the same digest."""
         return known if known is not None and known.digest == self.label.layout else self.layout
 
     def values(self) -> bytes:
         return bytes(self.arena.values(self.slot, self.label))
 
     def check(self) -> None:
-        """Raise CorruptError if the snapshot was overwritten, or does not have the size of its layout."""
+        """Raise CorruptError if the snapshot was overwritten, or if its size is not that of its layout."""
         if self.arena.settled(self.slot) != self.label:
             raise CorruptError(
                 f"the snapshot of step {self.checkpoint.step} in memory was overwritten while it was read"
@@ -149,7 +149,7 @@ class HeldSnapshot:
 
 
 class MemorySource(RestoreSource):
-    """The snapshots of one attempt in the memory of this node, by any of the ranks that saved it."""
+    """The snapshots of one checkpoint in the memory of this node, from any of the ranks that saved it."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class MemorySource(RestoreSource):
         undone: bool = False,
         describes: Iterable[int] | None = None,
     ) -> None:
-        """`describes`: the ranks whose snapshots this rank describes, by default all."""
+        """`describes`: the ranks whose snapshots this rank describes (default: all)."""
         super().__init__(checkpoint, "memory", partial=not alone, undone=undone)
         self._here = {s.layout.rank: s for s in snapshots}
         self._describes = set(self._here if describes is None else describes)
@@ -225,7 +225,7 @@ class MemorySource(RestoreSource):
             for work in works:
                 work.result()
         for snapshot in self._here.values():
-            snapshot.check()  # another process may have overwritten it while we read
+            snapshot.check()  # another process may have overwritten it meanwhile
 
     def _read(self, snapshot: HeldSnapshot, chunks: I64, sink: Sink, room: Room | None) -> None:
         table, memory = self.saved.table, snapshot.arena.data(snapshot.slot)
@@ -240,7 +240,7 @@ class MemorySource(RestoreSource):
         for chunk, offset, length in rows:
             data = memory[offset : offset + length]
             if snapshot.layout.accelerated and offset // LOCK != (offset + length - 1) // LOCK:
-                # A device cannot copy memory that crosses the end of a page-locked piece.
+                # A device cannot copy memory that crosses the boundary between two page-locked pieces.
                 data = memoryview(bytearray(data))
             if digested and chunk_digest(data) != table.digest[chunk].tobytes():
                 raise self._damaged(chunk)
@@ -252,24 +252,24 @@ class MemorySource(RestoreSource):
 
     @property
     def world(self) -> int:
-        """Return the number of ranks that took this snapshot."""
+        """Return the number of ranks that saved this checkpoint."""
         return next((s.layout.world for s in self._here.values()), 0)
 
     def place_of(self, rank: int) -> tuple[Arena, int] | None:
-        """Return the arena and slot of a rank's snapshot."""
+        """Return the arena and slot of a rank's snapshot, or None if it is not on this node."""
         found = self._here.get(rank)
         return None if found is None else (found.arena, found.slot)
 
 
 def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | None, bool]]:
-    """Yield the layout, plain values and digests of each described snapshot, and whether the digests were late."""
+    """Yield the layout, plain values and digests of each described snapshot, and True if the digests were late."""
     for one in (one for each in described for one in each or ()):
         digests = None if one["digests"] is None else base64.b64decode(one["digests"])
         yield Layout.from_json(one["layout"]), one["values"].encode(), digests, bool(one["late"])
 
 
 def _shares(chunks: I64, length: I64) -> list[I64]:
-    """Divide chunks into one group per thread, with about the same number of bytes each."""
+    """Divide chunks into a group for each thread, with about the same number of bytes in each group."""
     ends = np.cumsum(length[chunks])
     cuts = np.searchsorted(ends, np.linspace(0, ends[-1], MEMORY_THREADS + 1)[1:-1])
     return [part for part in np.split(chunks, cuts) if len(part)]
@@ -291,8 +291,8 @@ def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
 
 
 class StoreSource(RestoreSource):
-    """A committed checkpoint in a store. `commit`: its log record here, or None if the checkpoint is `partial` and the
-    disk of this node has no part of it."""
+    """A committed checkpoint in a store. `commit`: its log record in this store, or None if the checkpoint is `partial`
+    and the disk of this node has no part of it."""
 
     def __init__(
         self,
@@ -306,14 +306,14 @@ class StoreSource(RestoreSource):
         others: Sequence[str] = (),
     ) -> None:
         """
-        - `others`: tiers with the same checkpoint, from which damaged data is read instead.
-        - `describing`: this rank describes a `partial` checkpoint for all ranks of its node.
+        - `others`: tiers with the same checkpoint, from which to replace damaged data.
+        - `describing`: True if this rank describes a `partial` checkpoint for all ranks of its node.
         """
         super().__init__(checkpoint, url, partial=partial, undone=undone)
         self._commit, self._others, self._describing = commit, others, describing
 
     def describe(self) -> Json:
-        """Return the parts and chunk tables that are on a disk of this node."""
+        """Return the manifests and chunk tables that are on a disk of this node."""
         if not self.partial or self._commit is None or not self._describing:
             return None
         manifest = read.run(self._load(self._commit))
@@ -357,7 +357,7 @@ class StoreSource(RestoreSource):
 
     async def _open(self, known: Layout | None) -> SavedState:
         async with read.opened(self.tier) as store:
-            if self._commit is None:  # the ranks agreed on it, and its log record was not posted
+            if self._commit is None:  # the ranks agreed on this checkpoint, but its log record was not posted
                 self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.checkpoint)
             if self._commit is None:
                 raise CorruptError(f"step {self.checkpoint.step} is no longer in {self.tier}")
@@ -389,8 +389,8 @@ async def fill_from_store(
 ) -> None:
     """Read and verify the data of these targets from a checkpoint in a store, without agreement between ranks.
 
-    `others`: see `StoreSource`. Raises CorruptError naming a tensor that no tier has intact, perhaps after others were
-    filled."""
+    `others`: see `StoreSource`. Raises CorruptError naming a tensor that is intact in no tier. Other tensors may
+    already be filled at that time."""
     boxes = {key: [target.box for target in targets] for key, targets in fills.items()}
     saved = await asyncio.to_thread(saved.narrowed, boxes)
     filler = Filler(saved, fills)
@@ -406,8 +406,8 @@ Bools = npt.NDArray[np.bool_]
 
 
 def fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
-    """Return the posts. Raises MismatchError if the state of a rank does not fit, or if no rank needs a saved tensor
-    (unless `saved` is None)."""
+    """Return the posts. Raises MismatchError if the state of a rank does not fit, or, unless `saved` is None, if no
+    rank needs a saved tensor."""
     problems: dict[str, list[int]] = {}
     for rank, post in enumerate(posts):
         for problem in post["problems"]:
@@ -425,7 +425,7 @@ def fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
 
 
 def _unclaimed(saved: SavedState, wanted: Mask) -> list[str]:
-    """List tensors of modules and optimizers that no rank needs. Without them, training would continue differently."""
+    """List tensors of modules and optimizers that no rank needs, because training without them would differ."""
     claimed = {saved.keys[i][0] for i in np.flatnonzero(wanted).tolist()}
     return [
         name
@@ -435,7 +435,7 @@ def _unclaimed(saved: SavedState, wanted: Mask) -> list[str]:
 
 
 def wanted_tensors(saved: SavedState, filler: Filler) -> str:
-    """Return the tensors of which this rank needs any part, for `fitting`."""
+    """Return a packed mask of the tensors of which this rank needs any part, for `fitting`."""
     shards = np.unique(saved.shard_of_chunk[filler.chunks])
     place = {key: i for i, key in enumerate(saved.keys)}
     names, instances = saved.table.columns.names, saved.table.columns.instance
@@ -445,7 +445,7 @@ def wanted_tensors(saved: SavedState, filler: Filler) -> str:
 
 
 def wishes(source: RestoreSource, filler: Filler) -> dict[str, Json]:
-    """Return the post of a rank: the tensors and chunks that it needs, their sizes, and readable chunks (None: all)."""
+    """Return the post of a rank: needed tensors, needed chunks and their sizes, and readable chunks (None for all)."""
     saved, readable = source.saved, source.readable()
     can = None if readable.all() else _file_numbers(saved.numbers[readable[: saved.table.owned]])
     return {
@@ -462,14 +462,14 @@ def _who(saved: SavedState, name: str) -> str:
 
 
 def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], None]:
-    """Return a function that checks the digest of a chunk from another rank again, and fills it in."""
+    """Return a function that verifies a chunk from another rank, and fills it into its tensor."""
     local = dict(zip(saved.numbers[filler.chunks].tolist(), filler.chunks, strict=True))
 
     def take(number: int, data: memoryview) -> None:
         chunk = local[number]
         expected = int(saved.table.length[chunk])
         if len(data) != expected or (saved.digested and chunk_digest(data) != saved.table.digest[chunk].tobytes()):
-            # The checkpoint may be intact, so the retry lets each rank read for itself.
+            # The checkpoint may be intact, so in the retry each rank reads for itself.
             raise TransferError(
                 f"a piece of a tensor ({number}) was damaged on its way from another rank", retryable=True
             )
@@ -482,7 +482,7 @@ def verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], N
 class Work:
     """The work of a rank, with global chunk numbers.
 
-    `recipients`: for each chunk that it reads, the other ranks that get it. `expects`: the chunks it gets, by sender.
+    `recipients`: for each chunk that the rank reads, the other ranks that get it. `expects`: chunks it gets, by sender.
     """
 
     reads: list[int]
@@ -491,7 +491,7 @@ class Work:
 
 
 def divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
-    """Return the work of a rank. If all ranks can read everything, it depends only on the ranks of its own node."""
+    """Return the work of a rank. If all ranks can read all chunks, it depends only on the ranks of the same node."""
     ranks = list(range(len(posts)))
     if all(post["can"] is None for post in posts):
         ranks = [other for other in ranks if nodes[other] == nodes[rank]]
@@ -518,8 +518,8 @@ def divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
 class RankReads:
     """The reads and transfers of a rank.
 
-    - `reads`: the chunks that it reads, ascending. `recipients`: for each of them, the other ranks that get it.
-    - `expects`: the chunks that it gets from others, ascending. `senders`: for each of them, the rank that reads it.
+    - `reads`: the chunks that the rank reads, ascending. `recipients`: for each of them, the other ranks that get it.
+    - `expects`: the chunks that other ranks send to it, ascending. `senders`: for each of them, the sending rank.
     """
 
     reads: I64
@@ -529,12 +529,12 @@ class RankReads:
 
 
 def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence[int]) -> RankReads:
-    """Return the work of `rank`. With the same arguments, the results for the ranks are consistent.
+    """Return the work of `rank`. With equal arguments on all ranks, the results of the ranks fit together.
 
     `sizes`: bytes of each chunk. `wants` and `can_read`: ranks x chunks. `nodes`: the node of each rank. If a node
-    needs a chunk and can read it, one rank reads it, preferably one that needs it. If no rank of the node can read it,
-    a rank of another node sends it, preferably one that reads it for its own node. Ranks read about the same number of
-    bytes, in runs that are as long as possible. Raises StoreError if no rank can read a chunk that is needed.
+    needs a chunk and can read it, one of its ranks reads it, preferably a rank that needs it. If no rank of the node
+    can read it, a rank of another node sends it, preferably a rank that reads it for its own node. Ranks read about the
+    same number of bytes, in runs that are as long as possible. Raises StoreError if no rank can read a needed chunk.
     """
     lost = int(np.count_nonzero(wants.any(0) & ~can_read.any(0)))
     if lost:
@@ -557,12 +557,12 @@ def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence
 def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.intp], own: int) -> npt.NDArray[np.int32]:
     """Return (nodes x chunks) the rank that reads a chunk for the ranks of a node, or -1 if none of them needs it.
 
-    If no node depends on another one, fill only the row of node `own`, so that the time does not grow with the job.
+    If no node depends on another node, fill only the row of node `own`, so that the time does not grow with the job.
     """
     members = [np.flatnonzero(node == n) for n in range(int(node.max()) + 1)]
     wanted = np.array([wants[ranks].any(0) for ranks in members])
     needed = wanted & ~np.array([can_read[ranks].any(0) for ranks in members])
-    far = np.flatnonzero(needed.any(0))  # chunks that some node needs but cannot read itself
+    far = np.flatnonzero(needed.any(0))  # chunks that a node needs but cannot read itself
     source, load = np.full(wanted.shape, -1, np.int32), np.zeros(node.size, np.int64)
     for n in range(len(members)) if far.size else [own]:
         able, both = can_read[members[n]], wants[members[n]] & can_read[members[n]]
@@ -580,10 +580,10 @@ def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.int
 
 
 def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, reader: npt.NDArray[np.int32]) -> None:
-    """Assign each chunk to one of its eligible ranks, in `reader`, and count its bytes in `load`.
+    """Assign each chunk to one of its eligible ranks, in `reader`, and add its bytes to the rank's `load`.
 
-    Chunks with the same eligible ranks are assigned in runs, the first to the rank with the least load. Each run has
-    the length that equalizes the load. All numbers are integers, so that every machine computes the same result.
+    Chunks with the same eligible ranks are assigned in runs. The rank with the least load gets the first run. The
+    lengths of the runs equalize the load. All numbers are integers, so that every machine computes the same result.
     """
     for rows, chunks in _groups(eligible):
         able = ranks[rows]
@@ -599,7 +599,7 @@ def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, r
 
 
 def _groups(table: Bools) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
-    """Group equal columns that are not empty: (rows that are set, columns ascending), fewest rows first."""
+    """Group equal columns that are not empty. Return (rows that are set, columns ascending), fewest rows first."""
     packed = np.packbits(table, axis=0)
     order = np.lexsort(packed)
     packed = packed[:, order]
@@ -609,7 +609,7 @@ def _groups(table: Bools) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.int
 
 
 def known(saved: SavedState, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
-    """Return the chunks of this rank's table that have these global numbers."""
+    """Return the chunks of this rank's table that have these global numbers. Raises CorruptError if one is unknown."""
     found = np.minimum(np.searchsorted(saved.numbers, numbers), max(0, len(saved.numbers) - 1))
     if (saved.numbers[found] != np.asarray(numbers, np.int64)).any():
         raise CorruptError("the ranks number the chunks differently")
@@ -629,7 +629,7 @@ def _unpack_mask(text: str, count: int) -> Mask:
 
 
 def _file_numbers(ascending: npt.NDArray[np.int64]) -> str:
-    """Pack the differences between numbers, which compress well because they are similar."""
+    """Pack ascending numbers as differences, which compress well because they are similar."""
     return _pack(np.diff(ascending, prepend=0).astype("<i8"))
 
 

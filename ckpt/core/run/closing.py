@@ -1,18 +1,17 @@
-"""Closes a run: saves the last step to every tier, then releases memory and the writer.
+"""Ends a run, and makes emergency saves.
 
-`Closing.close` ends the run in order. `Closing.abandon` leaves it to the writer, as if this process had died.
-`Departures` announces that this rank leaves, and fails saves to which a departed rank did not contribute. `ProcessEnd`
-closes the run when the interpreter ends.
+`Closing.close` saves the last step to every tier, then releases memory and the writer. `Closing.abandon` stages the
+last step and leaves the rest to the writer, as if this process had died. `Departures` announces that this rank leaves,
+and fails saves to which a departed rank did not contribute. `ProcessEnd` closes the run when the interpreter ends.
 
-Emergency saves: save the newest step that all ranks can provide within the remaining time.
+`EmergencySaver` saves the newest step that all ranks can provide before a deadline:
 
     request_save -> order a step that all training loops save; or stage the last step and use the steps in memory
                  -> the writer makes it durable -> Outcome
 
-The guard calls `request_save` on a fault, and when a user requests a save. Other ranks receive orders
-through `ckpt.core.ranks.orders`, and every rank executes them here. The saver publishes each ordered save in
-`Saver.answers`. Every wait for the training loop, another rank or the writer has a deadline.
-"""
+The guard calls `request_save` on a fault or when a user requests a save. Other ranks receive orders through
+`ckpt.core.ranks.orders`, and `EmergencySaver` executes them on every rank. Threads that wait for an ordered save find
+it in `Saver.answers`. Every wait for the training loop, another rank or the writer has a deadline."""
 
 from __future__ import annotations
 
@@ -47,16 +46,16 @@ from ckpt.saving import Save
 from ckpt.subscribers import flush, publish
 from ckpt.units import count_of
 
-STOP_S = 30.0  # for a fault that is being handled
-MOST_NAMED = 8  # ranks in a message
-INSIST_S = 10.0  # to copy the last step into memory; after that, another Ctrl-C interrupts the copy
+STOP_S = 30.0  # timeout to stop the guard while it handles a fault
+MOST_NAMED = 8  # maximum number of ranks that a message names
+INSIST_S = 10.0  # Ctrl-C is delayed for this time while the last step is copied into memory
 CHECK_S, CHECKS_PER_S = 1.0, 500  # shortest pause between two checks of the store; checks by the whole job
 AGAIN_S = 30.0  # longest pause between checks if the store does not respond
-POST_S = 5.0  # timeout to write a post to the store, or to read those of other ranks
+POST_S = 5.0  # timeout to write a post to the store, or to read the posts of other ranks
 
 
 class Guard(Protocol):
-    """The part of the guard that closing uses. `saw_exception`: True if an exception has ended the training."""
+    """The methods of the guard that closing uses. `saw_exception`: True if an exception has ended the training."""
 
     @property
     def saw_exception(self) -> bool: ...
@@ -68,15 +67,15 @@ class Departures:
     """Announces that this rank leaves, and fails saves to which a departed rank did not contribute.
 
     A departing rank posts the list of checkpoints for which it has saved its part. While a save of this rank is under
-    way, a background thread reads such posts. If a departed rank has no part of that save, the thread fails the save
-    with an error that names the rank. Slow ranks fail nothing: the writer reports them (`ckpt.core.writer.parts`).
+    way, a background thread reads these posts. If a departed rank has no part of that save, the thread fails the save
+    with an error that names the rank. Slow ranks fail no save, but the writer reports them (`ckpt.core.writer.parts`).
     """
 
     def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._others = [rank for rank in range(run.world.size) if rank != run.world.rank]
         self._posts: dict[int, dict[str, Any]] = {}  # by departed rank
-        self._seen: set[str] = set()  # attempts for which a departed rank has no part
+        self._seen: set[str] = set()  # ids of checkpoints that were found to lack the part of a departed rank
         self._checking = threading.RLock()  # a signal handler may close the run while this thread holds the lock
         self._stopped = threading.Event()
         self._mail: Mailbox | None = None
@@ -111,8 +110,8 @@ class Departures:
             posted.set()
 
     def check(self, *, all_left: bool = False) -> None:
-        """Read the posts of departed ranks, and fail the saves that lack their parts. `all_left`: every rank has
-        posted. Raises PeerError if the store cannot be reached."""
+        """Read the posts of departed ranks, and fail the saves that lack the parts of these ranks. `all_left`: every
+        rank has posted. Raises PeerError if the store cannot be reached."""
         with self._checking:
             if self._mail is None:
                 self._mail = self._run.world.mailbox()
@@ -125,7 +124,7 @@ class Departures:
                 self._fail_if_missing(save.id, at_once=all_left)
 
     def _fail_if_missing(self, checkpoint: str, *, at_once: bool) -> None:
-        """Fail a save that lacks a departed rank's part. Ranks that do not commit wait for a second check."""
+        """Fail a save that lacks a departed rank's part. Ranks that do not commit fail it only at the second check."""
         missing = [rank for rank, post in sorted(self._posts.items()) if checkpoint not in post["has"]]
         if not missing:
             return
@@ -167,7 +166,7 @@ class Closing:
     def __init__(self, run: TrainingRun, saver: Saver, guard: Guard) -> None:
         self._run, self._saver, self._guard = run, saver, guard
         self._departures = Departures(run, saver)
-        self._agreed = False  # whether the other ranks have come to close
+        self._agreed = False  # True once all other ranks have called close()
         self.failed = False
 
     def close_as_asked(self, timeout_s: float | None) -> None:
@@ -179,14 +178,14 @@ class Closing:
             if not (isinstance(under_way, KeyboardInterrupt) or (isinstance(under_way, SystemExit) and under_way.code)):
                 raise
             _add(under_way, failure)
-            raise under_way from None  # so that it ends the script even if `finally` calls this method
+            raise under_way from None  # ends the script even if a `finally` block calls this method
 
     def close_after(self, error: BaseException) -> None:
         """Close after an exception has left the `with` block."""
         self.failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
         clean = isinstance(error, SystemExit) and not error.code
-        # Other ranks may be blocked in a collective and never call close(). A plain sys.exit(0) is a normal end of the
-        # script. A subclass of SystemExit is not: Lightning, for example, raises one on SIGTERM.
+        # Other ranks may be blocked in a collective and never call close(), so only a plain sys.exit(0) is a normal
+        # end. A subclass of SystemExit may report a fault: Lightning, for example, raises one on SIGTERM.
         if self._run.world.size > 1 and not (clean and type(error) is SystemExit):
             self.abandon()
             return
@@ -211,7 +210,7 @@ class Closing:
             raise
 
     def close(self, timeout_s: float | None = None, *, clean: bool) -> None:
-        """Save the last step to every tier and close the run. `clean`: no exception ends the training."""
+        """Save the last step to every tier and close the run. `clean`: the training does not end with an exception."""
         run = self._run
         if run.closed or run.forked:
             return
@@ -282,7 +281,7 @@ class Closing:
                 run.turn.release()
 
     def _release(self, leave: bool, end: float) -> None:
-        """Release memory and the writer. With `leave`, the writer keeps the memory, as if this process had died."""
+        """Release memory and the writer. With `leave`, the writer keeps the memory as if this process had died."""
         run = self._run
         if leave:
             run.supervisor.leave(max(1.0, end - time.monotonic()))
@@ -306,7 +305,7 @@ class Closing:
     def _save_last(self, end: float, clean: bool) -> None:
         """Save the newest step that all ranks have to every tier by `end`. `clean`: see `close`.
 
-        Raises DeadlineError or PeerError if other ranks do not close, because they have died or continue to train.
+        Raises DeadlineError or PeerError if the other ranks do not close because they have died or continue to train.
         """
         self._agreed = False
         why = self._saver.stage_last(end, live=clean) if self._run.tiers or not clean else ""
@@ -330,8 +329,8 @@ class Closing:
     def _keeps_memory(self, clean: bool) -> bool:
         """Return True if the writer must keep the memory and continue to write, as if this process had died.
 
-        That is the case if memory of an earlier job attempt was neither restored nor replaced, if no tier has the last
-        step, if other ranks did not close, or if the launcher restarts this process.
+        The writer keeps the memory in four cases: memory of an earlier job attempt was neither restored nor replaced,
+        no tier has the last step, other ranks did not close, or the launcher restarts this process.
         """
         run, saver = self._run, self._saver
         # After a restore from another number of ranks, `pinned` is set and `newest` is not.
@@ -342,7 +341,7 @@ class Closing:
         return self._has_failed and self._run.errors.fenced is None and _starts_again()
 
     def _agree_last(self, end: float) -> None:
-        """Agree with the other ranks on the newest step that all of them have in memory, and set it as `newest`."""
+        """Agree with the other ranks on the newest step that is in the memory of all ranks, and set it as `newest`."""
         saver, world = self._saver, self._run.world
         if saver.last is not None:
             saver.last.copied.wait(max(0.0, end - time.monotonic()))
@@ -357,7 +356,7 @@ class Closing:
         saver.last, saver.newest = None, common_step
 
     def _write_last(self, end: float, why: str) -> None:
-        """Write the newest step in memory to all tiers that lack it, nearest first. `why`: the last step is lost."""
+        """Write the newest step in memory to all tiers without it, nearest first. `why`: why the last step is lost."""
         saver, stepped = self._saver, self._run.stepped
         newest = saver.newest
         if (last := saver.last) is not None:
@@ -371,7 +370,7 @@ class Closing:
         self._warn_if_lost(newest, why)
         if newest is None or not (stepped or not newest.writes):
             return
-        # The tiers already have a restored step. Only the nearest may lack it, if the step was restored from memory.
+        # All tiers have a step that was restored from a tier. The nearest tier may lack a step restored from memory.
         tiers = self._run.settings.everywhere
         for some in (tiers[:1], tiers[1:] if stepped else []):
             for one in (newest, saver.finite if stepped else None):
@@ -396,8 +395,8 @@ class Closing:
         return "; ".join(self._departures.behind(step)[:MOST_NAMED]) or "not all ranks have a newer one"
 
     def _check_any_saved(self, why: str) -> None:
-        """Make close() raise SaveError if training has done steps, but none of them was saved: a chain of such starts
-        would never advance.
+        """Make close() raise SaveError if the training has done steps and none of them was saved, because a chain of
+        such starts would never advance.
 
         If the newest step is in memory, or with on_error="warn", only log that no tier has a step.
         """
@@ -423,14 +422,14 @@ class Closing:
 
 
 def _add(error: BaseException, failure: CheckpointError) -> None:
-    """Report that closing failed while the user's own exception ends the script."""
+    """Attach the error of closing to the user's own exception, which ends the script."""
     error.add_note(f"closing the Checkpointer failed too: {failure}")
     if not isinstance(error, Exception):  # Python does not always print notes of KeyboardInterrupt and SystemExit
         log.error("closing the Checkpointer failed: %s", failure)
 
 
 def _worth_keeping(posts: list[Any]) -> list[str]:
-    """Return the newest attempt that all ranks hold; if it is not finite, also the newest finite one. Pure."""
+    """Return the newest checkpoint id that all ranks hold, and the newest finite one if it differs. Pure."""
     common = set.intersection(*({checkpoint for checkpoint, _ in post} for post in posts))
     sound = common - {checkpoint for post in posts for checkpoint, fine in post if not fine}
     newest = [max(some, key=CheckpointId.parse) for some in (common, sound) if some]
@@ -468,7 +467,7 @@ def _ctrl_c_later(patience_s: float) -> Iterator[None]:
 
 
 class ProcessEnd:
-    """Calls `at_end` when the interpreter ends, and `after_fork` in a forked child. Keeps only weak references."""
+    """Calls `at_end` when the interpreter ends, and `after_fork` in a forked child. Keeps weak references to both."""
 
     def __init__(self, at_end: Callable[[], None], after_fork: Callable[[], None]) -> None:
         self._at_end = _weakly(at_end)
@@ -512,11 +511,11 @@ def _at_child_end(call: Callable[[], None]) -> Any:
 
 PATIENT_S = 600.0  # timeout of a save without a deadline
 LIVE_S = 10.0  # timeout to copy the step that an exception has interrupted
-PERSIST_S = 60.0  # timeout for the steps in memory to become durable, if the other ranks have them too
+PERSIST_S = 60.0  # timeout to make the steps in memory durable, if the other ranks have them too
 COPYING_S = 2.0  # timeout for a copy that is under way
 GUESS_S = 0.1
 PATIENCE_S = 0.5  # extra time for the training loop to reach an ordered step
-AHEAD = 2  # an order names a step this far ahead of the posting rank, plus the steps in two polls of the readers
+AHEAD = 2  # steps between the posting rank and an ordered step, plus the steps that ranks do in two polls
 TRIES = 3  # orders for one request; another is posted if some rank had passed the ordered step
 MOST_WHY = 200  # characters of a reason that other ranks log
 
@@ -525,10 +524,10 @@ MOST_WHY = 200  # characters of a reason that other ranks log
 class Outcome:
     """The result of a request. All times are in seconds since the request.
 
-    saved: steps and their location ("memory" or a URL), grouped by how they were saved. "agreed": by the training
-        loops; "live": staged after an exception in step(); "ring": already in memory
-    staged_s: when staging of the last step ended; None if the training loops saved a step
-    durable_s: when the steps were durable or had failed; None if the writer got no request or did not reply
+    saved: steps and their location ("memory" or a URL), grouped by how they were saved: "agreed" by the training
+        loops; "live" staged after an exception in step(); "ring" already in memory
+    staged_s: time when staging of the last step ended; None if the training loops saved a step
+    durable_s: time when the steps were durable or had failed; None if the writer got no request or did not reply
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -551,14 +550,14 @@ class EmergencySaver:
         self._run, self._saver = run, saver
         self._world, self._supervisor, self._heartbeat = run.world, run.supervisor, run.heartbeat
         self._orders = run.orders
-        self._turn = threading.Lock()  # held by the thread that handles a request or an order of another rank
+        self._turn = threading.Lock()  # held by the thread that handles a local request or an order of another rank
         self._stopped = False
         self._orders.hear("save", self._on_save)
         self._orders.hear("persist", self._on_persist)
         self._orders.hear("interval", self._on_interval)
 
     def stop(self, timeout_s: float) -> None:
-        """Stop handling requests. Wait up to `timeout_s` for one that is being handled."""
+        """Stop accepting requests. Wait up to `timeout_s` for the request that is being handled."""
         self._stopped = True
         with self._saver.answered:
             self._saver.answered.notify_all()
@@ -586,11 +585,11 @@ class EmergencySaver:
         hung: the training loop of some rank does not proceed
         loop_ended: the caller is the training thread, and will not call step() again
 
-        Before the first step this saves nothing: memory and tiers keep the steps of earlier job attempts.
+        Before the first step, nothing is saved, because memory and tiers contain the steps of earlier job attempts.
         """
         outcome, alone = Outcome(), self._world.size == 1
         end = outcome.began + PATIENT_S if deadline is None else deadline
-        with contextlib.nullcontext() if loop_ended else self._turn:  # the training thread must not wait here
+        with contextlib.nullcontext() if loop_ended else self._turn:  # the training thread must not wait for `_turn`
             if not self._can_save:
                 return outcome
             blocked = hung or bool(self._run.dead_ranks)  # the training loop of some rank cannot save
@@ -606,7 +605,7 @@ class EmergencySaver:
             if not alone and not blocked:
                 self._order("persist", -1, why, end, 0, join=-1)
             if blocked and leaving and self._supervisor.memory.outlives_us:
-                self._note_memory(outcome)  # the writer makes it durable while the launcher starts the next trainer
+                self._note_memory(outcome)  # the writer makes memory durable while the launcher starts the next trainer
             else:
                 self._persist(outcome, end, far=far)
         return outcome
@@ -617,8 +616,8 @@ class EmergencySaver:
             self._saver.newest_step(COPYING_S)
 
     def give_memory_back(self) -> int:
-        """Release one slot and return its size in bytes. With several ranks, the remaining slots must still hold a
-        step that all ranks have."""
+        """Release one slot and return its size in bytes. In a multi-rank job, keep enough slots for a step that all
+        ranks have."""
         if not self._can_save:
             return 0
         stager = self._run.stager
@@ -629,9 +628,9 @@ class EmergencySaver:
         return self._heartbeat.step >= 0 and self._heartbeat.state not in (OPENING, RESTORING)
 
     def _stage_last(self) -> int | None:
-        """Stage the last step if an exception interrupted its step(). Return the step if memory has it.
+        """Stage the last step if an exception interrupted step(). Return the step if memory has it.
 
-        Only the training thread can do this. Other threads get None.
+        Only the training thread can stage it: in any other thread, return None.
         """
         if threading.get_ident() != self._run.thread:
             return None
@@ -641,7 +640,7 @@ class EmergencySaver:
     # -- one step, saved by all training loops --
 
     def _save_ordered(self, outcome: Outcome, why: str, end: float, *, hurried: bool) -> bool:
-        """Make the training loops of all ranks save one step. Return False if they do not."""
+        """Make the training loops of all ranks save one step. Return False if they do not save it in time."""
         before, usual_s = self._heartbeat.step, self._usual_s()
         if (order := self._order_save(usual_s, why, end, TRIES)) is None:
             return False
@@ -649,7 +648,7 @@ class EmergencySaver:
         patience_s = min(_left(end) / 2, 3 * needed_s + PATIENCE_S) if hurried else _left(end)
         patient, tried = time.monotonic() + patience_s, list[Save]()
         while time.monotonic() < patient and not self._stopped:
-            with self._saver.answered:  # look for this step, or one that was ordered later
+            with self._saver.answered:  # find the save of this step, or of a step that was ordered later
                 found = [save for save in self._saver.answers if save.step >= order.step and save not in tried]
                 if not found:
                     self._saver.answered.wait(min(1.0, _left(patient)))
@@ -660,14 +659,14 @@ class EmergencySaver:
         return False
 
     def _order_save(self, usual_s: float, why: str, end: float, tries: int) -> Order | None:
-        """Order the first step that all ranks can still save, or join an order of another rank."""
+        """Order the save of the first step that all ranks can still save, or join an order of another rank."""
         step = self._heartbeat.step
         pauses = math.ceil(2 * self._orders.pause_s / usual_s) if usual_s > 0 else 0
         ahead = 1 if self._world.size == 1 else AHEAD + pauses
         return self._order("save", step + ahead, why, end, tries, join=step + 1)
 
     def _usual_s(self) -> float:
-        """Return the duration of a step in seconds. If none is known yet, measure it."""
+        """Return the duration of a step in seconds. Measure it if the heartbeat does not know it yet."""
         if usual_s := self._heartbeat.usual_s:
             return usual_s
         before = self._heartbeat.step
@@ -675,7 +674,7 @@ class EmergencySaver:
         return GUESS_S / max(1, self._heartbeat.step - before)
 
     def _order(self, kind: str, step: int, why: str, end: float, tries: int, *, join: int) -> Order | None:
-        """Post an order, or join one of another rank. Return None if the store does not respond."""
+        """Post an order, or join an order of another rank. Return None if the store does not respond."""
         try:
             body = {"why": why[:MOST_WHY], "grace_s": _left(end), "tries": tries}
             return self._orders.post(kind, step, body, join=join)
@@ -684,7 +683,7 @@ class EmergencySaver:
             return None
 
     def _follow_save(self, outcome: Outcome, save: Save, end: float) -> bool:
-        """Wait until a save is in all its tiers. Return False if it failed, for example because a rank was past it."""
+        """Wait until a save is in all its tiers. Return False if it failed, for example if a rank was past it."""
         passed = dict[str, float]()
         try:
             passed[save.wait_staged(_left(end)).tier] = outcome.passed_s
@@ -710,10 +709,10 @@ class EmergencySaver:
             start_thread(work, "ckpt-late-save")
 
     def _save_late(self, order: Order, late: Late, owner: Acquire, began: float) -> None:
-        """Save from memory a step that this rank had already passed. If memory has lost it, order a later step."""
+        """Save a step that this rank had already passed from memory. If memory has lost it, order a later step."""
         self._saver.newest_step(COPYING_S)
         if owner != self._supervisor.owner:
-            return  # the state was restored since, so the same number means another step
+            return  # the state was restored meanwhile, so this step number now means another step
         save = self._saver.save_late(late, owner, f"had passed step {late.step} when it was ordered")
         if save is not None:
             self._saver.answer(save)
@@ -736,7 +735,7 @@ class EmergencySaver:
         for late in self._run.intervals.change(order):
             self._saver.save_late(late, self._supervisor.owner, TOO_LATE)
 
-    # -- what is in memory --
+    # -- steps in memory --
 
     def _persist(self, outcome: Outcome, end: float, *, far: bool) -> None:
         """Make the writer write the steps in memory to durable tiers."""
@@ -748,7 +747,7 @@ class EmergencySaver:
                 request = Persist(deadline_s, far, [str(checkpoint) for checkpoint in checkpoints])
                 saved = self._supervisor.client.ask(request, deadline_s + 1.0)
         except CheckpointError as error:
-            if not isinstance(error, FencedError):  # it is raised or logged elsewhere
+            if not isinstance(error, FencedError):  # a FencedError is raised or logged elsewhere
                 log.warning("the steps in memory were not made durable: %s", error)
             return
         for one in saved:
@@ -760,7 +759,7 @@ class EmergencySaver:
             return  # no writer survives this process, so its memory is lost with it
         known = {saved.step for saved in outcome.saved.get("live", ())}
         steps = sorted((checkpoint.step for checkpoint in self._supervisor.held.sealed()), reverse=True)
-        wanted = steps[:1] if self._world.size == 1 else steps  # with several ranks, the newest may not be common
+        wanted = steps[:1] if self._world.size == 1 else steps  # with several ranks, one may lack the newest step
         for step in wanted:
             if step not in known:
                 outcome.add("ring", step, "memory", outcome.passed_s)

@@ -1,12 +1,12 @@
-"""This rank's snapshots, which its writer holds.
+"""The trainer's view of this rank's snapshots, which its writer holds in shared memory.
 
-    SnapshotMemory     the arenas: the one that this rank stages into, the next one (`NextArena`), and those of earlier
-                       job attempts, which are released when newer snapshots supersede them
-    KnownLayouts       layouts that the writer has; it gets one before a slot is sealed with it
-    Acknowledgements   a snapshot is staged once a process that survives the trainer has its slot and its layout
+    SnapshotMemory     the arenas: the current one, the next one (`NextArena`), and arenas of earlier job attempts,
+                       which are released when newer snapshots supersede them
+    KnownLayouts       layouts that the writer has; it receives a layout before a slot with this layout is sealed
+    Acknowledgements   reports a snapshot as staged once a process that survives the trainer has its slot and layout
     Writes             writes to tiers; a slot is pinned until its bytes are stored
 
-A writer that replaces a dead one gets the layouts, the memory and the writes again, in this order.
+If a writer dies, its replacement receives the layouts, the memory and the writes, in this order.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 
 
 class KnownDigests(NamedTuple):
-    """The digests of all chunks, then of the plain values. `late`: computed after the trainer's death, or on request,
-    so they do not prove that the memory was intact before."""
+    """The digests of all chunks of a snapshot, then of its plain values. `late`: the digests were computed after the
+    trainer's death or on request, so they do not prove that the memory was intact before."""
 
     digests: bytes
     late: bool
 
 
 Digests = dict[tuple[CheckpointId, int], KnownDigests]
-"""The known digests, by attempt and rank."""
+"""The known digests of snapshots, by checkpoint id and rank."""
 
 
 @dataclass
 class HeldElsewhere:
-    """Memory that a writer holds for an earlier job attempt or for another rank. `damaged`: by arena id, why an arena
-    cannot be used."""
+    """Memory that a writer holds for an earlier job attempt or for another rank. `damaged`: the reason why an arena
+    cannot be used, by arena id."""
 
     arenas: list[Arena] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class HeldElsewhere:
 
     @classmethod
     def of(cls, hello: messages.LendReply, fds: list[int]) -> HeldElsewhere:
-        """Return the memory that a writer has sent."""
+        """Map the memory that a writer has sent, and return it."""
         layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
         acquires = [Acquire(e, n, None if r is None else CheckpointId.parse(r)) for e, n, r in hello.acquires]
         held = cls([], layouts, as_digests(hello.digests), acquires)
@@ -94,8 +94,8 @@ class HeldElsewhere:
 
 
 class SnapshotMemory:
-    """The arenas of this rank. `next`: the arena being made; `inherited`: memory of earlier job attempts, and of
-    ranks that this job does not have; `everyone`: True if every rank has sealed enough newer snapshots."""
+    """The arenas of this rank. `next`: the arena being made. `inherited`: memory of earlier job attempts,
+    and of ranks that this job does not have. `everyone`: True if every rank has sealed enough newer snapshots."""
 
     def __init__(
         self,
@@ -106,23 +106,23 @@ class SnapshotMemory:
         memory: Memory | None,
         node: Callable[[], int | None],
     ) -> None:
-        """`node`: returns the NUMA node near the device of this rank, or None if unknown."""
+        """`node`: function that returns the NUMA node near the device of this rank, or None if it is unknown."""
         self._writer, self._stager, self._world = writer, stager, world
         self.lasts = memory is not None and memory.linger_s > 0
-        # One rank needs the newest snapshot and the next one. With several, one rank may be a step behind the others.
+        # One rank needs the newest snapshot and the next one. With several ranks, one may be a step behind the others.
         slots = 2 if memory is None else max(memory.keep or 2, 2 if world.size == 1 else 3)
         stager.slots.keep = slots
         least, most = 1 if tiers else 2, min(MAX_SLOTS, slots + len(tiers) + 1)
         self.next = NextArena(writer, stager, slots, most, least, world.local_size, node)
         self.inherited = HeldElsewhere()
         self.everyone = False
-        self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
-        self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
+        self._newer = 0  # finite snapshots since memory was inherited, outgrown or restored
+        self._spares: list[Arena] = []  # inherited or outgrown arenas, kept until a newer snapshot is sealed
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
         self._arriving: Arena | None = None  # the next arena, until the stager uses it
-        self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer was reading when it was found
-        self._watched: tuple[WriterClient, bytes] | None = None  # the writer and the arena whose mutex it waits for
-        self._attached: list[Future[tuple[None, list[int]]]] = []  # done when the next writer holds our arenas
+        self._read_before: set[tuple[bytes, int]] = set()  # slots that the inherited writer was reading
+        self._watched: tuple[WriterClient, bytes] | None = None  # the writer, and the arena whose mutex it watches
+        self._attached: list[Future[tuple[None, list[int]]]] = []  # done when the next writer holds an arena of ours
 
     def arenas(self) -> list[Arena]:
         """Return the arenas that this rank's writer holds."""
@@ -130,7 +130,7 @@ class SnapshotMemory:
         return list({arena.id: arena for arena in found if arena is not None}.values())
 
     def all_arenas(self) -> list[Arena]:
-        """Return the arenas of this rank and the inherited arenas that are only read, each once."""
+        """Return the arenas of this rank and the inherited arenas that are only read, without duplicates."""
         return list({arena.id: arena for arena in (*self.inherited.arenas, *self.arenas())}.values())
 
     def holds(self, arena: Arena) -> bool:
@@ -148,23 +148,22 @@ class SnapshotMemory:
         self._attached = [
             client.send(messages.AttachArena(foreign=arena.id in self._foreign), (arena.fd,)) for arena in self.arenas()
         ]
-        for arena_id, slot in list(self._read_before):  # the writer that was reading them has died
+        for arena_id, slot in list(self._read_before):  # the previous writer, which was reading these slots, has died
             self.on_read(arena_id.hex(), slot)
         if (current := self._stager.arena) is not None:
             self._watch(current, client)
         self.next.drop()
 
     def await_attached(self) -> None:
-        """Wait until the next writer holds this rank's memory. Raises the error if it cannot."""
+        """Wait until the next writer holds this rank's memory. Raises the writer's error if it cannot hold it."""
         for attached in self._attached:
             attached.result(REQUEST_S)
 
     # -- memory of earlier job attempts --
 
     def inherit(self, hello: messages.LendReply, fds: list[int]) -> None:
-        """Map the memory of the writer that was found. The newest arena that this rank staged into is reused, and all
-        others are only read. No slot is overwritten while the previous trainer may write to it or the writer reads
-        it."""
+        """Map the memory of an existing writer. The newest arena that this rank staged into is reused, and all others
+        are only read. A slot is not overwritten while the previous trainer may write to it or the writer reads it."""
         self.inherited = HeldElsewhere.of(hello, fds)
         self._foreign = {bytes.fromhex(arena) for arena in hello.foreign}
         usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
@@ -180,7 +179,7 @@ class SnapshotMemory:
                 self._read_before.add((arena.id, slot))
 
     def adopt(self) -> None:
-        """Stage into the inherited arena. If it cannot be locked, it is only read. Damaged arenas are released."""
+        """Stage into the inherited arena. If it cannot be locked, use it only for reading. Release damaged arenas."""
         for key in self.inherited.damaged:
             self._writer.send(messages.UseArena(key, used=False))
         if self._arriving is not None:
@@ -201,17 +200,17 @@ class SnapshotMemory:
             self._stager.slots.unpin(*key)
 
     def _await_gone(self, earlier: list[Process]) -> None:
-        """Keep all slots until these trainers have ended, because their devices may still copy into them."""
+        """Block all slots until the previous trainers have ended, because their devices may still copy into them."""
         while any(process.alive for process in earlier):
             time.sleep(0.05)
         self._stager.slots.hold(-1)
 
     def take(self, found: HeldElsewhere) -> None:
-        """Make our writer hold the memory of another writer, for a rank that this job does not have."""
+        """Transfer the memory of another writer to ours, for a rank that this job does not have."""
         self.inherited.layouts.update(found.layouts)
         self.inherited.digests.update(found.digests)
         self.inherited.learn(found.acquires)
-        held = {arena.id for arena in self.inherited.arenas}  # an interrupted start may have transferred some
+        held = {arena.id for arena in self.inherited.arenas}  # an interrupted start may have transferred some arenas
         for arena in found.arenas:
             if arena.id in held:
                 arena.close()
@@ -222,7 +221,7 @@ class SnapshotMemory:
             self._writer.client.ask(messages.AttachArena(foreign=True), fds=(arena.fd,))
 
     def _use(self, arena: Arena) -> None:
-        """Stage into this arena. The writer that is then current watches it."""
+        """Stage into this arena, and make the current writer watch its mutex."""
         self._stager.use(arena, lambda: self._watch(arena))
 
     def _watch(self, arena: Arena, client: WriterClient | None = None) -> None:
@@ -235,7 +234,7 @@ class SnapshotMemory:
     # -- more memory --
 
     def take_prepared(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for the prepared arena, and switch to it. Raises the error if it could not be made."""
+        """Wait up to `timeout_s` for the next arena, and switch to it. Raises an error if the writer cannot make it."""
         if (made := self.next.wait(timeout_s)) is None:
             return
         with self._writer.lock:
@@ -251,10 +250,10 @@ class SnapshotMemory:
 
     @property
     def rings(self) -> bool:
-        """Return True if memory keeps a snapshot while the next one is staged. Otherwise a snapshot stays in memory
+        """Return True if memory keeps one snapshot while the next one is staged. Otherwise a snapshot stays in memory
         only until a durable tier has it.
 
-        With several ranks, one may be a step behind. The others must not overwrite the newest step that all have.
+        In a multi-rank job this takes three slots: while one rank is a step behind, the newest common step must remain.
         """
         arena = self._stager.arena
         if arena is None:
@@ -264,10 +263,10 @@ class SnapshotMemory:
     # -- older memory --
 
     def on_sealed(self, *, sound: bool = True) -> None:
-        """Count a snapshot that was sealed in the present arena. Release older memory when there are enough newer
+        """Count a snapshot that was sealed in the current arena. Release older memory when there are enough newer
         finite (`sound`) snapshots.
 
-        One may not be enough: if another rank is a step behind and dies, all ranks have only the previous step.
+        One newer snapshot may not be enough: if another rank is a step behind and dies, the last common step is older.
         """
         self._newer += sound
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
@@ -292,13 +291,13 @@ class SnapshotMemory:
         return self._newer >= 1 if self._world.size == 1 else self._newer >= 2 and self.everyone
 
     def count_anew(self) -> None:
-        """Reset the count, because a new history begins."""
+        """Restart the count of newer snapshots, because a new history begins."""
         self._newer, self.everyone = 0, False
 
     # -- the end --
 
     def close(self) -> None:
-        """Release all memory and the arena that is being made. Each mapping has its own descriptor: none stays open."""
+        """Release all memory and the arena that is being made, with their file descriptors."""
         with self._writer.lock:  # the staging thread may be about to switch arenas
             self.next.drop()
             for arena in self.all_arenas():
@@ -306,8 +305,8 @@ class SnapshotMemory:
             self._spares, self.inherited.arenas, self._arriving = [], [], None
 
     def forget(self) -> None:
-        """Close the descriptors of the parent's memory in a forked child, including the duplicates made by `mmap`.
-        Otherwise they would keep all of the memory while the child lives."""
+        """Close the descriptors of the parent's memory in a forked child, including the duplicates that `mmap` made.
+        Otherwise they keep all of this memory allocated while the child lives."""
         for arena in self.all_arenas():
             os.close(arena.fd)
             arena.fd = -1
@@ -343,7 +342,7 @@ NOTHING = float("inf")
 
 
 class NextArena:
-    """The arena that the writer is making, if any. `slots`: the requested number; `least`: the minimum number;
+    """The next arena, which the writer makes. `slots`: requested number of slots; `least`: minimum number of slots;
     `most`, `ranks`, `node`: see `MakeArena`."""
 
     def __init__(
@@ -366,7 +365,7 @@ class NextArena:
     def prepare(self, data_size: int, values_size: int, *, again: bool = False) -> None:
         """Request an arena for snapshots of this size in the background, unless one exists or is being made.
 
-        If memory is short, the arena has fewer slots. A size that was refused is requested again only with `again`.
+        If memory is short, the arena has fewer slots. After a refusal, request the same size again only with `again`.
         """
         size, wanted = data_size + 4 * values_size + (1 << 18), data_size + values_size
         with self._writer.lock:
@@ -383,7 +382,7 @@ class NextArena:
 
     def drop(self, *, release: bool = False) -> None:
         """Discard the arena that is being made, and close its descriptor, which would keep the memory allocated. With
-        `release`, the writer releases its mapping too."""
+        `release`, also make the writer release its mapping."""
         with self._writer.lock:
             making, self._making = self._making, None
             client = self._writer.client if release else None
@@ -400,7 +399,7 @@ class NextArena:
             making.add_done_callback(close)
 
     def wait(self, timeout_s: float) -> Made | None:
-        """Wait until the arena is made. Return None if it is not in time. Raises the error if it cannot be made."""
+        """Wait until the arena is made. Return None after the timeout. Raises an error if the writer cannot make it."""
         with self._writer.lock:
             making = self._making
         if making is None:
@@ -409,7 +408,7 @@ class NextArena:
             making.result(timeout_s)
         except WriterError:
             with self._writer.lock:
-                self._making = None  # the writer died, which is not a refusal: ask the next one
+                self._making = None  # the death of the writer is not a refusal, so the next writer is asked
             return None
         except CheckpointError as error:
             with self._writer.lock:
@@ -422,8 +421,8 @@ class NextArena:
         return making
 
     def attach(self, made: Made) -> Arena | None:
-        """Map a new arena; call this with the lock. Return None if another one is being made instead. Raises
-        SkippedError if it cannot be mapped."""
+        """Map a new arena. The caller holds the lock. Return None if a different arena was requested meanwhile. Raises
+        SkippedError if the arena cannot be mapped."""
         if made is not self._making:
             return None
         self._making = None
@@ -450,13 +449,13 @@ class NextArena:
         return self._refused_size != NOTHING
 
     def say_if_short(self, arena: Arena, so: str) -> None:
-        """Log a warning if the arena has fewer slots than requested. `so`: the consequence."""
+        """Log a warning if the arena has fewer slots than requested. `so`: text of the consequence, for the log."""
         if arena.slots < self._slots:
             size = f"{arena.slot_size / 2**20:.0f} MiB"
             self._say_short(f"{arena.slots} of {self._slots} snapshots of {size} fit{so}")
 
     def _say_short(self, what: str) -> None:
-        """Log once that memory is short, until it no longer is."""
+        """Log that memory is short, once until memory suffices again."""
         if not self._said_short:
             log.warning("memory is short: %s", what)
         self._said_short = True
@@ -465,7 +464,7 @@ class NextArena:
 # -- snapshots in the writer --
 
 
-MOST_TRIES = 3  # number of writers that try one write, because the write may be what kills them
+MOST_TRIES = 3  # number of writers that attempt one write, because the write may be what crashes them
 MOST_S = 3600.0  # timeout to append to a run log; the store has its own retries
 
 
@@ -479,14 +478,14 @@ class WriteInFlight:
     tier: int
     done: Callable[[CheckpointError | None, WriteInFlight], None]  # gets the write: a cycle would keep the arena alive
     tries: int = 0
-    stored: bool = False  # its bytes are in the store, so the slot can be reused
-    nbytes: int = 0  # size of the snapshot, and of the bytes stored for it; set when the write is done
+    stored: bool = False  # the bytes are in the store, so the slot can be reused
+    nbytes: int = 0  # bytes of the snapshot and, on the next line, bytes stored; set when the write is done
     nbytes_stored: int = 0
-    replicas: Replicas = field(default_factory=dict)  # digests of replicated tensors, for its part
+    replicas: Replicas = field(default_factory=dict)  # digests of replicated tensors, for this rank's manifest
 
 
 class Writes:
-    """The writes of this rank that are under way. If the writer dies, the next one gets them."""
+    """The writes of this rank that are under way. If the writer dies, they are sent to the next writer."""
 
     def __init__(self, writer: WriterSupervisor, stager: Stager) -> None:
         self._writer, self._stager = writer, stager
@@ -495,7 +494,7 @@ class Writes:
         self._kept: messages.KeepSteps | None = None  # the last request to keep steps, for the next writer
 
     def write(self, write: WriteInFlight) -> None:
-        """Request the write of a sealed slot, and pin it until its bytes are stored. Calls `write.done` at the end."""
+        """Request the write of a sealed slot, and pin it until its bytes are stored. Finally call `write.done`."""
         with self._writer.lock:
             if write.arena is not None:
                 self._stager.slots.pin(write.arena, write.slot)
@@ -519,7 +518,7 @@ class Writes:
         error = future.exception()
         with self._writer.lock:
             if isinstance(error, WriterError) and write.tries <= MOST_TRIES and not self._writer.closing:
-                return  # the next writer gets it
+                return  # the write is sent to the next writer
             if write not in self._writes:
                 return
             self._writes.remove(write)
@@ -538,16 +537,16 @@ class Writes:
                     self._release(write)
 
     def _release(self, write: WriteInFlight) -> None:
-        """Unpin the slot of a write, once."""
+        """Unpin the slot of a write if that was not done before."""
         if not write.stored:
             write.stored = True
             if write.arena is not None:
                 self._stager.slots.unpin(write.arena.id, write.slot)
 
     def retract(self, checkpoint: CheckpointId, reason: str) -> None:
-        """Retract a snapshot: it must not become a checkpoint, or must not remain one."""
+        """Make the writer abort the checkpoint of a snapshot, and retire it if it was committed."""
         with self._writer.lock:
-            self._retracts[checkpoint] = reason  # kept until done, because the writer may die before
+            self._retracts[checkpoint] = reason  # kept until the writer replies, because the writer may die before
             self._send_retract(self._writer.client, checkpoint, reason)
 
     def _send_retract(self, client: WriterClient, checkpoint: CheckpointId, reason: str) -> None:
@@ -558,14 +557,14 @@ class Writes:
         client.send(messages.Retract(str(checkpoint), reason)).add_done_callback(done)
 
     def keep_steps(self, notes: Mapping[int, str]) -> None:
-        """Keep these steps in every tier regardless of their age. This replaces the steps kept before."""
+        """Pin these steps in every tier. They replace the steps that were pinned before."""
         with self._writer.lock:
             self._kept = messages.KeepSteps(list(notes.items()))
             self._writer.client.send(self._kept)
 
     def note_down(self, timeout_s: float) -> None:
-        """Wait until the run logs contain the kept steps. Raises StoreError if one cannot be written now, and
-        DeadlineError."""
+        """Wait until the run logs contain the pinned steps. Raises StoreError if a log cannot be written now, and
+        DeadlineError after `timeout_s`."""
         if (kept := self._kept) is not None and self._writer.failure is None:
             self._writer.insist(lambda client: client.ask(kept, max(0.1, min(timeout_s, MOST_S))))
 
@@ -593,7 +592,7 @@ NEWEST = 8  # number of newest layouts that are always kept
 
 
 class KnownLayouts:
-    """Layouts that the writer has. `known`: those of this rank and of the memory in its writer, by digest."""
+    """The layouts that the writer has. `known`: layouts of this rank and of the memory in its writer, by digest."""
 
     def __init__(self, writer: WriterSupervisor, memory: SnapshotMemory) -> None:
         self._writer, self._memory = writer, memory
@@ -601,15 +600,15 @@ class KnownLayouts:
         self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # done when the writer has the layout
 
     def heard(self, digest: str) -> Future[tuple[None, list[int]]] | None:
-        """Return a future that is done when the writer has this layout; None if it had it before."""
+        """Return a future that is done when the writer has this layout; None if this trainer did not send it."""
         return self._heard.get(digest)
 
     def differ_from(self, world: int) -> bool:
-        """Return True if a layout is for another number of ranks. Then a restore compares replicated tensors."""
+        """Return True if a layout has another number of ranks. In that case, a restore compares replicated tensors."""
         return any(layout.world not in (1, world) for layout in self.known.values())
 
     def take(self, layouts: Mapping[str, Layout]) -> None:
-        """Send the layouts of another writer to ours."""
+        """Send the layouts of another writer to our writer."""
         with self._writer.lock:
             for digest, layout in layouts.items():
                 if digest not in self.known:
@@ -617,18 +616,18 @@ class KnownLayouts:
                     self._writer.send(messages.KnowLayout(layout.to_json()))
 
     def tell(self, layout: Layout) -> None:
-        """Send a layout to the writer, before a slot is sealed with it."""
+        """Send a layout to the writer. Call this before a slot with this layout is sealed."""
         if layout.digest in self.known:
             return
-        said = layout.to_json()  # slow, so not under the lock, which a signal handler may need
+        said = layout.to_json()  # outside the lock, because this is slow and a signal handler may need the lock
         with self._writer.lock:
             if len(self.known) > MOST_LAYOUTS:
                 self._forget_unused()
             self._heard[layout.digest] = self._writer.send(messages.KnowLayout(said))
-            self.known[layout.digest] = layout  # last, because Ctrl-C may interrupt this
+            self.known[layout.digest] = layout  # after sending, because Ctrl-C may interrupt this method
 
     def _forget_unused(self) -> None:
-        """Drop layouts that no snapshot uses. A state whose shapes keep changing creates many."""
+        """Drop layouts that no snapshot uses, because a state whose shapes keep changing creates many layouts."""
         used = {label.layout for arena in self._memory.arenas() for _, label in arena.sealed()}
         used |= {*list(self.known)[-NEWEST:]}
         self.known = {digest: layout for digest, layout in self.known.items() if digest in used}
@@ -644,7 +643,7 @@ Done = Callable[[CheckpointError | None], None]
 
 @dataclass(frozen=True)
 class AwaitedSlot:
-    """A sealed slot. `done` is called when a writer holds it and has its layout, or with the error if none will."""
+    """A sealed slot. `done` is called when a writer holds it with its layout, or with an error if no writer will."""
 
     checkpoint: CheckpointId
     layout: str
@@ -661,8 +660,8 @@ class Acknowledgements:
         self._awaited: dict[tuple[bytes, int], AwaitedSlot] = {}
 
     def acknowledge(self, checkpoint: CheckpointId, arena: Arena, slot: int, done: Done) -> None:
-        """Call `done` when a writer holds the slot and its layout: immediately, unless the writer has died or the
-        layout is new. `done` gets an error if no further writer starts, or if the slot is reused before that."""
+        """Call `done` when a writer holds the slot and its layout, which is immediately unless the writer has died or
+        the layout is new. Call it with an error if no further writer starts, or if the slot is reused first."""
         label = arena.label(slot)
         layout = "" if label is None else label.layout
         with self._writer.lock:
@@ -676,8 +675,8 @@ class Acknowledgements:
         self.settle()
 
     def settle(self) -> None:
-        """Report all snapshots for which it is known whether a writer holds them."""
-        with self._writer.lock:  # the next writer gets the memory while this is locked
+        """Call `done` for all snapshots whose outcome is known: a writer holds them, or no writer ever will."""
+        with self._writer.lock:  # with the lock, which the transfer of memory to the next writer needs too
             found = [(key, one, self._state(one)) for key, one in self._awaited.items()]
             known = [(key, one, error) for key, one, (is_known, error) in found if is_known]
             for key, _, _ in known:
@@ -686,7 +685,7 @@ class Acknowledgements:
             one.done(error)
 
     def _state(self, one: AwaitedSlot) -> tuple[bool, CheckpointError | None]:
-        """Return True if it is known whether a writer holds this snapshot, and the error if none ever will."""
+        """Return True if the outcome for this snapshot is known, and the error if no writer will ever hold it."""
         writer, heard = self._writer, self._layouts.heard(one.layout)
         error: CheckpointError | None = writer.lost or writer.failure
         if writer.closing:

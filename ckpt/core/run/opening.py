@@ -1,5 +1,5 @@
-"""Opens a run: finds the writer of the last job attempt or starts one, opens the run through it, and finds the
-snapshots in the memory of this node.
+"""Opens a run: finds the writer of the last job attempt or starts a new one (`WriterFinder`), opens the tiers through
+the writer (`RunOpener`), and finds the snapshots in the memory of this node (`HeldSnapshots`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 OPEN_S = 300.0
 NUMBERS_EACH = 10_000  # data file numbers reserved for each writer of a checkpoint; the next writer uses higher ones
-NEXT_NONCES = 64  # how often other jobs may take ownership while this one opens the run or restores
+NEXT_NONCES = 64  # number of times that other jobs may take ownership while this job opens the run or restores
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Opened:
 
 
 class RunOpener:
-    """Opens the run for this rank. `owner`: the owner that all ranks agreed on; `roles`: this rank's role per tier."""
+    """Opens the run for this rank. `owner`: the owner that all ranks agreed on. `roles`: this rank's role per tier."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RunOpener:
         takeover: bool,
         root: str,
     ) -> None:
-        """`root`: the id of the run in the nearest tier, as this process sees it."""
+        """`root`: the id of the run in the nearest tier, as read by this process."""
         self._roots = [root] if tiers else []  # the ids in all tiers after the run was opened
         self._writer, self._held, self.tiers, self._memory = writer, held, tiers, memory
         self._world, self._commit_s, self._takeover = world, commit_s, takeover
@@ -84,8 +84,8 @@ class RunOpener:
         self._fenced = False  # True if this start has fenced a job
 
     def open(self, client: WriterClient, *, writers: int = 0) -> Opened:
-        """Make the writer open the tiers, without changing anything in them. `writers`: how many writers of this
-        trainer have died."""
+        """Make the writer open the tiers without changing them. `writers`: number of this trainer's writers that have
+        died."""
         every_of: list[tuple[str, object]] = [(tier.url, tier.every) for tier in self.tiers]
         if self._memory is not None:
             every_of.append((MEMORY, self._memory.every))
@@ -117,16 +117,16 @@ class RunOpener:
 
     @property
     def near(self) -> dict[str, str]:
-        """Return the id of the run in the nearest tier, by its URL."""
+        """Return a dict from the URL of the nearest tier to the id of the run in it."""
         return dict(zip([tier.url for tier in self.tiers], self._roots[:1], strict=False))
 
     @property
     def roots(self) -> dict[str, str]:
-        """Return the ids of the runs in all tiers, by URL, once they are open."""
+        """Return a dict from the URL of each tier to the id of the run in it. Call this after `open`."""
         return dict(zip([tier.url for tier in self.tiers], self.found, strict=True))
 
     def nonce(self, turn: int) -> str:
-        """Return the nonce of a term. All ranks compute the same one, so that writers recognize their own job."""
+        """Return the nonce of a term. All ranks compute the same nonce, so that writers recognize their own job."""
         self.turns = turn + 1
         return nonce_of(self._world.job, turn)
 
@@ -137,16 +137,16 @@ class RunOpener:
         return [nonce_of(self._world.job, turn) for turn in range(first, first + NEXT_NONCES)]
 
     def acquire(self, nonce: str, floor: int, restored: CheckpointId | None) -> list[int]:
-        """Take ownership of the tiers in which this rank is first, and return their terms, which must be equal."""
+        """Take ownership of the tiers in which this rank comes first. Return their terms, which must be equal."""
         mine = self._spoken_for()
         if not mine and (self.roles or self._world.rank > 0):
             return []  # other ranks take ownership of all tiers
         request = messages.AcquireRun(nonce, floor, str(restored) if restored else None, mine)
-        return self._writer.insist(lambda client: client.ask(request))  # idempotent, because the nonce is the same
+        return self._writer.insist(lambda client: client.ask(request))  # safe to repeat with the same nonce
 
     def own(self, owner: Acquire, *, recover: bool) -> list[messages.PartsHere]:
-        """Set the owner that all ranks have agreed on. Return the checkpoints for which this storage has only some
-        parts, in the tiers that this rank recovers."""
+        """Set the owner that all ranks have agreed on. Recover the tiers in which this rank comes first, and return the
+        checkpoints of which the storage seen by this rank has only some parts."""
         with self._writer.lock:
             self.owner = owner
             self._roots = self.found  # a replacement writer must find the same runs
@@ -163,15 +163,15 @@ class RunOpener:
         return [i for i, role in enumerate(self.roles) if role.place == 0]
 
     def is_ours(self, owner: messages.Owner) -> bool:
-        """Return True if this owner belongs to our history, or is the next owner of our job."""
+        """Return True if this owner belongs to our history, or is a later owner from our job."""
         ours = {(one.term, one.nonce) for one in (*self._held.inherited.acquires, self.owner)}
         return owner[:2] in ours or owner[1] in {nonce_of(self._world.job, turn) for turn in range(self.turns)}
 
     def make_way(self, found: WriterClient, hello: messages.LendReply, what: str = "") -> None:
-        """Handle a live trainer of the run on this machine. With `takeover`, fence that job in the log, and wait until
-        its writer has released its memory, or is about to. `what`: a prefix of the run's name.
+        """Handle a live trainer of the run on this machine. With `takeover`, fence its job in the log, and wait until
+        its writer has released the memory. `what`: a prefix of the run's name in messages.
 
-        Raises InUseError if the trainer is still alive, or the error that prevents access to the tiers.
+        Raises InUseError if the trainer may continue, or the error that prevents access to the tiers.
         """
         refusal = in_use(self.tiers, hello.trainer, time.time() - hello.since, what)
         if not self._takeover:
@@ -202,31 +202,31 @@ def _row(acquire: Acquire) -> messages.Owner:
     return acquire.term, acquire.nonce, str(acquire.restored) if acquire.restored else None
 
 
-MEET_S = 60.0  # timeout to connect to a writer with the run's name, or to get the name for a new one
+MEET_S = 60.0  # timeout to connect to the writer that has the run's name, or to get this name for a new writer
 DYING_S = 3.0  # timeout for a killed trainer to be detected as dead
 FREED_S = 15.0  # timeout for a writer whose job is fenced to release its memory
-HELLO_S = 10.0  # timeout for the reply of an earlier writer; after that, check whether it is stopped
-PATIENT_S = 60.0  # timeout if it is not stopped: at low priority it is slow on a busy machine
+HELLO_S = 10.0  # timeout for the reply of an existing writer; afterwards, check whether the process is stopped
+PATIENT_S = 60.0  # timeout for a writer that is not stopped, because a low-priority process is slow on a busy machine
 RESPAWN_LIMIT = 3  # deaths of writers within RESPAWN_WINDOW_S, after which no further one starts
 RESPAWN_WINDOW_S = 60.0
 TOLD = 4096  # bytes at the end of a writer's log that are searched for its last line
 
 Greeted = tuple[messages.LendReply, list[int]]
 Found = tuple[WriterClient, Greeted | None]
-"""A writer, with its greeting reply and the descriptors of its arenas; None if it was just started."""
+"""A writer, with its greeting reply and the descriptors of its arenas, or with None if it was just started."""
 
 
 class _Leaving(WriterError):
-    """The writer that was found no longer accepts trainers."""
+    """The existing writer no longer accepts trainers."""
 
 
 class _Ended(_Leaving):
-    """The writer was killed, because it did not respond."""
+    """The existing writer was killed, because it did not respond."""
 
 
 def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> InUseError:
-    """Return the error that names the process that trains this run on this machine, and since when. `pid`: 0 if the
-    process cannot be seen; `what`: a prefix of the run's name."""
+    """Return an error that names the process that trains this run on this machine, and its start time. `pid`: 0 if the
+    process cannot be seen. `what`: a prefix of the run's name."""
     who = f"process {pid}" if pid else "a process that cannot be seen from here (another container)"
     since = "" if age_s is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(time.time() - age_s))
     run = tiers[0].url if tiers else "this run, which is in memory only"
@@ -234,8 +234,8 @@ def in_use(tiers: list[Tier], pid: int, age_s: float | None, what: str = "") -> 
 
 
 class WriterFinder:
-    """Finds or starts the writer of this rank. `meanwhile`: work of this process to do while a writer starts. If it
-    fails, no writer has accepted this trainer yet."""
+    """Finds or starts the writer of this rank. `meanwhile`: work that this process does while a writer starts. If this
+    work fails, no writer has accepted this trainer yet."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class WriterFinder:
         self._said = 0  # size of the log when the newest of our writers started
 
     def find_or_spawn(self) -> Found:
-        """Return the writer that has this run's name on this machine, or a new one that acquires the name."""
+        """Return the writer that has this run's name on this machine, or start one that acquires the name."""
         end = time.monotonic() + MEET_S
         while True:
             client = WriterClient.find(self._key)
@@ -276,7 +276,7 @@ class WriterFinder:
             time.sleep(0.02)
 
     def spawn(self) -> WriterClient:
-        """Start a writer. Raise NameTakenError if another one has the name of this run."""
+        """Start a writer. Raises NameTakenError if another writer has the name of this run."""
         client = WriterClient.spawn(self._key)
         try:
             self._meanwhile()
@@ -288,7 +288,7 @@ class WriterFinder:
         return client
 
     def _join(self, found: WriterClient) -> Found:
-        """Become the trainer of a writer that holds memory. Raises _Leaving if it leaves and frees the name."""
+        """Become the trainer of a writer with memory. Raises _Leaving if the writer leaves and frees the name."""
         try:
             self._await_end_of_trainer(found)
             self._meanwhile()
@@ -305,7 +305,7 @@ class WriterFinder:
         except BaseException:
             found.close()
             raise
-        if self._tiers and self._tiers[0].url in hello.lost:  # deleted since our check, or the writer sees another one
+        if self._tiers and self._tiers[0].url in hello.lost:  # deleted since our check, or different for the writer
             for fd in fds:
                 os.close(fd)
             found.send(messages.Leave(keep=True))
@@ -314,7 +314,7 @@ class WriterFinder:
         return found, (hello, fds)
 
     def _await_end_of_trainer(self, found: WriterClient) -> None:
-        """Wait until this writer detects its trainer as dead, which takes a moment. If it lives, see `make_way`."""
+        """Wait a moment for this writer to detect the death of its trainer. If the trainer lives, see `make_way`."""
         end = time.monotonic() + DYING_S
         while (reply := self._look(found)).alive:
             if time.monotonic() > end:
@@ -322,7 +322,7 @@ class WriterFinder:
             time.sleep(0.1)
 
     def _look(self, found: WriterClient) -> messages.LendReply:
-        """Query a writer about its trainer. If it does not reply, and the tiers prove that no job trains, kill it."""
+        """Query a writer about its trainer. If it does not reply, kill it if the tiers prove that no job trains."""
         try:
             return found.ask_patiently(messages.Lend(look=True), HELLO_S, PATIENT_S)[0]
         except DeadlineError as error:
@@ -336,14 +336,14 @@ class WriterFinder:
     # -- replace a writer that has died --
 
     def respawn(self) -> WriterClient:
-        """Start a writer that opens the run. Raises WriterError if several in a row die, and FencedError if another job
-        now owns the run."""
+        """Start a writer that opens the run. Raises WriterError if several writers die in a row, and FencedError if
+        another job now owns the run."""
         while (fresh := self._start_one()) is None:
             log.warning("the new writer failed too")
         return fresh
 
     def _start_one(self) -> WriterClient | None:
-        """Start one writer. Return None if it died, or if a store did not reply."""
+        """Start one writer. Return None if the writer died or a store did not reply."""
         now = time.monotonic()
         self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
         path = channel.log_path(self._key)
@@ -369,8 +369,8 @@ class WriterFinder:
         return fresh
 
     def _spawn_in_turn(self) -> WriterClient:
-        """Start a writer once the name of the run is free. A former writer of ours, or of a failed start, may still
-        have it. Raises FencedError if another job now owns the run, because that job needs the name."""
+        """Start a writer once the name of the run is free. One of our earlier writers, or a writer of a failed start,
+        may still have it. Raises FencedError if another job now owns the run and needs the name."""
         end = time.monotonic() + MEET_S
         while True:
             if self._writer.lost is not None:
@@ -389,7 +389,7 @@ class WriterFinder:
 
 
 def last_line(path: str, since: int) -> str:
-    """Return the last line of a writer's log after `since` bytes, usually why it could not start; "" if none."""
+    """Return the last line of a writer's log after `since` bytes, which usually has the error; "" if there is none."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(since, os.path.getsize(path) - TOLD))
         lines = file.read(TOLD).decode(errors="replace").split("\n")
@@ -410,9 +410,9 @@ class Lent:
 
 class HeldSnapshots:
     """The snapshots in the memory of this node, as seen by one rank. An earlier job with more local ranks leaves
-    writers without a trainer. The ranks of this job share those writers, borrow their memory, and transfer it to their
-    own writers. Former writers have the same path or URL but another key. They hold another run, or this run if its
-    folder was restored from a copy, or if only the nearest tier was emptied."""
+    writers without a trainer (left-over writers). The ranks of this job divide those writers among themselves, borrow
+    their memory, and transfer it to their own writers. A former writer has the same path or URL but another key. It
+    holds another run, or this run if its folder was restored from a copy, or only the nearest tier was emptied."""
 
     def __init__(
         self,
@@ -429,8 +429,8 @@ class HeldSnapshots:
         self.damage: list[Loss] = []  # damaged snapshots found by the last search
 
     def sealed(self) -> dict[CheckpointId, int]:
-        """Return the sealed slots of the present arena, by attempt: only snapshots by this number of ranks that no
-        rollback has undone."""
+        """Return the slot of each snapshot in the current arena that this number of ranks saved and no rollback has
+        undone."""
         arena, found = self._stager.arena, dict[CheckpointId, int]()
         for slot, label in arena.sealed() if arena is not None else ():
             layout = self._layouts.known.get(label.layout)
@@ -440,8 +440,8 @@ class HeldSnapshots:
 
     @contextlib.contextmanager
     def holding_still(self, *, alone: bool) -> Iterator[list[CheckpointId]]:
-        """Keep the snapshots of the present arena from being overwritten inside the block. With `alone`, keep only the
-        newest and the newest finite one."""
+        """Keep the snapshots of the current arena from being overwritten inside the block. With `alone`, keep only the
+        newest snapshot and the newest finite one."""
         arena = self._stager.arena
         sealed = list(self.sealed().items()) if arena is not None else []
         if alone and arena is not None:
@@ -459,8 +459,8 @@ class HeldSnapshots:
 
     @contextlib.contextmanager
     def snapshots(self) -> Iterator[Iterator[HeldSnapshot]]:
-        """Yield the snapshots of all ranks of the node, valid inside the context. They are collected on iteration, so
-        that ranks can agree on errors."""
+        """Yield an iterator over the snapshots of all ranks of the node, valid inside the context. Errors are raised
+        during the iteration, so that ranks can agree on them."""
         borrowed: list[HeldElsewhere] = []
         try:
             yield self._look(borrowed)
@@ -470,7 +470,7 @@ class HeldSnapshots:
 
     def _look(self, borrowed: list[HeldElsewhere]) -> Iterator[HeldSnapshot]:
         inherited = self._memory.inherited
-        with contextlib.suppress(CheckpointError):  # the writer has digests of all it wrote or found after a death
+        with contextlib.suppress(CheckpointError):  # it has digests of snapshots that it wrote or found after a death
             everything = self._layouts.differ_from(self._world.size)
             reply = self._writer.client.ask(messages.Lend(look=True, digest=everything))
             inherited.digests.update(as_digests(reply.digests))
@@ -490,7 +490,7 @@ class HeldSnapshots:
     # -- other writers of this run on this machine --
 
     def _beside(self) -> list[str]:
-        """Return the keys of all ranks' writers on this machine, including ours; none with a single rank."""
+        """Return the keys of all writers of this run on this machine, including ours; [] for a single rank."""
         return list(channel.siblings(self._key).values()) if self._world.size > 1 else []
 
     def _left_over(self) -> list[str]:
@@ -498,11 +498,11 @@ class HeldSnapshots:
         return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
 
     def _share(self, local_rank: int) -> bool:
-        """Return True if this rank is responsible for the writer that another local rank has left."""
+        """Return True if this rank handles the writer that an earlier job left for this local rank."""
         return local_rank % self._world.local_size == self._world.local_rank
 
     def _former(self, is_ours: Callable[[messages.LendReply], bool]) -> list[str]:
-        """Return the keys of former writers that hold our run. `is_ours` decides by their replies."""
+        """Return the keys of former writers that hold our run. `is_ours` checks the reply of a writer."""
         ours, found = self._key.rpartition("-")[0], list[str]()
         keys = [key for key in channel.at_place(self._key) if key.rpartition("-")[0] != ours]
         if not keys:
@@ -516,25 +516,25 @@ class HeldSnapshots:
         return found
 
     def _in_our_folder(self, reply: messages.LendReply) -> bool:
-        """Return True for a writer that holds the run of our nearest tier, in the same folder."""
+        """Return True if a writer holds the run of our nearest tier, in the same folder."""
         return bool(self._run.near) and reply.sees and self._run.near.items() <= reply.roots.items()
 
     def _of_our_run(self, reply: messages.LendReply) -> bool:
-        """Return True for a writer that holds this run in any of its tiers. Requires that the run is open."""
+        """Return True if a writer holds this run in any of its tiers. Call this after the run was opened."""
         return bool((self._run.roots.items() & reply.roots.items()) - (set() if reply.sees else self._run.near.items()))
 
     def check_left_over(self) -> None:
-        """Wait until no trainer of a left-over or former writer trains the run. See `RunOpener.make_way`."""
+        """Wait until no trainer of a left-over or former writer trains the run; see `RunOpener.make_way`."""
         for key in [*self._left_over(), *self._former(self._in_our_folder)]:
             if (found := self._borrow_unused(key)) is not None:
                 found.held.close()
 
     def take_left_over(self) -> None:
-        """Transfer the memory of writers without a trainer to our writer."""
+        """Transfer the memory of left-over writers to our writer."""
         self._take(self._left_over())
 
     def take_former(self) -> bool:
-        """Transfer the memory of former writers that hold this run. Return True if there were any."""
+        """Transfer the memory of former writers that hold this run. Return True if there were such writers."""
         keys = self._former(self._of_our_run)
         self._take(keys)
         return bool(keys)
@@ -546,7 +546,7 @@ class HeldSnapshots:
                 self._memory.take(found.held)
 
     def _borrow_unused(self, key: str) -> Lent | None:
-        """Borrow the memory of a writer once its trainer is dead or its job is fenced. Return None if it is gone."""
+        """Borrow a writer's memory once its trainer is dead or its job is fenced. Return None if the writer is gone."""
         end = time.monotonic() + DYING_S
         while True:
             found = self._borrow(key)
@@ -561,20 +561,20 @@ class HeldSnapshots:
             time.sleep(0.1)
 
     def _borrow(self, key: str) -> Lent | None:
-        """Borrow the memory of another writer of this run on this node. Return None if it is gone. Raises DeadlineError
-        if it does not reply, because its memory may be the newest."""
+        """Borrow the memory of another writer of this run on this node. Return None if that writer is gone. Raises
+        DeadlineError if it does not reply, because its memory may have the newest step."""
         client = WriterClient.find(key)
         if client is None:
             return None
         try:
             compare = self._layouts.differ_from(self._world.size)
-            patient_s = REQUEST_S if compare else PATIENT_S  # digests of a large memory take a while
+            patient_s = REQUEST_S if compare else PATIENT_S  # digests of a large memory take a while to compute
             reply, fds = client.ask_patiently(messages.Lend(digest=compare), HELLO_S, patient_s)
             return Lent(HeldElsewhere.of(reply, fds), reply)
         except WriterError as error:
             log.warning("a writer on this node ended, and its snapshots are lost: %s", error)
             return None
-        except (DeadlineError, OSError) as error:  # it does not run, or its memory cannot be mapped here
+        except (DeadlineError, OSError) as error:  # the writer hangs, or its memory cannot be mapped
             raise DeadlineError(
                 f"{client.described()}, does not share it ({error}), and it may be the newest step: try again, or end "
                 f"it (`ps`: {channel.AT_WORK} … {key}) to do without"
@@ -585,7 +585,7 @@ class HeldSnapshots:
 
 @contextlib.contextmanager
 def _proof(tiers: list[Tier]) -> Iterator[str]:
-    """Yield the name of a temporary file in the folder of the nearest tier, "" if there is none."""
+    """Create a temporary file in the folder of the nearest tier and yield its name; yield "" if there is no folder."""
     folder = folder_of(tiers[0].url) if tiers else None
     name = f".{secrets.token_hex(8)}.tmp"
     if folder is None:

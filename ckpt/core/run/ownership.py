@@ -1,11 +1,11 @@
-"""Ownership of the run: the ranks open it together, and begin a new term at the start and after each restore.
+"""Makes this job the owner of the run: the ranks open the run together, and begin a new term at the start and after
+each restore.
 
-If all ranks see the same tiers, rank 0 acquires them while the others wait in an agreement that takes place regardless,
-so a new term needs no further agreement. If a tier consists of node-local disks, each disk has its own log. Then all
-ranks agree on the term and on the complete checkpoints.
+If all ranks see the same tiers, rank 0 acquires the tiers during an agreement that takes place anyway, so a new term
+needs no further agreement. If a tier consists of node-local disks, each disk has its own log. In that case, all ranks
+agree on the term and on the complete checkpoints.
 
-In the background, ranks post which nodes hold their parts of a checkpoint, and when older memory can be released.
-"""
+In the background, ranks post which nodes hold their parts of a checkpoint, and when older memory can be released."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ckpt.tiers import Memory, Tier
 from ckpt.units import count_of
 
 JOIN_S = 1.0
-NEWER_S = 24 * 3600.0  # long, because it may take a rank a while to get memory
+NEWER_S = 24 * 3600.0  # long, because a rank may have to wait a while for memory
 
 
 class Ownership:
-    """Owns the run for one `Checkpointer`. `roots`: for each tier and each rank, the lowest rank that sees the same
-    storage. `cadence`: the save intervals of the last job attempt."""
+    """Manages the ownership of the run for one `Checkpointer`. `roots`: for each tier and each rank, the lowest rank
+    that sees the same storage. `cadence`: the save intervals of the last job attempt."""
 
     def __init__(self, world: World, tiers: list[Tier], memory: Memory | None, place: str, timeout_s: float) -> None:
         self._world, self._tiers, self._memory = world, tiers, memory
@@ -86,7 +86,7 @@ class Ownership:
         return self.supervisor
 
     def _assign_roles(self, roots: list[list[int]]) -> None:
-        """Set the roles in each tier: ranks that see the same storage commit together, and the lowest goes first."""
+        """Set the roles in each tier. Ranks that see the same storage commit together, the lowest rank first."""
         self.roots, rank = roots, self._world.rank
         for i, owners in enumerate(roots):
             group = [other for other, owner in enumerate(owners) if owner == owners[rank]]
@@ -104,11 +104,11 @@ class Ownership:
         contacts = together(world, "partners", lambda: self.supervisor.client.ask(Partner()))
         self.supervisor.tell(Partner(contacts[other], world.rank))
 
-    # -- a new term, the same in all tiers; after a restore it continues from the restored checkpoint --
+    # -- a new term, the same in all tiers; after a restore, it continues from the restored checkpoint --
 
     def lead(self, restored: CheckpointId | None, floor: int = 0) -> Any:
-        """Acquire the tiers that all ranks share. Rank 0 calls this inside an agreement. Return the term or the error
-        for `begin_term` on all ranks; None if all ranks have to take part."""
+        """Acquire the tiers that all ranks share. Rank 0 calls this inside an agreement. Return the term or an error,
+        as the argument `term` of `begin_term` on all ranks. Return None if all ranks have to take part."""
         run = self.supervisor.run
         if self._world.size == 1 or any(owner for owners in self.roots for owner in owners):
             return None
@@ -121,7 +121,7 @@ class Ownership:
         return [owner.term, run.turns - 1]
 
     def begin_term(self, term: Any, restored: CheckpointId | None, floor: int = 0) -> None:
-        """Make this process and its writer continue in the new term. `term`: what rank 0 returned from `lead`."""
+        """Make this process and its writer continue in the new term. `term`: the result of `lead` on rank 0."""
         world, run = self._world, self.supervisor.run
         if isinstance(term, dict):
             raise from_wire(term)
@@ -139,7 +139,7 @@ class Ownership:
             self.supervisor.send(ContinueRun(resume=True))
 
     def _begin_term_together(self, restored: CheckpointId | None, floor: int) -> None:
-        """Begin a term with separate agreements, for a single rank and for tiers on node-local disks."""
+        """Begin a term in separate agreements. A single rank and tiers on node-local disks use this method."""
         run, owner = self.supervisor.run, self._acquire(restored, floor, all_ranks=True)
 
         def own() -> list[dict[str, Any]]:
@@ -151,19 +151,19 @@ class Ownership:
             self.supervisor.send(ContinueRun(first))
 
     def _acquire(self, restored: CheckpointId | None, floor: int, *, all_ranks: bool = False) -> Acquire:
-        """Acquire the tiers in which this rank is the lowest, in one term above `floor`. `all_ranks`: all do so."""
+        """Acquire the tiers in which this rank is the lowest, in a term above `floor`. `all_ranks`: all take part."""
         run = self.supervisor.run
         terms = [max(floor, self.supervisor.owner.term)]
         while True:
             nonce = run.nonce(run.turns)
             acquire = partial(run.acquire, nonce, max(terms), restored)
             terms = together(self._world, "acquire", acquire, _union) if all_ranks else acquire()
-            if len(terms) == 1:  # otherwise another job acquired some of the tiers in between
+            if len(terms) == 1:  # otherwise another job has acquired some of the tiers meanwhile
                 point("run.taken")
                 return Acquire(terms[0], nonce, restored)
 
     def _on_stored(self, note: StoredNote) -> None:
-        """Complete a checkpoint on node-local disks once every node has its parts. This node has them now."""
+        """Complete a checkpoint on node-local disks once every node has its parts. This node has its parts now."""
         tier, checkpoint = note.tier, note.checkpoint
         if not note.held or self.supervisor.run.roles[tier].place > 0:
             return
@@ -177,7 +177,7 @@ class Ownership:
         )
 
     def tell_newer(self, term: int) -> None:
-        """Allow the release of older memory once every rank has newer snapshots, so that all share a newer step."""
+        """Post that this rank has newer snapshots. Allow the release of older memory once all have."""
 
         def note() -> None:
             if self.supervisor.owner.term == term:
@@ -189,8 +189,8 @@ class Ownership:
     def _when_all(
         self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], object], otherwise: str
     ) -> None:
-        """Post a key in the background, and call `then` when all `ranks` have posted it. If that fails, log the warning
-        `otherwise`."""
+        """Post a key in the background, and call `then` when all `ranks` have posted it. On an error, log it with the
+        warning `otherwise`."""
 
         def tell() -> None:
             try:
@@ -220,7 +220,7 @@ class Ownership:
 
 
 def _open_together(posts: list[Any]) -> dict[str, Any]:
-    """Combine what each rank found. Raises UsageError if they save to different tiers. Pure."""
+    """Combine the results of opening on all ranks. Raises UsageError if ranks save to different tiers. Pure."""
     for rank, post in enumerate(posts):
         for theirs, ours in zip(post["settings"], posts[0]["settings"], strict=False):
             if theirs != ours:
@@ -246,7 +246,7 @@ def _union(lists: list[Any]) -> list[Any]:
 
 
 def _complete(posts: list[Any]) -> list[tuple[int, str]]:
-    """Return (tier, attempt) of each checkpoint whose parts are all on the disks of the nodes. Pure."""
+    """Return (tier, checkpoint id) of each checkpoint whose parts are all on the disks of the nodes. Pure."""
     found: dict[tuple[int, str], tuple[int, set[int]]] = {}
     for part in (part for post in posts for part in post):
         found.setdefault((part["tier"], part["checkpoint"]), (part["world"], set()))[1].update(part["ranks"])

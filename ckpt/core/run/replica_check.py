@@ -1,9 +1,9 @@
 """Checks that replicated tensors have the same values on all ranks.
 
 Each rank saves only a slice of a replicated tensor, so a checkpoint is correct only if all ranks hold the same values.
-Therefore each part contains digests of the whole tensors, and the writer that commits compares them (see
-`format.columns`). `step()` samples some elements of each tensor. For steps that go to a tier, all elements of the
-tensors that only optimizers change are digested in the background. If ranks differ, the checkpoint fails.
+Therefore each manifest contains digests of the whole tensors, and the writer that commits compares them (see
+`format.columns`). `step()` digests a sample of the elements of each tensor. If a step goes to a tier, all elements of
+those tensors that only optimizers change are digested too, in the background. If ranks differ, the checkpoint fails.
 
 At the start of a run, every `EVERY` steps and after such a failure, the ranks also compare digests directly. If tensors
 differ, an error is logged and each rank saves its own copy from then on. Training never waits for these comparisons.
@@ -36,12 +36,12 @@ from ckpt.events import log
 EVERY = 1000  # steps between two comparisons
 PIECE = 4 << 20  # elements per digest operation, so that large tensors need little extra device memory
 COMPARE_S = 120.0  # timeout for the digests of other ranks
-KEPT = 16  # number of snapshots whose samples are kept, more than memory has slots
+KEPT = 16  # number of snapshots whose samples are kept; larger than the number of slots in memory
 
 Label = tuple[str, int, tuple[int, ...], str]
-"""The key of a comparison: name, instance and offsets of a piece, and the sampled elements."""
+"""The key of a comparison: name, instance and offsets of a piece of a tensor, and a text that names its elements."""
 Found = dict[tuple[int, ...], dict[Label, str]]
-"""Digests, by the ranks that hold the piece."""
+"""Digests of pieces of tensors, grouped by the ranks that hold the piece."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Sampled:
     whole: Comparison | None
 
     def found(self) -> Found:
-        """Return the digests. Call this after the snapshot was copied."""
+        """Return the digests. Call this after the snapshot has been copied."""
         found = self.whole.digests() if self.whole is not None else {}
         for holdings, sampled in self.some:
             elements = f"some of {len(holdings)} at {self.step}"
@@ -64,19 +64,19 @@ class _Sampled:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a run. `differing`: names of replicated tensors that differ between ranks. The set is
-    replaced, never modified."""
+    """Compares the replicas of a run. `differing`: names of replicated tensors that differ between ranks. A change
+    replaces the set, because other threads read it."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._term: int | None = None  # term of the last comparison
         self._sampled: dict[CheckpointId, _Sampled] = {}  # oldest first
         self._compared = set[CheckpointId]()
-        self._lock = threading.RLock()  # a signal handler may write
+        self._lock = threading.RLock()  # a signal handler may need it too
         self.differing: set[str] = set()
 
     def begin(self, snapshot: NewSnapshot, *, durable: bool, closing: bool) -> None:
-        """Sample a snapshot. `durable`: it goes to a tier; `closing`: the run is closing, so ranks do not compare."""
+        """Sample a snapshot. `durable`: it goes to a tier. `closing`: the run is closing, so ranks do not compare."""
         term = snapshot.checkpoint.term
         due = not closing and (self._term != term or snapshot.checkpoint.step % EVERY == 0)
         if self._run.world.size == 1:
@@ -100,7 +100,7 @@ class ReplicaCheck:
             self._compare_soon(snapshot.checkpoint, text, snapshot)
 
     def said_of(self, checkpoint: CheckpointId) -> Replicas:
-        """Return the digests of replicated tensors for this rank's part."""
+        """Return the digests of replicated tensors for this rank's manifest."""
         with self._lock:
             sampled = self._sampled.get(checkpoint)
         if sampled is None:
@@ -111,7 +111,7 @@ class ReplicaCheck:
         return replicas(rows)
 
     def find_differing(self, checkpoint: CheckpointId) -> None:
-        """Find the differing tensors together with the other ranks, after a checkpoint has failed for that reason."""
+        """Compare with the other ranks which tensors differ, after a checkpoint has failed because ranks differ."""
         with self._lock:
             again = checkpoint in self._compared or checkpoint not in self._sampled
         if not again and not self._run.closed:
@@ -120,7 +120,7 @@ class ReplicaCheck:
             )
 
     def _compare_soon(self, checkpoint: CheckpointId, text: str, snapshot: NewSnapshot | None = None) -> None:
-        """Compare in the background. `snapshot`: wait first until this snapshot is copied."""
+        """Start a comparison in the background. `snapshot`: it begins after this snapshot has been copied."""
         with self._lock:
             sampled = self._sampled.get(checkpoint)
             self._compared = {*self._compared & self._sampled.keys(), checkpoint}
@@ -188,14 +188,14 @@ def _digest(tensor: Tensor) -> bytes | Tensor:
 
 
 def _sums(part: Tensor, place: Tensor) -> Tensor:
-    """Return the sum of the numbers, and the sum of the numbers mixed with their positions."""
+    """Return the sum of the elements, and the sum of the elements XORed with their positions."""
     return torch.stack([part.sum(dtype=torch.int64), (part ^ place).sum(dtype=torch.int64)])
 
 
 def differing(
     mailbox: Mailbox, step: str, rank: int, size: int, mine: dict[str, dict[Label, str]], timeout_s: float
 ) -> list[str]:
-    """Return the names of all tensors that differ between ranks, on every rank. Raises DeadlineError, PeerError."""
+    """Return, on all ranks, the names of the tensors that differ between ranks. Raises DeadlineError, PeerError."""
     sums = {ranks: _sum(found) for ranks, found in mine.items()}
     mailbox.put(f"replicas/{step}/{rank}", sums)
     if rank == 0:

@@ -1,7 +1,7 @@
-"""Restores the state of a run, and begins a new term that continues from the restored checkpoint.
+"""Restores the state of a run, and keeps steps regardless of their age.
 
-Keeps steps regardless of their age: the steps that the user pins, and the steps with the best scores.
-"""
+`Restoring` fills the state from the first usable source, and begins a new term that continues from the restored
+checkpoint. `KeptSteps` manages the steps that the user pins and the steps with the best scores."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ MISSING: Any = object()
 
 
 class Restoring:
-    """Restores the state of one `Checkpointer`. `last`: the result of the last restore. `reached`: the last known step
-    of earlier job attempts, 0 if unknown."""
+    """Restores the state of one `Checkpointer`. `last`: result of the last restore. `reached`: the last step that
+    earlier job attempts are known to have done, 0 if unknown."""
 
     def __init__(self, run: TrainingRun, saver: Saver, reached: int) -> None:
         self._run, self._saver, self._reached = run, saver, reached
@@ -63,7 +63,7 @@ class Restoring:
             heartbeat.touch(OPENING)
 
     def _fill(self, step: int | None, strict: bool) -> tuple[Restored, RestoreSource | None]:
-        """Restore from the first usable source. Return the result, and the source if there was one."""
+        """Restore from the first usable source. Return the result, and the source or None."""
         run, result = self._run, Restored(step=None)
         urls, supervisor = [tier.url for tier in run.tiers], run.supervisor
         with supervisor.held.snapshots() as snapshots:
@@ -93,11 +93,11 @@ class Restoring:
         return result, source
 
     def _settle(self, step: int | None) -> list[Any]:
-        """Wait until no copy is under way, because the restore overwrites the state, and until the saves that it may
-        need have ended. Return this rank's save intervals, on which all ranks then agree."""
+        """Wait for the end of a copy under way, because the restore overwrites the state, and for saves that the
+        restore may need. Return this rank's save intervals, on which all ranks then agree."""
         timeout_s = self._run.settings.busy_timeout_s
         self._run.stager.do(lambda: None, timeout_s)
-        if self._run.world.size > 1:  # the new term applies to all ranks, and must not fence saves under way
+        if self._run.world.size > 1:  # the new term, which applies to all ranks, must not fence saves under way
             self._saver.wait(timeout_s)
         elif step is not None:
             self._saver.wait(timeout_s, step)
@@ -134,11 +134,11 @@ class Restoring:
         newest: Snapshot | None = None
         kept = memory is not None and place is not None and supervisor.memory.holds(place[0])
         if memory is not None and place is not None and kept:
-            if memory.world == run.world.size:  # otherwise it is not a snapshot of this rank's present share
+            if memory.world == run.world.size:  # otherwise it is not a snapshot of this rank's present shard
                 newest = Snapshot(source.checkpoint, place=place)
                 newest.save._set_staged()
             if supervisor.memory.rings:
-                # After a rollback it may be the oldest snapshot in memory, but it must not be lost.
+                # After a rollback, the restored snapshot may be the oldest in memory, but must not be overwritten.
                 run.stager.slots.pin(*place)
         # Set these together, so that Ctrl-C leaves either all old values or all new ones.
         before, saver.pinned = saver.pinned, place if kept and supervisor.memory.rings else None
@@ -155,7 +155,7 @@ class Restoring:
         supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _tell(self, began: float, source: RestoreSource | None) -> None:
-        """Report the restore to the writer, for the run metrics, and to subscribers."""
+        """Report the restore to the writer, which adds it to the run metrics, and to subscribers."""
         run, result, stats = self._run, self.last, self._run.stats
         assert result is not None
         owner = run.supervisor.owner
@@ -183,7 +183,7 @@ class Restoring:
 
 
 def _line(result: Restored, reached: int) -> str:
-    """Return the log line for a restore: the step, its source, and how many steps are lost if known."""
+    """Return the log line for a restore: the step, its source, and the number of lost steps if it is known."""
     how = "" if result.verified else " (not verified: no digest was computed while its trainer lived)"
     step = result.step or 0
     count = reached - step
@@ -193,7 +193,7 @@ def _line(result: Restored, reached: int) -> str:
 
 
 def _first_reason(result: Restored) -> str:
-    """Return why a restore skipped the first checkpoint it skipped; "" if it skipped none."""
+    """Return the reason why the first skipped checkpoint was skipped; "" if none was skipped."""
     first = result.skipped[0] if result.skipped else None
     return f"step {first.step} in {first.tier}: {first.reason}"[:500] if first else ""
 
@@ -202,16 +202,16 @@ def _first_reason(result: Restored) -> str:
 
 
 class KeptSteps:
-    """Keeps steps for one Checkpointer. Rank 0 decides which steps are the best without waiting for other ranks, which
-    wait for its decision in `score`. The writer reads the scores of earlier job attempts from the run logs."""
+    """Keeps steps for one Checkpointer. Rank 0 decides which steps are the best without waiting for other ranks. The
+    other ranks wait for this decision in `score`. The writer reads scores of earlier job attempts from the run logs."""
 
     def __init__(self, run: TrainingRun, saver: Saver) -> None:
         self._run, self._saver = run, saver
         self._best = run.settings.best
-        self._pinned: dict[int, str] | None = None  # pins of this and earlier job attempts; None until they are read
+        self._pinned: dict[int, str] | None = None  # pins of all job attempts; None until they are read
         self._scored = 0  # calls of `score` since the last restore
         if self._best is not None:
-            self._best.scores = []  # the object may have been used for another run
+            self._best.scores = []  # the user may have passed this object to another run before
 
     def pin(self, step: int, note: str) -> None:
         """Pin a step; see `Checkpointer.pin`."""
@@ -232,7 +232,7 @@ class KeptSteps:
     def _change_pins(self, step: int, note: str | None) -> None:
         if type(step) is not int or step < 0:
             raise InvalidArgumentError(f"step={step!r}: it must be a whole number from 0")
-        if self._pinned is None:  # the writer replaces the set of pins, so it must contain those of earlier attempts
+        if self._pinned is None:  # the writer replaces all pins, so include pins of earlier attempts
             self._pinned = {at: text for at, text, _ in self._ask(step).notes}
         others = {at: text for at, text in self._pinned.items() if at != step}
         self._pinned = others if note is None else {**others, step: note}
@@ -285,12 +285,12 @@ class KeptSteps:
     # -- rank 0 decides --
 
     def _agree(self, step: int, value: object) -> tuple[bool, bool]:
-        """Return whether the step is among the best and whether it is saved, as decided by rank 0."""
+        """Return rank 0's decisions: whether the step is among the best, and whether it is saved."""
         world, best = self._run.world, self._best
         assert best is not None
         if world.size == 1:
             return self._decide(step, value)
-        term = self._run.supervisor.owner.term  # a restore begins a new term, so keys are not used twice
+        term = self._run.supervisor.owner.term  # a restore begins a new term, so keys are unique
         key, self._scored = f"score/{term}/{self._scored}", self._scored + 1
         mailbox = self._run.ownership.mailbox()
         if world.rank > 0:
@@ -343,7 +343,7 @@ class KeptSteps:
     # -- after a restore --
 
     def went_back(self) -> None:
-        """Reload scores after a restore, on all ranks: those of steps in the restored history that are still saved."""
+        """Reload the scores of steps that are in the restored history and still saved. All ranks call this."""
         best, step = self._best, self._run.step
         self._scored = 0
         if best is None:
@@ -360,7 +360,7 @@ class KeptSteps:
 
         scores, saved = together(self._run.world, "best", look, lambda posts: posts[0])
         best.scores = [(score, at) for score, at in scores]
-        if not saved and any(at == step for _, at in best.scores):  # restored from memory before a tier had it
+        if not saved and any(at == step for _, at in best.scores):  # restored from memory, and in no tier yet
             self._tell()
             self._saver.save_last()
 
@@ -379,7 +379,7 @@ class KeptSteps:
             )
 
     def _tell(self) -> None:
-        """Send the kept steps and their notes to the writer. Only one score can be the best."""
+        """Send the kept steps and their notes to the writer. Pins of another score lose the mark of the best."""
         notes: dict[int, Any] = dict(self._pinned or {})
         if self._best is not None and self._best.scores:
             notes = {step: note.removeprefix(THE_BEST) for step, note in notes.items()}

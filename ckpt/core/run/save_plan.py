@@ -1,14 +1,14 @@
-"""Decides where each step is saved, by the intervals of memory and tiers, and by orders (`ckpt.core.ranks.orders`).
+"""Decides where each step is saved, by save intervals of memory and tiers, and by orders (`ckpt.core.ranks.orders`).
 
 The training loop calls `SavePlan.decide` once for each step. Other threads change the plan with `order` and `change`.
-Both return the steps that were decided before the change but should have followed it. A lock makes decisions and
+Both methods return the steps that were decided earlier although the change applies to them. A lock makes decisions and
 changes mutually exclusive, so every step either follows the change or is returned by it.
 
     rank 0's writer measures the cost of saves (`ckpt.core.writer.bookkeeper`) and proposes other intervals
         -> `Intervals.propose` posts an interval order for a step well ahead -> every rank executes it in `change`
 
-If a rank reads the order too late, it saves the steps that the new intervals add from memory. It fails the checkpoints
-that only the old intervals scheduled. At a restore, all ranks agree on the change that was ordered last.
+If a rank reads the order too late, it uses memory to save the steps that only the new intervals schedule, and fails the
+checkpoints that only the old intervals schedule. At a restore, all ranks agree on the change that was ordered last.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ckpt.store import folder_of
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier
 
-REMEMBERED = 1024  # number of decided steps kept, many more than one rank is ahead of another
-AHEAD, AHEAD_S = 10, 10.0  # steps and seconds by which a change lies ahead of rank 0; with a single rank, one step
+REMEMBERED = 1024  # number of decided steps to remember, many more than one rank is ahead of another
+AHEAD, AHEAD_S = 10, 10.0  # distance of a change from rank 0's step; 1 step for a single rank
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Save intervals that apply from `step` on. `memory`, `tiers`: the interval in steps of each; 0 means never."""
+    """Save intervals that apply from `step` on. `memory`, `tiers`: the intervals in steps; 0 means never."""
 
     step: int
     memory: int
@@ -53,8 +53,8 @@ class Change:
 
 @dataclass(slots=True)
 class StepDecision:
-    """Where a step is saved. `tiers`: numbers of the tiers; `memory`: a snapshot is scheduled; `ordered`: an order
-    requests the step in all tiers."""
+    """The decision where a step is saved. `tiers`: numbers of the tiers. `memory`: True if a snapshot is scheduled.
+    `ordered`: True if an order requests the step in all tiers."""
 
     step: int
     tiers: set[int]
@@ -64,8 +64,8 @@ class StepDecision:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A step that was decided before a change or an order that applies to it. `has`: tiers it was saved to; `wants`:
-    tiers it should be in."""
+    """A step that was decided before a change or an order that applies to it. `has`: tiers that it was saved to.
+    `wants`: tiers that it should be in."""
 
     step: int
     has: set[int]
@@ -73,7 +73,7 @@ class Late:
 
 
 class SavePlan:
-    """Plans the saves of this rank. `newest`: the intervals that were set last."""
+    """Plans the saves of this rank. `newest`: the save intervals that were set last."""
 
     def __init__(self, memory: int, tiers: Sequence[int]) -> None:
         self._lock = threading.RLock()  # a signal handler may close the run inside step()
@@ -81,11 +81,11 @@ class SavePlan:
         self.reset(Change(-1, memory, tuple(tiers)))
 
     def reset(self, change: Change) -> None:
-        """Forget all decisions and orders, and use these intervals. A restore calls this, as step numbers repeat."""
+        """Forget all decisions and orders, and use these intervals. Restores call this, because step numbers repeat."""
         with self._lock:
             self.newest = Change(-1, change.memory, change.tiers)
             self._changes = [self.newest]
-            self._ordered: list[int] = []  # each is fulfilled by the first step that is not below it
+            self._ordered: list[int] = []  # the first step at or after each of these numbers is saved to all tiers
             self._decided: deque[StepDecision] = deque(maxlen=REMEMBERED)
             self._on_purpose: deque[int] = deque(maxlen=REMEMBERED)  # steps saved to all tiers regardless of intervals
 
@@ -96,7 +96,7 @@ class SavePlan:
     # -- the training loop --
 
     def decide(self, step: int) -> StepDecision:
-        """Decide where this step is saved. A repeated call for the same step returns the same decision."""
+        """Decide where this step is saved. A repeated call for the last step returns the same decision."""
         with self._lock:
             if self._decided and self._decided[-1].step == step:
                 return self._decided[-1]
@@ -110,7 +110,7 @@ class SavePlan:
             return found
 
     def saved_everywhere(self, step: int) -> None:
-        """Record that all ranks save a step to all tiers, regardless of the intervals."""
+        """Record that all ranks save this step to all tiers, regardless of the save intervals."""
         with self._lock:
             self._on_purpose.append(step)
 
@@ -118,11 +118,11 @@ class SavePlan:
 
     @property
     def awaits_step(self) -> bool:
-        """Return True if an ordered step lies ahead."""
+        """Return True if an ordered step is still to come."""
         return bool(self._ordered)
 
     def order(self, step: int) -> Late | None:
-        """Order the save of the first step that is not below this one. Return that step if it was already decided."""
+        """Order a save of this step or the first one after it. If that step was already decided, return it."""
         with self._lock:
             passed = [one for one in self._decided if one.step >= step]
             if not passed:
@@ -132,12 +132,12 @@ class SavePlan:
                 return Late(step, set(), set(self._everywhere))  # too old to be still in memory
             first = passed[0]
             has = self._everywhere if first.step in self._on_purpose else first.tiers
-            self._on_purpose.append(first.step)  # from now on it is saved to all tiers, or fails
+            self._on_purpose.append(first.step)  # from now on, this step is saved to all tiers or fails
             return Late(first.step, set(has), set(self._everywhere))
 
     def change(self, change: Change) -> list[Late]:
-        """Change the intervals from a step on, and drop changes for later steps. Return the steps that were decided by
-        the old intervals and that the new ones save elsewhere."""
+        """Change the intervals from a step on, and drop earlier changes for later steps. Return the steps that were
+        already decided, and that the new intervals save to other tiers."""
         with self._lock:
             past = [one for one in self._decided if one.step >= change.step and one.step not in self._on_purpose]
             late = [Late(one.step, one.tiers, change.tiers_due(one.step)) for one in past]
@@ -150,8 +150,8 @@ class SavePlan:
 
 
 class Intervals:
-    """Holds the save intervals of a Checkpointer. `plan`: decides for the training loop. `began`: the intervals adopted
-    from an earlier job attempt, if any."""
+    """Holds the save intervals of a Checkpointer. `plan`: makes the decisions for the training loop. `began`: the
+    intervals adopted from an earlier job attempt, if any."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Intervals:
         tiers: list[Tier],
         known: dict[str, Any],
     ) -> None:
-        """known: the last interval decision of an earlier job attempt, see `ckpt.core.run.ownership`"""
+        """known: the last interval decision of an earlier job attempt, see `ckpt.core.run.ownership`."""
         self._world, self._orders, self._supervisor, self._heartbeat = world, orders, supervisor, heartbeat
         self._memory, self._tiers = memory, tiers
         auto = any(isinstance(one.every, cadence.Auto) for one in (memory, *tiers) if one is not None)
@@ -175,7 +175,7 @@ class Intervals:
         self._number = -1  # number of the order that changed the plan last
 
     def places(self) -> list[CadenceOf]:
-        """Return the intervals for the writer to adjust, see `ckpt.core.writer.bookkeeper`."""
+        """Return the intervals that the writer may adjust, see `ckpt.core.writer.bookkeeper`."""
         now = self.plan.newest
         found: list[CadenceOf] = []
         if self._memory is not None:
@@ -185,7 +185,7 @@ class Intervals:
         return found
 
     def propose(self, note: CadenceNote) -> None:
-        """Order the intervals that the writer proposes. Returns immediately, because the receiving thread calls it."""
+        """Order the intervals that the writer proposes, in the background, because the receiving thread calls this."""
         start_thread(lambda: self._propose(note.decision), "ckpt-intervals")
 
     def _propose(self, data: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ class Intervals:
             log.info("kept the present save intervals: %s", error)
 
     def change(self, order: Order) -> list[Late]:
-        """Execute an interval order. Return the steps that this rank has decided by the old intervals."""
+        """Execute an interval order. Return the steps that this rank has already decided by the old intervals."""
         decision = Decision(**order.body)
         decision.step = order.step
         old = self.plan.newest
@@ -213,13 +213,13 @@ class Intervals:
     # -- a restore, in which all ranks take part --
 
     def suspend(self) -> list[Any]:
-        """Execute no more orders until the state is restored. Return a list. The greatest list among the ranks has the
-        change that was ordered last, and is passed to `begin`."""
+        """Execute no more orders until the state is restored. Return a list that describes the present intervals. Pass
+        the greatest list of all ranks, which has the change that was ordered last, to `begin`."""
         generation = self._orders.suspend()
         return [generation, self._number, self.plan.newest.memory, list(self.plan.newest.tiers)]
 
     def begin(self, agreed: list[Any]) -> None:
-        """Use these intervals from now on, and read the orders that are posted after the restore."""
+        """Use the agreed intervals from now on, and read the orders that are posted after the restore."""
         generation, _, memory, tiers = agreed
         self.plan.reset(Change(-1, memory, tuple(tiers)))
         self._number = -1

@@ -1,6 +1,6 @@
 """Performs saves, from step() until every requested tier has committed the checkpoint.
 
-A snapshot is one object (`ckpt.core.snapshot.snapshot`) with one `WriteState` for each requested tier:
+A snapshot is one object (`ckpt.core.snapshot.snapshot`) that has one `WriteState` for each requested tier:
 
     state      entered when                      by                                on an error
     read       the state is read                 training thread, has the turn     the call raises
@@ -13,26 +13,26 @@ A snapshot is one object (`ckpt.core.snapshot.snapshot`) with one `WriteState` f
     QUEUED     the snapshot begins               training thread, has the turn     FAILED with the snapshot
     WRITING    the writer gets the request       staging thread, or has the turn   Ctrl-C: removed; close() retries
     COMMITTED  the writer has committed it       thread of the writer's replies    -
-    FAILED     the snapshot or the write failed  the same                          raised once; save() retries
+    FAILED     the snapshot or the write failed  staging or replies thread         raised once; save() retries
 
 COMMITTED is final. A slot is pinned from WRITING until its bytes are stored (`run.memory`). Tiers are
 independent: one may be COMMITTED while another is FAILED. States need no lock, because a single thread performs each
 transition. `_lock` only guards the list of saves that `wait` waits for.
 
-A failed snapshot is **dropped** if code other than an optimizer modified the state during the copy, and **skipped** if
-no slot was free. A single rank then saves the next step to the same tiers (`owed`). With several ranks, the other ranks
-would not save that step. So this rank retracts its part, and the checkpoint fails on all ranks with an error.
+A snapshot is **dropped** if code other than an optimizer modified the state during the copy, and **skipped** if no slot
+was free. A single rank then saves the next step to the same tiers (`owed`). With several ranks, the other ranks would
+not save that next step. So this rank retracts its part, and the checkpoint fails on all ranks with an error.
 
 Interruptions and faults:
 
-- A signal handler calls save() or close() inside step(). `turn` is reentrant, so the call runs in the same thread. The
-  interrupted save may not have been submitted. Then `forgo_begun` fails it, and `stage_last` reads the state again.
+- A signal handler calls save() or close() inside step(). `turn` is reentrant, so the call runs in the same thread. If
+  step() had not submitted its save, `forgo_begun` fails that save, and `stage_last` reads the state again.
 - An optimizer steps during a copy. Its hook waits (`UpdateGate`). `TrainingRun.moved_on` detects an optimizer that
   started before the copy.
-- The writer dies. The snapshot stays sealed, or fails; its writes fail or go to the next writer (`run.memory`).
+- The writer dies. The snapshot stays sealed, or fails. Its writes fail or go to the next writer (`run.memory`).
 - Memory has no room for one snapshot. A step for memory alone is skipped. A step for a tier is written from the live
   state while training waits (`ckpt.core.snapshot.direct`). It is never sealed, and counts as staged once COMMITTED.
-- Another rank is a step ahead or behind. Each rank seals its own steps; a checkpoint needs the same step on all ranks.
+- Another rank is a step ahead or behind. Each rank seals its own steps. A checkpoint needs the same step on all ranks.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ from ckpt.saving import Save
 from ckpt.subscribers import publish
 from ckpt.units import decimal, duration
 
-REMEMBERED = 64  # number of sent attempts that are kept, more than can be under way
-ANSWERS = 8  # number of ordered saves that are kept
-SURELY_NEWER = 2  # snapshots that supersede older memory, because another rank may be one step behind
+REMEMBERED = 64  # number of sent checkpoint ids to remember, more than can be under way
+ANSWERS = 8  # number of ordered saves to remember
+SURELY_NEWER = 2  # number of newer snapshots before older memory is released: another rank may be a step behind
 QUEUED_S = 30.0  # timeout for the staging thread to begin a queued job
-MEASURED = 256 << 20  # bytes of a direct write, after which its duration is estimated
-ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # polls for new memory; delay of the warning
+MEASURED = 256 << 20  # bytes of a direct write after which its duration is estimated
+ASK_S, PAUSE_S, WARN_S = 0.02, 0.002, 5.0  # pauses of two polls for new memory; delay of the warning
 LEAST_S = 1.0  # minimum timeout of a copy
 TOO_LATE = "received new save intervals too late"
 NO_TIME = "it could not be copied in time"
@@ -90,13 +90,13 @@ NO_TIME = "it could not be copied in time"
 class Saver:
     """Saves the steps of a run.
 
-    - `last`: the snapshot that was begun last, in memory or on its way there.
+    - `last`: the snapshot that was begun last. It is in memory or on its way to memory.
     - `newest`: the newest snapshot in memory, staged by this process or restored from memory.
     - `finite`: at the end of the run, the newest finite snapshot if `newest` is not finite.
-    - `pinned`: the slot that was restored from, until it is superseded.
-    - `sent`: attempts sent to the writer. `committed`: the newest step that this job attempt has committed in a tier.
-    - `owed`: by tier, the scheduled save that was not staged, and its error, or None if it need not be raised.
-    - `answers`: the last ordered saves. The condition `answered` is notified for each.
+    - `pinned`: the slot that was restored from, until a newer snapshot supersedes it.
+    - `sent`: checkpoint ids sent to the writer. `committed`: the newest step that this job attempt committed in a tier.
+    - `owed`: by tier, the scheduled save that was not staged, with its error, or None if the error need not be raised.
+    - `answers`: the last ordered saves. The condition `answered` is notified of each new one.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -114,10 +114,10 @@ class Saver:
         self._common = CommonState(run)
         self._active: list[Save] = []
         self._lock = threading.RLock()  # a signal handler may close the run while this thread holds the lock
-        self._dropped = False  # the last snapshot was dropped, so the next step is saved, scheduled or not
+        self._dropped = False  # the last snapshot was dropped, so save the next step even if it is not scheduled
         self._exposed: set[str] = set()  # tensors that code other than optimizers modifies; replaced, never changed
         self._noted_no_memory = False
-        self._first_direct = True  # no step was written directly yet
+        self._first_direct = True  # True until a step is written directly
         run.stager.on_ended = self._on_ended
 
     # -- the training thread, which has the turn --
@@ -156,7 +156,7 @@ class Saver:
             return self._begin(step, run.settings.everywhere, explicit=True)
 
     def save_last(self) -> Save:
-        """Save the last step to all tiers that neither have it nor are about to get it."""
+        """Save the last step to all tiers that do not have it yet. Tiers to which it is being written are left out."""
         with self._run.stager.gate.held():  # another thread may be training
             step, last = self._last_step("save() needs the step: call save(step)")
             if last is None or (last.place is None and not last.stored):
@@ -171,7 +171,7 @@ class Saver:
             return last.save
 
     def stage(self) -> Save:
-        """Copy the last step into memory if it is not there. Return when the copy has ended or failed."""
+        """Copy the last step into memory if it is not in memory. Return when the copy has ended or failed."""
         with self._run.stager.gate.held():
             step, last = self._last_step("there is nothing to stage yet: call step() first")
             if last is not None and last.place is not None:
@@ -205,8 +205,9 @@ class Saver:
     ) -> Save:
         """Save the state as it is now.
 
-        explicit: a caller requested it, so it may wait for a slot; ordered: by an order, see `ckpt.core.ranks.orders`
-        timeout_s: the timeout for a slot when the run is closing
+        explicit: a caller requested this save, so it may wait for a slot
+        ordered: an order requested this save, see `ckpt.core.ranks.orders`
+        timeout_s: timeout to get a slot, passed only when the run is closing
         """
         run, started, required = self._run, time.perf_counter(), explicit or bool(tiers)
         owner, patience_s = run.supervisor.owner, run.settings.busy_timeout_s if timeout_s is None else timeout_s
@@ -215,7 +216,7 @@ class Saver:
         deadline = time.monotonic() + patience_s
         if explicit and tiers:
             self._plan.saved_everywhere(step)
-        save._raised = ordered and not self._is_scheduled(step)  # best effort: its failure need not be raised
+        save._raised = ordered and not self._is_scheduled(step)  # best effort: an error need not be raised
         try:
             captured, values = self._read(checkpoint, patience_s, durable=bool(tiers))
             sizes = captured.layout.arrangement.data_size, len(values)
@@ -274,10 +275,10 @@ class Saver:
         return captured, values
 
     def _await_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool, tiers: bool) -> bool:
-        """Return True when memory has slots of this size. Return False if the step must be written directly: it goes
-        to `tiers`, and memory has no room for a single snapshot.
+        """Return True when memory has slots of this size. Return False if the step must be written directly, because it
+        goes to `tiers` and memory has no room for a single snapshot.
 
-        Raises SkippedError if memory is short otherwise. Raises ClosedError and DeadlineError like `_make_memory`.
+        Raises SkippedError if memory is short otherwise, and ClosedError or DeadlineError like `_make_memory`.
         """
         try:
             self._make_memory(step, sizes, deadline, required=required)
@@ -289,7 +290,7 @@ class Saver:
         return True
 
     def _make_memory(self, step: int, sizes: tuple[int, int], deadline: float, *, required: bool) -> None:
-        """Wait until memory has slots of this size. Only the first save and saves of a larger state have to wait.
+        """Wait until memory has slots of this size. Only the first save, and saves of a larger state, have to wait.
 
         Raises SkippedError if memory is short and the step is not required, ClosedError if a signal handler has closed
         the run, or DeadlineError.
@@ -321,16 +322,16 @@ class Saver:
                 run.stager.gate.warn("step()")
                 warn_at = float("inf")
             else:
-                time.sleep(PAUSE_S)  # the next writer may not have started yet
+                time.sleep(PAUSE_S)  # the next writer may still be starting
         if not (required or memory.rings):
             raise SkippedError(f"step {step} was not saved: memory is short, and no tier had scheduled it")
 
     def _write_directly(self, snapshot: NewSnapshot) -> None:
-        """Write a step to its nearest tier while training waits. The writer then commits it.
+        """Write a step to its nearest tier while training waits. Then the writer commits it.
 
-        The staging thread writes, so that a signal handler can wait for this save as for any other. The writer copies
-        the step to further tiers. The present call raises errors. Memory never holds the step, so it counts as staged
-        once a tier has committed it.
+        The staging thread does the writing, so that a signal handler can wait for this save as for any other. The
+        writer copies the step to further tiers. The calling method raises the errors. Memory never holds the step, so
+        it counts as staged once a tier has committed it.
         """
         snapshot.direct = snapshot.submitted = snapshot.begun = True
         near, given_up, do = min(snapshot.writes), threading.Event(), self._run.stager.do
@@ -342,27 +343,27 @@ class Saver:
                 self._on_direct_failed(snapshot, near, error)
 
         try:
-            wait_for(events_behind(snapshot.streams))  # a device may not have computed this step yet
+            wait_for(events_behind(snapshot.streams))  # the device may still be computing this step
             if snapshot.beside is not None:
                 snapshot.beside()
             do(partial(self._store_directly, snapshot, near, given_up), threading.TIMEOUT_MAX)
         except Exception as error:  # a device error, or the staging thread has ended
             fail(error)
-        except BaseException as error:  # Ctrl-C: stop the thread, as training is about to change the state
+        except BaseException as error:  # Ctrl-C: make the thread stop, because training is about to change the state
             given_up.set()
             with contextlib.suppress(CheckpointError):
-                do(partial(fail, error), 0.0)  # in case the write never began
+                do(partial(fail, error), 0.0)  # in case the write has not begun
             raise
 
     def _store_directly(self, snapshot: NewSnapshot, near: int, given_up: threading.Event) -> None:
-        """Store a snapshot in a tier from the staging thread. Then the writer commits it, or the snapshot fails."""
+        """Store a snapshot in a tier, in the staging thread. Then the writer commits it, or the snapshot fails."""
         run, checkpoint, nbytes = self._run, snapshot.checkpoint, snapshot.captured.layout.arrangement.data_size
         url, began, done, warned = run.tiers[near].url, time.monotonic(), 0, not self._first_direct
         self._first_direct = False
 
         def on_bytes(count: int) -> None:
             nonlocal done, warned
-            run.heartbeat.touch(run.heartbeat.state)  # so that this is not detected as a hang
+            run.heartbeat.touch(run.heartbeat.state)  # so that this long call is not detected as a hang
             done += count
             if not warned and done >= min(nbytes, MEASURED):
                 warned, seconds = True, (time.monotonic() - began) * nbytes / done
@@ -396,7 +397,7 @@ class Saver:
         except BaseException as error:
             self._on_direct_failed(snapshot, near, error)
             return
-        for tier in sorted(snapshot.writes):  # nearest first, because the writer copies the step from there
+        for tier in sorted(snapshot.writes):  # nearest first, because the writer copies the step from the nearest tier
             self._write(snapshot, tier)
         snapshot.sources = []
         snapshot.release()
@@ -420,7 +421,7 @@ class Saver:
         return bool(self._plan.at(step).tiers_due(step))
 
     def _on_refused(self, step: int, error: SkippedError) -> None:
-        """Count a step for which memory was short. If it was scheduled, the next call raises the error."""
+        """Count a step for which memory was short. If the step was scheduled, make the next call raise the error."""
         self._run.stats.skipped += 1
         if self._is_scheduled(step) or self.owed or self._is_first_without_memory():
             self._run.errors.note(_naming(step, error))
@@ -428,14 +429,14 @@ class Saver:
             log.info("%s", error)
 
     def _is_first_without_memory(self) -> bool:
-        """Return True for the first of consecutive steps without memory, in a run that has no durable tier."""
+        """In a run without durable tiers, return True for the first in a series of steps for which memory is short."""
         first, self._noted_no_memory = not self._noted_no_memory, True
         return first and not self._run.tiers
 
     # -- the contents of memory --
 
     def last_of(self, step: int | None) -> NewSnapshot | None:
-        """Return the last snapshot if it is of that step."""
+        """Return the last snapshot if it has this step number, else None."""
         return self.last if self.last is not None and self.last.checkpoint.step == step else None
 
     def _is_stored(self, step: int) -> bool:
@@ -444,7 +445,7 @@ class Saver:
         return last is not None and last.stored
 
     def newest_step(self, timeout_s: float) -> int | None:
-        """Return the newest step in memory. Wait up to `timeout_s` for a copy that is under way."""
+        """Return the newest step in memory. If a copy is under way, wait up to `timeout_s` for its end."""
         if (last := self.last_of(self._run.step)) is not None:
             last.copied.wait(timeout_s)
             if last.place is not None:
@@ -453,9 +454,9 @@ class Saver:
         return None if newest is None else newest.checkpoint.step
 
     def sealed(self) -> list[tuple[str, bool]]:
-        """Return the attempts of this history that can be written now, with False for those known not to be finite.
+        """Return the ids of snapshots in the present history that can be written now. False marks non-finite ones.
 
-        They are in memory, except that the last one may have been written directly.
+        All are in memory, except that the last one may have been written directly.
         """
         arena = self._run.stager.arena
         broken = {
@@ -467,8 +468,8 @@ class Saver:
         return found
 
     def in_memory(self, checkpoint: CheckpointId) -> Snapshot | None:
-        """Return the snapshot of an attempt in memory, with a new handle, or the last snapshot if it is of that attempt
-        and was written directly. Return None if there is neither."""
+        """Return the snapshot of a checkpoint id in memory, with a new handle. If the last snapshot has this id and was
+        written directly, return it. Otherwise return None."""
         if (last := self.last) is not None and last.stored and last.checkpoint == checkpoint:
             return last
         arena, slot = self._run.stager.arena, self._run.supervisor.held.sealed().get(checkpoint)
@@ -486,10 +487,10 @@ class Saver:
             self._run.stager.slots.unpin(arena.id, slot)
 
     def _has_begun(self, snapshot: NewSnapshot, timeout_s: float) -> bool:
-        """Return False for a snapshot that step() had not submitted when the calling signal handler interrupted it."""
+        """Return False if a snapshot was not submitted, because the calling signal handler interrupted step()."""
         if not snapshot.begun:
             with contextlib.suppress(CheckpointError):
-                self._run.stager.do(lambda: None, timeout_s)  # wait until the queue was processed
+                self._run.stager.do(lambda: None, timeout_s)  # wait until the staging thread has processed its queue
         return snapshot.begun
 
     def _why_torn(self) -> str:
@@ -500,17 +501,17 @@ class Saver:
     # -- the end --
 
     def forgo_begun(self) -> None:
-        """Fail a snapshot that was not submitted because a signal handler interrupted step() and closes the run."""
+        """Fail a snapshot that was never submitted, because a signal handler interrupted step() and closes the run."""
         if self.last is not None and not self._has_begun(self.last, QUEUED_S):
             self.last.save._set_failed(ClosedError(f"closed before step {self._run.step} was staged"))
             self.last = None
 
     def stage_last(self, end: float, *, live: bool) -> str:
-        """Copy the last step into memory by `end`. Return "" if it is there, otherwise why it is not.
+        """Copy the last step into memory by `end`. Return "" if it is in memory, otherwise the reason why it is not.
 
         This reads the present state, which is the last step only until an optimizer begins the next one. After an
         exception, at the end of the script or in another thread, buffers and random numbers may already have changed.
-        Then this stages nothing, unless `step()` itself was interrupted.
+        Then nothing is staged, unless `step()` itself was interrupted.
 
         live: no exception ends the training, so the training thread may read the state
         """
@@ -563,7 +564,7 @@ class Saver:
     # -- orders, in other threads --
 
     def answer(self, save: Save) -> None:
-        """Publish an ordered save to waiting threads."""
+        """Publish an ordered save to the threads that wait for it."""
         with self.answered:
             self.answers.append(save)
             self.answered.notify_all()
@@ -576,12 +577,12 @@ class Saver:
     def save_late(self, late: Late, owner: Acquire, why: str) -> Save | None:
         """Save an earlier step from memory, and return its save.
 
-        If memory has lost the step, return None, and fail its checkpoint on all ranks unless some tier has it already.
+        If memory has lost the step, return None, and fail its checkpoint on all ranks unless some tier already has it.
         owner: the owner of the run when the step was done
         """
         checkpoint = CheckpointId(owner.term, late.step, owner.nonce)
         if late.has <= late.wants and (found := self.in_memory(checkpoint)) is not None:
-            self.write_missing(found, sorted(late.wants - late.has))  # fails if a later step takes the slot
+            self.write_missing(found, sorted(late.wants - late.has))  # this write fails if a later step takes the slot
             return found.save
         if not late.has or late.has - late.wants:
             self._run.supervisor.writes.retract(checkpoint, f"rank {self._run.world.rank} {why}")
@@ -590,8 +591,8 @@ class Saver:
     # -- the end of a copy, in the staging thread --
 
     def _on_ended(self, snapshot: NewSnapshot) -> None:
-        """Send a sealed snapshot to the writer, which holds and writes it, or handle a failed one."""
-        self._exposed = self._exposed.union(snapshot.written_by_others)  # before the user is notified
+        """Send a sealed snapshot to the writer, which keeps and writes it. If the snapshot failed, handle the error."""
+        self._exposed = self._exposed.union(snapshot.written_by_others)  # before the user gets the error
         if snapshot.place is None:
             assert snapshot.error is not None
             self._on_failed(snapshot, snapshot.error)
@@ -599,7 +600,7 @@ class Saver:
         self.newest = snapshot
         self._dropped = self._noted_no_memory = False
         run, finite = self._run, snapshot.finite is not False
-        if finite:  # otherwise older snapshots are still needed
+        if finite:  # if it is not finite, older snapshots are still needed
             alone = run.world.size == 1
             if run.supervisor.memory.superseded or alone:
                 self.unpin_restored()
@@ -615,7 +616,7 @@ class Saver:
         run, save, tiers = self._run, snapshot.save, list(snapshot.writes)
         torn = bool(snapshot.written_by_others)
         if torn or isinstance(error, SkippedError):
-            alone = run.world.size == 1  # the next step makes up for it; other ranks would not save that one
+            alone = run.world.size == 1  # a single rank saves the next step instead
             if alone:
                 chosen = snapshot.busy == "skip" and ALL_BUSY in str(error)
                 owed = None if chosen or save._raised else error
@@ -634,12 +635,12 @@ class Saver:
         save._set_failed(error)
 
     def _retract(self, checkpoint: CheckpointId, tiers: Sequence[int], why: CheckpointError) -> None:
-        """Fail the checkpoint of this attempt, because other ranks wait for this rank's part."""
+        """Fail the checkpoint of this id, because other ranks wait for this rank's part."""
         if tiers and self._run.world.size > 1:
             self._run.supervisor.writes.retract(checkpoint, f"rank {self._run.world.rank}: {why}")
 
     def _on_kept(self, save: Save, nbytes: int, error: CheckpointError | None) -> None:
-        """Resolve `staged`: either a process that survives this one holds the snapshot, or none ever will."""
+        """Resolve `staged`: a process that survives this one holds the snapshot, or none ever will (`error`)."""
         if error is not None:
             publish("failed", save.step, tier="memory", error=str(error))
             save._set_unstaged(error)
@@ -650,7 +651,7 @@ class Saver:
     # -- writes to tiers, in any thread --
 
     def _write(self, snapshot: Snapshot, tier: int) -> None:
-        """Request the writer to write a sealed snapshot, or to commit one that was written directly."""
+        """Request the writer to write a sealed snapshot, or to commit a snapshot that was written directly."""
         step = snapshot.checkpoint.step
         self.sent.append(str(snapshot.checkpoint))
         if tier in self.owed and self.owed[tier][0].step <= step:
@@ -664,7 +665,7 @@ class Saver:
         )
 
     def _write_also(self, snapshot: Snapshot, tier: int) -> None:
-        """Write to one more tier, or retry. If Ctrl-C interrupts this, waits ignore the write and close() retries."""
+        """Write to one more tier, or retry. After Ctrl-C, waits ignore this write, and close() retries it."""
         url = self._run.tiers[tier].url
         try:
             snapshot.save._add_tier(url)
@@ -677,7 +678,7 @@ class Saver:
             raise
 
     def write_missing(self, snapshot: Snapshot, tiers: Sequence[int]) -> None:
-        """Write a snapshot to those of `tiers` that neither have it nor are about to get it."""
+        """Write a snapshot to each of `tiers` that does not have it and to which no write is under way."""
         for tier in tiers:
             if tier not in snapshot.writes:
                 self._follow(snapshot.save)
@@ -708,7 +709,7 @@ class Saver:
             save._set_failed(SaveError(f"cannot determine whether step {step} is in {url}: {error}"), url)
             return
         publish("failed", step, tier=url, error=str(error))
-        if isinstance(error, SkippedError) or TOO_LATE in str(error):  # a slow tier or rank does not disturb training
+        if isinstance(error, SkippedError) or TOO_LATE in str(error):  # slowness does not disturb training
             run.stats.skipped += 1
             log.warning("%s", error)
         else:
@@ -720,13 +721,13 @@ class Saver:
                 if not others and isinstance(run.supervisor.failure, WriterError):
                     where = "No writer has it: memory is lost when this process ends"
                 error = SaveError(f"step {step} was not written to {url}: {error}. {where}")
-            run.errors.note(error, save)  # before threads that wait for the save continue
+            run.errors.note(error, save)  # before threads that wait for this save continue
         save._set_failed(error, url)
         if DIFFER in str(error):
             self.replicas.find_differing(snapshot.checkpoint)
 
     def note_owed(self) -> None:
-        """Make the next call raise the errors of missing scheduled saves, unless a later step was saved instead."""
+        """Make the next call raise the errors of scheduled saves that were missed and not replaced by a later step."""
         missed = {error: save for save, error in self.owed.values() if error is not None}
         self.owed = {tier: (save, None) for tier, (save, _) in self.owed.items()}
         for error, save in missed.items():
@@ -738,7 +739,7 @@ class Saver:
             self._active = [*(s for s in self._active if s is not save and s._unfinished()), save]
 
     def wait(self, timeout_s: float | None = None, step: int | None = None) -> None:
-        """Wait until all saves, or the save of one step, have succeeded or failed. Raises DeadlineError."""
+        """Wait until all saves, or the saves of one step, have succeeded or failed. Raises DeadlineError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             active = [save for save in self._active if step in (None, save.step)]
@@ -750,7 +751,7 @@ class Saver:
                     raise DeadlineError(f"saves have not finished within {timeout_s:g} s; they continue") from None
 
     def under_way(self) -> list[Save]:
-        """Return the saves to tiers that have not ended."""
+        """Return the saves to tiers that have not ended yet."""
         with self._lock:
             return [save for save in self._active if save.tiers and save._unfinished()]
 

@@ -1,9 +1,10 @@
-"""Warns about optimizers that step parameters of the state without being in it: a restart would lose their moments.
+"""An open run in the trainer: its settings, its resources, and the progress of the training.
 
-An open run in this process: its settings, its resources, and the progress of the training.
-
-`TrainingRun` opens all resources, and releases all of them if one fails to open. The saver, the restore and the closing
-use it, and it imports none of them. Only the training thread changes the progress, but every thread may read it.
+`Settings` checks the arguments of a Checkpointer. `TrainingRun` opens all resources, and releases all of them if one
+fails to open. The saver, the restore and the closing use it, and it imports none of them. Only the training thread
+changes the progress, but every thread may read it. `BackgroundErrors` keeps errors until the next call raises them.
+`UnsavedOptimizers` warns about optimizers that step parameters of the state without being part of the state, because a
+restart would lose their moments.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _watching: weakref.WeakSet[UnsavedOptimizers] = weakref.WeakSet()
 
 
 class UnsavedOptimizers:
-    """Logs one warning that names the optimizers that one Checkpointer does not save."""
+    """Warns once about optimizers that step saved parameters and that no open Checkpointer saves."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
@@ -74,7 +75,7 @@ class UnsavedOptimizers:
         _watching.discard(self)
 
     def check(self, stepped: Iterable[Any]) -> None:
-        """Check the optimizers that have stepped since the last call. Each is checked once."""
+        """Check the optimizers that have stepped since the last call. Each optimizer is checked only once."""
         new = [one for one in stepped if one not in self._checked]
         if not new or self._warned:
             return
@@ -88,7 +89,7 @@ class UnsavedOptimizers:
             )
 
     def saves(self, optimizer: Any) -> bool:
-        """Return True if an optimizer is in the state, or inside a wrapper that is."""
+        """Return True if an optimizer is in the state, or inside a wrapper that is in the state."""
         held = (found for node in self._capture.nodes for found in _saved_with(node))
         return any(one is optimizer or steps_for(optimizer, one) for one in (*self._capture.optimizers, *held))
 
@@ -107,9 +108,9 @@ def _listed(texts: list[str]) -> str:
 
 
 def _saved_with(node: Any) -> Iterable[Any]:
-    """Return the optimizers whose moments a node saves. None for modules: what an optimizer in one keeps is not saved.
+    """Return the optimizers whose moments a node saves. A module saves none, even of optimizers in its attributes.
 
-    An object that is saved through its `state_dict()` counts if it has tensors or the groups of an optimizer in it.
+    An object that is saved through its `state_dict()` counts if that dict has tensors or parameter groups in it.
     """
     if isinstance(node, OptimizerNode):
         return all_of_one_state(node.optimizer)
@@ -119,7 +120,7 @@ def _saved_with(node: Any) -> Iterable[Any]:
 
 
 def _optimizers_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the optimizers that an object holds in its attributes, and itself if it is one."""
+    """Yield the optimizers in the attributes of an object, and the object itself if it is an optimizer."""
     if value is None or isinstance(value, nn.Module | torch.Tensor | type | LRScheduler) or depth > DEPTH:
         return
     if isinstance(value, torch.optim.Optimizer):
@@ -133,12 +134,12 @@ def _optimizers_in(value: Any, depth: int = 0) -> Iterator[Any]:
 # -- the open run --
 
 
-TURN_S = 0.2  # pause between two checks whether the run was closed
+TURN_S = 0.2  # pause between two checks for the end of the run
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The checked arguments of a Checkpointer. `url`: the URL of the nearest tier, or "memory:NAME" without a tier."""
+    """The checked arguments of a Checkpointer. `url`: the URL of the nearest tier, or "memory:NAME" without tiers."""
 
     world: World
     memory: Memory | None
@@ -201,13 +202,13 @@ class Settings:
 
     @property
     def places(self) -> str:
-        """Return all locations, for messages."""
+        """Return the names of all locations, for messages."""
         return " or ".join([*(["memory"] if self.memory else []), *(tier.url for tier in self.tiers)])
 
 
 class BackgroundErrors:
-    """Errors of background work. The next call raises each once; with `on_error="warn"` they are only logged.
-    `fenced`: the error if another job owns the run, which every call raises."""
+    """Errors of background work. The next call raises each error once; with `on_error="warn"`, errors are only logged.
+    `fenced`: the error that every call raises once another job owns the run."""
 
     def __init__(self, on_error: str) -> None:
         self.fenced: FencedError | None = None
@@ -222,7 +223,7 @@ class BackgroundErrors:
             if isinstance(error, FencedError):
                 before, self.fenced = self.fenced, error
                 if before is not None:
-                    return  # every call raises it already
+                    return  # every call raises the earlier one already
             self._noted.append((error, save))
         log.warning("%s", error)
 
@@ -238,7 +239,7 @@ class BackgroundErrors:
             raise self.fenced
 
     def is_known(self, error: CheckpointError) -> bool:
-        """Return True if a call has raised this before."""
+        """Return True if the error is a FencedError and a call has raised it before."""
         return self._heard and isinstance(error, FencedError)
 
     def raise_pending(self) -> None:
@@ -257,7 +258,7 @@ class BackgroundErrors:
 
 @dataclass
 class Stats:
-    """Counts saves, and the seconds that training waited for them. `stalls`: the wait for each of the last saves."""
+    """Counts saves, and the seconds that training waited for them. `stalls`: the wait for each of the latest saves."""
 
     saves: int = 0
     skipped: int = 0
@@ -268,10 +269,10 @@ class Stats:
 class TrainingRun:
     """The run that a Checkpointer has open.
 
-    - `step`: the last step passed to step(). `stepped`: it was done since the last restore, by `thread`.
+    - `step`: the last step passed to step(). `stepped`: step() was called since the last restore, by `thread`.
     - `finite`: the argument of the last step().
-    - `within`: the step that step() or save() handles now, or during which it was interrupted.
-    - `exchanged`: the weights are swapped for others, see `not_training`.
+    - `within`: the step that step() or save() is handling, or was handling when it was interrupted.
+    - `exchanged`: the weights are temporarily replaced by others, see `not_training`.
     - `restored`: the state was restored. `torn`: a restore failed halfway.
     - `turn`: held by the thread that is in step(), save(), restore() or close().
     - `ends`: the resources to stop when the run is closed.
@@ -288,7 +289,7 @@ class TrainingRun:
         self._inside = False  # True while a call has the turn
         self._updates = 0  # number of optimizer steps before the last call of step()
         self.stats = Stats()
-        self._waiting_since: float | None = None  # since when an optimizer waits for a copy
+        self._waiting_since: float | None = None  # the time since which an optimizer waits for a copy
         self.settings, self.world = settings, settings.world
         self.memory, self.tiers = settings.memory, settings.tiers
         self.began = time.monotonic()
@@ -305,7 +306,7 @@ class TrainingRun:
         self.dead_ranks: dict[int, str] = {}  # how ranks on this machine were killed or crashed
         self.supervisor.hear(FaultNote, self._on_fault)
         self.supervisor.on_failure = self.errors.note
-        self.errors.fenced = self.supervisor.lost  # if another job took ownership during opening
+        self.errors.fenced = self.supervisor.lost  # set if another job took ownership during opening
         self.orders = Orders(self.world)
         self.ends.callback(self.orders.stop)
         known = self.ownership.cadence
@@ -340,15 +341,15 @@ class TrainingRun:
         return seen
 
     def _read(self, state: dict[str, Any]) -> int | None:
-        """Read the state and return the NUMA node of its device. Raises an error if something cannot be saved.
+        """Read the state and return the NUMA node of its device. Raises an error if an object cannot be saved.
 
-        Called when no other process on this machine trains the run.
+        Call this when no other process on this machine trains the run.
         """
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
         return memory_node(self.capture.read().tensors)
 
     def fits(self, data_size: int, values_size: int) -> bool:
-        """Return True if there is memory for a snapshot of this size, in bytes."""
+        """Return True if memory has room for a snapshot with these sizes in bytes."""
         arena = self.stager.arena
         return arena is not None and arena.fits(data_size, values_size)
 
@@ -369,7 +370,7 @@ class TrainingRun:
         self.supervisor.hear(CadenceNote, self.intervals.propose)
         later = request if books is None else replace(request, books=replace(books, again=True))
         self.supervisor.tell(request, (self.heartbeat.fd,), later=later)
-        if not self.ownership.has_checkpoints:  # otherwise prepare memory after restore(), which needs the cores
+        if not self.ownership.has_checkpoints:  # otherwise restore() needs the cores, and prepares memory
             self.supervisor.memory.next.prepare(_predicted_size(self.capture), 1 << 14)
 
     def _books(self) -> Books:
@@ -429,7 +430,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def in_turn(self, *, alone: bool = False) -> Iterator[None]:
-        """Let one thread in at a time. close() wakes a thread that waits here, because it may wait for that thread.
+        """Let one thread in at a time. close() wakes a waiting thread, because close() may wait for that thread.
 
         `alone`: raise UsageError in a signal handler that has interrupted another call, which needs the present state.
         """
@@ -456,7 +457,7 @@ class TrainingRun:
         heartbeat.touch(PAUSED)
         try:
             yield
-            self.exchanged = outer  # not after an exception: the weights may still be swapped
+            self.exchanged = outer  # skipped after an exception, because the weights may still be replaced
         finally:
             if not self.forked:  # a forked child has no heartbeat
                 heartbeat.paused(time.monotonic() - began if before != PAUSED else 0.0)
@@ -512,7 +513,7 @@ class TrainingRun:
 
     @traced("ckpt.wait")
     def _before_update(self) -> None:
-        """Make an optimizer wait until it may change the tensors that are being copied."""
+        """Make an optimizer wait as long as the tensors that it is about to change are being copied."""
         self.heartbeat.update()
         self._waiting_since = time.perf_counter()
         waited = self.stager.before_update(self.settings.busy_timeout_s)
@@ -522,7 +523,7 @@ class TrainingRun:
             self.stats.stalls[-1] += waited
 
     def stalled_by(self, save: Save) -> float:
-        """Return the seconds that training has waited for a save, including a present wait before an update."""
+        """Return the seconds that training has waited for a save, including a current wait before an update."""
         now, since = time.perf_counter(), self._waiting_since
         if save._stalled_s is not None:
             return save._stalled_s + (0.0 if since is None else now - since)
@@ -530,7 +531,7 @@ class TrainingRun:
 
 
 def _predicted_size(capture: Capture) -> int:
-    """Return the expected size of a snapshot after the first step, in which optimizers create their state."""
+    """Return the expected size of a snapshot after the first step, because that step creates the optimizer state."""
     layout = capture.read().layout
     staged: dict[str, int] = {}
     for tensor in layout.tensors:

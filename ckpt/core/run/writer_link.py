@@ -1,4 +1,4 @@
-"""The connection to one writer process: starts it or finds it, exchanges messages, and detects its end."""
+"""The connection to a writer process (`WriterClient`): starts or finds it, exchanges messages, and detects its end."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ HUNG_UP = "the trainer left before that was done, but its writer continues"
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:
-    """Run `work` in a new thread, or in this one while the interpreter exits, because Python 3.12 starts no threads
-    then."""
+    """Run `work` in a new thread. While the interpreter exits, run it in this thread, because Python 3.12 then starts
+    no threads."""
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError:
@@ -67,8 +67,8 @@ R = TypeVar("R")
 NOTES = table(Note.__subclasses__())
 REQUEST_S = 120.0
 
-# The trainer waits for this start. Importing numpy later saves a third of it, and disabling garbage collection during
-# imports saves a twentieth.
+# The trainer waits while the writer starts. Importing numpy later saves a third of the start time, and disabling
+# garbage collection during imports saves a twentieth.
 _BOOT = (
     "import gc, sys; gc.disable(); sys.path[:0] = sys.argv[5:]; "
     "from ckpt.later import later; later('numpy'); from ckpt.writer_process import main; main()"
@@ -79,15 +79,15 @@ ENDING_S = 5.0  # timeout for a writer to end after it has disconnected
 
 
 class WriterClient:
-    """A connection to one writer process. Notes that arrive before `listen` is called are kept for it.
+    """A connection to one writer process. Notes that arrive before `listen` is called are kept until then.
 
-    A separate thread sends messages. Otherwise Ctrl-C could interrupt the main thread in the middle of a message, which
-    would corrupt all later ones. Nor may a signal handler that closes the connection wait for the main thread.
+    A separate thread sends messages, because Ctrl-C could interrupt the main thread in the middle of a message, which
+    would corrupt all later messages. Nor may a signal handler that closes the connection wait for the main thread.
     """
 
     def __init__(self, channel: Channel, key: str, found: Process | None = None) -> None:
         self._channel, self._key = channel, key
-        self._found = found  # an existing writer, as identified by the kernel; a spawned one identifies itself
+        self._found = found  # identity of an existing writer, from the kernel; a writer that we start sends its own
         self._process: Process | None = None  # set once we are its trainer
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[Request[Any], Future[Any]]] = {}
@@ -109,7 +109,7 @@ class WriterClient:
 
     @classmethod
     def find(cls, key: str) -> WriterClient | None:
-        """Connect to the writer that holds this run's memory on this host. Return None if there is none."""
+        """Connect to the writer that holds this run's memory on this host. Return None if no writer does."""
         channel = link.connect(key)
         return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
 
@@ -117,8 +117,8 @@ class WriterClient:
     def spawn(cls, key: str) -> WriterClient:
         """Start a writer in a new session, so that it survives when the trainer's process group is killed.
 
-        An intermediate process starts the writer and exits, so that the writer is not a child of the trainer. Launchers
-        look for child processes.
+        An intermediate process starts the writer and exits, so that the writer is not a child of the trainer, because
+        launchers look for child processes.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         homes = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (ckpt, ckpt_backends))
@@ -126,7 +126,7 @@ class WriterClient:
         with theirs, open(path or os.devnull, "ab") as output:
             if path:
                 os.fchmod(output.fileno(), 0o600)
-            since = str(Process.of(os.getpid()).started)  # so that the writer detects if our process id was reused
+            since = str(Process.of(os.getpid()).started)  # lets the writer detect that our process id was reused
             words = [str(theirs.fileno()), key, path, since, *homes]
             writer = [sys.executable, "-P", "-c", _BOOT, *words]
             try:
@@ -136,7 +136,7 @@ class WriterClient:
                     start_new_session=True,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
-                    stderr=output,  # not our stderr, because an inherited pipe must not stay open after we exit
+                    stderr=output,  # not our stderr: if it is a pipe, the writer would keep it open after we exit
                     cwd="/",
                     env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                     check=False,
@@ -160,7 +160,7 @@ class WriterClient:
         return 0 if self._process is None else self._process.pid
 
     def listen(self, on_note: Callable[[Note], None], on_lost: Callable[[], None]) -> None:
-        """Call `on_note` with the writer's notes, including earlier ones, and `on_lost` once when the writer has
+        """Call `on_note` with each note of the writer, including earlier ones. Call `on_lost` once, when the writer has
         ended."""
         with self._lock:
             self._on_note, early = on_note, self._early
@@ -174,8 +174,8 @@ class WriterClient:
     # -- requests --
 
     def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
-        """Send a request without waiting. The future has the reply and its descriptors. It fails with the writer's
-        error, or with WriterError if the writer is gone."""
+        """Send a request without waiting. The future gets the reply and its descriptors, or the writer's error, or
+        WriterError if the writer is gone."""
         future: Future[tuple[R, list[int]]] = Future()
         number = next(self._ids)
         try:
@@ -198,13 +198,13 @@ class WriterClient:
             try:
                 self._channel.transmit(body, fds)
             except OSError:
-                self._channel.hang_up()  # the receiving thread notices, and fails the futures
+                self._channel.hang_up()  # the receiving thread detects this and fails the futures
             for fd in fds:
                 os.close(fd)
         self._sent.set()
 
     def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
-        """Send a request and wait for its reply, which has no descriptors."""
+        """Send a request and wait for its reply. Only for replies without descriptors."""
         try:
             return self.send(request, fds).result(timeout_s)[0]
         except TimeoutError as error:
@@ -219,16 +219,16 @@ class WriterClient:
         return hello, fds
 
     def ask_patiently(self, request: Request[R], timeout_s: float, patient_s: float) -> tuple[R, list[int]]:
-        """Send a request to an existing writer. If it is stopped, resume it after `timeout_s`, and wait up to
-        `patient_s` for the reply.
+        """Send a request to an existing writer. If the writer process is stopped, resume it after `timeout_s`. Wait up
+        to `patient_s` for the reply.
 
-        Raises DeadlineError, or ProtocolError for a writer of another version, which is not changed.
+        Raises DeadlineError. Raises ProtocolError if the writer has another version, and leaves that writer as it is.
         """
         future, began = self.send(request), time.monotonic()
         while True:
             try:
                 return future.result(timeout_s)
-            except (ProtocolError, UsageError) as error:  # UsageError comes from writers without a protocol version
+            except (ProtocolError, UsageError) as error:  # writers without a protocol version reply with UsageError
                 raise self._foreign(error) from None
             except TimeoutError as error:
                 if isinstance(error, CheckpointError):
@@ -254,11 +254,11 @@ class WriterClient:
 
     @property
     def found_pid(self) -> int:
-        """Return the id of the existing process with the run's name; 0 if we started it or cannot see it."""
+        """Return the process id of the existing writer; 0 if we started the writer or cannot see its process."""
         return 0 if self._found is None else self._found.pid
 
     def described(self) -> str:
-        """Describe the existing writer for messages: its process, its memory, and whether it is stopped."""
+        """Describe the existing writer for messages: its process, the size of its memory, and whether it is stopped."""
         if self._found is None or self._found.pid <= 0:
             return "the writer of this run in another container"
         stopped = " (stopped by SIGSTOP)" if self._found.suspended else ""
@@ -266,7 +266,7 @@ class WriterClient:
         return f"process {self._found.pid}{stopped}, a writer of this run that holds {memory} of memory"
 
     def _wake(self) -> bool:
-        """Resume the existing writer if it is stopped. Return True if it can run."""
+        """Resume the existing writer if it is stopped. Return False if its process has ended or is unknown."""
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             found = psutil.Process(number_in_proc(link.peer_pid(self._channel.sock)))
             if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -276,8 +276,8 @@ class WriterClient:
         return False
 
     def end(self) -> None:
-        """Kill an unresponsive process that has the name of this run. Raises InUseError if it is not a writer, or
-        cannot be seen from here."""
+        """Kill an unresponsive process that has the name of this run. Raises InUseError if the process is not a writer
+        or cannot be seen from this container."""
         process = self._found
         self.close()
         if process is None or process.pid <= 0:
@@ -293,8 +293,8 @@ class WriterClient:
         _until_gone(process)
 
     def _kill(self, process: Process) -> bool:
-        """Kill a process if it is a writer of this run, and return True. A process that has reused its id is not
-        killed."""
+        """Kill a process and return True if it is a writer of this run. Return False without killing it if its id now
+        belongs to another process."""
         with contextlib.suppress(OSError):
             fd = os.pidfd_open(process.pid)
             try:
@@ -320,7 +320,7 @@ class WriterClient:
         process, closing = self._process, lambda: self._closing
         gone = process is None or _until_gone(process, closing)
         if process is not None and not (gone or self._closing or self._fenced) and self._kill(process):
-            _until_gone(process, closing)  # it hung; another writer replaces it
+            _until_gone(process, closing)  # it had hung; a new writer replaces it
         if not self._closing:
             log.warning("the writer is gone")
             with self._lock:
@@ -371,13 +371,13 @@ class WriterClient:
                 thread.join(JOIN_S)
 
     def forget(self) -> None:
-        """Close the descriptor in a forked child, without ending the parent's connection."""
+        """Close the descriptor in a forked child, without closing the parent's connection."""
         self._closing = True
         self._channel.forget()
 
 
 def _until_gone(process: Process, closing: Callable[[], bool] = lambda: False) -> bool:
-    """Wait up to `ENDING_S` for the end of a process, or until `closing()`. Return True if it has ended."""
+    """Wait until a process ends, `closing()` is True, or `ENDING_S` passes. Return True if the process has ended."""
     end = time.monotonic() + ENDING_S
     while process.alive and time.monotonic() < end and not closing():
         time.sleep(0.01)

@@ -1,8 +1,8 @@
 """The trainer's interface to its writer, and the replacement of a writer that dies.
 
-A `WriterSupervisor` finds the writer that survived the last job attempt or starts one, and opens the durable tiers
-through it. When the writer dies, it starts another one, which gets the layouts, the memory, the standing requests and
-the writes again, in this order. Messages go through a `WriterClient` for each writer.
+A `WriterSupervisor` finds the writer that survived the last job attempt or starts a new one, and opens the durable
+tiers through it. When the writer dies, the supervisor starts another writer, and sends it the layouts, the memory, the
+standing requests and the writes, in this order. Each writer has its own `WriterClient` for messages.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ckpt.tiers import Memory, Tier
 N = TypeVar("N", bound=Note)
 R = TypeVar("R")
 T = TypeVar("T")
-INSIST = 300  # maximum number of retries of a request, which may itself crash the writer
+INSIST = 300  # maximum number of retries of a request, because the request itself may crash the writer
 
 
 class WriterSupervisor:
     """Owns the connection to the writer. Methods may be called from any thread.
 
     client: the connection to the current writer, or to the last one; it is not replaced while `lock` is held
-    failure: why no further writer starts, or None
-    lost: the error if another job owns the run
-    closing: this trainer is disconnecting
+    failure: the error because of which no further writer starts, or None
+    lost: the error if another job owns the run, or None
+    closing: True if this trainer is disconnecting
     run: opens the run, and has its owner
     memory: the arenas of this rank; held: the snapshots in the memory of this node
-    layouts, writes, acknowledgements: those of this rank's snapshots
+    layouts, writes, acknowledgements: the layouts, writes and acknowledgements of this rank's snapshots
     """
 
     client: WriterClient
@@ -62,7 +62,7 @@ class WriterSupervisor:
         node: Callable[[], int | None] = lambda: None,
         root: str = "",
     ) -> None:
-        """`node`: see `SnapshotMemory`; called while the writer starts, because it reads the state. `root`: see
+        """`node`: see `SnapshotMemory`. It reads the state, so it is called while the writer starts. `root`: see
         `RunOpener`."""
         self._tiers = tiers
         self.lock = threading.RLock()  # a signal handler may interrupt the thread that holds the lock
@@ -72,7 +72,7 @@ class WriterSupervisor:
         self._standing: dict[type[Request[Any]], tuple[Request[Any], tuple[int, ...]]] = {}
         self._hears: dict[type[Note], list[Callable[[Any], None]]] = {}
         self._adopted = False
-        self.faults: list[messages.Json] = []  # of earlier job attempts, not yet reported to a trainer
+        self.faults: list[messages.Json] = []  # faults of earlier job attempts that no trainer has received yet
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self.memory = SnapshotMemory(self, stager, world, tiers, memory, node)
         self.layouts = KnownLayouts(self, self.memory)
@@ -95,7 +95,7 @@ class WriterSupervisor:
             raise
 
     def _meet(self) -> None:
-        """Find or start the writer, and map the memory that it holds."""
+        """Find or start the writer, and map the memory that the writer holds."""
         client, greeted = self._finder.find_or_spawn()
         self.client = client
         if greeted is None:
@@ -111,7 +111,7 @@ class WriterSupervisor:
         self.memory.adopt()
 
     def give_up(self) -> None:
-        """Disconnect, because the run could not be opened. Memory of an earlier job attempt stays with its writer."""
+        """Disconnect, because the run could not be opened. The writer keeps memory of an earlier job attempt."""
         self.closing = True
         self.client.send(messages.Leave(keep=bool(self.memory.inherited.arenas)))
         self.client.close()
@@ -124,8 +124,8 @@ class WriterSupervisor:
         return self.client.send(request, fds)
 
     def insist(self, request: Callable[[WriterClient], T], end: float = math.inf) -> T:
-        """Call `request` with the writer. If the writer dies during the call, repeat it with the next one, until
-        `end`."""
+        """Call `request` with the client of the writer. If the writer dies during the call, repeat the call with the
+        next writer, until `end`."""
         for tries in itertools.count():
             try:
                 return request(self.client)
@@ -138,13 +138,13 @@ class WriterSupervisor:
         raise AssertionError
 
     def tell(self, request: Request[Any], fds: tuple[int, ...] = (), *, later: Request[Any] | None = None) -> None:
-        """Send a request to this writer, and the same or `later` to the next ones: the last one of each type."""
+        """Send a request to this writer, and the last request of this type, or `later`, to the next writers."""
         with self.lock:
             self._standing[type(request)] = later or request, fds
             self.send(request, fds)
 
     def amend(self, kind: type[Request[Any]], **changes: Any) -> None:
-        """Change the request of this type that the next writers get."""
+        """Change the request of this type that is sent to the next writers."""
         if kind in self._standing:
             request, fds = self._standing[kind]
             self._standing[kind] = replace(request, **changes), fds
@@ -179,9 +179,9 @@ class WriterSupervisor:
             log.warning("%s", note.text)
 
     def _on_lost(self) -> None:
-        """Replace the dead writer. The trainer maps the memory too, passes it to the next writer, and repeats writes.
+        """Replace the dead writer. The trainer maps the memory too, so it passes the memory to the next writer.
 
-        The next writer starts without the lock, so that staging continues. `Writes` keeps the pending writes.
+        The next writer starts without the lock, so that staging continues. `Writes` keeps the pending writes meanwhile.
         """
         with self.lock:
             if self.closing or self.failure is not None:
@@ -242,8 +242,8 @@ class WriterSupervisor:
     # -- the end --
 
     def leave(self, timeout_s: float) -> None:
-        """Disconnect. The writer keeps the memory and makes it durable, as after the death of this process. If the
-        writer has died, the next one gets the memory first. Waits at most `timeout_s`."""
+        """Disconnect, within `timeout_s`. The writer keeps the memory and makes it durable, as after the death of this
+        process. If the writer has died, the next writer gets the memory first."""
         end = time.monotonic() + timeout_s
         if self.failure is None:
             try:
@@ -261,12 +261,12 @@ class WriterSupervisor:
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
         """Wait until the writer has finished. Raises DeadlineError after `timeout_s`; the writer then continues alone.
-        `failed`: an error has ended the training, for the run metrics."""
+        `failed`: True if an error has ended the training, for the run metrics."""
         with self.lock:
             self.closing = True
         try:
             if self.failure is None:
-                with contextlib.suppress(WriterError):  # it died; the caller has already waited for its writes
+                with contextlib.suppress(WriterError):  # it died; the caller has waited for its writes
                     self.client.ask(messages.Leave(failed=failed), max(timeout_s, 0.1))
         finally:
             self.client.close()
@@ -274,6 +274,6 @@ class WriterSupervisor:
             self.memory.close()
 
     def forget(self) -> None:
-        """Close the copies of the parent's descriptors in a forked child."""
+        """Close a forked child's copies of the parent's descriptors."""
         self.client.forget()
         self.memory.forget()

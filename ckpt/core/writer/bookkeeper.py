@@ -1,10 +1,11 @@
-"""Records the run metrics of a trainer in its writer, so that they are complete until the trainer dies.
+"""Records the run metrics of a trainer in its writer, so that they include everything until the trainer's death.
 
     the trainer's heartbeat and messages, saves, faults
         -> Account (ckpt.core.cadence.ledger) -> ledger/ in the durable tiers
         -> the cost of saves (ckpt.core.cadence.cadence) -> save intervals
 
-The trainer sends no message for a step. The writer reads the last steps from shared memory every half second.
+An account has the run metrics of one trainer process. The trainer sends no message for a step, so the writer reads the
+last steps from shared memory every half second.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from ckpt.events import log
 from ckpt.store import LEASE
 
 LOOK_S = 0.5  # interval between two reads of the heartbeat
-ROW_S = 10.0  # duration of a row, after the first rows with one step each
+ROW_S = 10.0  # seconds of training in one row, after the first rows, which have one step each
 PATIENCE_S = 5.0  # timeout to store the metrics when the writer ends
-DECIDE_S, DECIDE_MOST_S = 2.0, 300.0  # shortest and longest interval between two checks of the cost of saves
+DECIDE_S, DECIDE_MOST_S = 2.0, 300.0  # shortest and longest pause between two checks of the cost of saves
 
 
 @dataclass(slots=True)
@@ -60,13 +61,13 @@ class Write:
 
 @dataclass(slots=True)
 class _OpenRow:
-    """The row of an account that is being filled."""
+    """The last row of an account, to which steps are still added."""
 
     row: StepRow | None = None
     since: float = 0.0
 
     def add(self, rows: list[StepRow], new: StepRow) -> None:
-        """Add some steps. The first steps of an account have a row each."""
+        """Add some steps. Each of the first steps of an account gets its own row."""
         if len(rows) < ledger.FINE_ROWS:
             rows.append(new)
             return
@@ -99,8 +100,8 @@ def harmless(event: Callable[P, None]) -> Callable[P, None]:
 
 
 class CadenceAdvice:
-    """Proposes save intervals for one trainer. `tiers`: its settings for memory and each tier; `meter`: measures its
-    steps; `past`: the accounts of earlier job attempts."""
+    """Proposes save intervals for one trainer. `tiers`: the intervals of memory and of each tier. `meter`: measures the
+    trainer's steps. `past`: the accounts of earlier job attempts."""
 
     def __init__(self, tiers: Iterable[CadenceOf], meter: Meter, *, decides: bool = False) -> None:
         self._tiers = [_cadence(one) for one in tiers]
@@ -116,7 +117,7 @@ class CadenceAdvice:
         ]
 
     def propose(self, account: Account) -> Decision | None:
-        """Return better save intervals if a check is due and the measured costs justify a change, otherwise None."""
+        """Return better save intervals if a check is due and the measured costs justify a change, else None."""
         now, step_s = time.monotonic(), self._meter.step_s
         if not self.decides or now < self._look_at or step_s is None:
             return None
@@ -144,7 +145,7 @@ def _cadence(one: CadenceOf) -> TierCadence:
 
 
 class Bookkeeper:
-    """Records run metrics in the event loop. `tiers`: returns the durable tiers; `tell`: notifies the trainer."""
+    """Records run metrics in the event loop. `tiers`: function that returns the durable tiers. `tell`: sends notes."""
 
     def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Note], None]) -> None:
         self._tiers, self._tell = tiers, tell
@@ -155,14 +156,14 @@ class Bookkeeper:
         self._meter = Meter()
         self._calls = 0
         self._before: StepDone | None = None  # the previous step
-        self._from = 0.0  # when the run was opened or last restored
-        self._fresh = True  # True until the first step after that
-        self._taken_up = False  # True if an earlier writer has begun the account
+        self._from = 0.0  # time when the run was opened or last restored
+        self._fresh = True  # True until the first step after `_from`
+        self._taken_up = False  # True if the account continues that of an earlier writer
         self._previous: Account | None = None  # account of the previous trainer, for late fault reports
         self._row = _OpenRow()
         self._writes: list[Write] = []
         self._filing = LedgerFiles(tiers)
-        self._taking_up = False  # True while the records of an earlier writer are being read
+        self._taking_up = False  # True while the account of an earlier writer is being read
         self._advice = CadenceAdvice([], self._meter)
         self._task: asyncio.Task[None] | None = None
 
@@ -170,7 +171,7 @@ class Bookkeeper:
 
     @harmless
     def begin(self, request: Introduce, books: Books, heartbeat: int, pid: int) -> None:
-        """Begin the account of a trainer that has opened the run. `heartbeat`: its descriptor."""
+        """Begin the account of a trainer that has opened the run. `heartbeat`: the descriptor of its heartbeat."""
         self.ended("died")  # the previous trainer, if its end was not reported
         self.stop()
         self._previous = self.account
@@ -214,12 +215,12 @@ class Bookkeeper:
             self._heartbeat = None
 
     def look_by_hand(self) -> None:
-        """Stop the periodic reads; tests call `look` themselves."""
+        """Stop the periodic reads, because tests call `look` themselves."""
         if self._task is not None:
             self._task.cancel()
 
     async def _look(self) -> None:
-        """Read the trainer's heartbeat periodically, until the trainer has ended."""
+        """Read the trainer's heartbeat periodically until the trainer has ended."""
         if self._taking_up:
             await self._take_up()
         self.keep(now=True)
@@ -238,7 +239,7 @@ class Bookkeeper:
                 return
 
     async def _take_up(self) -> None:
-        """Continue the account that an earlier writer has stored. Until then, store nothing and count no steps."""
+        """Continue the account that an earlier writer stored. Until it is read, store nothing and count no steps."""
         account = self.account
         known = None if account is None else await find(self._tiers(), account.key)
         self._taking_up = False
@@ -262,7 +263,7 @@ class Bookkeeper:
     # -- events --
 
     def look(self, until: float = math.inf) -> None:
-        """Count the steps since the last call, up to the time `until`."""
+        """Add the steps since the last call to the account, up to the time `until`."""
         if self._heartbeat is None or self.account is None or self._heartbeat.fd < 0 or self._taking_up:
             return
         calls, done = self._heartbeat.since(self._calls)
@@ -278,9 +279,9 @@ class Bookkeeper:
         self._writes = [w for w in self._writes if w.ended is None or w.ended > horizon]
 
     def _take(self, done: StepDone, steps: int) -> None:
-        """Count one step, or the last of several `steps` that were too fast to be read one by one."""
+        """Add one step to the account, or the last of several `steps` that were too fast to be read one by one."""
         account = self.account
-        before = self._before or (done if self._taken_up else None)  # earlier costs are unknown
+        before = self._before or (done if self._taken_up else None)  # costs before the first known step are unknown
         assert account is not None
         start = max(self._from, self._before.when if self._before is not None else 0.0)
         paused = done.paused - (before.paused if before is not None else 0.0)
@@ -291,7 +292,7 @@ class Bookkeeper:
         beside = [w for w in self._writes if w.began < done.when and (w.ended is None or w.ended > start)]
         quiet = not beside and saves == 0
         slowed = 0.0
-        if steps == 1 and not self._fresh:  # the first step takes longer for other reasons
+        if steps == 1 and not self._fresh:  # the first step takes longer for reasons other than saves
             overlaps = (min(w.ended or done.when, done.when) - max(w.began, start) for w in beside)
             names = {w.url for w in beside}
             slowed = self._meter.step(seconds, stalled, saves > 0, names, max(overlaps, default=0.0))
@@ -311,7 +312,7 @@ class Bookkeeper:
         """Record that the trainer has called restore()."""
         if self.account is None:
             return
-        self.look(request.at)  # only steps before the restore; later ones may already be done
+        self.look(request.at)  # only steps before the restore, because later steps may already be done
         self._row.finish(self.account.rows)
         restore = Restore(**{name: getattr(request, name) for name in Restore.__dataclass_fields__})
         self.account.restores = ledger.bounded([*self.account.restores, restore])
@@ -319,14 +320,14 @@ class Bookkeeper:
             self._lease.term = restore.term
         self._from, self._fresh = restore.at + restore.seconds, True
         cost = (request.stalled, request.saves, request.skipped, request.paused)
-        self._before = StepDone(0, self._from, *cost)  # the next step does not include earlier costs
+        self._before = StepDone(0, self._from, *cost)  # so that the next step does not include earlier costs
         if restore.step is not None:
             self.account.step, self.account.beat = restore.step, max(self.account.beat, self._from)
         self.keep(now=True)
 
     @contextlib.contextmanager
     def saving(self, url: str, nbytes: int, step: int = -1) -> Iterator[Write]:
-        """Record the write of a checkpoint to a durable tier, which runs inside the block."""
+        """Record the write of a checkpoint to a durable tier. The block performs the write."""
         write = Write(url, time.monotonic())
         self._writes.append(write)
         account = self.account
@@ -354,7 +355,7 @@ class Bookkeeper:
 
     @harmless
     def fault(self, pid: int, seen: SeenFault) -> None:
-        """Record a fault of the trainer with this process id, detected by it, its writer or another process."""
+        """Record a fault of the trainer with this process id. The trainer or another process may have detected it."""
         account = next((one for one in (self.account, self._previous) if one and one.pid == pid), None)
         if account is None:
             return
@@ -367,14 +368,14 @@ class Bookkeeper:
 
     @harmless
     def ended(self, how: str) -> None:
-        """Record that the trainer has closed, left or died, at the time of detection or of an earlier fatal fault."""
+        """Record that the trainer has closed, left or died. The end is now, or at an earlier fatal fault."""
         account = self.account
         if account is None or account.end is not None:
             return
         self.look()
         self._row.finish(account.rows)
         now = time.monotonic()
-        since = account.beat - TOGETHER_S  # earlier faults did not end the trainer, because it made more steps
+        since = account.beat - TOGETHER_S  # the trainer survived earlier faults, because it made more steps
         noticed = [seen.at for seen in account.faults if seen.ends and seen.at >= since and how != "closed"]
         account.end = End(how, max(min([now, *noticed]), account.beat), now)
         if self._lease is not None:
@@ -383,7 +384,7 @@ class Bookkeeper:
 
     @harmless
     def gone(self, pid: int) -> None:
-        """Record that a process has ended, if it is the trainer's."""
+        """Record that the trainer's process has ended. Processes of other trainers are ignored."""
         if self.account is not None and self.account.pid == pid and self.account.end is not None:
             self.account.end.gone = time.monotonic()
             self.keep(now=True)
@@ -391,7 +392,7 @@ class Bookkeeper:
     # -- storing --
 
     def keep(self, *, now: bool = False) -> None:
-        """Store the account and the lease if it is time. With `now`, do so as soon as a put under way has ended."""
+        """Store the account and the lease if it is time. With `now`, store them once a put under way has ended."""
         account, held = self.account, self._lease
         if account is None or held is None or self._taking_up:
             return
@@ -400,18 +401,18 @@ class Bookkeeper:
         self._filing.put(account.key, lambda tier: self._whole(account).to_bytes(), lease.ledger_interval_s, now=now)
 
     def _renewal(self, held: Lease, tier: OpenTier) -> bytes | None:
-        """Return the next content of the lease. A job that has been fenced renews nothing."""
+        """Return the next content of the lease, or None if the job has been fenced."""
         fenced = tier.log.state.term > held.number
         return None if fenced else held.renewal(tier.store)
 
     def _whole(self, account: Account) -> Account:
-        """Return the account, including the row that is being filled."""
+        """Return the account with the row that is still being filled."""
         if self._row.row is None or account is not self.account:
             return account
         return replace(account, rows=[*account.rows, self._row.row])
 
     async def finish(self) -> None:
-        """Store all metrics before the writer ends, within `PATIENCE_S`."""
+        """Store all metrics before the writer ends. Wait at most `PATIENCE_S`."""
         try:
             if self._taking_up and self._task is not None:
                 await asyncio.wait({self._task}, timeout=PATIENCE_S)

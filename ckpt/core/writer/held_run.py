@@ -1,12 +1,12 @@
-"""What all parts of the writer share: the table of requests, its event loop, its trainer, and the run that it has open.
+"""The state that all parts of the writer share, and the dispatch of requests to their handlers.
 
-Any object with methods below `@handles` can be given to `Dispatch`: of the core, of the guard, or of tools. If several
-objects handle a type, they do so in the order in which they were given, and the result of the first is the reply. If a
-type has no method, the writer does not start.
+`Dispatch` accepts objects from the core, the guard or tools, and calls their methods that are marked with `@handles`.
+If several objects handle a type of request, they are called in the order in which they were given, and the result of
+the first is the reply. If a type has no handler, the writer does not start. `Background` runs tasks and threads.
 
-The owner of the run is the last one in the run log. The writer acts as that owner, or as the next owner of its own
-trainer: a restore may begin the next term while a checkpoint is being written.
-"""
+`PresentTrainer` is the trainer that the writer serves, and `HeldRun` is the run that it has open. The newest ACQUIRE
+record of the run log names the owner of the run. The writer acts as that owner, or as the next owner of its own job,
+because a restore may begin the next term while a checkpoint is being written."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from ckpt.version import VERSION
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request, and the descriptors that came with it."""
+    """The sender of a request, and the file descriptors that came with the request."""
 
     channel: Channel
     fds: list[int]
 
 
 class Answer(NamedTuple):
-    """A reply with descriptors."""
+    """A reply that has file descriptors."""
 
     value: object
     fds: tuple[int, ...]
@@ -65,8 +65,8 @@ HANDLERS: dict[type[Request[Any]], list[Callable[..., object]]] = {}
 
 
 def handles(kind: type[Request[Any]]) -> Callable[[H], H]:
-    """Mark a method as the handler of this type of request. It returns the reply or raises an error, and may be async.
-    If it has a parameter `caller`, it also gets the caller."""
+    """Mark a method as a handler of this type of request. The method returns the reply or raises an error, and may be
+    async. If it has a parameter `caller`, it also gets the caller."""
 
     def enter(handler: H) -> H:
         HANDLERS.setdefault(kind, []).append(handler)
@@ -76,7 +76,7 @@ def handles(kind: type[Request[Any]]) -> Callable[[H], H]:
 
 
 class Dispatch:
-    """Passes requests to the handlers of these objects. Raises TypeError if a type has none."""
+    """Passes requests to the handlers of these objects. Raises TypeError if a type of request has no handler."""
 
     def __init__(self, *objects: object) -> None:
         self._kinds = table(HANDLERS)
@@ -93,11 +93,11 @@ class Dispatch:
             raise TypeError(f"no handler for {', '.join(missing)}")
 
     def request(self, incoming: Incoming) -> Request[Any]:
-        """Return the request in a message. Raises ProtocolError if it is not one."""
+        """Return the request in a message. Raises ProtocolError if the message is not a request."""
         return message_of(incoming, self._kinds)
 
     async def answer(self, request: Request[Any], caller: Caller) -> object:
-        """Call the handlers, and return or raise the result of the first."""
+        """Call all handlers of a request, and return the result of the first."""
         replies = []
         for handler in self._bound[type(request)]:
             wants_caller = "caller" in inspect.signature(handler).parameters
@@ -116,14 +116,14 @@ def check_version(greeting: Lend) -> None:
 
 
 class Background:
-    """Tasks and threads of the event loop in which it is made."""
+    """Tasks and threads of the event loop in which this object is made."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()  # strong references, because the loop keeps none
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task in the background. If it fails, the error is logged."""
+        """Start a task in the background. If the task fails, its error is logged."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
@@ -135,12 +135,12 @@ class Background:
             events.log.error("background task failed", exc_info=error)
 
     def thread(self, target: Callable[..., None], *arguments: object) -> None:
-        """Start a thread that the process does not wait for."""
+        """Start a thread that ends with the process."""
         threading.Thread(target=target, args=arguments, daemon=True).start()
 
     def post(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function in the event loop, from such a thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has closed: we are leaving
+        """Call a function in the event loop. Background threads use this method."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed, because the writer is leaving
             self.loop.call_soon_threadsafe(function, *arguments)
 
 
@@ -152,23 +152,23 @@ T = TypeVar("T")
 
 
 class PresentTrainer:
-    """The trainer that this writer serves, or served until it died, left or lost the run."""
+    """The trainer that this writer serves, or that it served last."""
 
     def __init__(self, channel: Channel | None, process: Process) -> None:
-        self.adoptions = 0  # trainers that have inherited this writer
-        self.fenced: FencedError | None = None  # why its job no longer owns the run
-        self._earlier: list[Process] = []  # trainers detected as dead whose processes may not have ended
+        self.adoptions = 0  # number of trainers that have inherited this writer
+        self.fenced: FencedError | None = None  # set if its job no longer owns the run
+        self._earlier: list[Process] = []  # dead trainers whose processes may not have ended
         self._begin(channel, process)
 
     def _begin(self, channel: Channel | None, process: Process) -> None:
         self.channel, self.process = channel, process
         self.since = time.time()
-        self.dead = False  # True if it sends nothing more
-        self.left = False  # True if it has left; its process may live
-        self.closed = False  # True if it has left and needs no memory to be kept
-        self.announced = False  # True if it has explained its end
-        self.ended_at: float | None = None  # when it was found to have died, left, closed or lost the run (monotonic)
-        self.crashed = asyncio.Event()  # set by whoever sees it crash: a large process takes a while to die of that
+        self.dead = False  # True if it sends no more messages
+        self.left = False  # True if it has left, even if its process lives
+        self.closed = False  # True if it has left and no memory must be kept
+        self.announced = False  # True if it has reported why it ends
+        self.ended_at: float | None = None  # monotonic time at which its end was detected
+        self.crashed = asyncio.Event()  # set at a crash, which is earlier than the end of a large process
 
     @property
     def pid(self) -> int:
@@ -176,7 +176,7 @@ class PresentTrainer:
 
     @property
     def writing_on(self) -> list[Process]:
-        """Processes that were found dead, and whose devices may write to the arenas until they have ended."""
+        """Trainers that were detected as dead, but whose devices may write to the arenas until their processes end."""
         found = [*self._earlier, *([] if self.left else [self.process])]
         return [one for one in dict.fromkeys(found) if one.alive]
 
@@ -187,16 +187,16 @@ class PresentTrainer:
         self._begin(channel, process)
 
     def disown(self) -> None:
-        """Keep requests of this trainer that are under way from changing the owner of the run."""
+        """Keep this trainer's requests that are under way from changing the owner of the run."""
         self.adoptions += 1
         self.closed = False
 
     def end(self) -> None:
-        """Note when it died, left, closed or lost the run; the first call counts."""
+        """Record the time at which the trainer died, left, closed or lost the run. Only the first call counts."""
         self.ended_at = self.ended_at or time.monotonic()
 
     def fence(self, error: FencedError) -> None:
-        """Fence it, because another job owns the run: from now on all its requests fail."""
+        """Fence the trainer, because another job owns the run. All its later requests fail."""
         events.log.warning("%s", error)
         self.fenced = error
         self.tell(ProblemNote(str(error), "FencedError"))
@@ -204,34 +204,34 @@ class PresentTrainer:
         self.disown()
 
     def check_not_fenced(self, channel: Channel | None = None) -> None:
-        """Raise FencedError if it has lost the run. `channel`: the sender of a request."""
+        """Raise FencedError if the trainer has lost the run. With `channel`, raise only for the trainer's channel."""
         if self.fenced is not None and channel in (None, self.channel):
             raise FencedError(str(self.fenced))
 
     # -- notes --
 
     def tell(self, note: Note) -> None:
-        """Send a note, if it is connected."""
+        """Send a note to the trainer if it is connected."""
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 self.channel.send(note)
 
     def say(self, text: str) -> None:
-        """Log a warning here and in the trainer."""
+        """Log a warning in the writer and in the trainer."""
         events.log.warning("%s", text)
         self.tell(ProblemNote(text))
 
     # -- connections --
 
     def hung_up(self, channel: Channel) -> None:
-        """Forget a closed connection. This is not evidence of death; only the pidfd and the mutex are."""
+        """Forget a closed connection. It does not prove that the trainer is dead; only the pidfd and the mutex do."""
         if channel is self.channel:
             self.channel = None
 
     # -- for reports --
 
     def state(self) -> str:
-        """Return its state as in `ckpt.tools.observe.telemetry.status.RankStatus`."""
+        """Return the trainer's state for `ckpt.tools.observe.telemetry.status.RankStatus`."""
         if self.closed:
             return "closed"
         try:
@@ -246,24 +246,24 @@ class PresentTrainer:
 
 
 class HeldRun:
-    """The run that this writer has open. `tiers`: the nearest first. From the trainer's `OpenRun`: `linger_s`, how long
-    memory is kept for the next trainer; `commit_s`, the timeout for the parts of other ranks; `first_number`, of data
-    files."""
+    """The run that this writer has open. `tiers`: nearest first. Three values come from the trainer's `OpenRun`.
+    `linger_s`: time to keep memory for the next trainer. `commit_s`: timeout for the parts of other ranks.
+    `first_number`: first number of a data file."""
 
     def __init__(self, trainer: PresentTrainer) -> None:
         self._trainer = trainer
         self.tiers: list[OpenTier] = []
         self.owner: Acquire | None = None
-        self.next_nonces: frozenset[str] = frozenset()  # an ACQUIRE with one of these is by our own job
-        self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
-        self.taking = asyncio.Lock()  # held while the run is taken over by us
+        self.next_nonces: frozenset[str] = frozenset()  # an ACQUIRE with one of these nonces is from our own job
+        self.acquires: list[Acquire] = []  # the ownership history of the snapshots in memory
+        self.taking = asyncio.Lock()  # held while our job takes ownership of the run
         self.linger_s, self.commit_s, self.first_number = 120.0, 600.0, 0
-        self.leaves_at: float | None = None  # when memory is released, once all of it is durable (monotonic)
+        self.leaves_at: float | None = None  # monotonic time when memory is released, once all of it is durable
 
-    # -- who owns it --
+    # -- the owner of the run --
 
     def mine(self) -> Acquire:
-        """Return the owner that this writer acts as. Raises UsageError before the run was opened."""
+        """Return the owner as which this writer acts. Raises UsageError before the run was opened."""
         if self.owner is None:
             raise UsageError("the run has not been opened")
         return self.owner
@@ -275,12 +275,12 @@ class HeldRun:
             self.acquires.append(owner)
 
     def succeed(self, log: RunLog) -> None:
-        """Write with the newest term of the log if our own job took it: the trainer may die before it sends OwnRun."""
+        """Adopt the newest term in the log if our job acquired it, as the trainer may die before it sends OwnRun."""
         if log.state.acquires and log.state.acquires[-1].nonce in self.next_nonces:
             self.become(log.state.acquires[-1])
 
     async def as_owner(self, log: RunLog, act: Callable[[Acquire], Awaitable[T]]) -> T:
-        """Do this as the owner. If it is fenced by a newer term of our own job, do it again with that."""
+        """Call `act` with the owner. If a newer term of our own job has fenced it, repeat the call with that term."""
         while True:
             mine = self.mine()
             try:
@@ -292,12 +292,12 @@ class HeldRun:
                         raise
 
     def check_still(self, begun: int) -> None:
-        """Raise FencedError if another trainer has come since this adoption, because its changes must stay."""
+        """Raise FencedError if another trainer has come since adoption `begun`, because its changes must stay."""
         if begun != self._trainer.adoptions:
             raise FencedError("another process has taken ownership of this run")
 
     async def check_owner(self, tiers: Iterable[OpenTier] | None = None) -> None:
-        """Raise FencedError if another job owns the run, according to the logs of these tiers, by default of all."""
+        """Raise FencedError if the log of one of these tiers (default: all) shows that another job owns the run."""
         for tier in (tier for tier in tiers or self.tiers if tier.opened):
             with contextlib.suppress(StoreError):
                 await tier.log.refresh()
@@ -307,18 +307,18 @@ class HeldRun:
     # -- its tiers --
 
     def near(self, tier: OpenTier) -> OpenTier | None:
-        """Return the nearest tier if a further one is filled from it, because it is quicker than the network."""
+        """Return the nearest tier if it is local and not `tier` itself, because `tier` is then filled from it."""
         nearest = self.tiers[0] if self.tiers else None
         return nearest if nearest is not None and nearest is not tier and not nearest.store.remote else None
 
     def spoken_for(self) -> list[OpenTier]:
-        """Return the tiers in which this rank is the first one."""
+        """Return the tiers in which this rank comes first."""
         return [tier for tier in self.tiers if tier.role.place == 0]
 
     @handles(KeepSteps)
     async def keep_steps(self, request: KeepSteps) -> KeptReply:
-        """Keep steps; clean-up spares them from now on, before the records exist. If two tiers have different notes,
-        those of the nearer one count."""
+        """Pin steps. Clean-up spares them immediately, before the records exist. If two tiers have different notes for
+        a step, use the note in the nearer tier."""
         tiers = self.spoken_for()
         for tier in tiers if request.notes is not None else ():
             tier.notes = dict(request.notes or ())
@@ -332,8 +332,8 @@ class HeldRun:
         return KeptReply([(step, note, step in there) for step, note in notes.items()], request.step in there)
 
     async def lost(self, tiers: Iterable[OpenTier] | None = None) -> list[str]:
-        """Return the URLs of tiers that no longer contain the run that was opened there. A tier that does not reply is
-        not one of them."""
+        """Return the URLs of tiers that no longer contain the run that was opened in them. Tiers that do not reply are
+        left out."""
         found = []
         for tier in (tier for tier in (self.tiers if tiers is None else tiers) if tier.opened):
             with contextlib.suppress(CheckpointError, TimeoutError):
@@ -342,7 +342,7 @@ class HeldRun:
         return found
 
     async def replaced(self) -> bool:
-        """Return True if another run has begun in every tier, so that no trainer can come for this memory."""
+        """Return True if another run has begun in every tier, so that no trainer will come for this memory."""
         if not self.tiers or not all(tier.opened for tier in self.tiers):
             return False
         with contextlib.suppress(CheckpointError, TimeoutError):
@@ -351,7 +351,7 @@ class HeldRun:
 
     @property
     def roots(self) -> dict[str, str]:
-        """Return the ids of the runs in the tiers, by URL."""
+        """Return a dict from the URL of each tier to the id of the run in it."""
         return {tier.url: tier.log.root for tier in self.tiers if tier.log.root}
 
     def sees(self, proof: str) -> bool:

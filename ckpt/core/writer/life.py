@@ -3,45 +3,45 @@
 `Server` listens under the name of the run on this machine while the writer holds memory. A thread reads each
 connection. A task of the event loop handles each request. Tasks begin in the order in which requests arrive.
 
-    state       what it means                                          next
+    state       meaning                                                next state
     SERVING     a trainer lives and may save                           DRAINING, FENCED, LEAVING
-    DRAINING    the trainer is gone; the nearest tier gets all of      LINGERING, SERVING, FENCED, LEAVING
-                memory, and every other tier its newest step
+    DRAINING    the trainer is gone; all of memory is written to the   LINGERING, SERVING, FENCED, LEAVING
+                nearest tier, and its newest step to every other tier
     LINGERING   that is done; memory is kept for `linger_s`, or until  SERVING, FENCED, LEAVING
                 memory is short
     FENCED      another job owns the run; memory is released           LEAVING
     LEAVING     the socket name is free; writes that began are ended   -
 
-The evidence that a trainer is dead comes from the kernel (its robust mutex, its pidfd), and the evidence that a run has
-a new owner from the run log. No message is such evidence. A trainer that leaves or closes decides that for itself only.
+Only the kernel proves that a trainer is dead (its robust mutex, its pidfd), and only the run log proves that a run has
+a new owner. No message proves either. A trainer that leaves or closes decides this for itself only.
 
     trainer dies        mutex or pidfd -> `died` -> DRAINING; `_outlive` makes memory durable, lingers, leaves
-    trainer leaves      `Leave(keep=True)` -> the same, though its process may live
-    trainer closes      `Leave` -> LEAVING; first DRAINING if something is unfinished, so that a restart finds it
+    trainer leaves      `Leave(keep=True)` -> like a death, though its process may live
+    trainer closes      `Leave` -> LEAVING; first DRAINING if a save is unfinished, so that a restart finds it
     a trainer comes     `Lend(inherit=True)` -> refused while ours lives; else it inherits memory, history, reports
-    another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`,
-                        makes us read that: `_fence` notifies the trainer, releases memory, frees the name
+    another job comes   it appends ACQUIRE to the log; `_check_owner_regularly`, or its `Lend(fenced=True)`, makes
+                        this writer read the log: `_fence` notifies the trainer, releases memory, frees the name
 
 Faults:
 
-- Two trainers come at the same time: one event loop serves them in turn. The first inherits, the second finds a trainer
-  that lives. If both start a writer, the kernel gives the socket name to one.
+- Two trainers come at the same time: one event loop serves them in turn. The first inherits, and the second is refused
+  because the first one lives. If both start a writer, the kernel gives the socket name to only one of the writers.
 - A trainer is stopped (SIGSTOP) and resumes later: it lives, so no trainer inherits from it. If another job has fenced
-  it in between, its next call raises FencedError, and its copies into released slots are never read.
+  it meanwhile, its next call raises FencedError, and its copies into released slots are never read.
 - This process is stopped: it keeps its name and its memory. A start resumes it, or fails with an error that names this
-  process and the size of its memory. Only a takeover or the ledger may prove that it can be killed.
-- A process number is used again: processes are compared by number and start time, and waited for by pidfd.
-- Another user's process: the socket accepts only connections of this user.
-- A trainer dies while it opens the run: it is ours since its `Lend`, so that death is one like any other.
-- A restart has fewer local ranks: its ranks share the writers that no longer have a trainer. They borrow the memory
-  (`Lend`), and have their own writers hold it (`AttachArena`) before the new job becomes the owner. The old writers
-  read that in the log, and leave. With more local ranks, some find no writer, and start one.
-- Another writer dies, and its trainer starts this one: the memory comes by `AttachArena`. If that trainer dies before,
-  there is nothing to keep, and this writer leaves.
-- Memory of a dead trainer may be mapped by the new job, so `_fence` only closes it. Memory of a living trainer is used
-  by no other process, so `_fence` also returns its pages to the system.
-- The trainer writes on after its death was noticed: devices may copy until the process has ended. The new trainer waits
-  for that before it overwrites a slot; `LendReply.writing_on` lists the processes.
+  process and the size of its memory. It is killed only if a takeover or the ledger proves that no trainer needs it.
+- A process id is reused: processes are compared by id and start time, and a pidfd is used to wait for them.
+- A process of another user connects: the socket accepts only connections of this user.
+- A trainer dies while it opens the run: it is ours since its `Lend`, so this death is handled like any other.
+- A restart has fewer local ranks: its ranks divide the writers without a trainer among themselves. They borrow the
+  memory (`Lend`), and pass it to their own writers (`AttachArena`) before the new job becomes the owner. The old
+  writers detect the new owner in the log, and leave. With more local ranks, some find no writer, and start one.
+- Another writer dies, and its trainer starts this one: the memory comes by `AttachArena`. If the trainer dies before
+  that, this writer has no memory to keep, and leaves.
+- The new job may have mapped the memory of a dead trainer, so `_fence` only closes this memory. No other process uses
+  the memory of a living trainer, so `_fence` also returns its pages to the system.
+- The trainer's devices may copy after its death was detected, until the process has ended. The new trainer waits for
+  this end before it overwrites a slot; `LendReply.writing_on` lists the processes.
 - A write is under way when memory is released: `PresentTrainer.check_not_fenced` fails it after its last read and
   before its manifest is stored, so that no other job can commit bytes of a released slot.
 """
@@ -85,11 +85,11 @@ from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import CheckpointError, FencedError, InUseError, ProtocolError, WriterError
 from ckpt.units import duration
 
-AGAIN_S = 1.0  # pause after a connection could not be accepted, for lack of descriptors
+AGAIN_S = 1.0  # pause after a connection could not be accepted because descriptors ran out
 
 
 class Server:
-    """Serves the connections of the writer. `path`: the path of its socket, "" if it has none."""
+    """Serves the connections of the writer. `path`: the path of its socket, "" if the socket has no path."""
 
     def __init__(self, path: str, listener: socket.socket, trainer: PresentTrainer, background: Background) -> None:
         self._path, self._trainer, self._background = path, trainer, background
@@ -99,7 +99,7 @@ class Server:
         self.finished = asyncio.Event()
 
     async def run(self, dispatch: Dispatch) -> None:
-        """Serve until the name is released. Replies and work go on until `finished`."""
+        """Serve until the name is released. Replies and background work continue until `finished` is set."""
         assert self._listener is not None and self._trainer.channel is not None
         self._dispatch = dispatch
         self._listener.setblocking(False)
@@ -137,7 +137,7 @@ class Server:
             sock, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # out of descriptors, for example: clients wait
+        except OSError:  # for example, out of descriptors; clients wait meanwhile
             self._background.loop.remove_reader(listener)
             self._background.loop.call_later(AGAIN_S, self._listen)
             return
@@ -182,7 +182,7 @@ class Server:
 
 
 def _reply(channel: Channel, number: int | None, value: object, fds: tuple[int, ...] = ()) -> None:
-    """Reply to a request that has a number. If the reply cannot be sent, send the error instead."""
+    """Reply to a request that has a number. If this reply cannot be sent, send the error instead."""
     if number is not None:
         with contextlib.suppress(OSError):
             try:
@@ -200,15 +200,15 @@ def call_myself(name: str) -> None:
 # -- the life of a writer --
 
 
-OWNER_S = 10.0  # between two checks of who owns the run
-RETRY_S = 5.0  # between two tries to make memory durable
-RETRY_FOR_S = 3600.0  # for a tier that fails all the time; not while it takes bytes
-SHORT = 0.05  # share of available memory below which snapshots that every tier has are released
-POLL_S = 0.2  # between two checks of whether a trainer has come
+OWNER_S = 10.0  # pause between two checks of the owner of the run
+RETRY_S = 5.0  # pause between two attempts to make memory durable
+RETRY_FOR_S = 3600.0  # time after which to give up on a tier that fails
+SHORT = 0.05  # if a smaller share of memory is available, release snapshots that every tier has
+POLL_S = 0.2  # pause between two checks for a new trainer
 
 
 class State(Enum):
-    """The state of a writer; see the table above."""
+    """The state of a writer; see the table in the module docstring."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -227,9 +227,9 @@ NEXT = {
 
 
 class TrainerWatch(Protocol):
-    """The port to whoever watches the trainer: finds out why it died, whether it hangs, and whether memory runs out.
-    The core notices by itself that a trainer has died. `ckpt.guard.fault_reports` is a watch; `ckpt.writer_process`
-    passes it to the core.
+    """The port to an object that watches the trainer: it detects why the trainer died, whether it hangs, and whether
+    memory runs out. The core detects the death itself. `ckpt.guard.fault_reports` implements this port, and
+    `ckpt.writer_process` passes it to the core.
 
     A watch handles its own requests. It reads `PresentTrainer`, `HeldRun`, `HeldMemory` and `WriterSaver`. It sets
     `PresentTrainer.crashed`, which is earlier than the end of the process, and `PresentTrainer.announced` if the
@@ -237,21 +237,21 @@ class TrainerWatch(Protocol):
     """
 
     def died(self, drained: asyncio.Event) -> None:
-        """Report the end of a trainer that has died, left or lost the run, unless it has announced that itself.
+        """Report the end of a trainer that has died, left or lost the run, unless the trainer has reported it itself.
 
-        drained: set once what is in memory is durable; never, if the next trainer comes first.
+        drained: set once memory is durable; never set if the next trainer comes first.
         """
 
     def hand_over(self) -> list[messages.Json]:
-        """Stop watching: another trainer comes. Return the reports that no trainer has received yet."""
+        """Stop watching, because another trainer comes. Return the reports that no trainer has received yet."""
 
     def stop(self) -> None:
-        """Stop watching: the trainer has closed, or has lost the run."""
+        """Stop watching, because the trainer has closed or has lost the run."""
 
 
 @dataclass(eq=False)
 class Life:
-    """Runs in the event loop of the writer, except for the threads that wait for a death."""
+    """Changes the state of the writer. It runs in the event loop, except for the threads that wait for a death."""
 
     trainer: PresentTrainer
     run: HeldRun
@@ -264,13 +264,13 @@ class Life:
     background: Background
     state: State = State.SERVING
     _checking: asyncio.Task[None] | None = None
-    _owned_for: int = -1  # the adoption whose trainer has become the owner
+    _owned_for: int = -1  # number of the adoption whose trainer has become the owner
 
     def __post_init__(self) -> None:
         self._await_death()
 
     def _enter(self, state: State) -> None:
-        """Move to a state. A move that the table does not have is a mistake in this file."""
+        """Move to a state. A move that is not in the table is a bug in this file."""
         if state is not self.state:
             assert state in NEXT[self.state], f"{self.state.value} -> {state.value}"
             self.state = state
@@ -278,7 +278,7 @@ class Life:
     # -- the end of a trainer --
 
     def _await_death(self) -> None:
-        """Wait for the end of the present trainer. `use_arena` does the same for each arena, and is earlier."""
+        """Wait for the end of the present trainer. The mutex of an arena detects it earlier (`use_arena`)."""
         self.background.thread(self._wait_gone, self.trainer.process)
         self.background.spawn(self._wait_crashed(self.trainer.crashed, self.trainer.adoptions))
 
@@ -295,17 +295,17 @@ class Life:
             self.held_memory.release(request.arena)
 
     def _wait_owner_died(self, arena: Arena, adoptions: int) -> None:
-        """Wait in the mutex of the trainer's staging thread until it is unlocked or its owner dies."""
+        """Wait for the mutex of the trainer's staging thread, until it is unlocked or its owner dies."""
         got = arena.mutex.lock()
         arena.mutex.unlock()
         if got is Got.OWNER_DIED:
             self.background.post(self.died, adoptions)
 
     def _wait_gone(self, process: Process) -> None:
-        """Wait for the end of a process, which comes later than that of its mutex."""
+        """Wait for the end of a process, which comes later than the release of its mutex."""
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(process.pid)
-            if Process.of(process.pid) == process:  # else the number belongs to another process by now
+            if Process.of(process.pid) == process:  # else the id belongs to another process now
                 select.select([fd], [], [])
             os.close(fd)
         self.background.post(self._on_gone, process)
@@ -316,7 +316,7 @@ class Life:
             return
         adoptions = self.trainer.adoptions
         if self.state in (State.DRAINING, State.LINGERING) and not self.trainer.closed:
-            # A crash is detected before the process ends, and a snapshot may have been sealed in between.
+            # A crash is detected before the process ends, so a snapshot may have been sealed in between.
             self.background.spawn(self._drain_again(adoptions))
         self.died(adoptions)
 
@@ -325,7 +325,7 @@ class Life:
         await self.saver.drain(adoptions)
 
     def died(self, adoptions: int) -> None:
-        """Begin to drain memory, because the trainer of this adoption has died or left."""
+        """Begin to drain memory, because the trainer of this adoption number has died or left."""
         if self.state is State.SERVING and adoptions == self.trainer.adoptions:
             self._enter(State.DRAINING)
             self.trainer.dead = True
@@ -333,12 +333,12 @@ class Life:
             self.background.spawn(self._outlive(adoptions))
 
     def _ended(self, how: str) -> None:
-        """Note that the trainer has "died", "left" or "closed"."""
+        """Record that the trainer has "died", "left" or "closed"."""
         self.trainer.end()
         self.books.ended(how)
 
     async def _outlive(self, adoptions: int) -> None:
-        """Make memory durable, keep it for the next trainer, and leave."""
+        """Make memory durable, keep it for the next trainer for a while, and leave."""
         failpoints.point("drain.started")
         drained = asyncio.Event()
         self.watch.died(drained)
@@ -356,10 +356,10 @@ class Life:
     async def _make_durable(
         self, adoptions: int, drained: asyncio.Event, owed: Collection[CheckpointId] | None = None
     ) -> None:
-        """Bring memory, or the `owed` part of it, to the nearest tier, and its newest step to every other tier. Retry
-        what fails, until another trainer or another run has come.
+        """Write memory, or only the `owed` snapshots, to the nearest tier, and the newest step to every other tier.
+        Retry failed writes until another trainer or another run has come.
 
-        drained: set when the nearest tier has everything
+        drained: set when the nearest tier has all of these snapshots
         """
         began, missing = time.monotonic(), list(self.run.tiers)
         while adoptions == self.trainer.adoptions:
@@ -380,7 +380,7 @@ class Life:
         drained.set()
 
     async def _linger(self, adoptions: int) -> None:
-        """Keep memory as long as a trainer may come for it. Raises FencedError if another job owns the run."""
+        """Keep memory while a trainer may come for it. Raises FencedError if another job owns the run."""
         if adoptions != self.trainer.adoptions:
             return
         self._enter(State.LINGERING)
@@ -403,8 +403,8 @@ class Life:
     # -- a trainer comes --
 
     async def _inherit(self, caller: Caller) -> Answer:
-        """Serve this trainer from now on, unless ours lives. Raises InUseError for a trainer that this process cannot
-        see, and WriterError if this writer leaves."""
+        """Serve this trainer from now on, unless our present trainer lives. Raises InUseError for a trainer that this
+        process cannot see, and WriterError if this writer leaves."""
         trainer, memory = self.trainer, self.held_memory
         self.server.check_stays()
         lost = await self.run.lost()  # before anything changes
@@ -413,7 +413,7 @@ class Life:
         lives = process != trainer.process and trainer.process.alive
         adopts = caller.channel is not trainer.channel and (not lives or trainer.dead)
         if trainer.left and lives:
-            memory.foreign.update(memory.arenas)  # that process may copy into them until it ends
+            memory.foreign.update(memory.arenas)  # the previous trainer may copy into them until its process ends
         shown = list(memory.arenas.values())
         reply = self._lent(
             shown,
@@ -432,7 +432,7 @@ class Life:
 
     @handles(messages.Lend)
     async def lend(self, request: messages.Lend, caller: Caller) -> Answer:
-        """Describe this writer's memory to another trainer. It gets the arenas themselves, and may keep them."""
+        """Describe this writer's memory to another trainer, and send its arenas, which that trainer may keep."""
         check_version(request)
         if request.inherit:
             return await self._inherit(caller)
@@ -446,7 +446,7 @@ class Life:
         return self._lent(shown, Process.of(link.peer_pid(caller.channel.sock)), sees=sees)
 
     def _lent(self, shown: list[Arena], process: Process, **more: Any) -> Answer:
-        """Return the reply to `process`, with these arenas. `more`: further fields of it."""
+        """Return the reply to `process`, with these arenas. `more`: further fields of the reply."""
         trainer, memory = self.trainer, self.held_memory
         reply = messages.LendReply(
             pid=os.getpid(),
@@ -480,10 +480,10 @@ class Life:
                 await self._check_owner()
 
     async def _check_owner(self, *, everywhere: bool = False) -> None:
-        """Read the log, and release everything if another job owns the run. A rank checks only the tiers in which it is
-        the first, so that a bucket does not get as many requests as there are ranks."""
+        """Read the log, and release everything if another job owns the run. A rank checks only the tiers in which it
+        comes first, so that a bucket does not get one request from each rank."""
         if self.state is State.SERVING and (self._owned_for != self.trainer.adoptions or self.run.taking.locked()):
-            return  # the newest owner in the log may be our trainer, which has fenced an earlier job
+            return  # the newest owner in the log may be our own trainer
         try:
             await self.run.check_owner(None if everywhere else self.run.spoken_for())
         except FencedError as error:
@@ -519,10 +519,10 @@ class Life:
     @handles(messages.Leave)
     async def on_leave(self, request: messages.Leave, caller: Caller) -> None:
         """Finish the writes that began, clean up and leave. Until they have ended, a new trainer may inherit the memory
-        as after a death. With `keep`, continue as after a death."""
+        as after a death. With `keep`, drain and keep the memory as after a death."""
         trainer = self.trainer
         if trainer.channel not in (caller.channel, None):
-            return  # another trainer has come in its place
+            return  # another trainer has replaced the sender
         trainer.announced = trainer.left = True
         if request.keep:
             self.books.ended("left")
@@ -538,22 +538,22 @@ class Life:
             trainer.dead = True
             await self._see_out(adoptions, owed)
             if adoptions != trainer.adoptions:
-                return  # another trainer has inherited it
+                return  # another trainer has inherited the memory
         if self.state is not State.LEAVING:
             self._leave()
         try:
             await self.books.finish()
-            try:  # a trainer that lost the run must learn that before it ends
+            try:  # a trainer that lost the run must receive the error before it ends
                 await asyncio.wait_for(self.run.check_owner(self.run.spoken_for()), LOST_S)
             except TimeoutError:
                 pass  # a bucket does not reply
             finally:
                 await self.saver.close()
         finally:
-            self.background.loop.call_later(0.05, self.server.finished.set)  # after the reply has left
+            self.background.loop.call_later(0.05, self.server.finished.set)  # after the reply was sent
 
     async def _see_out(self, adoptions: int, owed: set[CheckpointId]) -> None:
-        """Make the requested saves of a closed trainer durable, until another trainer inherits the memory."""
+        """Make the requested saves of a closed trainer durable, unless another trainer inherits the memory first."""
         while adoptions == self.trainer.adoptions and self.saver.unfinished:
             await asyncio.sleep(0.01)
         try:

@@ -1,7 +1,7 @@
-"""The memory that a writer holds, and requests about it: arenas, the layouts of the snapshots in them, and digests.
+"""The memory that a writer holds: arenas, the layouts and digests of the snapshots in them, and requests for them.
 
-Arenas are its trainer's, those that a trainer inherited from ranks that are no more (`foreign`), and copies of the
-memory of other nodes (`copies`).
+A writer holds the arenas of its trainer, arenas that the trainer inherited from ranks that no longer exist (`foreign`),
+and copies of the memory of other nodes (`copies`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ckpt.errors import SaveError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.units import count_of
 
-MAX_LAYOUTS = 256  # far more than a trainer believes us to have
-RING_SHARE = 0.5  # share of all memory that the arenas of a machine may use beyond two slots each
+MAX_LAYOUTS = 256  # maximum number of layouts; far more than a trainer expects the writer to have
+RING_SHARE = 0.5  # share of a machine's memory that all arenas may use for slots beyond the second one
 KEEP_S = 1.0  # timeout for another process to release an arena that it keeps
 
 
 def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
-    """Return how many slots of this size fit into free memory, at most `slots`. Beyond two, the arenas of all `ranks`
-    of this machine take at most half of its memory. Raises SkippedError if fewer than `least` fit."""
+    """Return the number of slots of this size that fit into free memory, at most `slots`. If this is more than two,
+    the arenas of all `ranks` on this machine take at most half of its memory. Raises SkippedError below `least`."""
     there = room()
     free = there.available
     fair = int(RING_SHARE * there.total) // ranks // slot_size
@@ -57,8 +57,8 @@ def check_room(slots: int, slot_size: int) -> None:
 def make_arena(
     slots: int, slot_size: int, least: int, *, most: int = 0, ranks: int = 1, node: int | None = None
 ) -> Arena:
-    """Make an arena with as many slots as fit, at most `slots`; the first one is ready. Raises SkippedError if `least`
-    do not fit. `most`, `ranks`, `node`: see `MakeArena`."""
+    """Make an arena with as many slots as fit, at most `slots`, of which the first is ready. Raises SkippedError if
+    fewer than `least` fit. `most`, `ranks`, `node`: see `MakeArena`."""
     wanted = slots
     slots = room_for(slots, slot_size, least, max(1, ranks))
     while True:
@@ -66,14 +66,14 @@ def make_arena(
             return Arena.create(
                 slots, slot_size, most=max(most, slots) if slots == wanted else slots, ready=1, node=node
             )
-        except (MemoryError, OSError) as error:  # for example, others were faster, or memory locking is limited
+        except (MemoryError, OSError) as error:  # others were faster, or memory locking is limited
             if slots == least:
                 raise SkippedError(f"no room in memory for {count_of(slots, 'snapshot')}: {error}") from error
             slots -= 1
 
 
 def _make_ready(arena: Arena) -> None:
-    """Make the other slots ready in a thread, while the trainer fills the first one."""
+    """Make the other slots ready in a thread while the trainer fills the first slot."""
 
     def work() -> None:
         try:
@@ -85,21 +85,21 @@ def _make_ready(arena: Arena) -> None:
 
 
 class HeldMemory:
-    """The snapshots that this writer holds. All methods run in its event loop, except `digest_ring`, which takes long
-    and runs in a thread."""
+    """The snapshots that this writer holds. All methods run in the event loop of the writer, except that `digest_ring`
+    runs in a thread because it takes long."""
 
     def __init__(self, trainer: PresentTrainer) -> None:
         self._trainer = trainer
         self.arenas: dict[str, Arena] = {}
-        self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
-        self.foreign: set[str] = set()  # ids of arenas that other ranks staged into; they are only read
+        self.keeping: dict[str, ArenaKeeper] = {}  # a keeper for each of these arenas
+        self.foreign: set[str] = set()  # ids of arenas that other ranks staged into, which are only read
         self.layouts: dict[str, Layout] = {}
-        self.digests: dict[tuple[CheckpointId, int], bytes] = {}  # by attempt, and rank that took the snapshot
+        self.digests: dict[tuple[CheckpointId, int], bytes] = {}  # by checkpoint id, and rank that made the snapshot
         self.late: set[tuple[CheckpointId, int]] = set()  # keys of digests from `digest_ring` or from after a death
-        self.retracted: dict[CheckpointId, str] = {}  # snapshots that must not become checkpoints, and why
-        self.replicas: dict[CheckpointId, Replicas] = {}  # digests of replicated tensors, for the parts of this rank
+        self.retracted: dict[CheckpointId, str] = {}  # snapshots that must not become checkpoints, and the reasons
+        self.replicas: dict[CheckpointId, Replicas] = {}  # digests of replicated tensors, for manifests of this rank
         self._numbers: dict[tuple[str, CheckpointId], Iterator[int]] = {}
-        self.copies: dict[int, Arena] = {}  # copies of the memory of other nodes, by rank; a plug-in fills them
+        self.copies: dict[int, Arena] = {}  # copies of the memory of other nodes, by rank, which a plug-in fills
 
     def all(self) -> list[Arena]:
         return [*self.arenas.values(), *self.copies.values()]
@@ -110,9 +110,9 @@ class HeldMemory:
             self.foreign.add(arena.id.hex())
 
     def free_all(self) -> None:
-        """Return the memory to the system although the trainer may live, because it has lost the run. Its later copies
-        are never acknowledged. Only this method changes slots without holding their mutex: readers compare the label
-        afterwards, or are fenced too."""
+        """Return the memory to the system although the trainer may live, because the trainer has lost the run. Its
+        later copies are never acknowledged. Only this method changes slots without holding their mutex. This is safe,
+        because readers compare the label afterwards or are fenced too."""
         for key, arena in list(self.arenas.items()):
             for slot in range(arena.slots):
                 arena.give_up(slot)
@@ -126,19 +126,19 @@ class HeldMemory:
             arena.close()
 
     def layouts_in_use(self, arenas: Iterable[Arena]) -> dict[str, Any]:
-        """Return the layouts of the snapshots in these arenas, in JSON. Others are omitted: a state whose shapes keep
-        changing leaves many."""
+        """Return the layouts of the snapshots in these arenas, as JSON. Unused layouts are omitted, because a state
+        whose shapes keep changing leaves many."""
         used = {label.layout for arena in arenas for _, label in arena.sealed()}
         return {digest: layout.to_json() for digest, layout in self.layouts.items() if digest in used}
 
     def ring(self) -> list[tuple[Arena, int, Label]]:
-        """Return all sealed snapshots, newest first, without copies from other nodes."""
+        """Return all sealed snapshots, newest first, except copies from other nodes."""
         found = [(arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()]
         return sorted(found, key=lambda one: -one[2].order)
 
     def keep_layout(self, layout: Layout) -> None:
         self.layouts[layout.digest] = layout
-        if len(self.layouts) > MAX_LAYOUTS:  # shapes that keep changing; the trainer sends again what it forgot
+        if len(self.layouts) > MAX_LAYOUTS:  # shapes keep changing; the trainer sends a forgotten layout again
             used = {label.layout for arena in self.all() for _, label in arena.sealed()}
             recent = list(self.layouts)[-MAX_LAYOUTS // 2 :]
             self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
@@ -147,7 +147,7 @@ class HeldMemory:
         return [(str(key[0]), key[1], found.hex(), key in self.late) for key, found in list(self.digests.items())]
 
     def know_digests(self, checkpoint: CheckpointId, rank: int, digests: bytes) -> None:
-        """Keep the digests of a written snapshot. Raises SaveError if memory was damaged since an earlier digest."""
+        """Keep the digests of a written snapshot. Raises SaveError if they show that memory was damaged meanwhile."""
         key = checkpoint, rank
         if not self._trainer.dead:
             self.digests[key] = digests
@@ -161,7 +161,7 @@ class HeldMemory:
             )
 
     def numbers(self, url: str, checkpoint: CheckpointId, first: int) -> Iterator[int]:
-        """Return the numbers of data files that this writer may still use for a checkpoint in a tier."""
+        """Return an iterator over the data file numbers that this writer may still use for a checkpoint in a tier."""
         return self._numbers.setdefault((url, checkpoint), itertools.count(first))
 
     def forget_old(self) -> None:
@@ -175,14 +175,14 @@ class HeldMemory:
     def wanted(
         self, history: Sequence[Acquire], checkpoints: Collection[CheckpointId] | None = None
     ) -> list[CheckpointId]:
-        """Return the snapshots of this history, newest first, without retracted ones. If `checkpoints` is given, return
-        only those."""
+        """Return the ids of the snapshots in this history, newest first, without retracted ones. If `checkpoints` is
+        given, return only ids in it."""
         ring = {label.checkpoint for _, _, label in self.ring() if label.checkpoint is not None}
         found = in_history(history, ring - self.retracted.keys())
         return [checkpoint for checkpoint in found if checkpoints is None or checkpoint in checkpoints]
 
     def something(self) -> bool:
-        """Return True if there is a snapshot, or damage that the next start has to report."""
+        """Return True if memory has a snapshot, or damage that the next start has to report."""
         return any(arena.sealed() or arena.damage() for arena in self.all())
 
     def digest_ring(self) -> None:
@@ -195,7 +195,7 @@ class HeldMemory:
                     continue
                 chunks = digest_chunks(layout, arena.data(slot, label.data_size))
                 found = chunks + chunk_digest(arena.values(slot, label))
-                if arena.settled(slot) == label:  # a living trainer may have overwritten it
+                if arena.settled(slot) == label:  # otherwise a living trainer may have overwritten it
                     self.late.add((label.checkpoint, layout.rank))
                     self.digests[label.checkpoint, layout.rank] = found
 
@@ -213,7 +213,7 @@ class HeldMemory:
             ranks=request.ranks,
             node=request.node,
         )
-        if begun != self._trainer.adoptions:  # the next trainer would never release it
+        if begun != self._trainer.adoptions:  # the next trainer would never release this arena
             arena.close()
             raise SkippedError("the trainer that asked for this memory has lost the run, or died")
         self.add(arena)
@@ -226,14 +226,14 @@ class HeldMemory:
 
     @handles(messages.AttachArena)
     async def attach(self, request: messages.AttachArena, caller: Caller) -> None:
-        """Hold an arena of the trainer. Refuse if this writer now serves another trainer, which would never release
-        it."""
+        """Hold an arena of the trainer. Raises WriterError if this writer now serves another trainer, because that
+        trainer would never release the arena."""
         if self._trainer.channel not in (caller.channel, None):
             os.close(caller.fds[0])
             raise WriterError("this writer now serves another trainer")
         arena = Arena.attach(caller.fds[0])
         self.add(arena, foreign=request.foreign)
-        if not request.foreign:  # the previous writer may not have finished this
+        if not request.foreign:  # the previous writer may not have made all slots ready
             _make_ready(arena)
         await self._kept(arena.id.hex())
 

@@ -1,8 +1,8 @@
-"""Opens a run and takes ownership of it, for a trainer that starts, restores or rolls back.
+"""Opens a run and takes ownership of it, for a trainer that starts or restores.
 
-OpenRun      read the tiers without changing them
-AcquireRun   append the next owner to the logs, for all ranks
-OwnRun       all ranks know the owner: finish or abort the checkpoints that earlier owners left unfinished
+OpenRun      reads the tiers without changing them
+AcquireRun   appends the next owner to the logs, for all ranks
+OwnRun       once all ranks know the owner, finishes or aborts the checkpoints that earlier owners left unfinished
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt.core.writer.promotion import IdleCores, threads
 from ckpt.core.writer.saver import WriterSaver
 from ckpt.errors import OutcomeUnknownError, SaveError, StoreError, UsageError
 
-LOOK_BACK = 4  # number of earlier job attempts that are searched for save intervals
+LOOK_BACK = 4  # number of earlier job attempts in which to look for save intervals
 
 
 @dataclass(eq=False)
@@ -42,16 +42,16 @@ class TierOpener:
 
     @handles(messages.OpenRun)
     async def open(self, request: messages.OpenRun) -> messages.OpenRunReply:
-        """Open the tiers of a run. With `check`, raises InUseError if another job trains the run."""
+        """Open the tiers of a run. With `check`, raise InUseError if another job trains the run."""
         run, begun = self.run, self.trainer.adoptions
         run.linger_s, run.commit_s = request.linger_s, request.commit_s
         run.first_number, run.next_nonces = request.first_number, frozenset(request.next_nonces)
         run.acquires = [acquire_of(one) for one in request.acquires]
-        known = {tier.url: tier for tier in run.tiers}  # reuse these, because one may be writing at this moment
+        known = {tier.url: tier for tier in run.tiers}  # reuse open tiers, because one may be writing now
         tiers: list[OpenTier] = []
         again, roots = bool(run.first_number), [*request.roots, *[""] * len(request.tiers)]
         for spec, root in zip(request.tiers, roots, strict=False):
-            # A writer that replaces a dead one must not fail because a bucket is temporarily unreachable.
+            # A writer that replaces a dead one must not fail when a bucket is temporarily unreachable.
             try:
                 tiers.append(await self._open_tier(spec, known, root, later=bool(again and tiers), again=again))
             except StoreError as error:
@@ -62,15 +62,15 @@ class TierOpener:
         run.check_still(begun)
         _check_one_run(tiers)
         run.tiers = tiers
-        for tier in tiers:  # drop bases that were kept for a tier that was removed
+        for tier in tiers:  # drop bases of increments that were kept for a removed tier
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
         found = [_found(tier) for tier in tiers]
         decision = await self._last_cadence(request.auto) if request.auto else None
         return messages.OpenRunReply(found, {} if decision is None else asdict(decision))
 
     def _as_it_stands(self, error: StoreError, url: str, tiers: Sequence[OpenTier]) -> StoreError:
-        """Return an error that names the newest step known without this tier, and how to continue without it. We do not
-        skip it automatically: it may have a newer step, or another job may train in it."""
+        """Return an error that names the newest step known without this tier, and how to continue without the tier. Do
+        not skip the tier automatically, because it may have a newer step, or another job may train in it."""
         here = [(one.step, tier.url) for tier in tiers if tier.opened for one in tier.log.state.lineage()[:1]]
         here += [(label.checkpoint.step, "memory") for _, _, label in self.held_memory.ring()[:1] if label.checkpoint]
         if not here or isinstance(error, OutcomeUnknownError):
@@ -98,7 +98,7 @@ class TierOpener:
         return tier
 
     def _has_ended(self, lease: Lease) -> bool:
-        """Return True for the lease of this writer's previous trainer, or of the same process as the new trainer."""
+        """Return True for a lease of this writer's previous trainer, or of the process that is now the new trainer."""
         return lease.token == self.books.token or (lease.visible and lease.pid == self.trainer.pid)
 
     async def _last_cadence(self, auto: list[str]) -> Decision | None:
@@ -113,7 +113,7 @@ class TierOpener:
 
     @handles(messages.AcquireRun)
     async def acquire(self, request: messages.AcquireRun) -> list[int]:
-        """Append the next owner to the logs. With `restored`, it is a rollback by the present owner."""
+        """Append the next owner to the logs. With `restored`, the present owner rolls the run back."""
         run, begun = self.run, self.trainer.adoptions
         nonce, back = request.nonce, None if request.restored is None else CheckpointId.parse(request.restored)
         tiers = [run.tiers[i] for i in request.tiers]
@@ -141,7 +141,7 @@ class TierOpener:
         return [parts for i in request.recover for parts in await self._recover(i, run.tiers[i])]
 
     async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:
-        """Finish or abort unfinished checkpoints in a tier. Return the parts here if the tier is node-local."""
+        """Finish or abort unfinished checkpoints in a tier. If the tier is node-local, return the parts in it."""
         mine, wanted = self.run.mine(), self.saver.to_copy(tier)
         await commits.recover(tier.log, mine, frozenset(tier.in_flight | wanted), partial=tier.role.partial)
         await tier.drop_uploads(mine, wanted)
@@ -150,7 +150,7 @@ class TierOpener:
         held = {**tier.log.state.held, **tier.log.state.commits}
         return [PartsHere(number, str(a), one.world, [rank for rank, _ in one.manifests]) for a, one in held.items()]
 
-    # -- once it is open --
+    # -- after the run was opened --
 
     @handles(messages.Introduce)
     def introduce(self, request: messages.Introduce, caller: Caller) -> None:
@@ -169,18 +169,18 @@ class TierOpener:
             self.books.decided(Decision(**request.decision))
 
     def _distrust(self, restored: messages.RestoreDone | None) -> None:
-        """Stop building on checkpoints of earlier terms in the tier in which a restore has found damage."""
+        """Build no more increments on checkpoints of earlier terms, in the tier in which a restore has found damage."""
         for tier in (tier for tier in self.run.tiers if restored is not None and tier.url == restored.damaged):
             tier.encoder.distrust(CheckpointId(self.run.mine().term, 0, ""))
 
     @handles(messages.ContinueRun)
     async def complete(self, request: messages.ContinueRun) -> None:
-        """Commit these checkpoints, because the other nodes hold their parts too. Then resume interrupted copies."""
+        """Commit these checkpoints, because the other nodes have their parts too. Then resume interrupted copies."""
         for number, checkpoint in request.complete:
             tier = self.run.tiers[number]
             try:
                 await commits.complete(tier.log, self.run.mine(), CheckpointId.parse(checkpoint))
-            except SaveError as error:  # a checkpoint that it builds on is gone, so it was aborted
+            except SaveError as error:  # the checkpoint was aborted, because a checkpoint that it builds on is gone
                 events.log.warning("%s: %s", tier.url, error)
         if request.resume:
             self.saver.begin_to_resume()
@@ -192,8 +192,8 @@ def _found(tier: OpenTier) -> TierFound:
 
 
 def _check_one_run(tiers: Sequence[OpenTier]) -> None:
-    """Raise UsageError if two tiers have checkpoints of different runs. The run with more starts would take over the
-    other one, and retention would delete its checkpoints."""
+    """Raise UsageError if two tiers have checkpoints of different runs. Otherwise the run with more starts would take
+    ownership of the other run, and retention would delete the checkpoints of that run."""
     seen: list[tuple[str, set[tuple[int, str]]]] = []
     for tier in (tier for tier in tiers if tier.opened and tier.log.state.commits):
         state = tier.log.state

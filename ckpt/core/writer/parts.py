@@ -1,4 +1,4 @@
-"""Commits a checkpoint once the store has every rank's part. Ranks do not communicate: the parts decide."""
+"""Commits a checkpoint once the store has the parts of all ranks. Ranks read the store instead of communicating."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt.core.log.run_log import RunLog
 from ckpt.errors import SaveError
 from ckpt.store import Store
 
-STAGGER_S = 5.0  # how much longer each further rank's writer waits for the first one before it commits instead
+STAGGER_S = 5.0  # time that each further rank's writer waits for the ranks before it, before it commits itself
 POLL_S = (0.01, 0.5)  # seconds between two checks, initial and maximum
 FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same for remote stores, where each check is a request
 REPORT_S, FAR_REPORT_S = 10.0, 60.0  # after which a rank that has not saved its shard is reported
@@ -24,7 +24,7 @@ GROWTH, FAR_GROWTH = 1.3, 2.0  # growth of the time between two checks
 
 
 def _is_checkpoint(state: RunState, checkpoint: CheckpointId) -> bool:
-    """Return True if it is committed, or was until retention retired it. Raise SaveError if it was aborted."""
+    """Return True if the checkpoint is committed, or was retired by retention. Raise SaveError if it was aborted."""
     if checkpoint in state.commits or (checkpoint in state.retired and checkpoint not in state.reasons):
         return True
     if state.ended(checkpoint):
@@ -43,11 +43,11 @@ async def settle(
     on_held: Callable[[], None] = lambda: None,
     on_slow: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Commit the checkpoint when all parts are there, or wait until another rank's writer has committed it.
+    """Commit the checkpoint when the store has all parts, or wait until another rank's writer has committed it.
 
-    Raise SaveError if it is aborted, or if parts are missing after `deadline_s`. `encoder`: the encoder of this tier,
-    which has a record of damage there. `on_held` is called when this disk has all its parts, but the checkpoint also
-    needs those of other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
+    Raise SaveError if the checkpoint is aborted, or if parts are missing after `deadline_s`. `encoder`: the encoder of
+    this tier, which records damage in it. `on_held` is called when this disk has all its parts, but the checkpoint also
+    needs parts on other nodes. `on_slow` is called once if a rank is late, for example during a long evaluation.
     """
     checkpoint = own.checkpoint
     remote = log.store.remote
@@ -84,7 +84,7 @@ async def settle(
 async def _present(
     store: Store, checkpoint: CheckpointId, own: WrittenManifest, role: Role
 ) -> list[WrittenManifest] | None:
-    """Return the parts that belong in this tier, None while some are missing."""
+    """Return the parts that belong in this tier, or None while some are missing."""
     if role.ranks == (own.manifest.rank,):
         return [own]
     keys = [info.key async for info in store.list(folder_of(checkpoint))]
@@ -96,7 +96,7 @@ async def _present(
 
 
 async def _missing(store: Store, checkpoint: CheckpointId, own: WrittenManifest, role: Role) -> str:
-    """Return the ranks whose parts are not there, as text."""
+    """Return a text with the ranks whose parts are missing or damaged, at most eight."""
     keys = [info.key async for info in store.list(folder_of(checkpoint))]
     ready = (await intact_manifests(store, checkpoint, keys, own)).keys()  # a damaged part counts as missing
     return ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))

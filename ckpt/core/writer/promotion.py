@@ -1,12 +1,12 @@
-"""The work of the writer behind the training: its pace, copies of checkpoints from store to store, and queues of tiers.
+"""Background work of the writer: its pace, copies of checkpoints from store to store, and the queues of tiers.
 
-Low priority alone is not enough: a shared core has less cache and memory bandwidth for each side, and if all cores are
-busy, even the lowest priority gets some time. The kernel counts how long each thread was ready to run but did not run
-(`schedstat`). While that grows for the trainer, `Throttle` makes background work sleep.
+`Throttle` slows down background work, because low priority alone is not enough: two sides that share a core also share
+its cache and memory bandwidth, and if all cores are busy, even the lowest priority gets some time. The kernel counts
+for how long each thread was ready but did not run (`schedstat`). While the trainer waits too long, `Throttle` sleeps.
 
-A copy takes a checkpoint's files byte for byte, and verifies each chunk: `pending`, `copy_part` for every rank, commit.
-Names are the same in all tiers, so files copied before a crash are found and not copied again. Nothing counts in the
-target before its log records it.
+A copy transfers a checkpoint's files byte for byte, and verifies each chunk: `pending`, `copy_part` for every rank,
+commit. Names are the same in all tiers, so files copied before a crash are found and not copied again. The target has
+the checkpoint only when its log records it. `Turns` is the queue of a slow tier.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-LOOK_S = 0.1  # interval between two checks
+LOOK_S = 0.1  # pause between two checks
 STARVED = 0.05  # seconds per second that threads of the trainer may wait for a core
-REST = 3.0  # seconds of sleep per second of work, while the trainer waits too long
+REST = 3.0  # seconds of sleep per second of work while the trainer waits too long
 MOST_S = 0.5
 LEAST_S = 0.5  # minimum sample, in core-seconds, to estimate how idle the cores are
 MAX_THREADS = 4  # maximum number of background threads per rank
 
 
 def threads() -> int:
-    """Return the number of threads for the background work of a rank, by the cores and ranks of this node."""
+    """Return the number of background threads for each rank, from the number of cores and ranks of this node."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks)))
 
 
 class IdleCores:
-    """Estimates how many cores were idle since the last call."""
+    """Estimates the number of cores that were idle since the last call."""
 
     def __init__(self) -> None:
         self._times, self._share = psutil.cpu_times(), 1.0
@@ -68,14 +68,14 @@ class IdleCores:
     def __call__(self) -> float:
         now = psutil.cpu_times()
         idle, total = now.idle - self._times.idle, sum(now) - sum(self._times)
-        if total > LEAST_S:  # after a shorter time, keep the last estimate
+        if total > LEAST_S:  # if less time has passed, keep the last estimate
             self._times, self._share = now, max(idle / total, 0.0)
         return self._share * len(os.sched_getaffinity(0))
 
 
 class Throttle:
-    """Slows down background threads. `pid`: returns the id of the process that must not wait for a core. If it is 0 or
-    the process has ended, nothing is throttled."""
+    """Slows down background threads. `pid`: returns the id of the process that must not wait for a core. If this id is
+    0 or the process has ended, nothing is throttled."""
 
     def __init__(self, pid: Callable[[], int]) -> None:
         self._pid, self._lock = pid, threading.Lock()
@@ -106,13 +106,13 @@ class Throttle:
                 return
             waited = waiting_s(self._pid())
             grown, passed = waited - self._waited, now - self._looked
-            # After a long pause, or with another process, the two values are not comparable.
+            # After a long pause, or if the process has changed, the two values are not comparable.
             self.starved = 0 < grown > STARVED * passed and passed < 10 * LOOK_S
             self._looked, self._waited = now, waited
 
 
 def waiting_s(pid: int) -> float:
-    """Return the total time for which the threads of a process were ready but did not run; 0 if unknown."""
+    """Return the total time for which the threads of a process were ready but did not run; 0 if it is unknown."""
     total = 0
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -124,17 +124,17 @@ def waiting_s(pid: int) -> float:
 # -- copies from store to store --
 
 
-BACKLOG = 3  # checkpoints that a new job attempt still copies to another tier
+BACKLOG = 3  # number of checkpoints from before a start that are still copied to another tier
 
 OnBytes = Callable[[int], None] | None
 
 
 def pending(near: RunState, far: RunState, every: int, *, before: int) -> list[Commit]:
-    """Return the checkpoints that are scheduled for another tier and are not there yet, newest first. Pure.
+    """Return the checkpoints that are scheduled for another tier and are missing in it, newest first. Pure.
 
-    Only checkpoints of earlier terms count, because these are the same on all ranks. Of these, only the last few that
-    are newer than everything in the other tier are returned: after a long outage of a bucket, a run does not copy all
-    that it missed.
+    Only checkpoints of earlier terms count, because all ranks see the same ones. Of these, only the last few that are
+    newer than everything in the other tier are returned, so that after a long outage of a bucket, a run does not copy
+    everything that the bucket missed.
     """
     history = [c for c in near.lineage() if c.checkpoint.term < before]
     there = [a for a in far.commits if a.term < before and a in {c.checkpoint for c in history}]
@@ -153,20 +153,20 @@ async def copy_part(
     used: Set[str] = frozenset(),
     on_bytes: OnBytes = None,
 ) -> WrittenManifest:
-    """Copy one rank's manifest and the data files that it uses, including those of older checkpoints.
+    """Copy one rank's manifest and the data files that it uses, including data files of older checkpoints.
 
-    Complete files in the target stay. Raise CorruptError if the source is damaged, or if a data file that the target
-    uses has other bytes.
+    Complete files in the target are not copied again. Raise CorruptError if the source is damaged, or if a data file
+    that the target uses has other bytes.
 
-    expected: the digest of the manifest, if known.
-    used: data files that checkpoints in the target use.
+    expected: the digest of the manifest, if known
+    used: keys of data files that checkpoints in the target use
     """
     written = await load_manifest(source, checkpoint, rank, expected=expected)
     key = manifest_key(checkpoint, rank)
     if await _holds(target, key, written.digest):
         if on_bytes is not None:
             on_bytes(sum(file.size for file in written.manifest.files))
-        return written  # the manifest is copied last, so its data files are complete
+        return written  # the manifest is copied last, so all data files are complete
     for file in written.manifest.files:
         await _copy_file(source, target, file, written.table, file.key in used, on_bytes)
     await _put_once(target, key, await chunks.get(source, key, limit=MAX_JSON))
@@ -201,14 +201,14 @@ async def _copy_file(source: Store, target: Store, file: DataFile, table: Table,
     if there == file.size and (target.remote or used):
         if on_bytes is not None:
             on_bytes(file.size)
-        return  # objects appear whole or not at all; a file has its full size before its first byte
+        return  # an object appears only as a whole, but a file has its full size before its bytes
     if there >= 0:
         await target.delete(file.key)
     await upload_from(target, file.key, file.size, VerifiedRanges(source, file, table).read, on_bytes)
 
 
 async def _same(store: Store, file: DataFile, table: Table) -> bool:
-    """Return True if a data file matches its entries in a table."""
+    """Return True if the chunks of a data file match their digests in a chunk table."""
     sound = VerifiedRanges(store, file, table)
     try:
         for offset in range(0, file.size, CHUNK):
@@ -219,7 +219,7 @@ async def _same(store: Store, file: DataFile, table: Table) -> bool:
 
 
 class VerifiedRanges:
-    """Reads ranges of a data file, and verifies every chunk that they touch."""
+    """Reads ranges of a data file, and verifies every chunk that a range touches."""
 
     def __init__(self, source: Store, file: DataFile, table: Table) -> None:
         self._source, self._pack = source, file
@@ -230,7 +230,7 @@ class VerifiedRanges:
         self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[in_file][order]]
 
     async def read(self, offset: int, length: int) -> memoryview:
-        """Read a range. Raise CorruptError if anything in it is damaged."""
+        """Read a range. Raise CorruptError if the header or a chunk in it is damaged."""
         first = int(np.searchsorted(self._stops, offset, "right"))
         last = int(np.searchsorted(self._starts, offset + length, "left"))
         start, stop = offset, offset + length
@@ -264,12 +264,12 @@ class Size:
 
 
 async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) -> Size:
-    """Return how much must be copied. Raise CorruptError or NotFoundError if the checkpoint is incomplete.
+    """Return the number of files to copy and their size. Raise CorruptError or NotFoundError if files are missing.
 
-    `counted`: data files that another checkpoint copies already. Those of this checkpoint are added.
+    `counted`: data files already counted for other checkpoints. The data files of this checkpoint are added.
     """
     files: dict[str, int] = {}
-    for rank, digest in commit.manifests:  # one at a time, because there may be thousands
+    for rank, digest in commit.manifests:  # one after the other, because there may be thousands
         written = await load_manifest(log.store, commit.checkpoint, rank, expected=digest)
         files |= {file.key: file.size for file in written.manifest.files}
     if counted is not None:
@@ -286,16 +286,16 @@ STILL_S = 30.0  # time without a byte after which a tier counts as unresponsive 
 
 @dataclass(eq=False)
 class Turns:
-    """The queue of a tier that is slower than its save interval. If the queue is too long, the oldest step is skipped,
+    """The queue of a tier that is slower than its save interval. If the queue is too long, its oldest step is skipped,
     so that the last step of a run is never skipped."""
 
     taken: bool = False
-    since: float = 0.0  # when the present step got its turn, by the monotonic clock
+    since: float = 0.0  # monotonic time when the present step got its turn
     line: list[tuple[CheckpointId, asyncio.Future[None]]] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
     async def turn(self, tier: OpenTier, checkpoint: CheckpointId, most: int) -> AsyncIterator[None]:
-        """Wait for the turn of a step. If more than `most` steps wait, the oldest gets SkippedError."""
+        """Wait for the turn of a step. If more than `most` steps wait, the oldest of them gets SkippedError."""
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.line.append((checkpoint, mine))
         self._call()
@@ -314,7 +314,7 @@ class Turns:
                 self._call()
 
     def _why(self, tier: OpenTier) -> str:
-        """Return why steps are skipped. To save less often does not help if the tier is down or hangs."""
+        """Return why steps are skipped. Saving less often does not help if the tier is down or hangs."""
         still_s = time.monotonic() - max(self.since, tier.flow.moved)
         if still_s > STILL_S:
             return f"has accepted no data for {duration(still_s)}: check whether it responds. It gets the newest then"
@@ -323,7 +323,7 @@ class Turns:
     def _call(self) -> None:
         while self.line and not self.taken:
             _, waits = self._leave()
-            if not waits.done():  # otherwise it was cancelled, and its task has not run yet
+            if not waits.done():  # otherwise it was cancelled, and its task has not run since
                 waits.set_result(None)
                 self.taken, self.since = True, time.monotonic()
 

@@ -1,9 +1,9 @@
-"""Makes checkpoints of the snapshots in memory: those that the trainer requests, and after a fault what memory has.
+"""Makes checkpoints of the snapshots in memory, on request of the trainer, and of all snapshots after a fault.
 
     write          a sealed slot, one tier: store this rank's part, then commit it with the parts of the other ranks
       store_part     from memory, in the encoding of the tier, without chunks that the tier already has
       promote        from a nearer tier, if this tier is busy or has failed, so that memory is free sooner
-      commit         wait for the parts of other ranks (`parts.settle`); abort what fails, so that they need not wait
+      commit         wait for the parts of other ranks (`parts.settle`); abort failed saves, so that they need not wait
     resume         after a start: copies to further tiers that a crash has interrupted
     persist        at a fault: all snapshots in memory, within a deadline
     make_durable   after the trainer's end: all snapshots in memory, until another trainer comes
@@ -52,12 +52,12 @@ from ckpt.errors import (
 )
 from ckpt.units import count_of
 
-FAR_PATIENCE = 6  # factor of the timeout for other ranks' parts in slow tiers
+FAR_PATIENCE = 6  # factor of the timeout for the parts of other ranks in slow tiers
 FAR_QUEUE = 1  # number of checkpoints that may wait for a write from memory to a slow tier
 LATE_S = 30.0  # timeout for the parts of other ranks after the trainer's end
-FAR_LATE_S = 600.0  # the same in a slow tier
-COMMON_S = 1.0  # after which the step before the newest is enough, if not all ranks have the newest
-OTHERS_S = 5.0  # timeout for the parts of other ranks when ours is written
+FAR_LATE_S = 600.0  # timeout for the parts of other ranks in a slow tier
+COMMON_S = 1.0  # if not all ranks have the newest step, time after which an older step is enough
+OTHERS_S = 5.0  # timeout for the parts of other ranks after our part is written
 OUT_OF_TURN = -1
 
 
@@ -65,10 +65,10 @@ OUT_OF_TURN = -1
 class WriterSaver:
     """Saves snapshots of one run.
 
-    reads: number of writes that read a slot, by arena and slot
-    stored: by tier and checkpoint that the trainer has requested, a future that is True if our part is stored
-    settling: number of written parts that are not committed yet, by the adoption of the trainer that requested them, or
-        `OUT_OF_TURN` if other ranks may never write theirs
+    reads: number of writes that are reading a slot, by arena and slot
+    stored: a future for each requested write, by tier URL and checkpoint; its result is True if our part is stored
+    settling: number of written parts that are not committed yet, by the adoption number of the trainer that requested
+        them, or `OUT_OF_TURN` if other ranks may never write their parts
     turns: the queue of each tier, by its URL
     """
 
@@ -84,14 +84,14 @@ class WriterSaver:
     turns: defaultdict[str, Turns] = field(default_factory=lambda: defaultdict(Turns))
     _resuming: asyncio.Task[None] | None = None
 
-    # -- what the trainer requests --
+    # -- requests of the trainer --
 
     @handles(WriteSlot)
     async def write(self, request: WriteSlot) -> WriteSlotReply:
         """Make a checkpoint of a sealed slot in one tier.
 
-        `StoredNote` reports that the slot is free again. If a further tier is busy or fails, it gets the step from
-        the nearest tier later, so that memory does not wait for a network.
+        `StoredNote` reports that the slot is free again. If a further tier is busy or fails, the step is later copied
+        to it from the nearest tier, so that memory does not wait for a network.
         """
         tier, checkpoint = self.run.tiers[request.tier], CheckpointId.parse(request.checkpoint)
         arena = self.memory.arenas.get(request.arena)
@@ -109,7 +109,7 @@ class WriterSaver:
     async def _write(self, tier: OpenTier, checkpoint: CheckpointId, request: WriteSlot) -> WrittenManifest | None:
         near = self.run.near(tier)
         if near is not None and (near.url, checkpoint) not in self.stored and checkpoint not in near.log.state.commits:
-            near = None  # the step is not scheduled there
+            near = None  # the step is not scheduled in the nearest tier
         part = self.stored.setdefault((tier.url, checkpoint), asyncio.get_running_loop().create_future())
         note = StoredNote(request.tier, request.checkpoint, request.arena, request.slot)
         if near is not None:
@@ -137,11 +137,11 @@ class WriterSaver:
     async def _store(
         self, tier: OpenTier, near: OpenTier | None, checkpoint: CheckpointId, request: WriteSlot, note: StoredNote
     ) -> WrittenManifest | None:
-        """Write the part from memory or a nearer tier. Return None if it is a checkpoint already."""
+        """Write the part from memory or a nearer tier. Return None if the step is already a checkpoint in this tier."""
         arena, slot = self.memory.arenas.get(request.arena), request.slot
         label = None if arena is None else arena.label(slot)
         if request.stored or arena is None or label is None or label.checkpoint != checkpoint:
-            # The trainer or an earlier writer stored the part without committing it. No slot has it.
+            # The trainer or an earlier writer stored the part without committing it. No slot has this part any more.
             if checkpoint in tier.log.state.commits:
                 return None
             written = await commits.stored_manifest(tier.log.store, checkpoint, _rank(tier))
@@ -169,8 +169,8 @@ class WriterSaver:
     async def _store_far(
         self, tier: OpenTier, checkpoint: CheckpointId, arena: Arena, slot: int, label: Label, note: StoredNote
     ) -> WrittenManifest | None:
-        """Write to a slow tier that has no nearer one. Only the newest step may wait for the one under way, so that
-        training keeps the other slots."""
+        """Write to a slow tier that is not filled from a nearer one. Only the newest step may wait while another is
+        being written, so that training keeps the other slots."""
         tier.waiting += 1
         try:
             async with self.turns[tier.url].turn(tier, checkpoint, FAR_QUEUE):
@@ -187,10 +187,10 @@ class WriterSaver:
     async def store_part(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True
     ) -> WrittenManifest | None:
-        """Write this rank's part from memory. Return None if the step is a checkpoint already.
+        """Write this rank's part from memory. Return None if the step is already a checkpoint.
 
-        With a single rank, a failed checkpoint stays open. It may be retried with other files, or recovery ends it.
-        With several ranks it is aborted immediately so that they need not wait, unless this was not the `last` try.
+        With a single rank, a failed checkpoint stays open: it may be retried with other files, or recovery ends it.
+        With several ranks, it is aborted immediately so that they need not wait, unless this was not the `last` try.
         """
         checkpoint, rank = label.checkpoint, self.memory.layouts[label.layout].rank
         assert checkpoint is not None
@@ -205,7 +205,7 @@ class WriterSaver:
             if last and reason == "due":
                 await self._tell_others(tier, checkpoint, rank, error)
                 if checkpoint in tier.log.state.commits:
-                    return None  # the part was complete, and another rank has committed it
+                    return None  # the part was complete, so another rank has committed it
             raise
         if written is None:
             tier.in_flight.discard(checkpoint)
@@ -213,7 +213,7 @@ class WriterSaver:
 
     @contextlib.contextmanager
     def _reading(self, arena: Arena, slot: int) -> Iterator[None]:
-        """Mark a slot as being read. A trainer that inherits the memory does not overwrite it until `StoredNote`."""
+        """Mark a slot as being read. A trainer that inherits the memory overwrites the slot only after `StoredNote`."""
         key, adopted = (arena.id.hex(), slot), self.trainer.adoptions
         self.reads[key] += 1
         try:
@@ -222,15 +222,15 @@ class WriterSaver:
             self.reads[key] -= 1
             if not self.reads[key]:
                 del self.reads[key]
-                if adopted != self.trainer.adoptions:  # the new trainer waits for the end of this read
+                if adopted != self.trainer.adoptions:  # the new trainer waits until this slot is free
                     self.trainer.tell(StoredNote(arena=key[0], slot=slot))
 
     async def _store_part(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, checkpoint: CheckpointId, reason: str
     ) -> WrittenManifest | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
-            self.trainer.check_not_fenced()  # otherwise the slot may have been released during the write
-            # A living trainer may reuse the slot. It changes the label before the first byte.
+            self.trainer.check_not_fenced()  # the slot may be released after fencing
+            # A living trainer may reuse the slot. It changes the label before it writes the first byte.
             if arena.settled(slot) != label:
                 raise SaveError(f"step {checkpoint.step} {problem}")
 
@@ -238,7 +238,7 @@ class WriterSaver:
         async with tier.busy:
             await tier.prepare()
             if checkpoint in tier.log.state.commits:
-                return None  # the previous writer committed it, and died before its reply
+                return None  # the previous writer committed it but died before its reply
             check("is no longer in memory")
             numbers = memory.numbers(tier.url, checkpoint, run.first_number)
             values = json.loads(bytes(arena.values(slot, label)))
@@ -264,8 +264,8 @@ class WriterSaver:
         reason: str,
         check: Callable[[], None] = lambda: None,
     ) -> WrittenManifest:
-        """Write a part in the encoding of this tier, without chunks that the tier already has. `check` raises if the
-        source has changed since."""
+        """Write a part in the encoding of this tier, without chunks that the tier already has. `check` raises an error
+        if the source has changed meanwhile."""
         checkpoint, layout, near = snapshot.checkpoint, snapshot.layout, self.run.near(tier)
         previous = await tier.encoder.previous(tier.log, checkpoint, layout)
         if previous is not None:
@@ -282,7 +282,7 @@ class WriterSaver:
                 check=check,
                 log=tier.log,
             )
-        if near is not None:  # it keeps the bases of increments in this tier, if there are any
+        if near is not None:  # the nearer tier keeps the bases of increments in this tier
             if tier.encoder.policy.compression == "none" or not tier.encoder.uses_bases:
                 near.anchors.pop(tier.url, None)
             elif not written.manifest.needs:
@@ -294,9 +294,9 @@ class WriterSaver:
     async def promote(
         self, tier: OpenTier, near: OpenTier, checkpoint: CheckpointId, note: StoredNote
     ) -> WrittenManifest | None:
-        """Copy this rank's part once a nearer tier has it. Return None if the attempt is a checkpoint already.
+        """Copy this rank's part once a nearer tier has it. Return None if the step is already a checkpoint.
 
-        `note` is sent when memory is no longer needed for it. Raises SkippedError if the further tier is too slow.
+        `note` is sent when the part no longer needs memory. Raises SkippedError if the further tier is too slow.
         """
         rank = _rank(near)
         tier.in_flight.add(checkpoint)
@@ -332,7 +332,7 @@ class WriterSaver:
             tier.waiting -= 1
 
     async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenManifest) -> WrittenManifest:
-        """Store a part of a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
+        """Copy a part from a nearer tier in the encoding of the further one. Resume a copy that a crash interrupted."""
         checkpoint, part = here.checkpoint, here.manifest
         there = await commits.stored_manifest(tier.store, checkpoint, part.rank)
         if there is not None:
@@ -353,7 +353,7 @@ class WriterSaver:
         return await self._encode(tier, snapshot, source, numbers, reason=part.reason)
 
     def _check_wanted(self, tier: OpenTier, checkpoint: CheckpointId) -> None:
-        """Raise SaveError if the step was retracted here or aborted by another rank."""
+        """Raise SaveError if this writer retracted the step, or another rank aborted it."""
         state = tier.log.state
         if checkpoint in self.memory.retracted:
             raise SaveError(f"step {checkpoint.step} was aborted: {self.memory.retracted[checkpoint]}")
@@ -364,7 +364,7 @@ class WriterSaver:
 
     @contextlib.contextmanager
     def under_way(self, adoption: int | None = None) -> Iterator[None]:
-        """Count a save that the writer has to finish before it leaves; by default for the present trainer."""
+        """Count a save that the writer has to finish before it leaves. `adoption`: by default the present one."""
         begun = self.trainer.adoptions if adoption is None else adoption
         self.settling[begun] += 1
         try:
@@ -397,7 +397,7 @@ class WriterSaver:
             tier.flow.committed(int(written.table.length[: written.table.owned].sum()), own_bytes(written))
             events.log.info("step %d is a checkpoint in %s", checkpoint.step, tier.url)
         except FullError:
-            with contextlib.suppress(CheckpointError):  # abort it, and free its space
+            with contextlib.suppress(CheckpointError):  # abort the checkpoint, and free its space
                 await commits.abort(tier.log, run.mine(), checkpoint, "no space left")
                 if checkpoint in tier.log.state.aborted:
                     listed = [info.key async for info in tier.log.store.list(folder_of(checkpoint))]
@@ -409,7 +409,7 @@ class WriterSaver:
             if part.world > 1:
                 await self._give_up(tier, written, error)
             if checkpoint in tier.log.state.held:
-                self._sweep_soon(tier)  # other incomplete checkpoints may have to be removed
+                self._sweep_soon(tier)  # other incomplete checkpoints may have to be removed too
             if isinstance(error, RunGoneError):
                 await tier.remove_rest(checkpoint, part.rank)
             raise
@@ -423,14 +423,14 @@ class WriterSaver:
             tier.sweeping = self.background.spawn(tier.sweep(self.run.mine(), self.trainer.tell))
 
     async def _tell_others(self, tier: OpenTier, checkpoint: CheckpointId, rank: int, error: BaseException) -> None:
-        """Abort a checkpoint because this rank's part will not come, so that other ranks do not wait for it."""
+        """Abort a checkpoint because this rank will not write its part, so that other ranks do not wait for it."""
         if tier.role.world > 1 and isinstance(error, Exception) and not isinstance(error, FencedError):
             with contextlib.suppress(CheckpointError):
                 await commits.abort(tier.log, self.run.mine(), checkpoint, f"rank {rank}: {error}")
 
     async def _give_up(self, tier: OpenTier, written: WrittenManifest, error: Exception) -> None:
-        """Abort a checkpoint whose commit failed here, so that other ranks do not wait; delete our part if it was
-        aborted."""
+        """Abort a checkpoint whose commit failed in this writer, so that other ranks do not wait. Delete our part if
+        the checkpoint was aborted."""
         part, checkpoint = written.manifest, written.checkpoint
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
@@ -441,7 +441,7 @@ class WriterSaver:
 
     @handles(Retract)
     async def retract(self, request: Retract) -> None:
-        """Retract a snapshot that failed or is inconsistent: it must not become or remain a checkpoint."""
+        """Abort or retire the checkpoint of a snapshot that failed or is inconsistent, in all tiers."""
         checkpoint = CheckpointId.parse(request.checkpoint)
         self.memory.retracted.setdefault(checkpoint, request.reason)
         failures: list[CheckpointError] = []
@@ -459,7 +459,7 @@ class WriterSaver:
     # -- after a start --
 
     def to_copy(self, tier: OpenTier) -> set[CheckpointId]:
-        """Return the checkpoints from before a crash that are still to be copied from the nearest tier to this one."""
+        """Return the checkpoints from before a crash that must still be copied from the nearest tier to this tier."""
         near = self.run.near(tier)
         if near is None:
             return set()
@@ -473,8 +473,8 @@ class WriterSaver:
         self._resuming = self.background.spawn(self.resume())
 
     async def resume(self) -> None:
-        """Resume the copies that a crash has interrupted. The ranks share the parts, and all find the same pending
-        copies whenever they check."""
+        """Resume the copies that a crash has interrupted. The ranks divide the parts among themselves. All ranks find
+        the same pending copies, whenever they check."""
         adoptions = self.trainer.adoptions
         for tier in self.run.tiers[1:]:
             near = self.run.near(tier)
@@ -487,7 +487,7 @@ class WriterSaver:
             except CheckpointError as error:
                 events.log.warning("could not copy earlier checkpoints to %s: %s", tier.url, error)
                 continue
-            for one in found:  # a damaged one must not block the others
+            for one in found:  # a damaged checkpoint must not block the others
                 if one.checkpoint not in tier.in_flight and adoptions == self.trainer.adoptions:
                     try:
                         await self.resume_one(tier, near, one)
@@ -496,7 +496,7 @@ class WriterSaver:
                         await self._tell_others(tier, one.checkpoint, _rank(near), error)
 
     async def resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
-        """Copy this rank's share of a checkpoint."""
+        """Copy this rank's parts of a checkpoint."""
         mine = one.manifests[near.role.place :: len(near.role.ranks)]
         if not mine:
             return
@@ -520,14 +520,14 @@ class WriterSaver:
             near.unpin(one.checkpoint)
             tier.in_flight.discard(one.checkpoint)
 
-    # -- what is in memory, at a fault --
+    # -- snapshots in memory, at a fault --
 
     def in_memory(self, checkpoints: Collection[CheckpointId] | None = None) -> list[CheckpointId]:
-        """Return the snapshots in memory that belong to the history, newest first; only these, if given."""
+        """Return the ids of snapshots in memory in the history, newest first. `checkpoints`: only these."""
         return self.memory.wanted(self.run.acquires, checkpoints)
 
     def durable(self) -> list[tuple[int, str]]:
-        """Return the steps in memory that are known to be durable, with their tier, newest first."""
+        """Return the steps in memory that are known to be durable, newest first, with the URL of their tier."""
         return [(a.step, t.url) for t in self.run.tiers[:1] for a in self.in_memory() if a in t.log.state.commits]
 
     @handles(Persist)
@@ -538,11 +538,11 @@ class WriterSaver:
     async def persist(
         self, deadline_s: float, *, far: bool = False, checkpoints: list[CheckpointId] | None = None
     ) -> list[SavedInTier]:
-        """Write the snapshots in memory, or only these, to the nearest tier.
+        """Write the snapshots in memory, or only `checkpoints`, to the nearest tier.
 
-        Wait until the newest step is durable, for at most `deadline_s`; writes that began go on. With `far`, the newest
-        one is also written to all other tiers, because the machine may be lost. Returns the result for each
-        step and tier; `error` is empty if it is durable.
+        Wait until the newest step is durable, for at most `deadline_s`; writes that began continue. With `far`, also
+        write the newest step to all other tiers, because the machine may be lost. Return the result for each step and
+        tier; `error` is empty if the step is durable.
         """
         began, tiers = time.monotonic(), self.run.tiers
         with self.throttle.hurry():
@@ -559,7 +559,7 @@ class WriterSaver:
         ]
 
     async def _wait(self, steps: list[CheckpointId], tasks: list[asyncio.Task[None]], deadline: float) -> None:
-        """Wait until the newest is durable, or only the parts of other ranks are missing, which may not come."""
+        """Wait until the newest step is durable, or only the parts of other ranks are missing, which may never come."""
         tiers, durable_since, stored_since = self.run.tiers, 0.0, 0.0
         while time.monotonic() < deadline:
             done = [checkpoint for checkpoint in steps if tiers and checkpoint in tiers[0].log.state.commits]
@@ -577,11 +577,11 @@ class WriterSaver:
         with contextlib.suppress(CheckpointError):
             await self.drain(self.trainer.adoptions, checkpoints, tier)
 
-    # -- what is in memory, after the end of a trainer --
+    # -- snapshots in memory, after the end of a trainer --
 
     async def make_durable(self, adoptions: int, tier: OpenTier, owed: Collection[CheckpointId] | None = None) -> bool:
-        """Write the snapshots in memory, or only the `owed` ones, to a tier: all of them to the nearest tier, and the
-        newest step to any other. Return False if a write has to be retried."""
+        """Write the snapshots in memory, or only the `owed` ones, to a tier. The nearest tier gets all of them, and any
+        other tier gets the newest step. Return False if a write has to be retried."""
         nearest = self.run.tiers[0]
 
         def is_over(checkpoints: list[CheckpointId], tier: OpenTier) -> bool:
@@ -589,11 +589,11 @@ class WriterSaver:
 
         if tier.role.world == 1:
             while not is_over(due := self._due(tier, owed), tier):
-                await asyncio.sleep(0.02)  # it may fail yet
+                await asyncio.sleep(0.02)  # the write under way may still fail
             return await self.drain(adoptions, due, tier)
         if tier is nearest:
             return await self.drain(adoptions, self._due(tier, owed), tier)
-        # All ranks choose the same step, because the nearest tier shows which steps all of them have.
+        # All ranks choose the same step, because the nearest tier shows which steps all ranks have saved.
         await _until(lambda: is_over(self._newer(nearest, owed), nearest), LATE_S)
         due = self._due(tier, owed)
         stored = await self.drain(adoptions, due, tier)
@@ -608,23 +608,23 @@ class WriterSaver:
         return found[len(newer) :][:1]
 
     def _newer(self, nearest: OpenTier, owed: Collection[CheckpointId] | None) -> list[CheckpointId]:
-        """Return steps in memory that are newer than all steps of these ranks in the nearest tier."""
+        """Return the steps in memory that are newer than all steps in the nearest tier."""
         there = nearest.log.state.commits.keys() | nearest.log.state.held.keys()
         return list(itertools.takewhile(lambda checkpoint: checkpoint not in there, self.in_memory(owed)))
 
     async def drain(
         self, adoptions: int, checkpoints: Collection[CheckpointId] | None = None, tier: OpenTier | None = None
     ) -> bool:
-        """Write all sealed snapshots, or only these, to a tier if they are not durable there; by default to the
-        nearest. Return False if a write has to be retried."""
+        """Write all sealed snapshots, or only `checkpoints`, to a tier (default: the nearest one), unless they are
+        durable in it. Return False if a write has to be retried."""
         complete = True
         history = set(self.in_memory() if checkpoints is None else checkpoints)
         for arena, slot, label in self.memory.ring():
             if label.checkpoint not in history or label.layout not in self.memory.layouts:
-                continue  # undone by a rollback
+                continue  # a rollback has undone this snapshot
             for target in self.run.tiers[:1] if tier is None else [tier]:
                 if adoptions != self.trainer.adoptions:
-                    return True  # another trainer has the memory now, and decides
+                    return True  # another trainer has inherited the memory
                 if (
                     label.checkpoint is None
                     or label.checkpoint in target.in_flight
@@ -635,7 +635,7 @@ class WriterSaver:
         return complete
 
     async def _drain_one(self, tier: OpenTier, arena: Arena, slot: int, label: Label) -> bool:
-        """Write one snapshot. Return False if it has to be retried."""
+        """Write one snapshot. Return False if the write has to be retried."""
         assert label.checkpoint is not None
         stored = False
         try:
@@ -645,7 +645,7 @@ class WriterSaver:
             if written is not None and written.manifest.world == 1:
                 with self.under_way():
                     await self.commit(tier, written)
-            elif written is not None:  # other ranks may not have this step: do not wait for them here
+            elif written is not None:  # do not wait for other ranks, which may not have this step
                 self.background.spawn(self._commit_late(tier, written))
         except FencedError:
             raise
@@ -671,11 +671,11 @@ class WriterSaver:
 
     @property
     def unfinished(self) -> bool:
-        """Return True if saves are under way, except those of earlier trainers, whose other parts may never come."""
+        """Return True if saves are under way. Commits for earlier trainers do not count, as they may never complete."""
         return bool(self.reads or self.settling[self.trainer.adoptions])
 
     async def close(self) -> None:
-        """Stop copies, which the next start resumes, finish the saves that began, clean up, and close the stores."""
+        """Stop copies, which the next start resumes, finish saves that began, clean up, and close the stores."""
         if self._resuming is not None:
             self._resuming.cancel()
             await asyncio.gather(self._resuming, return_exceptions=True)
@@ -685,14 +685,14 @@ class WriterSaver:
             await tier.close(self.run.owner, self.trainer.tell)
 
     async def finish_begun(self) -> None:
-        """Finish writes that began. Wait for the parts of other ranks only for a while, because they may never come."""
+        """Finish writes that began. Wait only for a while for the parts of other ranks, which may never come."""
         commit_s = self.run.commit_s
         await _until(lambda: not self.reads and not any(tier.waiting for tier in self.run.tiers), commit_s)
         await _until(lambda: not any(self.settling.values()), min(LATE_S, commit_s))
 
 
 def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bases:
-    """Return the source from which the bases of increments are read."""
+    """Return the source of the base chunks for increments."""
     if reason in ("ring", "late"):
         return no_bases
     if near is None:
@@ -714,7 +714,7 @@ def _bases(tier: OpenTier, near: OpenTier | None, rank: int, reason: str) -> Bas
 
 
 def own_bytes(written: WrittenManifest | None) -> int:
-    """Return the bytes stored for a part, without those that it shares with older checkpoints."""
+    """Return the number of bytes stored for a part, without the bytes that it shares with older checkpoints."""
     if written is None:
         return 0
     checkpoint = written.checkpoint

@@ -1,4 +1,4 @@
-"""`ckpt.load`: read whole tensors of a checkpoint in one process, each when it is first used, or fill a state."""
+"""`ckpt.load`: read whole tensors of a checkpoint in one process, each at its first use, or fill a state."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Loaded(Mapping[str, Tensor]):
         return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:
-        """Return the tensors under a prefix, with it removed: `load(url).sub("model")` fits `model.load_state_dict`."""
+        """Return the tensors under a prefix, without it: `load(url).sub("model")` fits `model.load_state_dict`."""
         start = prefix.rstrip(".") + "."
         names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
@@ -104,9 +104,9 @@ class Loaded(Mapping[str, Tensor]):
     def plain(self, path: str, *, rank: int = 0) -> Any:
         """Return the plain values that one rank saved under an entry of the state, for example `plain("term")`.
 
-        Tensor subclasses made of other tensors are returned as dicts of those, objects of optimizers as dicts of their
-        attributes, and enum members as names, because their classes may not be installed. Raises KeyError if nothing is
-        there.
+        Classes in the checkpoint may not be installed. So tensor subclasses made of other tensors become dicts of
+        tensors, objects of optimizers become dicts of attributes, and enum members become names. Raises KeyError if the
+        rank saved no such entry.
         """
         if not 0 <= rank < self._saved.world:
             raise InvalidArgumentError(
@@ -145,7 +145,7 @@ class Loaded(Mapping[str, Tensor]):
 
 
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
-    """Convert an index to a box, and to the set of dimensions that an int removes."""
+    """Return the box that an index selects, and the set of dimensions that an int removes."""
     if len(index) > len(shape):
         raise InvalidArgumentError(f"{name} has {len(shape)} dimensions, not {len(index)}")
     starts, sizes, dropped = [], [], set()

@@ -45,8 +45,8 @@ class Loader:
     - `make`: function that makes the loader, for example torchdata's StatefulDataLoader. Default DataLoader.
     - `options`: passed to `make`.
 
-    `epoch` is the epoch of the next iteration. If an iteration is left early, the next one continues there. Raises
-    UsageError for a dataset that cannot be continued, for example an IterableDataset.
+    `epoch` is the epoch of the next iteration. If an iteration is left early, the next one continues at its position.
+    Raises UsageError for a dataset that cannot be continued, for example an IterableDataset.
     """
 
     def __init__(

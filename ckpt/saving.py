@@ -71,7 +71,7 @@ class Save:
         - `tier`: folder or URL of a tier. Default: the nearest one. "all": every tier that has scheduled the step;
           returns the checkpoint in the furthest.
 
-        Raises SaveError if the step is not scheduled there.
+        Raises SaveError if the step is not scheduled for that tier.
         """
         if not self._durable:
             raise SaveError(

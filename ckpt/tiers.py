@@ -1,4 +1,4 @@
-"""Where snapshots and checkpoints are stored, as the user configures it: memory and durable tiers."""
+"""The user's configuration of memory and durable tiers, in which snapshots and checkpoints are stored."""
 
 from __future__ import annotations
 

@@ -160,8 +160,7 @@ class LocalStore:
                     await self._put_as(temporary, path, data, create)
                     return
                 except FileNotFoundError:
-                    # A clean-up deleted the file before it was locked, or where locks do not work. Or the empty folder
-                    # is gone.
+                    # A clean-up deleted the file before it was locked (or locks do not work), or the empty folder.
                     if number == TRIES - 1 or not (folder.startswith(self._steps) or os.path.isdir(folder)):
                         raise
 

@@ -506,7 +506,7 @@ class CustomModuleNode(ModuleNode):
         loose = {entry.name: entry for entry in piece.loose}
         state = self._saved_state(saved)
         problems, self._untried = len(placement.problems), []
-        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
+        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # extra state may change
         extras = tuple(self._name(prefix + EXTRA) for prefix in self._own.extras)
         own = {name: entry for name, entry in (fixed | loose).items() if not name.startswith(extras)}
         theirs = [name for name in saved.names if name not in free]

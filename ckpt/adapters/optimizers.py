@@ -147,8 +147,8 @@ class CustomOptimizerNode(OptimizerNode):
         self._put(state)
 
     def _state_dict_of(self, state: dict[Any, Any]) -> dict[str, Any]:
-        """Return the `state_dict()` for the restored state. It must be built before the optimizer's hooks write values
-        of this process."""
+        """Return the `state_dict()` for the restored state. Discard values that hooks or the call write into the state,
+        because they are this process's."""
         held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         hooks = [(vars(one), vars(one).get(PRE_HOOKS)) for one in self._same]

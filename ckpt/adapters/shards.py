@@ -104,7 +104,7 @@ class ShardsNode(StateNode):
         given = self.target.pieces()
         if self._contents is None or given is not self._last or self._memories.changed():
             pieces = self._checked(given)
-            owners: dict[tuple[int, ...], str] = {}  # by piece: the owner of each further name
+            owners: dict[tuple[int, ...], str] = {}  # the first name of each tensor, by its pieces
             forms: list[object] = [
                 (name, owners.setdefault(tuple(map(id, own)), name), [_form(one) for one in own])
                 for name, own in pieces.items()

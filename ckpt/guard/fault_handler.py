@@ -154,7 +154,7 @@ class FaultHandler:
         self._incidents.queue.put(lambda: self._closer.tell(fault))
 
     def exception(self, error: BaseException) -> None:
-        """Handle an exception that leaves the training loop. The training thread calls this; no later step is saved."""
+        """Handle an exception that leaves the training loop. The training thread calls it, and steps no more."""
         incidents, oom = self._incidents, is_oom(error)
         if error is incidents.error:
             return

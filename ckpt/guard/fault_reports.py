@@ -68,8 +68,8 @@ class FaultReporter:
         return fault
 
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
-        """Log the fault and write it into the nearest tier. Other tiers are not tried, because readers do not look
-        there."""
+        """Log the fault and write it into the nearest tier. Other tiers are not tried, because readers do not check
+        them."""
         log.warning("%s", fault.line)
         self.books.fault(fault.pid, _seen(fault))
         if not fault.asked:
@@ -232,7 +232,7 @@ class FaultReporter:
         self.background.spawn(self._stall(stall))
 
     async def _stall(self, stall: Stall) -> None:
-        """Let the fault handler handle a hang, because it knows more. If it does not respond, do it in the writer."""
+        """Let the fault handler handle a hang, because it knows more. If it does not respond, handle it here."""
         watchdog = self.watchdog
         if watchdog is None or self.trainer.dead:
             return

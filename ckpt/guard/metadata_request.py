@@ -1,4 +1,4 @@
-"""Sends a request to a cloud's metadata service, without proxy or redirect, for at most 64 KiB, and with a timeout."""
+"""Sends a request to a cloud's metadata service, without proxy or redirect, with a limit of 64 KiB and a timeout."""
 
 from __future__ import annotations
 

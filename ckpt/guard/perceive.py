@@ -26,8 +26,8 @@ LAST_S = 20.0  # seconds before a preemption at which the state is saved again
 
 
 class CrashOutput:
-    """Sends crash output to the writer, which passes it on to stderr if it would have gone there (`echo`). If a process
-    has several instances, the writer of the last open instance receives the output."""
+    """Sends crash output to the writer, which passes it on to stderr if it would have gone to stderr (`echo`). If a
+    process has several instances, the writer of the last open instance receives the output."""
 
     _open: ClassVar[list[CrashOutput]] = []
 

@@ -106,7 +106,7 @@ class LargeObjectTests(OverStores):
         assert bytes(await store.get("packs/p")) == b"first"
 
     async def test_one_of_many_uploads_wins(self, store: Store, other: Store) -> None:
-        """Of several concurrent uploads of one name, one succeeds, and its bytes are stored."""
+        """If several uploads of one name run concurrently, only one succeeds, and its bytes are stored."""
         if not self.creates_uploads:
             pytest.skip("the store does not guarantee it")
         checkpoints = [upload((store, other)[i % 2], "packs/p", b"%d" % i * 9000) for i in range(6)]

@@ -242,7 +242,7 @@ def share(holdings: Sequence[Holding], seat: Seat) -> list[Cut]:
 def _slices(holdings: Sequence[Holding], members: list[int], number: int, count: int) -> list[Cut]:
     """Return slice `number` of `count` of the concatenated tensors."""
     total = sum(holdings[i].elements * holdings[i].item_size for i in members)
-    count = min(count, max(1, total // LEAST))  # of a small tensor, only the first ranks have slices
+    count = min(count, max(1, total // LEAST))  # only the first ranks stage slices of a small tensor
     if number >= count:
         return []
     low, high = total * number // count, total * (number + 1) // count

@@ -53,8 +53,8 @@ class ColumnFile:
     """Converts columns to a file, and a file to columns.
 
     `kinds`: numpy dtype of each column. `most`: maximum bytes of all columns together. `rows`: columns whose values are
-        turned into one object each. `spoken`: columns of JSON. `whole`: columns that are not compressed. `folds`:
-        maximum ratio of decompressed to stored size.
+    turned into one object each. `spoken`: columns of JSON. `whole`: columns that are not compressed. `folds`: maximum
+    ratio of decompressed to stored size.
     """
 
     kinds: Mapping[str, Any]

@@ -50,8 +50,8 @@ class TensorSpec:
     """A tensor, or the piece of a tensor that one rank stages.
 
     `name`: fully qualified. `dtype`: key of `BITS`. `shape`: that of the piece. `whole`, `offsets`: shape of the tensor
-        and position of the piece; None and () if the piece is the whole tensor. `instance` distinguishes tensors of the
-        same name on different ranks (see `ckpt.core.format.boxes`).
+    and position of the piece; None and () if the piece is the whole tensor. `instance` distinguishes tensors of the
+    same name on different ranks (see `ckpt.core.format.boxes`).
     """
 
     name: str

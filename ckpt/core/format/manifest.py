@@ -78,7 +78,7 @@ def nonce_of(job: str, turn: int) -> str:
 
 
 def read_needs(texts: Any, checkpoint: CheckpointId) -> tuple[CheckpointId, ...]:
-    """Parse the ids that a checkpoint builds on. Raise CorruptError unless they are older, sorted and few."""
+    """Parse the ids that a checkpoint builds on. Raise CorruptError unless older, sorted and at most MAX_NEEDS."""
     if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
         raise CorruptError(f"checkpoint {checkpoint} needs an impossible number of others")
     found = tuple(map(CheckpointId.parse, texts))
@@ -350,13 +350,13 @@ class Manifest:
     """The manifest of one rank in a checkpoint. `values` are tagged plain values.
 
     `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64. `files`:
-        all data files that the table names, including those of older checkpoints. `needs`: the older checkpoints that
-        this checkpoint builds on, in order. `chain`: number of increments since the last full checkpoint. `full`: the
-        last full checkpoint; empty for a full checkpoint. `replicas`: see `ckpt.core.format.columns`.
+    all data files that the table names, including those of older checkpoints. `needs`: the older checkpoints that this
+    checkpoint builds on, in order. `chain`: number of increments since the last full checkpoint. `full`: the last full
+    checkpoint; empty for a full checkpoint. `replicas`: see `ckpt.core.format.columns`.
 
-    `info`: the user's notes. `parents`: checkpoints of other runs that this checkpoint continues, as `<root
-        id>/<checkpoint id>`. `content`: for a checkpoint of only some tensors, the options `only` and `cast`.
-        `features`: names of features that a reader needs; a reader that lacks one of them rejects the manifest.
+    `info`: the user's notes. `parents`: checkpoints of other runs that this checkpoint continues, as
+    `<root id>/<checkpoint id>`. `content`: for a checkpoint of only some tensors, the options `only` and `cast`.
+    `features`: names of features that a reader needs; a reader that lacks one of them rejects the manifest.
     """
 
     checkpoint: str

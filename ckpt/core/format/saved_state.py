@@ -276,7 +276,7 @@ class SavedState:
         """Return the saved tensor that `rank` of `size` restores under a name, or None if there is no such tensor.
 
         `instance`: instance of the tensor to fill, None if there is none yet. `lenient`: if the number of ranks has
-            changed, let a rank restore another rank's own values. This suits buffers, but not weights.
+        changed, let a rank restore another rank's own values. This suits buffers, but not weights.
         """
         name = self.canonical(name, rank)
         candidates = self.instances(name)

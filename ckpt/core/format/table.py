@@ -80,7 +80,7 @@ class SavedShards(Sequence[SavedShard]):
     """Shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` has the global shape, offsets and sizes of shard i.
 
     `dtype`: index in `DTYPES`. `accelerated`: 1 if the rank had the shard on an accelerator. Equal to any sequence of
-        the same shards.
+    the same shards.
     """
 
     __slots__ = ("accelerated", "dim_starts", "dims", "dtype", "instance", "names", "rank")
@@ -271,7 +271,7 @@ def check_shards(shards: SavedShards, what: str) -> I64:
     """Check that every shard is a box inside its tensor. Return the bytes of each shard, -1 if too large."""
     lengths = np.diff(shards.dim_starts)
     odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
-    impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # negative values are also too large here
+    impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # negative values too, as unsigned numbers
     odd[np.searchsorted(shards.dim_starts, impossible, "right") - 1] = True
     if odd.any():
         raise CorruptError(f"{what}: impossible shape of shard {int(np.argmax(odd))}")

@@ -47,7 +47,7 @@ class WriteState(Enum):
 
 
 class Snapshot:
-    """A step that is in memory, or is being copied there.
+    """A step that is in memory, or is being copied to memory.
 
     - `save`: the handle returned to the user.
     - `place`: the arena and the slot in which it is sealed; None before it is sealed.
@@ -92,7 +92,7 @@ class NewSnapshot(Snapshot):
         self.replicas: Sequence[Fingerprint] = [places.look(checkpoint.step) for _, places in captured.replicas]
         self.overlapped = list(compress(captured.counters, captured.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
-        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # of tensors to copy later
+        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # tensors to copy later
         self.streams: PerDevice = (
             compute_streams(captured.tensors) if captured.layout.accelerated else {}
         )  # streams of the caller
@@ -131,7 +131,7 @@ class NewSnapshot(Snapshot):
     def clone_early(self, packs: Packs) -> bool:
         """Clone tensors that may change before the next update, on their device. Return False if they are too large.
 
-        On devices, kernels on the caller's streams clone them, so that later kernels there cannot change the clones.
+        On devices, kernels on the caller's streams clone them, so later kernels on these streams cannot change them.
         """
         sizes, sources = self.captured.layout.sizes, list(self.sources)
         sums = {True: 0, False: 0}  # bytes on the host, and on devices

@@ -71,9 +71,9 @@ class CapturedState:
     """The state at one moment.
 
     `tensors`: the live tensors that this rank stages, detached, in the order of the layout. `guarded`: for each tensor,
-        True if only optimizer steps change it. `early`: indices of the other tensors. `counters`: for each tensor, the
-        object that counts the writes to it and to its wrappers. `spots`: where to sample the guarded tensors, to detect
-        writes by other code. `replicas`: where to sample whole tensors that other ranks have too.
+    True if only optimizer steps change it. `early`: indices of the other tensors. `counters`: for each tensor, the
+    object that counts the writes to it and to its wrappers. `spots`: where to sample the guarded tensors, to detect
+    writes by other code. `replicas`: where to sample whole tensors that other ranks have too.
     """
 
     layout: Layout

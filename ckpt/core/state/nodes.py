@@ -169,7 +169,7 @@ class Places:
 
 
 def _get(members: Any, key: str) -> object:
-    """Return a member of a module or ScriptModule. A ScriptModule does not keep its members in a dict."""
+    """Return a member, or None. A ScriptModule's members are not in a dict, so `members` may lack get()."""
     try:
         return members[key]
     except KeyError:

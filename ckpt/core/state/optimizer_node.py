@@ -1,8 +1,8 @@
 """Reads optimizers and restores them.
 
 `OptimizerNode` saves the state of each parameter under the parameter's name, and writes it back directly. It fills live
-tensors in place and creates missing ones like their parameter. `Joint` presents several optimizers as one, if pipeline
-stages with an optimizer each are on one rank now, but on several ranks in other runs.
+tensors in place and creates missing ones like their parameter. `Joint` presents several optimizers as one, for a rank
+with several pipeline stages that other runs have on several ranks.
 """
 
 from __future__ import annotations
@@ -495,7 +495,7 @@ class OptimizerNode(StateNode):
         record a problem, if the tensor cannot be restored.
 
         `form`: form of the saved wrapper, None for a plain tensor. `plain`: True if it was saved as a plain shard next
-            to a DTensor. `shares`: keys of such shards here. `kind`: the saved kind, None for a plain tensor.
+        to a DTensor. `shares`: keys of such shards here. `kind`: the saved kind, None for a plain tensor.
         """
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         if kind is not None and isinstance(live, Tensor) and not _is_of_kind(live, kind, param):

@@ -333,10 +333,9 @@ class Placement:
         """Return a function that builds plain values after the tensors in them, `live` or new, are filled.
 
         `like`: live tensors that will receive copies of the new ones; for a DTensor a DTensor is created. `rank`: the
-            rank
-        that saved these values, default: the rank whose values this one restores. `guarded`: True if the tensors, or
-            their names, belong to an optimizer. Different values on the ranks are then a problem if the number of ranks
-            has changed. `objects`: restores objects among the values.
+        rank that saved these values, default: the rank whose values this one restores. `guarded`: True, or names of
+        tensors, if they belong to an optimizer. Different values on the ranks are then a problem if the number of ranks
+        has changed. `objects`: restores objects among the values.
         """
 
         def check(reference: Json) -> object:

@@ -50,9 +50,9 @@ class StateEntry:
     """One tensor of the state.
 
     `guarded`: True if only optimizer steps change it, so its copy may overlap the next forward and backward. `alike`:
-        the ranks with the same tensor, or the DTensor whose optimizer state it is, or the user's description of its
-        sharding, or None if it belongs to this rank alone. `of`: the parameter whose optimizer state it is. `part_of`:
-        the wrapper tensor (`ckpt.core.state.wrappers`) that contains it. `around`: all wrappers that contain it.
+    the ranks with the same tensor, or the DTensor whose optimizer state it is, or the user's description of its
+    sharding, or None if it belongs to this rank alone. `of`: the parameter whose optimizer state it is. `part_of`: the
+    wrapper tensor (`ckpt.core.state.wrappers`) that contains it. `around`: all wrappers that contain it.
     """
 
     name: str

@@ -77,8 +77,8 @@ class WrapperForm:
     """How a wrapper is made of its tensors.
 
     `kind`: the module and qualified name of its class. `parts`: for each attribute, the name of a tensor or the form of
-        an inner wrapper. `whole`: the shape of the DTensor, if the wrapper is a rank's shard of one. `share`: this
-        rank's indices (`share_of`) in that or its parameter's DTensor; None if the wrapper can be sharded again.
+    an inner wrapper. `whole`: the shape of the DTensor, if the wrapper is a rank's shard of one. `share`: this rank's
+    indices (`share_of`) in that DTensor, or in the one it belongs to; None if it can be sharded again.
     """
 
     name: str

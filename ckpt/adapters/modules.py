@@ -54,11 +54,11 @@ _warned: set[str] = set()
 class OwnState:
     """The own methods and hooks of modules, by prefix.
 
-    `custom`: modules whose state_dict() is called at every reading. No tensor below them is read directly. `extras`:
-        modules whose get_extra_state() is called. `loaders`: modules with their own loaders, which get their state when
-        it is restored. `names`: names of tensors that differ from those in the module. `left_out`: tensors that are not
-        saved. `bypassed`: loaders with only a load_state_dict(), inside another module whose load_state_dict() does not
-        call it.
+    `custom`: modules whose state_dict() is called at every reading. No tensor below them is read directly.
+    `extras`: modules whose get_extra_state() is called.
+    `loaders`: modules with their own loaders, which get their state when it is restored.
+    `names`: names of tensors that differ from those in the module. `left_out`: tensors that are not saved.
+    `bypassed`: loaders with only a load_state_dict(), inside another module whose load_state_dict() does not call it.
         The states that they would accept do not matter.
     """
 
@@ -198,7 +198,7 @@ def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Ma
     if not all(isinstance(value, Tensor) for value in new.values()):
         return False
     if any(isinstance(v := again.get(key), Tensor) and memory_id(v) == memory_id(value) for key, value in new.items()):
-        return False  # the tensor is in both results, so it has other memory
+        return False  # both results have it in the same memory, so it is stored there
     apart = {memory_id(tensor): tensor.numel() for tensor in missing.values()}
     return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
 
@@ -487,7 +487,7 @@ class CustomModuleNode(ModuleNode):
             else:
                 form = self._forms.get(key)
                 state[key] = {"$": "tensor", "name": self._name(key)} if form is None else form.to_json()
-        replicas = replicated_by_ddp(self.whole)  # a state_dict() of a module may exchange tensors
+        replicas = replicated_by_ddp(self.whole)  # modules with their own state_dict() may exchange tensors
         loose = []
         for e in (*collect.entries, *exact.entries):
             of, whole = e.part_of, e.owner.tensor

@@ -174,8 +174,8 @@ class Fault:
 
 
 def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
-    """Group the reports of several ranks about the same incident, or about saves before the same time limit. Groups are
-    in the order of their first reports, except that consequences of a peer's end come after their cause."""
+    """Group the reports of several ranks about the same incident, or about saves before the same time limit. Each
+    group is sorted by time, but consequences of a peer's end come after their cause."""
     found: list[list[Fault]] = []
     for fault in sorted(faults, key=lambda one: one.when):
         last = found[-1] if found else []

@@ -139,7 +139,7 @@ class Wakeup:
     def pass_on(self, raw: bytes) -> None:
         """Send bytes to the previous owner of the descriptor."""
         armed = list(_Descriptors.ours)
-        # Ignore a full or closed descriptor, because its owner must handle that, and a call while we are not armed.
+        # Ignore errors: a full or closed descriptor is its owner's concern, and we may not be armed.
         with contextlib.suppress(OSError, ValueError):
             if at := armed.index(self):
                 armed[at - 1]._writer.send(raw)

@@ -40,7 +40,7 @@ RETRY_S = 2.0
 POLL_S = 0.02  # interval between two checks for a new snapshot
 SILENCE_S = 120.0  # a peer that neither sends nor receives a byte for this long is considered lost
 MAX_HEADER = 64 << 20
-OLD_AFTER = 64  # snapshots of this rank without a snapshot of the other rank
+OLD_AFTER = 64  # snapshots of this rank; another rank that sent none in this time is gone
 _SIZE = struct.Struct("!I")
 
 

@@ -10,7 +10,7 @@ Names are imported when they are used: `import ckpt` alone does not import torch
 
 from __future__ import annotations
 
-__distribution__ = "everystep"  # by which ckpt.version knows that this file is ours
+__distribution__ = "everystep"  # ckpt.version identifies this package by it
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -38,13 +38,13 @@ _HOMES = {
     "save": "single",
 }
 
-# Separate modules; those of other libraries need an extra.
+# Separate modules. Modules for other libraries need an extra.
 _PARTS = (
     "dcp", "deepspeed", "errors", "events", "lightning", "megatron", "ray", "state", "torchtitan", "transformers",
     "triggers", "types",
 )  # fmt: skip
 
-# Names that are looked for here: the error says where they are.
+# Names that users look for in this module. The error names the module that has them.
 _ELSEWHERE = {
     "errors": (
         "ClosedError CorruptError DeadlineError ExistsError FencedError FormatError FullError InUseError "
@@ -56,7 +56,7 @@ _ELSEWHERE = {
     "types": "Checkpoint CheckpointInfo Exported Fault Loaded Stats Verdict",
 }
 
-__all__ = sorted(_HOMES)  # not the modules: `import *` should not need an extra
+__all__ = sorted(_HOMES)  # without the modules, because `import *` should not need an extra
 
 if TYPE_CHECKING:
     from ckpt import dcp as dcp
@@ -93,7 +93,7 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_PARTS, "__version__"})
 
 
-if not TYPE_CHECKING:  # a type checker should know a wrong name as one
+if not TYPE_CHECKING:  # a type checker should report an unknown name
 
     def __getattr__(name: str) -> Any:
         if name in _PARTS:

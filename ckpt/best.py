@@ -47,8 +47,8 @@ class Best:
             raise InvalidArgumentError(f"keep={self.keep!r}: it must be a whole number of at least 1")
 
     def add(self, score: float, step: int) -> bool:
-        """Add a score. Return True if the step is now among the best. With equal scores the older stays; NaN never
-        counts."""
+        """Add a score. Return True if the step is now among the best. If scores are equal, the older step stays. NaN
+        never counts as best."""
         if math.isnan(score):
             return False
         rest = [(s, at) for s, at in self.scores if at != step]
@@ -57,7 +57,7 @@ class Best:
         return any(at == step for _, at in self.scores)
 
     def take(self, notes: Mapping[int, str]) -> dict[int, str]:
-        """Take over the scores in these notes. Return the notes, or parts of them, that are not ours."""
+        """Add the scores in these notes. Return the notes, or parts of notes, that are not scores."""
         others = {}
         for step, note in notes.items():
             ours, _, more = note.removeprefix(THE_BEST).partition(", ")
@@ -72,13 +72,13 @@ class Best:
         return others
 
     def notes(self) -> dict[int, str]:
-        """Return the note for the KEEP record of each step."""
+        """Return the text for the KEEP record of each step."""
         first = self.scores[0][1] if self.scores else None
         return {step: f"{THE_BEST * (step == first)}{self.monitor}={score!r}" for score, step in self.scores}
 
 
 def kept(url: str) -> dict[int, str]:
-    """Return the steps with our notes that are kept in a run, or nothing if the run cannot be read."""
+    """Return the kept steps of a run whose notes have scores, or {} if the run cannot be read."""
 
     async def read_notes() -> dict[int, str]:
         log: RunLog = await read.open_run(url)

@@ -12,7 +12,7 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.options import Options
 
 PLACE = "the first argument, a folder or URL"
-MEANT = {  # names that other trainers use
+MEANT = {  # names that other trainers use, with our names
     "save_total_limit": "keep=",
     "save_steps": "every=",
     "every_n_train_steps": "every=",
@@ -24,7 +24,7 @@ MEANT = {  # names that other trainers use
 def check_keywords(callback: type, arguments: Mapping[str, object], meant: Mapping[str, str]) -> None:
     """Raise InvalidArgumentError with a suggestion if neither the callback nor Checkpointer has one of the keywords.
 
-    `meant`: more names that trainers use, with ours.
+    `meant`: additional names that trainers use, with our names.
     """
     known: set[str] = set()
     for kind in (callback, Checkpointer):

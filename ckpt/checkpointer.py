@@ -4,7 +4,7 @@
     restore() -> choose the newest checkpoint -> fill the state -> open a new term that continues from it
 
 No call waits for a disk unless the caller requests it. An error in the background is raised once, by the next call. The
-modules of `ckpt.core.run` (saver, restoring, closing, emergency) implement these calls over one `TrainingRun`.
+modules of `ckpt.core.run` (saver, restoring, closing, emergency) implement these calls on one `TrainingRun`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-import ckpt.adapters  # noqa: F401 - registers them
+import ckpt.adapters  # noqa: F401 - registers the adapters
 from ckpt.best import Best
 from ckpt.core.cadence.cadence import Auto
 from ckpt.core.checkpoint.retention import Keep
@@ -36,10 +36,10 @@ from ckpt.tiers import DEFAULT_MEMORY, Memory
 from ckpt.triggers import Trigger, as_triggers
 
 PINNED = "by training"
-STOP_S = 30.0  # how long to wait for a fault that is being handled
+STOP_S = 30.0  # seconds to wait for a fault that is being handled
 T = TypeVar("T")
 
-# Open Checkpointers by URL. The interpreter closes those that are still open when it exits.
+# Open Checkpointers by URL. If some are still open when the interpreter exits, it closes them.
 _open: dict[str, Checkpointer] = {}
 _opening = threading.Lock()
 
@@ -99,9 +99,9 @@ class Checkpointer:
         return f"<Checkpointer of {self._settings.places}, step {step}{ended}>"
 
     def _reserve(self, undo: contextlib.ExitStack, takeover: bool) -> None:
-        """Register this Checkpointer as the only one of its run in this process; otherwise raise UsageError.
+        """Register this Checkpointer as the only one of its run in this process, or raise UsageError.
 
-        With `takeover`, close the older one first: a notebook may have lost the variable that referred to it.
+        With `takeover`, close an older one first, because a notebook may have lost the variable that referred to it.
         """
         url = self._settings.url
         if takeover and (older := _open.get(url)) is not None and hasattr(older, "_closing"):
@@ -121,7 +121,7 @@ class Checkpointer:
         triggers: tuple[Trigger, ...],
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
-        """Create the parts that work on the run, and start them. `undo`: rolls everything back if one fails."""
+        """Create the parts that work on the run, and start them. `undo`: stops the started parts if one fails."""
         self._run, self._saver = run, Saver(run)
         self._kept = KeptSteps(run, self._saver)
         self._emergency = EmergencySaver(run, self._saver)
@@ -145,7 +145,7 @@ class Checkpointer:
 
     @property
     def writer_pid(self) -> int:
-        """The process id of the writer, which holds the snapshots and outlives this process; 0 if none is running."""
+        """Process id of the writer, which holds the snapshots and outlives this process; 0 if none is running."""
         client = self._run.supervisor.client
         return client.pid if client.alive else 0
 
@@ -337,10 +337,10 @@ class Checkpointer:
 
         If memory does not have the last step, the current state is saved. If an optimizer has begun a further step, an
         exception is propagating, or another thread closes, the newest step in memory is saved and a warning is logged.
-        A run in memory only is released, unless an exception is propagating: then a restart finds it.
+        A run in memory only is released. If an exception is propagating, it is kept, so that a restart finds it.
 
         Raises DeadlineError after `timeout_s` seconds (default: `Options.close_timeout_s`); the writer still finishes.
-        Raises DeadlineError or PeerError if other ranks do not close: the writer then keeps the memory as after a
+        Raises DeadlineError or PeerError if other ranks do not close; the writer then keeps the memory as after a
         crash.
         """
         self._closing.close_as_asked(timeout_s)

@@ -199,7 +199,7 @@ class StoreError(CheckpointError):
 
     def __init__(self, message: str, *, retryable: bool = False, advice: str | None = None) -> None:
         if advice is not None:
-            self.advice = advice  # for stores that do not contain a run
+            self.advice = advice  # stores that do not contain a run give other advice
         super().__init__(message)
         self.retryable = retryable
 
@@ -269,7 +269,7 @@ class OutcomeUnknownError(StoreError):
 
 
 def is_unreadable(error: BaseException) -> bool:
-    """Return True if the error says nothing about stored bytes: the store did not deliver them.
+    """Return True if the store did not deliver the bytes, so that nothing is known about them.
 
     An object that is absent or too short is damage. Every other failure of a store, from EACCES to a timeout, may pass.
     """
@@ -288,7 +288,7 @@ USER_ERRORS = (
 
 
 def public_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise errors that a user can correct without our frames and causes, so that the last line shown is the caller's.
+    """Raise errors that a user can correct without our frames and causes, so that the last line is the caller's.
 
     The logger "ckpt" records the full traceback at DEBUG.
     """

@@ -13,7 +13,7 @@ log = logging.getLogger("ckpt")  # no handler: the program configures logging, a
 
 
 def tell(text: str) -> None:
-    """Log at INFO. If logging is not configured and stderr is a terminal, also print it there.
+    """Log at INFO. If logging is not configured and stderr is a terminal, also print the text to stderr.
 
     `logging.getLogger("ckpt").setLevel(logging.WARNING)` turns this off.
     """

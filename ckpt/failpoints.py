@@ -19,14 +19,14 @@ import signal
 from ckpt.events import log
 
 TRAINER_POINTS = (
-    "stage.claimed",  # a slot is marked FILLING
+    "stage.claimed",  # the slot is labelled FILLING
     "stage.eager",  # buffers and plain values are in the slot
     "stage.copied",  # every byte is in the slot, not sealed yet
     "stage.sealed",  # the slot's state is SEALED
     "save.requested",  # the writer has received the request
     "restore.chosen",  # a checkpoint was chosen, the state is unchanged
     "restore.filled",  # tensors are filled, plain values are not
-    "run.taken",  # the log names us as owner, the writers are not notified
+    "run.taken",  # the log names this job as owner, the writers are not notified
 )
 WRITER_POINTS = (
     "data_file.opened",
@@ -35,7 +35,7 @@ WRITER_POINTS = (
     "manifest.stored",
     "index.stored",
     "log.synced",  # the record's temporary file is durable
-    "log.linked",  # the record has its name, the directory is not synced
+    "log.linked",  # the record has its name, the folder is not synced
     "log.appended",
     "log.trimming",  # some of the old records are deleted
     "acquire.done",
@@ -43,12 +43,12 @@ WRITER_POINTS = (
     "plan.landed",
     "sweep.deleted",
     "drain.started",
-    "mirror.taken",  # another rank's snapshot is in our memory, not sealed yet
+    "mirror.taken",  # another rank's snapshot is in this node's memory, not sealed yet
 )
-INCREMENT_POINTS = (  # in a writer that stores an increment or compresses
-    "data_files.stored",  # all of its data files are durable
+INCREMENT_POINTS = (  # points in a writer that stores an increment or compresses
+    "data_files.stored",  # all data files of the increment are durable
 )
-OFFLINE_POINTS = (  # in a command that converts a checkpoint
+OFFLINE_POINTS = (  # points in a command that converts a checkpoint
     "export.window",  # some bytes are about to be written
     "export.whole",  # all files are complete and still have temporary names
     "export.appeared",  # the files have their names, the temporary folder still exists
@@ -60,7 +60,7 @@ POINTS = (
     *OFFLINE_POINTS,
 )
 
-process = "trainer"  # the writer sets this to "writer" when it starts
+process = "trainer"  # in the writer, its start sets this to "writer"
 
 
 def _parse(text: str) -> dict[str, list[object]]:

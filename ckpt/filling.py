@@ -1,10 +1,10 @@
-"""Fill a state from a run that is only read: nothing is written there, and its own job can continue."""
+"""Fill a state from a run that is only read. Nothing is written to the run, and its own job can continue."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import ckpt.adapters  # noqa: F401 - registers them
+import ckpt.adapters  # noqa: F401 - registers the adapters
 from ckpt.core.checkpoint import read, reference
 from ckpt.core.checkpoint.reference import Which
 from ckpt.core.format.boxes import Seat
@@ -17,7 +17,7 @@ from ckpt.store import normalise
 
 
 def is_run(url: str) -> bool:
-    """Return True if there is a run at a URL, which may also name one of its steps. StoreError if it is unreadable."""
+    """Return True if there is a run at a URL, which may also name a step. Raise StoreError if it is unreadable."""
     try:
         log = read.run(read.open_run(normalise(reference.split(url, None)[0])))
     except (FormatError, NoCheckpointError):
@@ -31,10 +31,10 @@ def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = T
 
     - `location`: URL of the run.
     - `which`: step, "best", or None for the newest.
-    - `strict`: False restores what fits, as `Checkpointer.restore` does.
+    - `strict`: False restores entries that fit, as `Checkpointer.restore` does.
     - `subset`: ignore top-level entries of the checkpoint that the state does not have.
 
-    Raises NoCheckpointError if there is none, MismatchError if it does not fit (nothing was changed then), and
+    Raises NoCheckpointError if there is no checkpoint, MismatchError if it does not fit (nothing was changed then), and
     CorruptError if no checkpoint is intact.
     """
     number = None if which == reference.BEST else reference.number(which)

@@ -8,14 +8,14 @@ samples.
         for batch in loader:
             ...
 
-A loader that counts batches per rank cannot continue with another number of ranks. This one keeps a single position for
+A loader that counts batches per rank cannot continue with another number of ranks. `Loader` keeps a single position for
 the whole job. Each epoch has one order of the dataset, computed from the seed and the number of the epoch. From the
 position on, rank r of w takes every w-th sample. The position after a step is therefore the same on every rank, and the
 rest of the epoch can be divided over any number of ranks.
 
 Samples must not depend on the number of ranks either. If the dataset draws random numbers (augmentation), they come
-from streams seeded with the epoch and the number of the sample, in whichever worker it is made. The loader never draws
-from the global generators, whose state belongs to the training.
+from streams seeded with the epoch and the number of the sample, no matter which worker makes the sample. The loader
+never draws from the global generators, whose state belongs to the training.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Loader:
     - `make`: function that makes the loader, for example torchdata's StatefulDataLoader. Default DataLoader.
     - `options`: passed to `make`.
 
-    `epoch` is the epoch of the next iteration. If an iteration is left early, the next one continues there. Raises
-    UsageError for a dataset that cannot be continued, for example an IterableDataset.
+    `epoch` is the epoch of the next iteration. If an iteration is left early, the next one continues at its position.
+    Raises UsageError for a dataset that cannot be continued, for example an IterableDataset.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Loader:
         self._order = _Order(len(dataset), shuffle, seed)  # type: ignore[arg-type]
         self.batch_size, self.drop_last = batch_size, drop_last
         self.epoch = 0
-        self._from = 0  # samples of the epoch consumed by all ranks before this division
-        self._batches = 0  # batches yielded by this rank since then
+        self._from = 0  # samples of the epoch that all ranks consumed before the current division
+        self._batches = 0  # batches that this rank yielded since the current division
         self._sampler = _Numbers(self)
         inner = _Seeded(dataset, seed) if seed_samples else _Plain(dataset)
         generator = torch.Generator()  # otherwise every iteration would draw from the global one
@@ -91,7 +91,7 @@ class Loader:
                 f"{now[1]}: "
                 "create it after torch.distributed.init_process_group(), or every rank would see all samples"
             )
-        if self._batches:  # iteration stopped early, or state restored: divide the remaining samples
+        if self._batches:  # iteration stopped early, or the state was restored, so divide the remaining samples
             self._from, self._batches = self._position(), 0
         epoch = self.epoch
         for batch in self._loader:
@@ -102,24 +102,24 @@ class Loader:
         self.epoch, self._from, self._batches = epoch + 1, 0, 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
+        """Return the number of batches in a whole epoch on this rank."""
         return self._rounds(0)
 
     @property
     def remaining(self) -> int:
-        """Batches of the next iteration on this rank."""
+        """Return the number of batches in the next iteration on this rank."""
         return self._rounds(self._position())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the whole job after the last batch yielded; batches prefetched by workers do not
-        count."""
+        """Return the position of the whole job after the last batch yielded, without batches that workers have
+        prefetched."""
         return {"epoch": self.epoch, "position": self._position(), "order": self._order.facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_state_dicts([state], self._rank, self._world)
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """Continue at the position in `states`, which any number of ranks saved."""
+        """Continue at the position in `states`, saved by any number of ranks."""
         try:
             positions = {(int(state["epoch"]), int(state["position"])) for state in states}
             orders = [dict(state["order"]) for state in states]
@@ -151,12 +151,12 @@ class Loader:
         return min(self._from + self._batches * self.batch_size * self._world, self._order.size)
 
     def _rounds(self, start: int) -> int:
-        """Batches per rank after the position `start`."""
+        """Return the number of batches per rank after the position `start`."""
         left, round_ = self._order.size - start, self.batch_size * self._world
         return left // round_ if self.drop_last else -(-left // round_)
 
     def _mine(self) -> list[int]:
-        """Numbers of this rank's samples from the position on, including the epoch."""
+        """Return the numbers of this rank's samples after the position. Each number includes the epoch."""
         order, size = self._order.of(self.epoch), self._order.size
         rest = order[self._from :]
         if self.drop_last:
@@ -195,7 +195,7 @@ class _Numbers(Sampler[int]):
 
 
 class _Plain(Dataset[Any]):
-    """The dataset, indexed by numbers of `_Numbers`."""
+    """The dataset, indexed by the numbers that `_Numbers` yields."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -221,7 +221,7 @@ class _Seeded(Dataset[Any]):
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
             return self._make(number)
-        finally:  # in the trainer process: its generators must stay unchanged
+        finally:  # in the trainer process, its generators must stay unchanged
             random.setstate(before[0])
             np.random.set_state(before[1])
             torch.set_rng_state(before[2])
@@ -230,7 +230,7 @@ class _Seeded(Dataset[Any]):
         first, second = np.random.SeedSequence([self._seed, number]).generate_state(2).tolist()
         random.seed(first)
         np.random.seed(second)
-        torch.default_generator.manual_seed(first << 31 ^ second)  # only the CPU generator
+        torch.default_generator.manual_seed(first << 31 ^ second)  # seeds only the CPU generator
         return self.dataset[number % len(self.dataset)]
 
 

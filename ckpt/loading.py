@@ -1,4 +1,4 @@
-"""`ckpt.load`: read whole tensors of a checkpoint in one process, each when it is first used, or fill a state."""
+"""`ckpt.load`: read whole tensors of a checkpoint in one process, each at its first use, or fill a state."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Loaded(Mapping[str, Tensor]):
         return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:
-        """Return the tensors under a prefix, with it removed: `load(url).sub("model")` fits `model.load_state_dict`."""
+        """Return the tensors under a prefix, without it: `load(url).sub("model")` fits `model.load_state_dict`."""
         start = prefix.rstrip(".") + "."
         names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
@@ -155,7 +155,7 @@ class Loaded(Mapping[str, Tensor]):
 
 
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
-    """Convert an index to a box, and to the set of dimensions that an int removes."""
+    """Return the box that an index selects, and the set of dimensions that an int removes."""
     if len(index) > len(shape):
         raise InvalidArgumentError(f"{name} has {count_of(len(shape), 'dimension')}, not {len(index)}")
     starts, sizes, dropped = [], [], set()

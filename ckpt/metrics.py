@@ -61,7 +61,7 @@ class Metrics:
             )
 
     def _folder(self) -> str | None:
-        """Return the absolute path of the folder: the writer process has another working directory."""
+        """Return the absolute path of the folder, because the writer process has another working directory."""
         if self.tensorboard is None:
             return None
         if not isinstance(self.tensorboard, (str, os.PathLike)) or not os.fspath(self.tensorboard):
@@ -72,7 +72,7 @@ class Metrics:
         return str(Path(text).expanduser().resolve())
 
     def port(self, local_rank: int) -> int | None:
-        """Return the port of a rank by its local rank. Raises InvalidArgumentError if that exceeds 65535."""
+        """Return the port of a rank by its local rank. Raise InvalidArgumentError if the port exceeds 65535."""
         if self.prometheus_port is None:
             return None
         port = self.prometheus_port + local_rank

@@ -31,7 +31,7 @@ WINDOW = 16 << 20  # bytes of a tensor in memory at a time
 
 @public_class
 class Run:
-    """A run in one tier: `Run("runs/exp1")`, or a URL. A job may be training there. Nothing is locked between calls.
+    """A run in one tier: `Run("runs/exp1")`, or a URL. A job may train in it. Nothing is locked between calls.
 
     - `url`: folder or URL of the run.
     - `storage_options`: as in `ckpt.Tier`.

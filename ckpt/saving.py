@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt.errors import CheckpointError, DeadlineError, SaveError
 from ckpt.store import normalise
 
-ALL = "all"  # as `tier`: every tier
+ALL = "all"  # value of `tier` that means every tier
 COPY_S = 600.0
 
 
@@ -19,8 +19,8 @@ COPY_S = 600.0
 class Checkpoint:
     """A step that is stored at `tier`.
 
-    "memory" survives the trainer, and a URL survives a power failure. "trainer" survives neither: this is a step in
-    memory with `Memory(linger_s=0)` and no durable tier.
+    A step in "memory" survives the trainer, and a step at a URL survives a power failure. A step in "trainer" survives
+    neither; it is in memory with `Memory(linger_s=0)` and no durable tier.
     """
 
     step: int
@@ -34,8 +34,8 @@ class Save:
     def __init__(self, step: int, id: str, durable: list[str]) -> None:
         self.step, self.id = step, id
         self._raised = False  # True if an error of this save was raised to the user
-        self._began = 0.0  # by perf_counter()
-        self._stalled_s: float | None = None  # how long step() took for it, once it has returned
+        self._began = 0.0  # time of perf_counter() when the save began
+        self._stalled_s: float | None = None  # seconds that step() took for this save, once it has returned
         self._staged: Future[Checkpoint] = Future()
         self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
 
@@ -71,7 +71,7 @@ class Save:
         - `tier`: folder or URL of a tier. Default: the nearest one. "all": every tier that has scheduled the step;
           returns the checkpoint in the furthest.
 
-        Raises SaveError if the step is not scheduled there.
+        Raises SaveError if the step is not scheduled for that tier.
         """
         if not self._durable:
             raise SaveError(
@@ -100,7 +100,7 @@ class Save:
             raise
 
     def _wait_copied(self, timeout_s: float = COPY_S) -> None:
-        """Wait until no copy of this save is in progress, however it ends.
+        """Wait until no copy of this save is in progress, even if the copy fails.
 
         After that, code other than optimizers may write to the state.
         """
@@ -110,7 +110,7 @@ class Save:
     # -- for the Checkpointer --
 
     def _set_staged(self, where: str = "memory") -> None:
-        """Record where the step is: "memory", "trainer" if that memory ends with this process, or the URL of a tier."""
+        """Record where the step is: "memory", "trainer" if the memory ends with this process, or the URL of a tier."""
         _settle(self._staged, Checkpoint(self.step, self.id, where))
 
     def _set_unstaged(self, error: CheckpointError) -> None:
@@ -127,7 +127,7 @@ class Save:
             _settle(future, error)
 
     def _add_tier(self, url: str) -> None:
-        """Add a tier that the step is to be written to, for the first time or again."""
+        """Add a tier to which the step will be written, for the first time or again."""
         self._durable[url] = Future()
 
     def _unfinished(self) -> list[Future[Checkpoint]]:

@@ -40,7 +40,7 @@ def save(
     remember_options(tier.url, storage_options)
     made_together("save", partial(_check_empty, tier.url))
     with Checkpointer(state, tier, memory=None, triggers=None) as cp:
-        if cp._run.ownership.has_checkpoints:  # another process has saved one since the check
+        if cp._run.ownership.has_checkpoints:  # another process has saved a checkpoint since the check
             raise _taken(tier.url)
         return cp.save(step).wait_durable()
 

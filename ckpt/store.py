@@ -23,7 +23,7 @@ UNLOCKABLE = (
     errno.ENOSYS,
     errno.ENOLCK,
     errno.EINVAL,
-)  # flock fails with these on file systems without locks
+)  # errors of flock on file systems without locks
 _NEARLY = re.compile(r"(s3a?|gs|gcs|az|abfss?|https?|sftp|file|memory)(?::|//)", re.IGNORECASE)
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
@@ -37,9 +37,9 @@ class ObjectInfo:
 
 
 class Upload(Protocol):
-    """A large object that is being written. It has no meaning before `finish`, although a store may already list it.
+    """A large object that is being written. Do not read it before `finish`, although a store may already list it.
 
-    `part`: size of the ranges [k * part, (k + 1) * part) in which the object is written, bytes; the last one is
+    `part`: size of the ranges [k * part, (k + 1) * part) in which the object is written, bytes; the last range is
         shorter. 0 allows any ranges. Each range is written once. Ranges may arrive out of order, but a store may delay
         a later range until an earlier one has arrived.
     """
@@ -55,23 +55,23 @@ class Upload(Protocol):
     async def finish(self) -> None:
         """Make the object durable and visible.
 
-        After an error, the object must be written again under a new name; if it replaces another object, under the same
-        one.
+        After an error, write the object again under a new name. If it replaces another object, write it again under the
+        same name.
         """
 
     async def abort(self) -> None:
-        """Discard the written ranges. May be called at any time; never raises if there is nothing to discard."""
+        """Discard the written ranges. May be called at any time. Never raises if there is nothing to discard."""
 
 
 class Store(Protocol):
     """The contract of a store, created as `Class(url, writable=False)`. Its errors are `ckpt.errors.StoreError` and
     subclasses, never those of a driver.
 
-    `remote`: requests are slow and cost money, and deleting an object takes it away from its readers.
+    `remote`: True if requests are slow and cost money, and readers lose an object when it is deleted.
 
     Two optional methods make restores faster. `scatter(key, start, views)` of a store that is not remote fills these
     views one after another with the bytes from `start` on, in the calling thread, through the page cache. `soon(key,
-    start, length)` announces that these bytes will be requested by `scatter` soon; it never fails.
+    start, length)` announces that `scatter` will soon request these bytes. It never fails.
     """
 
     url: str
@@ -81,7 +81,7 @@ class Store(Protocol):
         """Store a small object completely or not at all, durable on return. `create=True`: ExistsError if it exists."""
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Begin a large object of exactly `size` bytes under an unused name; not every store checks that it is unused.
+        """Begin a large object of exactly `size` bytes under an unused name. Not every store checks that it is unused.
 
         `replace`: an existing object under this name stays unchanged until `finish` has replaced it, completely and
             durably. It stays forever if `finish` is never called. Concurrent writers of one object must write the same
@@ -97,7 +97,7 @@ class Store(Protocol):
         into: memoryview | None = None,
         limit: int | None = None,
     ) -> memoryview:
-        """Return bytes [start, start + length), to the end if `length` is None.
+        """Return bytes [start, start + length), or all bytes from `start` on if `length` is None.
 
         TruncatedError if the object ends before the range does. `into`: scratch memory that may contain the result at
         any offset; with page-aligned memory of `length + 2 * PAGE` bytes, a store that reads whole pages needs no copy.
@@ -105,7 +105,7 @@ class Store(Protocol):
         """
 
     async def head(self, key: str) -> ObjectInfo:
-        """Return key and size. NotFoundError if there is no such object."""
+        """Return key and size. Raise NotFoundError if there is no such object."""
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """List each object whose key starts with `prefix` once, in any order. Unfinished objects may not be listed.
@@ -122,10 +122,9 @@ class Store(Protocol):
         """Delete several objects in as few requests as possible."""
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
-        """Abort uploads that a dead process left unfinished, unless `wanted` returns True for their key. Return their
-        number.
+        """Abort unfinished uploads of dead processes, unless `wanted` returns True for their key. Return their number.
 
-        Stores that list unfinished objects like all others have none to abort. A folder also passes the names of
+        A store that lists unfinished objects like all others has no uploads to abort. A folder also passes the names of
         temporary files that crashed writers left (`is_temporary`).
         """
 
@@ -134,14 +133,14 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Raise InvalidArgumentError for a key that could leave the root: names from data must never become paths."""
+    """Raise InvalidArgumentError for a key that could leave the root, because names from data must not become paths."""
     if not _KEY.fullmatch(key) or len(key) > 512:
         raise InvalidArgumentError(f"not a valid object key: {key!r}")
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """Raise InvalidArgumentError unless `prefix` is empty or names a folder: directory buckets list nothing else."""
+    """Raise InvalidArgumentError unless `prefix` is empty or a folder, because directory buckets list only folders."""
     if prefix and not (prefix.endswith("/") and _KEY.fullmatch(prefix[:-1])):
         raise InvalidArgumentError(
             f"not a valid prefix of a listing: {prefix!r} must be a folder that ends in '/', or empty"
@@ -155,7 +154,7 @@ def is_temporary(key: str) -> bool:
 
 
 async def get_small(store: Store, key: str, limit: int) -> memoryview:
-    """Return a whole object. Raises CorruptError if it is larger than `limit`, and keeps nothing of it."""
+    """Return a whole object. Raise CorruptError if it is larger than `limit`, and keep nothing of it."""
     return await store.get(key, limit=limit)
 
 
@@ -178,7 +177,7 @@ _BUILT_IN = {
 _LIMIT, _RETRY = "ckpt_backends.limit:Limit", "ckpt_backends.retry:Retry"
 _options: dict[str, Mapping[str, Any]] = {}
 _FILE = "file://"
-_ANYWHERE = ""  # key in `_options` of options that apply to every tier
+_ANYWHERE = ""  # key in `_options` for the options of all tiers
 
 
 def folder_of(url: str) -> Path | None:
@@ -252,7 +251,7 @@ def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) 
 
 
 def options_of(url: str | Path) -> Mapping[str, Any]:
-    """Return the options that `remember_options` has for a URL."""
+    """Return the options that `remember_options` has stored for a URL."""
     return {**_options.get(_ANYWHERE, {}), **_options.get(normalise(url), {})}
 
 

@@ -1,8 +1,8 @@
-"""Events of a trainer's saves for other programs: `ckpt.events.subscribe`.
+"""Sends events of a trainer's saves to other programs: `ckpt.events.subscribe`.
 
     training loop, staging thread, messages of the writer -> publish -> a bounded queue -> one thread -> functions
 
-Nothing waits for a subscriber except close(), which waits briefly.
+Only close() waits for a subscriber, and only briefly.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 log = logging.getLogger("ckpt")
 
 KINDS = ("staged", "committed", "failed", "restored", "fault", "decided", "closed")
-MOST = 1024  # events queued for a slow subscriber; beyond that the oldest are dropped
-FLUSH_S = 5.0  # how long close() waits for the last events
+MOST = 1024  # maximum events queued for a slow subscriber; then the oldest are dropped
+FLUSH_S = 5.0  # seconds that close() waits for the last events
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Event:
 
     - `at`: seconds since 1970. `dropped`: number of events lost before this one because a subscriber was too slow.
     - "staged": `step` is in memory. `stall_s`: how long training waited for it; `nbytes`: size of this rank's state.
-    - "committed": it is durable in `tier`, a URL. `seconds` since the request; `nbytes`, of which `stored` were
+    - "committed": the step is durable in `tier`, a URL. `seconds` since the request; `nbytes`, of which `stored` were
       written.
-    - "failed": it is not in `tier` ("memory" or a URL). `error`: the reason.
+    - "failed": the step is not in `tier` ("memory" or a URL). `error`: the reason.
     - "restored": `step` from `source`, "memory" or a URL; `seconds`; `repaired`: chunks read from a further tier.
     - "fault": a fault of this job attempt or the one before. `account`: a line for people; `fault`: its kind.
     - "decided": from `step` on, `every` maps each tier to its interval in steps (0: never). `why`: reason by tier.
@@ -107,7 +107,7 @@ class Subscribers:
             log.warning("a subscriber of ckpt.events is too slow: the oldest events are dropped")
 
     def flush(self, timeout_s: float) -> bool:
-        """Return True if subscribers received all events published before, or there are none."""
+        """Return True if subscribers received all events published before, or if there are no subscribers."""
         if self._thread is None or threading.current_thread() is self._thread:
             return not self._queue
         with self._changed:
@@ -129,7 +129,7 @@ class Subscribers:
     def _tell(self, number: int, function: Subscriber, event: Event) -> None:
         try:
             function(event)
-        except BaseException:  # also sys.exit(): the thread continues and logs one error per kind of event
+        except BaseException:  # also sys.exit(); the thread continues and logs one error per kind of event
             if (number, event.kind) not in self._complained:
                 self._complained.add((number, event.kind))
                 log.exception('a subscriber of ckpt.events failed on a "%s" event', event.kind)
@@ -166,17 +166,17 @@ def subscribe(function: Subscriber) -> Callable[[], None]:
 
 
 def publish(kind: str, step: int | None, **facts: Any) -> None:
-    """Queue an event for the subscribers, if there are any; returns immediately."""
+    """Queue an event for the subscribers, if there are any. Return immediately."""
     _board.publish(kind, step, **facts)
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Wait until subscribers have received all published events. Return False if that takes longer."""
+    """Wait until subscribers have received all published events. Return False after a timeout."""
     return _board.flush(timeout_s)
 
 
 def _forget() -> None:
-    """Drop the subscribers in a forked child: they belong to the parent."""
+    """Drop the subscribers in a forked child, because they belong to the parent."""
     global _board
     _board = Subscribers()
 

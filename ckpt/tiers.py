@@ -1,4 +1,4 @@
-"""Where snapshots and checkpoints are stored, as the user configures it: memory and durable tiers."""
+"""The user's configuration of memory and durable tiers, in which snapshots and checkpoints are stored."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Tier:
             ) from None
 
     def spec(self) -> dict[str, Any]:
-        """Return what the writer needs to open the tier, including this trainer's credentials from the environment."""
+        """Return the data that the writer needs to open the tier, with this trainer's credentials."""
         return {
             "url": self.url,
             "keep": asdict(self.keeping),
@@ -134,7 +134,7 @@ class Tier:
 
     @property
     def steps(self) -> int:
-        """Steps between two checkpoints. Raises InvalidArgumentError if the interval is a time or "auto"."""
+        """Return the steps between two checkpoints. Raise InvalidArgumentError if the interval is a time or "auto"."""
         if not isinstance(self.every, int):
             raise InvalidArgumentError(
                 f"{self.url}: every= must be a number of steps here, because only a Checkpointer measures how long "
@@ -162,7 +162,7 @@ def as_tiers(
         raise InvalidArgumentError("Memory is not a tier: pass it as memory=ckpt.Memory(...)")
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Tier, str, Path)) for t in given):
         hint = ". The state comes first: Checkpointer(state, tiers)" if isinstance(tiers, dict) else ""
-        shown = reprlib.repr(tiers)  # shorten it: it may be a whole state passed by mistake
+        shown = reprlib.repr(tiers)  # shortened, because it may be a whole state passed by mistake
         raise InvalidArgumentError(f"tiers must be a folder, a URL, a Tier, or a list of these, not {shown}{hint}")
     if not (memory is None or isinstance(memory, Memory)):
         raise InvalidArgumentError(f"memory={reprlib.repr(memory)}: it must be ckpt.Memory(...), or None for no memory")

@@ -1,4 +1,4 @@
-"""Triggers of emergency saves, as the user configures them. These are values only; `ckpt.guard` acts on them.
+"""Triggers of emergency saves, as the user configures them. `ckpt.guard` acts on these values.
 
     triggers="auto"                                    all of these, with the defaults below
     triggers=[ckpt.on_signal("SIGTERM"), ckpt.on_hang(action="exit", min_s=20)]
@@ -19,12 +19,12 @@ from datetime import datetime
 from ckpt.errors import InvalidArgumentError
 
 GRACE_S = 25.0  # torchrun, Slurm (KillWait) and Kubernetes allow 30 s between SIGTERM and SIGKILL
-DEADLY = (  # cannot be handled, or faulthandler handles them
+DEADLY = (  # signals that cannot be handled, or that faulthandler handles
     signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
 )  # fmt: skip
 SOURCES = ("ec2", "gce", "azure")
 
-# Exit codes for launchers and schedulers: see `ADVICE` in ckpt/guard/report.py.
+# Exit codes for launchers and schedulers, see `ADVICE` in ckpt/guard/report.py.
 RETRY_CODE = 75  # sysexits.h: EX_TEMPFAIL
 REPLACE_CODE = 76
 RESUBMIT_CODE = 77
@@ -32,7 +32,7 @@ RESUBMIT_CODE = 77
 
 @dataclass(frozen=True, slots=True)
 class OnSignal:
-    """Save on signals. `leave`: exit after the save; None: if the signal would have ended the process."""
+    """Save on signals. `leave`: exit after the save; None: exit if the signal would have ended the process."""
 
     numbers: tuple[signal.Signals, ...]
     grace_s: float = GRACE_S
@@ -50,7 +50,7 @@ class OnPreemption:
 
 @dataclass(frozen=True, slots=True)
 class OnDeadline:
-    """Save `before_s` seconds before `at`, which is in seconds since 1970; None is the end of the Slurm job."""
+    """Save `before_s` seconds before `at`, in seconds since 1970, or before the end of the Slurm job if it is None."""
 
     at: float | None = None
     before_s: float = 60.0
@@ -78,7 +78,7 @@ class OnHang:
 
 @dataclass(frozen=True, slots=True)
 class OnMemoryPressure:
-    """Save when less than `share` of the memory is free, or processes wait for memory that share of the time."""
+    """Save when less than `share` of the memory is free, or when processes wait for memory for `share` of the time."""
 
     share: float = 0.05
 

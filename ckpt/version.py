@@ -15,12 +15,12 @@ _MEND = "`pip uninstall ckpt`, and then `pip install --force-reinstall everystep
 
 
 def _check() -> None:
-    """Check that the imported package is ours. Every module imports this one; the check reads one folder listing."""
+    """Check that the imported package is ours. Every module imports this module, so the check reads only one folder."""
     if getattr(sys.modules["ckpt"], "__distribution__", None) != "everystep":
         raise ImportError(f"another package, `ckpt` of PyPI, is installed over everystep: {_MEND}")
     try:
         siblings = os.listdir(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    except OSError:  # inside a zip archive, for example
+    except OSError:  # for example, inside a zip archive
         return
     if any(name.startswith("ckpt-") and name.endswith((".dist-info", ".egg-info")) for name in siblings):
         warnings.warn(

@@ -1,8 +1,8 @@
 """The system calls of the local store.
 
 Every call that can lose data is a method of `Disk`, so that a test can record the order of writes and syncs, or make
-any one of them fail. A file system may lack a capability. `Disk` then uses a substitute that keeps the same promise,
-or raises an error that names the capability.
+any call fail. A file system may lack a capability. `Disk` then uses a substitute that keeps the same promise, or raises
+an error that names the capability.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Disk:
         os.mkdir(path)
 
     def reserve(self, fd: int, size: int) -> None:
-        """Allocate the space now, so that a full disk is found before the first byte is written. Do nothing if the file
-        system cannot allocate space in advance: the writes find a full disk later."""
+        """Allocate the space now, so that a full disk is detected before the first byte is written. Do nothing if the
+        file system cannot allocate space in advance. Then the writes detect a full disk."""
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -46,7 +46,7 @@ class Disk:
                 raise
 
     def lock(self, fd: int) -> bool:
-        """Lock a file until it is closed. Return False if another process has it locked; True if locks are
+        """Lock a file until it is closed. Return False if another process has locked it. Return True if locks are
         unsupported."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +76,7 @@ class Disk:
         os.close(fd)
 
     def fsync_dir(self, path: str) -> None:
-        """Make the names in a folder durable. Set `folders_unsynced` if the file system cannot do it."""
+        """Make the names in a folder durable. Set `folders_unsynced` if the file system cannot do this."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.fsync_folder(fd)
@@ -92,7 +92,7 @@ class Disk:
 
     def link(self, source: str, target: str) -> None:
         """Give a complete file its name, and keep or remove `source`. Raise FileExistsError if the name is taken, and
-        StoreError if the file system offers no way to find that out."""
+        StoreError if the file system has no call that detects this."""
         try:
             self.hard_link(source, target)
         except OSError as error:

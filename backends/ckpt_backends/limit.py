@@ -1,9 +1,9 @@
-"""A store with limits: bytes per second, bytes in flight, and concurrent requests.
+"""A store with limits for bytes per second, bytes in flight, and concurrent requests.
 
     Retry(Limit(S3Store(url), bytes_per_s=200e6))      waits between retries then occupy no slot
 
-Requests are served in order, so that small ones cannot starve a large range. Only the lease of a run is stored
-immediately. Nothing polls.
+Requests are served in order, so that small requests cannot starve a large range. Only the lease of a run is stored
+immediately. No code polls.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ckpt.store import LEASE, Buffer, ObjectInfo, Store, Upload
 
 
 class Limit:
-    """See `ckpt.store.Store`.
+    """Implements `ckpt.store.Store` with limits.
 
-    `bytes_per_s`: limit for bytes sent and received, None for no limit. `in_flight`: bytes. `requests`: number. A range
-        larger than `in_flight` is sent alone. A whole object of unknown size counts for the rate once it is read. An
-        upload that keeps its memory (attribute `keeps`) counts as in flight until it ends; ranges that do not fit next
-        to it are sent alone, because waiting for its end could last forever.
+    `bytes_per_s`: limit for bytes sent and received, None for no limit. `in_flight`: maximum bytes in flight.
+        `requests`: maximum number of requests. A range larger than `in_flight` is sent alone. A whole object of unknown
+        size counts for the rate once it is read. An upload that keeps its memory (attribute `keeps`) counts as in
+        flight until it ends. Ranges that do not fit next to it are sent alone, to avoid waiting forever.
     """
 
     def __init__(
@@ -36,23 +36,23 @@ class Limit:
         self.remote = store.remote
         self.in_flight = in_flight
         self._gate = Gate(bytes_per_s, in_flight, requests)
-        if hasattr(store, "in_flight"):  # what it sends after `write_at` has returned
+        if hasattr(store, "in_flight"):  # bytes that the store sends after `write_at` has returned
             store.in_flight = min(store.in_flight, in_flight)
 
     @property
     def most_in_flight(self) -> int:
-        """The most bytes in flight at the same time so far."""
+        """Return the maximum bytes that were in flight at the same time so far."""
         return self._gate.most
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        if key == LEASE:  # a job whose lease waits behind an upload would look dead
+        if key == LEASE:  # if the lease waited behind an upload, its job would look dead
             await self.store.put(key, data, create=create)
             return
         async with self._gate.request(memoryview(data).nbytes):
             await self.store.put(key, data, create=create)
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> LimitUpload:
-        # a third-party store may not support it, and may already contain checkpoints
+        # a third-party store may not support the argument, and may already contain checkpoints
         more = {"replace": True} if replace else {}
         async with self._gate.request():
             return LimitUpload(self._gate, await self.store.upload(key, size=size, **more))
@@ -79,7 +79,7 @@ class Limit:
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         found = aiter(self.store.list(prefix))
         while True:
-            # released for each key, because the caller may send requests before the next one
+            # Admit a request for each key, because the caller may send requests before it takes the next key.
             async with self._gate.request():
                 try:
                     info = await anext(found)
@@ -104,12 +104,12 @@ class Limit:
 
 
 class LimitUpload:
-    """Queues parts in order: a part that waits for an earlier one occupies no slot before that is written."""
+    """Queues parts in order. A part that waits for an earlier part occupies no slot until that part is written."""
 
     def __init__(self, gate: Gate, upload: Upload) -> None:
         self._gate, self._upload = gate, upload
         self._kept = 0
-        self._lined_up = 0  # end of the parts that were queued
+        self._lined_up = 0  # end offset of the parts that were queued
         self._ended = False
         self._moved = asyncio.Condition()
         self.part = upload.part
@@ -156,9 +156,9 @@ class Gate:
     def __init__(self, bytes_per_s: float | None, in_flight: int, requests: int) -> None:
         self._bytes_per_s, self._in_flight, self._requests = bytes_per_s, in_flight, requests
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._inside = 0  # requests
-        self._bytes = 0  # of requests, and kept by uploads
-        self._paid_until = 0.0  # the loop's time at which the transferred bytes comply with `bytes_per_s`
+        self._inside = 0  # requests inside
+        self._bytes = 0  # bytes of requests inside, and bytes kept by uploads
+        self._paid_until = 0.0  # time of the loop at which the transferred bytes comply with `bytes_per_s`
         self._alarm: asyncio.TimerHandle | None = None
         self.most = 0
 
@@ -171,12 +171,12 @@ class Gate:
             self._leave(size)
 
     def keep(self, size: int) -> None:
-        """Add bytes in flight without a request, or (negative) remove them."""
+        """Add bytes in flight without a request, or remove them if `size` is negative."""
         self._bytes += size
         self._admit()
 
     def charge(self, size: int) -> None:
-        """Count bytes that were transferred without a reservation; later requests wait for them."""
+        """Count bytes that were transferred without a reservation. Later requests wait for them."""
         if self._bytes_per_s is not None:
             self._paid_until = max(self._paid_until, _now()) + size / self._bytes_per_s
 
@@ -188,7 +188,7 @@ class Gate:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._admit()  # the next request may fit
+                self._admit()  # the next request may fit now
             else:
                 self._leave(size)  # admitted and cancelled at the same moment
             raise
@@ -201,7 +201,7 @@ class Gate:
     def _admit(self) -> None:
         while self._queue:
             size, turn = self._queue[0]
-            if not turn.done():  # otherwise it was cancelled
+            if not turn.done():  # otherwise the request was cancelled
                 if not self._has_room(size) or not self._in_time(size):
                     return
                 self._inside += 1
@@ -215,12 +215,12 @@ class Gate:
             self._alarm = None
 
     def _has_room(self, size: int) -> bool:
-        # With no request inside, none will ever leave: the first one is admitted, however large.
+        # If no request is inside, none will ever leave, so the first request is admitted, however large.
         fits = self._inside < self._requests and self._bytes + size <= self._in_flight
         return fits or self._inside == 0
 
     def _in_time(self, size: int) -> bool:
-        """Return True if the rate allows a request now; otherwise check all requests again when it does."""
+        """Return True if the rate allows a request now. Otherwise check all requests again when it does."""
         if size == 0 or self._paid_until <= _now():
             return True
         if self._alarm is None:

@@ -1,19 +1,19 @@
 """A folder on a local (or POSIX-conforming shared) file system.
 
-Small objects are written under a temporary name, fsynced and linked to their name, and the folder is fsynced: they
-appear complete or not at all, also after a power cut. Large ones are written directly to their name, past the page
-cache (O_DIRECT) if possible, and have no meaning until a log record names them. Measured on ext4 over NVMe, aligned
-O_DIRECT wrote 1.0-1.7 GB/s, buffered writes with fsync 0.2-1.2 GB/s at ten times the CPU.
+A small object is written under a temporary name, fsynced and linked to its name, and the folder is fsynced. So it
+appears complete or not at all, also after a power cut. A large object is written directly to its name, past the page
+cache (O_DIRECT) if possible, and is not read until a log record names it. On ext4 over NVMe, aligned O_DIRECT wrote
+1.0-1.7 GB/s. Buffered writes with fsync wrote 0.2-1.2 GB/s and took ten times the CPU time.
 
 Names that begin with a dot are temporary and never listed. Only files are listed, with one exception: a pipe, a link or
 anything else under the name of a log record is listed with size 0, so that readers detect that the record is lost.
 
-A small object is written as `.<random>.tmp`, a large one that replaces another as `.<name>.<random>.new`. The writer
-holds a lock on such a file while it uses it. A file without a lock was left by a crash: `drop_uploads` deletes it, and
-so does the next upload that replaces the same object. `.reserve` is a megabyte that is released when the disk is full,
-so that the log can still record that.
+A small object is written as `.<random>.tmp`, and a large object that replaces another as `.<name>.<random>.new`. The
+writer holds a lock on such a file while it uses it. A file without a lock was left by a crash. `drop_uploads` deletes
+it, and so does the next upload that replaces the same object. `.reserve` is a megabyte that is released when the disk
+is full, so that the log can still record this.
 
-A path may stop naming the run while a process writes there, because the folder was deleted, moved or replaced. After
+A path may stop naming the run while a process writes to it, because the folder was deleted, moved or replaced. After
 `watch()`, each change first checks that FORMAT.json is still the same file. A missing subfolder is created again only
 if FORMAT.json still exists a moment later.
 """
@@ -48,15 +48,15 @@ Listing = list[ObjectInfo]
 THREADS = 8  # enough requests in flight to keep one NVMe drive busy
 RESERVE = 1 << 20
 _RECORD = re.compile(r"log/[0-9]{12}\.json")
-VANISHED_S = 0.2  # before a missing folder is created again, because `rm -rf` may be deleting the whole run
-STEPS = "steps/"  # names of its folders contain a random part: no other run uses the same name
+VANISHED_S = 0.2  # seconds before a missing folder is created again, because `rm -rf` may be deleting the run
+STEPS = "steps/"  # the names of its folders contain a random part, so no other run uses the same name
 TRIES = 3  # a temporary file may be deleted as a leftover before it is locked
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.new")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 
 
 class LocalStore:
-    """See `ckpt.store.Store`. `direct=False` never tries O_DIRECT."""
+    """Implements `ckpt.store.Store` for a folder. `direct=False` never tries O_DIRECT."""
 
     remote = False
 
@@ -66,13 +66,13 @@ class LocalStore:
         self.disk = disk or Disk()
         self.direct = direct
         self._pool = ThreadPoolExecutor(THREADS, "ckpt-io")
-        self._calls: set[Future[Any]] = set()  # in progress in the pool
+        self._calls: set[Future[Any]] = set()  # calls in progress in the pool
         self.open_files = OpenFiles(self.disk, direct)
         self._steps = f"{self.root}/{STEPS}"
         self._known_folders: set[str] = set()
         self._check: Callable[[], Awaitable[None]] | None = None
         self._format: tuple[int, ...] | None = None  # identifies the FORMAT.json that was checked last
-        self._content: bytes | None = None  # of FORMAT.json
+        self._content: bytes | None = None  # content of FORMAT.json
         if writable:
             with errors(self.url, self.root):
                 self._make_root()
@@ -96,7 +96,7 @@ class LocalStore:
         self._check = check
 
     def _identify(self) -> tuple[int, ...] | None:
-        """Return what distinguishes this FORMAT.json from any other file, None if there is none."""
+        """Return a key that identifies this FORMAT.json file, or None if there is no such file."""
         try:
             found = os.stat(f"{self.root}/FORMAT.json", follow_symlinks=False)
         except OSError:
@@ -110,7 +110,7 @@ class LocalStore:
         found = await self.run(self._identify)
         if found is None or found != self._format:
             content = None
-            with contextlib.suppress(OSError, StoreError, CorruptError):  # the check raises what matters
+            with contextlib.suppress(OSError, StoreError, CorruptError):  # the check raises errors that matter
                 content = await self.run(self._read_format)
             await self._check()
             self._format, self._content = found, content
@@ -119,8 +119,8 @@ class LocalStore:
         return bytes(self._read_whole(f"{self.root}/FORMAT.json", 0, RESERVE))
 
     def _check_again(self) -> None:
-        """Raise RunGoneError if FORMAT.json has changed since `_check_run`, in the thread that is about to write. Some
-        file systems change the inode number or device of a file that stays the same: its content decides."""
+        """Raise RunGoneError if FORMAT.json has changed since `_check_run`, in the thread that is about to write.
+        Compare its content, because some file systems change the inode number or device of an unchanged file."""
         if self._check is None or self._format is None:
             return
         found = self._identify()
@@ -140,7 +140,7 @@ class LocalStore:
         try:
             await self._put(path, data, create)
         except FullError:
-            # FORMAT.json too: opening a run tries to create it, also on a full disk.
+            # FORMAT.json is vital too, because opening a run tries to create it, also on a full disk.
             vital = _is_record(key) or key == "FORMAT.json"
             if not vital or not await self.run(self._give_up_reserve):
                 raise
@@ -160,7 +160,7 @@ class LocalStore:
                     await self._put_as(temporary, path, data, create)
                     return
                 except FileNotFoundError:
-                    # A clean-up deleted it before it was locked, or where locks do not work; or the empty folder.
+                    # A clean-up deleted the file before it was locked (or locks do not work), or the empty folder.
                     if number == TRIES - 1 or not (folder.startswith(self._steps) or os.path.isdir(folder)):
                         raise
 
@@ -168,8 +168,8 @@ class LocalStore:
         folder = os.path.dirname(path)
         log = folder.endswith("/log")
         try:
-            # Unbuffered: the descriptor is synced before it is closed, and nothing may be left behind in between. It
-            # stays open until the file has its name, because closing it would release the lock.
+            # Unbuffered, because the descriptor is synced before it is closed, and no bytes may remain in a buffer. The
+            # file stays open until it has its name, because closing it would release the lock.
             async with aiofiles.open(temporary, "xb", buffering=0, opener=self._opener) as file:
                 view = memoryview(data)
                 while view:
@@ -181,7 +181,7 @@ class LocalStore:
                 try:
                     await self.run(self.disk.link if create else self.disk.replace, temporary, path)
                 except FileExistsError:
-                    # it may be our own, and the caller will rely on it being durable
+                    # the object may be our own, and the caller will rely on its durability
                     await self.run(self.disk.fsync_dir, folder)
                     raise
             self.open_files.forget(path)
@@ -189,13 +189,13 @@ class LocalStore:
                 point("log.linked")
             await self.run(self.disk.fsync_dir, folder)
         finally:
-            with contextlib.suppress(OSError):  # replaced, renamed, never created, or a failed disk
+            with contextlib.suppress(OSError):  # the file was replaced, renamed or never created, or the disk failed
                 await self.run(self.disk.unlink, temporary)
 
     def _opener(self, path: str, flags: int) -> int:
         self._check_again()
         fd = self.disk.open(path, flags)
-        with contextlib.suppress(OSError):  # the lock only keeps clean-up away from the temporary file
+        with contextlib.suppress(OSError):  # the lock only protects the temporary file from clean-up
             self.disk.lock(fd)
         return fd
 
@@ -217,7 +217,7 @@ class LocalStore:
         await self.discard(key)
 
     async def discard(self, key: str) -> None:
-        """Delete an object even if the folder is no longer the run: the caller has compared its bytes."""
+        """Delete an object even if the folder is no longer the run, because the caller has compared its bytes."""
         path = self._path(key)
         self.open_files.forget(path)  # otherwise the disk space would stay in use
         with errors(self.url, path), contextlib.suppress(FileNotFoundError):
@@ -237,7 +237,7 @@ class LocalStore:
             await self.delete(key)
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
-        """Delete what crashed writers left: temporary files, and uploads that were to replace something. Any other
+        """Delete temporary files of crashed writers, including uploads that were to replace an object. Any other
         unfinished upload is a file like any other."""
         return await self.run(self._drop_leftovers, wanted)
 
@@ -252,16 +252,16 @@ class LocalStore:
                     if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                         pending.append(f"{folder}{entry.name}/")
                     elif found is not None or _TEMPORARY.fullmatch(entry.name):
-                        with contextlib.suppress(OSError):  # its writer was faster, or it cannot be opened
+                        with contextlib.suppress(OSError):  # its writer was faster, or the file cannot be opened
                             dropped += self._drop_left(entry.path, lambda key=key: wanted(key))  # type: ignore[misc]
         return dropped
 
     def _drop_left(self, path: str, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Delete a temporary file unless its writer lives or it is wanted. Return True if it was deleted. It stays
-        where locks exclude nobody, because its writer cannot be seen there."""
+        """Delete a temporary file unless its writer lives or it is wanted. Return True if it was deleted. If locks do
+        not work, keep it, because the writer cannot be detected."""
         fds: list[int] = []
         try:
-            for free in (True, False):  # a second descriptor must not get the lock that the first one holds
+            for free in (True, False):  # check that a second descriptor does not get the lock of the first
                 fds.append(self.disk.open(path, os.O_RDWR))
                 if self.disk.lock(fds[-1]) is not free:
                     return False
@@ -286,7 +286,7 @@ class LocalStore:
         path = final
         self._make_folders(folder)
         if replace:
-            with contextlib.suppress(OSError):  # unreadable entries stay
+            with contextlib.suppress(OSError):  # skip unreadable entries
                 for entry in list(os.scandir(folder)):
                     found = _LEFTOVER.fullmatch(entry.name)
                     if found is not None and found[1] == name:
@@ -356,7 +356,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _reopening(self, path: str) -> Iterator[None]:
-        """Open a file again after an error: on NFS a stale descriptor fails for ever (ESTALE)."""
+        """Open a file again after an error, because on NFS a stale descriptor fails forever (ESTALE)."""
         try:
             yield
         except (OSError, StoreError):
@@ -364,7 +364,7 @@ class LocalStore:
             raise
 
     async def has_folder(self, key: str) -> bool:
-        """Return whether a folder is there. A listing of the store cannot tell a missing folder from an empty one."""
+        """Return True if a folder exists. A listing cannot distinguish a missing folder from an empty one."""
         path = self._path(key)
         with errors(self.url, path):
             try:
@@ -396,8 +396,8 @@ class LocalStore:
             raise NotADirectoryError(errno.ENOTDIR, "not a folder", self.root)
 
     def _sync_folders(self) -> None:
-        """Sync folders: names that a killed process left unsynced are visible and must become durable first."""
-        with contextlib.suppress(OSError):  # it may belong to another user; needed only if the root was just created
+        """Sync folders whose names a killed process left unsynced, because visible names must become durable first."""
+        with contextlib.suppress(OSError):  # may belong to another user; needed only if the root was just created
             self.disk.fsync_dir(os.path.dirname(self.root))
         pending = [self.root]
         while pending:
@@ -416,7 +416,7 @@ class LocalStore:
         self._check_again()
         above = os.path.dirname(folder)
         if folder.startswith(self._steps):
-            self._make_folders(above)  # it may have vanished too
+            self._make_folders(above)  # the folder above may have vanished too
         try:
             self.disk.mkdir(folder)
         except FileExistsError:
@@ -449,7 +449,7 @@ class LocalStore:
                     try:
                         found.append(ObjectInfo(key, entry.stat(follow_symlinks=False).st_size))
                     except FileNotFoundError:
-                        pass  # deleted during the scan
+                        pass  # the entry was deleted during the scan
                     except OSError as error:
                         raise translated(error, self.url, key) from error
         return found
@@ -460,7 +460,7 @@ class LocalStore:
             self._check_again()
             fd = self.disk.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except (OSError, RunGoneError):
-            return  # it exists already, or there is no space yet
+            return  # the reserve exists already, or there is no space yet
         try:
             self.disk.reserve(fd, RESERVE)
         except OSError:
@@ -472,7 +472,7 @@ class LocalStore:
     def _give_up_reserve(self) -> bool:
         try:
             self.disk.unlink(f"{self.root}/.reserve")
-            self.disk.fsync_dir(self.root)  # journalling file systems release the space after a commit
+            self.disk.fsync_dir(self.root)  # journalling file systems release the space only after a commit
         except OSError:
             return False
         return True
@@ -485,7 +485,7 @@ class LocalStore:
 
     async def aclose(self) -> None:
         self.open_files.close()
-        self._pool.shutdown(wait=not self._calls)  # cancelled calls may hang in the disk and are not waited for
+        self._pool.shutdown(wait=not self._calls)  # do not wait for cancelled calls, which may hang in the disk
 
 
 def _is_record(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Open files of the local store: large ones being written, and those being read."""
+"""Open files of the local store: large files that are being written, and files that are being read."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PASSING = {  # transient errors
     errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV,
 }  # fmt: skip
-_VECTORS = 1024  # most vectors of one preadv
+_VECTORS = 1024  # maximum vectors of one preadv
 
 
 class LocalUpload:
     """Writes whole pages past the page cache, and unaligned bytes through it. One fsync makes both durable. `final`:
-    the name at the end, if it replaces another object."""
+    the name at the end, if the upload replaces another object."""
 
     part = 0
 
@@ -38,7 +38,7 @@ class LocalUpload:
         self._store, self._path, self._final, self._size = store, path, final, size
         self._buffered, self._direct = buffered, direct
         self._files = [fd for fd in (buffered, direct) if fd is not None]
-        self._users = 1  # this object, and each write in progress: the last one closes the files
+        self._users = 1  # this object and each write in progress; the last user closes the files
         self._open = True
         self._lock = threading.Lock()
 
@@ -49,11 +49,11 @@ class LocalUpload:
             await self._store.run(self._write, offset, view)
 
     def _write(self, offset: int, view: memoryview) -> None:
-        """Write in a thread, which may outlast the upload: a cancelled write continues and must not meet a closed
-        descriptor, whose number may be reused."""
+        """Write in a thread, which may outlast the upload. A cancelled write continues and must not use a closed
+        descriptor, because its number may be reused."""
         with self._lock:
             if not self._open:
-                return  # aborted
+                return  # the upload was aborted
             self._users += 1
         try:
             self._write_all(offset, view)
@@ -68,7 +68,7 @@ class LocalUpload:
                 try:
                     written = self._store.disk.pwrite(direct, view[:pages], offset)
                 except OSError as error:
-                    if error.errno not in UNSUPPORTED:  # EINVAL: this disk needs a coarser alignment
+                    if error.errno not in UNSUPPORTED:  # EINVAL means that this disk needs a coarser alignment
                         raise
                     self._direct = None
                     continue
@@ -87,7 +87,7 @@ class LocalUpload:
             disk.truncate(self._buffered, self._size)
             point("data_file.written")
             disk.fsync(self._buffered)
-            if self._final != self._path:  # while it is locked
+            if self._final != self._path:  # renamed while the file is locked
                 disk.replace(self._path, self._final)
                 self._store.open_files.forget(self._final)
         finally:
@@ -100,7 +100,7 @@ class LocalUpload:
 
     def _abort(self) -> None:
         self._close()
-        with contextlib.suppress(OSError):  # it is gone, or the disk failed: clean-up will find it
+        with contextlib.suppress(OSError):  # the file is gone, or the disk failed and a clean-up will delete it
             self._store.disk.unlink(self._path)
 
     def _close(self) -> None:
@@ -142,7 +142,7 @@ class OpenFiles:
                 reader.release()
 
     def forget(self, path: str) -> None:
-        """Close a file whose name refers to another file now, or to none."""
+        """Close a file whose name now refers to another file, or to no file."""
         with self._lock:
             if (reader := self._readers.pop(path, None)) is not None:
                 reader.release()
@@ -164,7 +164,7 @@ class _Reader:
             self._disk.close(self._buffered)
             raise
         self._direct = open_direct(disk, path, os.O_RDONLY) if direct else None
-        self.users = 1  # including the list of open files
+        self.users = 1  # users, including the list of open files
 
     def release(self) -> None:
         self.users -= 1
@@ -180,7 +180,7 @@ class _Reader:
         last = -(-(start + length) // PAGE) * PAGE
         if self._direct is not None and length >= PAGE:
             if into is None or len(into) < last - first:
-                into = memoryview(mmap.mmap(-1, last - first))  # page-aligned
+                into = memoryview(mmap.mmap(-1, last - first))  # page-aligned memory
             try:
                 self._fill(self._direct, into[: last - first], first, start + length - first)
                 return into[start - first : start - first + length]
@@ -221,8 +221,8 @@ class _Reader:
 
 
 def open_direct(disk: Disk, path: str, flags: int) -> int | None:
-    """Open a file that is open already once more, past the page cache. Return None if the file system refuses. File
-    systems refuse with several errors. The descriptor through the page cache does the same work in each case."""
+    """Open a file that is already open again, past the page cache. Return None if the file system refuses. File systems
+    refuse with several errors. In each case, the descriptor through the page cache does the same work."""
     try:
         return disk.open(path, flags | os.O_DIRECT)
     except OSError:
@@ -230,7 +230,7 @@ def open_direct(disk: Disk, path: str, flags: int) -> int | None:
 
 
 def size_of(fd: int, path: str) -> int:
-    """Return the size of an open file. Raises NotFoundError if it is something else, for example a pipe."""
+    """Return the size of an open file. Raise NotFoundError if it is not a regular file, for example a pipe."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise NotFoundError(f"{path} is not a file")
@@ -247,7 +247,7 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
     what = f"{os.strerror(error.errno) if error.errno else error} ({path} in {url})"
     if isinstance(error, FileNotFoundError):
         return NotFoundError(what)
-    if error.errno in (errno.ELOOP, errno.ENXIO):  # the name is that of a link, a socket or a device
+    if error.errno in (errno.ELOOP, errno.ENXIO):  # the path is a link, a socket or a device
         return NotFoundError(f"not a file: {what}")
     if isinstance(error, FileExistsError):
         return ExistsError(what)
@@ -264,7 +264,7 @@ def translated(error: OSError, url: str, path: str) -> StoreError:
 
 @contextlib.contextmanager
 def errors(url: str, path: str) -> Iterator[None]:
-    """Convert the operating system's errors by meaning."""
+    """Convert errors of the operating system to StoreErrors with the same meaning."""
     try:
         yield
     except OSError as error:

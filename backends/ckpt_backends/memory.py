@@ -9,11 +9,11 @@ from random import SystemRandom
 from ckpt.errors import CorruptError, ExistsError, NotFoundError, StoreError, TruncatedError
 from ckpt.store import Buffer, ObjectInfo, check_key, check_prefix
 
-_DICE = SystemRandom()  # leaves the random state of the training unchanged
+_DICE = SystemRandom()  # does not change the random state of the training
 
 
 class MemoryStore:
-    """See `ckpt.store.Store`. Each instance is a separate store. `objects` maps keys to bytes."""
+    """Implements `ckpt.store.Store`. Each instance is a separate store. `objects` maps keys to bytes."""
 
     remote = False
 

@@ -9,19 +9,19 @@ from typing import Any
 
 from ckpt.errors import AccessError, ExistsError, FullError, NotFoundError, StoreError
 
-_MISSING = "not there"  # not None, which a driver may use
+_MISSING = "not there"  # not None, because a driver may use None
 
 
 class OutOfRangeError(StoreError):
-    """The object ends before the first requested byte."""
+    """Raised if the object ends before the first requested byte."""
 
 
 class GoneError(StoreError):
-    """The upload does not exist: it was finished or aborted."""
+    """Raised if the upload does not exist, because it was finished or aborted."""
 
 
 class UnknownRequestError(StoreError):
-    """The server does not support this request, or this form of it."""
+    """Raised if the server does not support this request, or this form of it."""
 
 
 _ADVICE = {
@@ -48,7 +48,7 @@ _PASSING = {
     "RequestThrottled", "TooManyRequests", "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict",
     "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch", "ServerBusy",
 }  # fmt: skip
-"""Codes worth a retry, including a wrong digest, because it was correct when we computed it."""
+"""Codes of transient errors. They include a wrong digest, because it was correct when we computed it."""
 _UNKNOWN = {
     "NotImplemented", "MethodNotAllowed", "MalformedXML", "InvalidRequest", "MissingContentMD5", "InvalidDigest",
 }  # fmt: skip
@@ -56,7 +56,7 @@ _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdm
 
 
 def refusal(code: str, status: int, text: str) -> StoreError:
-    """Return the error for a failed response, from the code of S3 or the HTTP status. `text`: the message."""
+    """Return the error for a failed response, from the error code of S3 or the HTTP status. `text`: the message."""
     advice = _ADVICE.get(code)
     if advice is None and status in (301, 307, 308):
         advice = _ADVICE["PermanentRedirect"]
@@ -84,7 +84,7 @@ def refusal(code: str, status: int, text: str) -> StoreError:
 
 
 def meaning(error: Exception, text: str) -> StoreError:
-    """Return the error for an error of any driver. `text`: the message."""
+    """Return the StoreError for an error of any driver. `text`: the message."""
     status = next((s for s in map(_status, (error, error.__cause__)) if s), 0)
     if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
         return ExistsError(text)
@@ -111,7 +111,7 @@ def _status(error: BaseException | None) -> int:
 
 
 def _is_passing(error: Exception) -> bool:
-    """Return True if the failure of the network or server is transient."""
+    """Return True if the error is a transient failure of the network or server."""
     if isinstance(error, (TimeoutError, ConnectionError, EOFError)):
         return True
     if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY):
@@ -129,7 +129,7 @@ def without_secrets(text: str, *places: Mapping[str, Any]) -> str:
 
 
 def _secrets_in(options: Mapping[str, Any]) -> set[str]:
-    """Return secrets at any depth."""
+    """Return the secrets in nested options, at any depth."""
     found: set[str] = set()
     for name, value in options.items():
         if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
 """Any store that fsspec supports: gs://, az://, memory:// and many more.
 
 Nothing is sent before the first request, which also determines the event loop of the store. Create-if-absent needs a
-file system that supports it; callers that rely on it test it.
+file system that supports it. Callers that rely on it test it.
 
-Errors of all drivers are translated by meaning (`ckpt_backends.refusals`). Messages contain no secrets: drivers' texts
-are repeated without queries of URLs, which may be signed, and without keys and tokens in the options.
+Errors of all drivers are converted by meaning (`ckpt_backends.refusals`). Messages contain no secrets: a driver's text
+is repeated without queries of URLs, which may be signed, and without keys and tokens in the options.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REQUESTS = 16  # requests in flight for operations on many objects
 
 
 class RemoteStore:
-    """See `ckpt.store.Store`. Connection options: `ckpt.store.remember_options`, with fsspec's `storage_options`."""
+    """Implements `ckpt.store.Store`. For connection options (fsspec's `storage_options`), see `remember_options`."""
 
     remote = True
 
@@ -91,7 +91,7 @@ class RemoteStore:
         return memoryview(data)
 
     async def short(self, key: str, start: int, length: int, got: int) -> StoreError:
-        """Return the error for a response with `got` of `length` bytes, retryable if the bytes exist."""
+        """Return the error for a response with `got` of `length` bytes. It is retryable if the object has the bytes."""
         size = (await self.head(key)).size
         if start + length > size:
             return TruncatedError(f"{key} has {size} bytes, but {start + length} were requested")
@@ -116,7 +116,7 @@ class RemoteStore:
         with self.errors(f"cannot list {prefix or 'everything'}"), contextlib.suppress(FileNotFoundError):
             fs = await self.connected()
             found = await fs._find(f"{self._root}/{prefix}".rstrip("/"), detail=True)
-        base = f"{self._root}/"  # with its slash, because keys of run10 are not in run1
+        base = f"{self._root}/"  # with its slash, because keys of run10 also begin with run1
         for name, info in found.items():
             key = name.removeprefix(base)
             hidden = key.rpartition("/")[2].startswith(".")
@@ -133,7 +133,7 @@ class RemoteStore:
         await self.in_parallel(self.delete, keys)
 
     async def in_parallel(self, work: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
-        """Send several requests in parallel. All are tried before the first error is raised."""
+        """Send several requests in parallel. Try all of them before raising the first error."""
         window = asyncio.Semaphore(REQUESTS)
 
         async def one(key: str) -> None:
@@ -150,7 +150,7 @@ class RemoteStore:
     # -- large objects --
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Begin an upload. Keys of large objects are unique, so it is not checked whether one exists."""
+        """Begin an upload. Keys of large objects are unique, so it does not check whether the object exists."""
         self.path(key)
         return FileUpload(self, key, size, replace=replace)
 
@@ -163,7 +163,7 @@ class RemoteStore:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint in the options, if any."""
+        """Return the endpoint in the options, or "" if they have none."""
         given = self.options.get("endpoint_url") or (self.options.get("client_kwargs") or {}).get("endpoint_url")
         return self.clean(str(given or ""))
 
@@ -229,7 +229,7 @@ class RemoteStore:
 
 
 def _let_go(fs: Any) -> None:
-    """Prevent adlfs from closing again at exit in a loop that is gone, which would only print a traceback."""
+    """Prevent adlfs from closing again at exit in a loop that no longer exists, which would only print a traceback."""
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         held = finalizer.peek()
         if held is not None and held[0] is fs:

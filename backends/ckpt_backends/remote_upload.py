@@ -19,8 +19,8 @@ PART = 16 << 20  # bytes; 64 MiB was not faster with a real server and needs mor
 
 
 class RemoteUpload(ABC):
-    """An upload. Objects up to one part are stored by one request at the end, if their name is free; larger ones part
-    by part, by methods of the store: `_send`, `_complete`, `_drop`.
+    """An upload. An object of up to one part is stored by one request at the end, if its name is free. A larger one is
+    stored part by part, by methods of the store: `_send`, `_complete`, `_drop`.
 
     `resumable`: each call may be repeated after an error (`ckpt_backends.retry`). `keeps`: the written memory is in use
         until the end (`ckpt_backends.limit`).
@@ -58,9 +58,9 @@ class RemoteUpload(ABC):
         over, self._over = self._over, True
         if over:
             return
-        with contextlib.suppress(StoreError):  # the store is unreachable: a later clean-up finds it
+        with contextlib.suppress(StoreError):  # the store is unreachable, so a later clean-up deletes the upload
             await self._drop()
-            if self._once.undecided and not self._replace:  # it may have been finished
+            if self._once.undecided and not self._replace:  # the upload may have been finished
                 await self._store.delete(self._key)
 
     async def _put(self) -> None:
@@ -78,7 +78,7 @@ class RemoteUpload(ABC):
 
 class FileUpload(RemoteUpload):
     """An upload through fsspec's file object, in a thread. It holds a few parts in memory, whatever the size. An object
-    that replaces another is written under a hidden name and moved: some file systems have no other way."""
+    that replaces another is written under a hidden name and moved, because some file systems have no other way."""
 
     def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
         super().__init__(store, key, size, PART, replace=replace)
@@ -117,16 +117,16 @@ class FileUpload(RemoteUpload):
         file, self._file = self._file, None
         if file is None:
             return
-        with contextlib.suppress(Exception):  # it is gone or unreachable
+        with contextlib.suppress(Exception):  # the upload is gone or unreachable
             await asyncio.to_thread(file.discard)
         with contextlib.suppress(Exception):
-            file.closed = True  # otherwise it would be finished when it is garbage-collected
+            file.closed = True  # otherwise the garbage collector would finish the upload
         with contextlib.suppress(Exception):
             await asyncio.to_thread(lambda: self._store.blocking().rm_file(self._path))
 
 
 class InOrder:
-    """Lets overlapping calls in one after another, by offset; after a failure, none."""
+    """Admits overlapping calls one after another, by offset. After a failure, it admits none."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -161,10 +161,10 @@ class MaybeDone:
 
     def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
         self._store, self._key, self._size, self._replace = store, key, size, replace
-        self.undecided = False  # it may have been carried out without a response
+        self.undecided = False  # True if the request may have been carried out without a response
 
     async def run(self, request: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the response; None if an earlier try has already done the work."""
+        """Return the response, or None if an earlier try has already done the work."""
         try:
             return await request()
         except (ExistsError, NotFoundError, GoneError):
@@ -179,18 +179,18 @@ class MaybeDone:
             raise
 
     async def check(self) -> None:
-        """Raise unless the object exists with its size. Its name is unique, so that is sufficient."""
+        """Raise unless the object exists with its size. Its name is unique, so no further check is needed."""
         if self._replace:
             raise StoreError(f"it is unknown whether {self._key} was replaced: write it again")
         found = (await self._store.head(self._key)).size
         if found != self._size:
-            self.undecided = False  # another writer's object
+            self.undecided = False  # the object belongs to another writer
             raise StoreError(f"{self._key} has {found} bytes, but {self._size} were written")
 
 
 def only_if_absent(fs: Any) -> dict[str, Any]:
-    """Return the arguments with which a file system creates an object only if absent; empty if it cannot. For others,
-    fsspec checks first and then writes, which guarantees nothing."""
+    """Return the arguments with which a file system creates an object only if it is absent, or {} if the file system
+    cannot. In that case, fsspec checks first and then writes, which guarantees nothing."""
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
 

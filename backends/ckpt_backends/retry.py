@@ -4,8 +4,8 @@ The pause before each retry is random with a growing upper limit, so that many p
 not return together. Errors that a retry cannot fix (`retryable` is False) are raised immediately.
 
 A request whose response was lost may have been carried out, or may be carried out later. So only idempotent requests
-are repeated, and for create-if-absent the bytes decide: a writer that finds its own bytes created the object. Bytes
-that two writers could share do not identify one; log records name their writer.
+are repeated. For create-if-absent, the bytes decide: a writer that finds its own bytes created the object. This needs
+bytes that no other writer could write, so log records name their writer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckpt.store import Buffer, ObjectInfo, Store, Upload
 from ckpt.units import count_of
 
 T = TypeVar("T")
-_DICE = SystemRandom()  # leaves the random state of the training unchanged
+_DICE = SystemRandom()  # does not change the random state of the training
 
 
 class Retry:
-    """See `ckpt.store.Store`. Pauses grow from `base_s` to `most_s` seconds; a call fails after `budget_s` seconds."""
+    """Implements `ckpt.store.Store`. Pauses grow from `base_s` to `most_s` seconds; a call fails after `budget_s`."""
 
     def __init__(self, store: Store, *, base_s: float = 0.2, most_s: float = 20.0, budget_s: float = 300.0) -> None:
         self.store = store
@@ -36,7 +36,7 @@ class Retry:
         self.base_s, self.most_s, self.budget_s = base_s, most_s, budget_s
         if hasattr(store, "in_flight"):
             self.in_flight = store.in_flight
-        self._waiting = 0  # failed calls being retried
+        self._waiting = 0  # number of failed calls being retried
         self._down_since: float | None = None
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
@@ -59,12 +59,12 @@ class Retry:
         """Return True if an object has exactly these bytes."""
         try:
             found = await self.store.get(key, limit=memoryview(data).nbytes)
-        except (NotFoundError, CorruptError):  # deleted, or longer than ours
+        except (NotFoundError, CorruptError):  # the object was deleted, or is longer than ours
             return False
         return bytes(found) == bytes(data)
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> RetryUpload:
-        # a third-party store may not support it, and may already contain checkpoints
+        # a third-party store may not support the argument, and may already contain checkpoints
         more = {"replace": True} if replace else {}
         return RetryUpload(self, await self._repeat(partial(self.store.upload, key, size=size, **more)))
 
@@ -130,7 +130,7 @@ class Retry:
             call.rest()
 
     def _is_down(self, why: CheckpointError) -> None:
-        """Log an outage once, whatever the number of affected calls."""
+        """Log an outage once, no matter how many calls it affects."""
         if self._down_since is None:
             self._down_since = asyncio.get_running_loop().time()
             log.warning("retrying %s for up to %.0f s: %s", self.url, self.budget_s, why)
@@ -155,7 +155,7 @@ class _Call:
         self._failures = 0
 
     async def failed(self, error: CheckpointError) -> None:
-        """Wait before a retry, or raise the error if there is none."""
+        """Wait before a retry, or raise the error if no retry is left."""
         retry = self._retry
         if not error.retryable:
             if isinstance(error, (NotFoundError, ExistsError)):  # the store responded
@@ -182,15 +182,14 @@ class _Call:
         self._retry._is_back()
 
     def rest(self) -> None:
-        """End the retries: the call has succeeded or failed."""
+        """End the retries, because the call has succeeded or failed."""
         if self._failures:
             self._retry._waiting -= 1
         self._failures = 0
 
 
 class RetryUpload:
-    """An upload continues after an error only if it is `resumable`; otherwise the caller writes the object under a new
-    name."""
+    """Retries the calls of an upload if it is `resumable`. Otherwise the caller writes the object under a new name."""
 
     def __init__(self, retry: Retry, upload: Upload) -> None:
         self._retry, self._upload = retry, upload
@@ -205,7 +204,7 @@ class RetryUpload:
         await self._try(self._upload.finish)
 
     async def abort(self) -> None:
-        with contextlib.suppress(CheckpointError):  # `drop_uploads` or the clean-up finds what is left
+        with contextlib.suppress(CheckpointError):  # `drop_uploads` or the clean-up deletes the remaining parts
             await self._upload.abort()
 
     async def _try(self, attempt: Callable[[], Awaitable[None]]) -> None:

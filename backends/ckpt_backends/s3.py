@@ -1,14 +1,14 @@
 """S3 and compatible stores: s3://bucket/prefix.
 
-botocore handles credentials, endpoint, region and profile by its own conventions, or s3fs' `storage_options`. Requests
-use the client of s3fs with one attempt each: retries are decided by a layer that knows what a lost response means.
-Uploads are split into parts here, because s3fs would hold the whole object in memory.
+botocore handles credentials, endpoint, region and profile by its own conventions, or by s3fs' `storage_options`.
+Requests use the client of s3fs with one attempt each, because only `ckpt_backends.retry` handles lost responses. This
+module splits uploads into parts, because s3fs would hold the whole object in memory.
 
 A commit is one conditional PUT. Large objects have unique names, and are not checked first. If obstore is installed,
-data files use it (`ckpt_backends.obstore`) with a fraction of the CPU.
+data files use it (`ckpt_backends.obstore`) with a fraction of the CPU time.
 
-Directory buckets (S3 Express, `s3://NAME--ZONE--x-s3`) are supported: they have conditional PUTs, and botocore creates
-their sessions. Their listings are unordered, and only for prefixes that end in "/".
+Directory buckets (S3 Express, `s3://NAME--ZONE--x-s3`) are supported. They have conditional PUTs, and botocore creates
+their sessions. They list keys unordered, and only under prefixes that end in "/".
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ckpt_backends.s3_upload import S3Upload, body_of
 if TYPE_CHECKING:
     from ckpt_backends.obstore import DataPath
 
-DELETES = 1000  # keys in one request, the protocol's maximum
+DELETES = 1000  # maximum keys in one request by the protocol
 CONNECT_S, READ_S = 10, 60
 CONNECTIONS = 32
-Unfinished = list[tuple[str, str]]  # key and id
+Unfinished = list[tuple[str, str]]  # key and id of each upload
 ENGINES = (None, "obstore", "s3fs")
 _REFUSED = (
     boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError, boto.ProfileNotFound,
@@ -49,7 +49,7 @@ _PASSING = (
 
 class OneAttempt(AIOHTTPSession):  # type: ignore[misc]
     """Connections without automatic retries of aiohttp. When a reused connection breaks, aiohttp would send a PUT
-    again. A conditional one would then fail because of the object that it had just created, and the retry would be
+    again. A conditional PUT would then fail because of the object that it had just created, and the retry would be
     invisible."""
 
     async def _get_session(self, proxy_url: str | None) -> Any:
@@ -59,9 +59,9 @@ class OneAttempt(AIOHTTPSession):  # type: ignore[misc]
 
 
 class S3Store(RemoteStore):
-    """See `ckpt.store.Store`. One additional option: `engine`, "obstore" or "s3fs", which transfers data files."""
+    """Implements `ckpt.store.Store`. An additional option, `engine`, selects "obstore" or "s3fs" for data files."""
 
-    in_flight = 256 << 20  # most bytes of one upload
+    in_flight = 256 << 20  # maximum bytes in flight of one upload
 
     def __init__(self, url: str, *, writable: bool = False) -> None:
         super().__init__(url, writable=writable)
@@ -132,7 +132,7 @@ class S3Store(RemoteStore):
         return await self._get_range(key, start, length)
 
     async def _nothing(self, key: str, start: int) -> memoryview:
-        """Return no bytes, for which HTTP has no range; raise an error if the position does not exist."""
+        """Return no bytes, because HTTP has no empty range. Raise an error if the position does not exist."""
         size = (await self.head(key)).size
         if start > size:
             raise TruncatedError(f"{key} has {size} bytes and ends before byte {start}")
@@ -181,7 +181,7 @@ class S3Store(RemoteStore):
             answer = await self.call("list_objects_v2", f"cannot list {prefix or 'everything'}", Prefix=folder, **more)
             for found in answer.get("Contents", ()):
                 key = str(found["Key"]).removeprefix(self.prefix)
-                if key:  # skip the folder's own marker
+                if key:  # skip the marker of the folder itself
                     yield ObjectInfo(key, int(found["Size"]))
             token = answer.get("NextContinuationToken")
             if not answer.get("IsTruncated") or not token:
@@ -213,7 +213,7 @@ class S3Store(RemoteStore):
         errors = [
             error for error in answer.get("Errors", ()) if error.get("Code") not in ("NoSuchKey", "NoSuchVersion")
         ]
-        for error in errors:  # with status 200 some objects were deleted
+        for error in errors:  # with status 200, the server may still have failed to delete some objects
             code, message = str(error.get("Code", "")), str(error.get("Message", ""))
             text = self.clean(f"cannot delete {error.get('Key')} in {self.url}: {code} {message}".rstrip())
             raise refusal(code, 0, f"{text} ({len(errors)} like it)")
@@ -222,7 +222,7 @@ class S3Store(RemoteStore):
     # -- large objects --
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Begin an upload. Names of data files are unique, so it is not checked whether the object exists."""
+        """Begin an upload. Names of data files are unique, so it does not check whether the object exists."""
         check_key(key)
         await self.connected()
         if self._data is not None and size:
@@ -240,7 +240,7 @@ class S3Store(RemoteStore):
         return dropped
 
     async def unfinished(self, prefix: str = "") -> Unfinished:
-        """The key and the id of each upload under the root that was begun and neither finished nor aborted."""
+        """Return key and id of each upload under the root that was begun, but neither finished nor aborted."""
         found: Unfinished = []
         more: dict[str, str] = {}
         while True:
@@ -261,7 +261,7 @@ class S3Store(RemoteStore):
             more = following
 
     async def drop(self, key: str, upload_id: str) -> None:
-        """Abort one upload; a missing one is ignored."""
+        """Abort one upload. Do nothing if it does not exist."""
         with contextlib.suppress(NotFoundError, GoneError):
             await self.call("abort_multipart_upload", f"cannot drop {key}", Key=self.prefix + key, UploadId=upload_id)
 
@@ -271,7 +271,7 @@ class S3Store(RemoteStore):
         return self.prefix + check_key(key)
 
     async def call(self, method: str, what: str, **arguments: Any) -> Any:
-        """Send one request, once, with `s3_additional_kwargs` and `requester_pays` if it supports them."""
+        """Send one request, once, with `s3_additional_kwargs` and `requester_pays` if the method supports them."""
         with self.errors(what):
             fs = await self.connected()
             function = getattr(self._s3, method)
@@ -304,7 +304,7 @@ class S3Store(RemoteStore):
 
     @property
     def endpoint(self) -> str:
-        """The endpoint, once connected."""
+        """Return the endpoint, which is known once connected."""
         return super().endpoint if self._s3 is None else self.clean(str(self._s3.meta.endpoint_url))
 
     def _patient(self) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class S3Store(RemoteStore):
             "http_session_cls": OneAttempt,
         }
         for name in ("request_checksum_calculation", "response_checksum_validation"):
-            if f"AWS_{name.upper()}" not in os.environ:  # we have our own digests, and many servers support none
+            if f"AWS_{name.upper()}" not in os.environ:  # we have our own digests; many servers support none
                 config[name] = "when_required"
         config |= self.options.get("config_kwargs") or {}
         config["retries"] = {**(config.get("retries") or {}), "mode": "standard", "total_max_attempts": 1}
@@ -347,7 +347,7 @@ class S3Store(RemoteStore):
     def _answered(self, error: Any, what: str) -> StoreError:
         said, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
         code, status = str(said.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
-        if code.isdigit():  # the response to a HEAD has no document
+        if code.isdigit():  # the response to a HEAD has no document with an error code
             code, status = "", status or int(code)
         text = self.clean(f"{what}: {code or status} {said.get('Message', '')}".rstrip())
         region = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
@@ -358,6 +358,6 @@ class S3Store(RemoteStore):
 
 
 def _do_not_redirect(context: dict[str, Any], **_: Any) -> None:
-    """Stop botocore from following redirects: it asks for the bucket's region, and would loop if that is redirected
-    too."""
+    """Stop botocore from following redirects. It queries the bucket's region, and would loop if that query is
+    redirected too."""
     context.setdefault("s3_redirect", {})["redirected"] = True

@@ -16,7 +16,7 @@ MAX_PARTS = 10_000
 
 
 def part_size(size: int) -> int:
-    """Return the part size of an object in whole MiB, so that it has no more parts than allowed."""
+    """Return the part size for an object in whole MiB, so that the number of parts does not exceed S3's limit."""
     mib = 1 << 20
     return max(PART, -(-size // MAX_PARTS // mib) * mib)
 
@@ -28,7 +28,7 @@ def body_of(data: Buffer) -> Any:
 
 class S3Upload(RemoteUpload):
     """An upload of parts in any order, several at a time if the caller wants. Each call may be repeated after an error,
-    `finish` too: if its response was lost, the object exists."""
+    including `finish`, because if its response was lost, the object exists."""
 
     _store: S3Store
 
@@ -39,7 +39,7 @@ class S3Upload(RemoteUpload):
         self._parts: dict[int, tuple[int, dict[str, Any]]] = {}
 
     async def begin(self) -> None:
-        """Create a multipart upload, if there are several parts."""
+        """Create a multipart upload, if the object has several parts."""
         if not self.keeps:
             name = self._store.name(self._key)
             answer = await self._store.call("create_multipart_upload", f"cannot begin {self._key}", Key=name)

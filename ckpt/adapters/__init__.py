@@ -1,7 +1,7 @@
 """Adapters: read and restore kinds of state that the core does not know.
 
-Importing this package registers its adapters with the core (the interface is `ckpt.core.state.wrappers`). A new one is
-a file here and a line below.
+Importing this package registers its adapters with the core (the interface is `ckpt.core.state.wrappers`). To add an
+adapter, add a file to this package and a line below.
 """
 
 from ckpt.adapters.modules import CustomModuleNode

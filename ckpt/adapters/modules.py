@@ -1,10 +1,10 @@
-"""Modules with more than parameters and buffers: their own `state_dict()` or loader, hooks, extra state.
+"""Reads and restores modules with their own `state_dict()` or loader, with state-dict hooks, or with extra state.
 
 State-dict hooks and methods mostly rename, divide or gather the tensors of the module. Saving the tensors as they are
-in memory restores the same, and calls no such code between two steps of training. So the state_dict() of each module
-with such code is called once, with collectives refused, and the result is compared with its tensors. It is called again
-at every reading only if it has something else; extra state is requested separately. Whether a module's own loader
-accepts a saved state is tested on a copy whose tensors have no memory.
+in memory restores the same state, and calls no user code between two steps of training. So the state_dict() of each
+module with such code is called once, with collectives refused, and the result is compared with its tensors. It is
+called again at every reading only if it has other contents. Extra state is requested separately. Whether a module's own
+loader accepts a saved state is tested on a copy whose tensors have no memory.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class OwnState:
 
     @property
     def has_values(self) -> bool:
-        """Return True if there is more than parameters and buffers."""
+        """Return True if the modules have more state than parameters and buffers."""
         return bool(self.custom or self.extras)
 
     def is_custom(self, prefix: str) -> bool:
-        """Return True if a module is one of the `custom` modules, or inside one."""
+        """Return True if a module is one of the `custom` modules, or inside one of them."""
         return any(prefix.startswith(inner) for inner in self.custom)
 
     def is_inner(self, prefix: str) -> bool:
@@ -86,7 +86,7 @@ class OwnState:
         return bool(prefix) and getattr(custom, "state_dict", nn.Module.state_dict) is nn.Module.state_dict
 
     def drop(self, prefix: str) -> None:
-        """Forget everything below a prefix."""
+        """Forget all methods and hooks below a prefix."""
         for found in (self.custom, self.extras, self.names, self.loaders):
             for key in [key for key in found if key.startswith(prefix)]:
                 del found[key]
@@ -104,7 +104,7 @@ def plain_tensors(module: nn.Module, own_state: OwnState, prefix: str = "") -> I
 
 
 def find_own_state(module: nn.Module, path: Path) -> OwnState:
-    """Find the own methods and hooks of all modules in `module`, and log their consequences for the user once. Raises
+    """Find the own methods and hooks of all modules in `module`, and log their consequences for the user once. Raise
     StateError if two tensors have the same name."""
     own_state, seen = OwnState(), dict[str, Tensor]()
     for name, tensor in plain_tensors(module, own_state):
@@ -129,9 +129,9 @@ def _collect(module: nn.Module, prefix: str, own_state: OwnState) -> None:
     extra = type(module).get_extra_state is not nn.Module.get_extra_state
     more = bool(module._parameters or module._buffers or len(module._modules) > 1)
     both = (extra and prefix in own_state.extras) or (more and prefix in own_state.custom)
-    if wrapped is not None and both:  # the wrapper has state in addition to that of the module of the same name
+    if wrapped is not None and both:  # the wrapper and the module, which share a name, both have state
         own_state.drop(prefix)
-        own_state.custom[prefix] = module  # its state_dict() has both
+        own_state.custom[prefix] = module  # its state_dict() has the state of both
         return
     if extra:
         own_state.extras[prefix] = module
@@ -170,7 +170,7 @@ HAS_MORE = "its state_dict() has more than its parameters and buffers, so it is 
 
 
 def _classify(module: nn.Module, prefix: str, own_state: OwnState, loads: bool) -> str:
-    """Record the consequences of a module's state_dict(). Return a message for the user, or ""."""
+    """Record the consequences of a module's state_dict(). Return a message for the user, or "" if there are none."""
     entries = _state_dict_of(module)
     if entries is None:
         return GATHERS
@@ -199,17 +199,17 @@ def _classify(module: nn.Module, prefix: str, own_state: OwnState, loads: bool) 
 
 
 def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Mapping[str, Any]) -> bool:
-    """Return whether the new tensors may be made of the missing ones: as many elements, and stored nowhere else."""
+    """Return True if the new tensors may be made of the missing ones: as many elements, in no other memory."""
     if not all(isinstance(value, Tensor) for value in new.values()):
         return False
     if any(isinstance(v := again.get(key), Tensor) and memory_id(v) == memory_id(value) for key, value in new.items()):
-        return False  # both results exist, so this is stored somewhere
+        return False  # both results have it in the same memory, so it is stored there
     apart = {memory_id(tensor): tensor.numel() for tensor in missing.values()}
     return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
 
 
 def _rename(here: Mapping[str, Tensor], entries: Mapping[str, Tensor], own_state: OwnState) -> None:
-    """Record tensors with other names in the state_dict(), such as those of a wrapper that removes its part of the
+    """Record tensors with other names in the state_dict(), for example those of a wrapper that removes its part of the
     name."""
     other: dict[object, list[str]] = {}
     for key, tensor in entries.items():
@@ -221,7 +221,7 @@ def _rename(here: Mapping[str, Tensor], entries: Mapping[str, Tensor], own_state
 
 
 class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collectives raise an error before anything is sent."""
+    """Makes collectives raise an error before anything is sent."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -230,7 +230,7 @@ class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and any(issubclass(one, distributed.DTensor) for one in types):
-            return NotImplemented  # the operations that it runs come here again
+            return NotImplemented  # the operations that it runs are dispatched to this mode again
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"):
             self.refused = True
             raise RuntimeError(f"{func} is a collective, but the other ranks do not take part")
@@ -238,7 +238,7 @@ class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _state_dict_of(module: nn.Module) -> dict[str, Any] | None:
-    """Return a module's state_dict(); None if it needs other ranks."""
+    """Return a module's state_dict(), or None if it needs other ranks."""
     mode = Refusing()
     try:
         with torch.no_grad(), mode:
@@ -265,8 +265,8 @@ def hand_resized(
     module: nn.Module, path: Path, tensors: Mapping[str, Tensor], strict: bool, inner: bool = False
 ) -> None:
     """Load tensors whose shapes differ from those of the module with its own loader, which may resize its tensors.
-    Everything else has been restored already. `tensors`: by their names within the module. Raises MismatchError if the
-    loader raises an error. `inner`: see `load_into`."""
+    Everything else has been restored already. `tensors`: tensors by their names in the module. `inner`: see
+    `load_into`. Raise MismatchError if the loader raises an error."""
     state = module.state_dict()
     named = {plain_key(module, key): key for key in state}
     for key, value in state.items():
@@ -288,9 +288,9 @@ def hand_resized(
 
 
 def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool, inner: bool = False) -> Any:
-    """Call load_state_dict(), without `strict` if the module's own one does not have this parameter. Returns its
+    """Call load_state_dict(), without `strict` if the module's own method does not have this parameter. Return its
     result. `inner`: load like the load_state_dict() of an enclosing module, which does not call this module's own
-    one."""
+    method."""
     if inner:
         return nn.Module.load_state_dict(module, state, strict=strict)
     parameters = inspect.signature(module.load_state_dict).parameters
@@ -304,12 +304,12 @@ def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool, inne
 def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool, inner: bool = False) -> bool:
     """Return True if `module.load_state_dict(state)` succeeds.
 
-    Keys that an own load_state_dict() returns as missing or unexpected, and does not raise an error for, are accepted.
-    The module does not change. Raises Untried if that cannot be found out on a copy.
+    Accept keys that an own load_state_dict() returns as missing or unexpected without raising an error. The module does
+    not change. Raise Untried if this cannot be tested on a copy.
 
-    state: tensors on the meta device, by their names within the module.
-    plain: the names are those of `named_modules`, not the module's own; see `as_its_own`.
-    inner: as in `load_into`.
+    state: tensors on the meta device, by their names in the module
+    plain: True if the names are those of `named_modules`, not the module's own; see `as_its_own`
+    inner: as in `load_into`
     """
     mode = _Trial()
     with torch.random.fork_rng(devices=[]):
@@ -322,7 +322,7 @@ def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool, inner: 
                 given = as_its_own(twin, state) if plain else dict(state)
                 names = _forms(given)
                 found = load_into(twin, given, strict=True, inner=inner)
-                # If the loader does not return what it misses, its names must be the same now.
+                # If the loader does not return missing keys, the module's names must equal the saved ones now.
                 return not mode.refused and (found is not None or _forms(twin.state_dict()) == names)
         except Exception as error:
             if "in loading state_dict for" in str(error) or mode.refused:  # torch refuses the keys
@@ -331,11 +331,11 @@ def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool, inner: 
 
 
 class Untried(Exception):
-    """A module's loader cannot be tried on a copy; the text says why."""
+    """Raised if a module's loader cannot be tried on a copy. The text gives the reason."""
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy without memory, whose hooks for loading reach nothing of the original."""
+    """Return a copy without memory. Its hooks for loading must not reach any part of the original."""
     if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
         raise TypeError("the copy of a ScriptModule has memory")
     memo: dict[int, Any] = {}
@@ -355,8 +355,8 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return what deepcopy() returns, but with copies of functions, which have copies of the values that they keep.
-    Raises TypeError for values through which the original could be changed."""
+    """Return the result of deepcopy(), but copy functions too, with the values that they capture. Raise TypeError for
+    values through which the original could be changed."""
     if isinstance(value, partial):
         return partial(_copied(value.func, memo), *_copied(value.args, memo), **_copied(value.keywords, memo))
     if isinstance(value, MethodType):
@@ -377,7 +377,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield the values in lists, tuples, sets and dicts."""
+    """Yield the values in nested lists, tuples, sets and dicts."""
     if isinstance(value, list | tuple | set | frozenset | dict):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _leaves(one)
@@ -386,7 +386,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def as_its_own(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state as the module's own state_dict() would return it: with its names and its version numbers."""
+    """Return a state in the form of the module's own state_dict(), with its names and its version numbers."""
     own = module.state_dict()
     named = {plain_key(module, key): key for key in own}
     found = OrderedDict((named.get(key, key), value) for key, value in state.items())
@@ -395,7 +395,7 @@ def as_its_own(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, 
 
 
 def without_memory(spec_of: Callable[[str], TensorSpec], reference: Json) -> object:
-    """Decode a reference with a tensor on the meta device. Raises CorruptError if that cannot be done."""
+    """Decode a reference as a tensor on the meta device. Raise CorruptError if the reference is invalid."""
     if reference["$"] == "ndarray":
         dtype, shape = check_array(spec_of(reference["name"]), reference)
         return np.zeros(shape, dtype)
@@ -406,7 +406,7 @@ def without_memory(spec_of: Callable[[str], TensorSpec], reference: Json) -> obj
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """deepcopy() of a tensor returns one on the meta device."""
+    """Makes deepcopy() of a tensor return a tensor on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__deepcopy__, Tensor.clone):  # a Parameter clones its data
@@ -415,7 +415,7 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 class _Trial(Refusing):  # type: ignore[no-untyped-call]
-    """Also, tensors without memory can be copied to a device, and into the tensors that a loader creates."""
+    """Also allows copies of tensors without memory to a device, and into the tensors that a loader creates."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
@@ -426,7 +426,7 @@ class _Trial(Refusing):  # type: ignore[no-untyped-call]
 
 
 def _forms(state: Mapping[str, Any]) -> dict[str, object]:
-    """Equal for states that have the same names, with tensors of the same shapes."""
+    """Return a value that is equal for states that have the same names, with tensors of the same shapes."""
     return {key: tuple(v.shape) if isinstance(v, Tensor) else type(v) for key, v in state.items()}
 
 
@@ -434,13 +434,13 @@ def _forms(state: Mapping[str, Any]) -> dict[str, object]:
 
 
 class CustomModuleNode(ModuleNode):
-    """Any module: read like in the core, and with its own methods and hooks (`find_own_state`)."""
+    """Any module. It is read like in the core, and with its own methods and hooks (`find_own_state`)."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         super().__init__(path, module)
         self._own, self._modules_read = OwnState(), list[nn.Module]()
         self._untried: list[str] = []  # reasons why loaders could not be tested with the checkpoint
-        self._order: list[str] = []  # names, and prefixes of `custom` modules
+        self._order: list[str] = []  # names of tensors, and prefixes of `custom` modules, in order
 
     @staticmethod
     def owns(value: object) -> bool:
@@ -478,7 +478,7 @@ class CustomModuleNode(ModuleNode):
         return None if omitted else self._own.names.get(name, name)
 
     def _with_own_values(self, piece: Contents) -> Contents:
-        """Collect all its values by key, like its state_dict()."""
+        """Collect all values of the module by key, like its state_dict()."""
         collect, exact = Collector(), Collector(exact=True)  # set_extra_state() gets the exact values
         state: dict[str, Json] = {}
         for key in self._order:
@@ -512,7 +512,7 @@ class CustomModuleNode(ModuleNode):
         loose = {entry.name: entry for entry in piece.loose}
         state = self._saved_state(saved)
         problems, self._untried = len(placement.problems), []
-        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
+        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # extra state may change
         extras = tuple(self._name(prefix + EXTRA) for prefix in self._own.extras)
         own = {name: entry for name, entry in (fixed | loose).items() if not name.startswith(extras)}
         theirs = [name for name in saved.names if name not in free]
@@ -540,7 +540,7 @@ class CustomModuleNode(ModuleNode):
             placement.problems += self._untried
 
     def _forget(self) -> None:
-        """Read all of it again: its state_dict() may have other keys now."""
+        """Read the module completely again, because its state_dict() may have other keys now."""
         self._piece, self._modules_read = None, []
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
@@ -597,8 +597,8 @@ class CustomModuleNode(ModuleNode):
     def _resized(
         self, saved: SavedNode, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement
     ) -> dict[str, str]:
-        """Return what the loaders of modules decide about: saved tensors whose shapes differ from those here. This
-        includes those that are None here. By name: the prefix of the loader."""
+        """Return the saved tensors that loaders of modules decide about, because their shapes differ from the live
+        shapes or the live tensor is None. By name: the prefix of the module with the loader."""
         found: dict[str, str] = {}
         if not self._own.loaders:
             return found
@@ -637,9 +637,9 @@ class CustomModuleNode(ModuleNode):
         return found
 
     def _weights(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
-        """Return which saved tensors become parameters, for which all ranks must have saved the same values. A tensor
-        whose name is not here counts as a parameter if there is a parameter here that was not saved and that has the
-        same last part of its name, or else the same shape."""
+        """Return the saved tensors that become parameters, for which all ranks must have saved the same values. A
+        tensor with an unknown name counts as a parameter if a live parameter was not saved and has the same last part
+        of its name, or else the same shape."""
         parameters = {
             self._name(f"{name}.{key}" if name else key)
             for name, _, module in named_modules(self.whole)
@@ -658,9 +658,9 @@ class CustomModuleNode(ModuleNode):
         return {name for name in theirs if is_weight(name)}
 
     def _differing(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
-        """Return the names of tensors that are only on one side, or have different shapes."""
+        """Return the names of tensors that exist on only one side, or have different shapes."""
         if not (self._own.loaders or self._own.custom):
-            return set()  # no loader to handle them
+            return set()  # no loader can handle them
         shared = (name for name in theirs if name in own and _has_other_shape(name, own[name], placement))
         return {*(own.keys() ^ set(theirs)), *shared}
 
@@ -672,8 +672,8 @@ class CustomModuleNode(ModuleNode):
         differing: Collection[str],
         placement: Placement,
     ) -> dict[str, nn.Module]:
-        """Return modules with differences, whose own loaders accept all of their saved state. They get all of it. By
-        prefix; none of them is inside another one."""
+        """Return modules with differences, by prefix, whose own loaders accept all of their saved state. They get all
+        of it. No module of the result is inside another one."""
         own_state, found = self._own, dict[str, nn.Module]()
         keys = {self._key(name) for name in differing} | {key for key in state if self._is_unclaimed(key, state[key])}
         for prefix, module in (*own_state.custom.items(), *own_state.loaders.items()):
@@ -700,7 +700,7 @@ class CustomModuleNode(ModuleNode):
         return found
 
     def _is_plain(self, prefix: str, saved: SavedNode, own: Mapping[str, StateEntry]) -> bool:
-        """Return True if the saved state of a module is what its loader takes: plain tensors, as in its
+        """Return True if the saved state of a module is in the form that its loader takes: plain tensors, as in its
         state_dict()."""
         rearranged = [p for (verdict, _), ps in self._own.notes.items() if verdict in (GATHERS, REARRANGES) for p in ps]
         wrappers = (self._key(name) for name in forms_of(saved.facts))
@@ -711,17 +711,17 @@ class CustomModuleNode(ModuleNode):
         )
 
     def _is_unclaimed(self, key: str, value: Json) -> bool:
-        """Return True for a saved value that is not a tensor and that no module here handles."""
+        """Return True for a saved value that is not a tensor and that no live module handles."""
         if self._own.is_custom(key) or any(key == prefix + EXTRA for prefix in self._own.extras):
             return False
         return not (type(value) is dict and value.get("$") in ("tensor", "wrapper"))
 
     def _key(self, name: str) -> str:
-        """Return the name within the module."""
+        """Return a name relative to the module."""
         return name[len(self._name("")) :]
 
     def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
-        """Return its saved state by key. CorruptError if that is not the state of a module."""
+        """Return the module's saved state by key. Raise CorruptError if it is not the state of a module."""
         if saved.kind == "module":
             return {self._key(name): {"$": "tensor", "name": name} for name in saved.names}
         found = unpaired(saved.values)
@@ -770,7 +770,7 @@ def _has_other_shape(name: str, entry: StateEntry, placement: Placement) -> bool
 
 
 def _is_plain(entry: StateEntry) -> bool:
-    """Return True unless a tensor is sharded, or a part of another one."""
+    """Return True unless a tensor is sharded, or is part of another tensor."""
     return isinstance(entry.alike, Replicas | None) and entry.part_of is None and not is_dtensor(entry.tensor)
 
 

@@ -1,10 +1,10 @@
-"""Optimizers that do more than torch's: hooks, their own `state_dict()` or loader, helper objects in their state.
+"""Reads and restores optimizers with hooks, their own `state_dict()` or loader, or helper objects in their state.
 
 This module decides whose code is called, and which packages are trusted to add nothing (`TRUSTED`).
 
 Examples of helper objects are the projectors of GaLore. Their attributes are saved. A restore sets them on the object
-that already exists, or creates an object of the same class without calling any of its code. That works only for an
-ordinary Python class which the optimizer's own package defines or imports. Nothing that a file names is ever imported.
+that already exists, or creates an object of the same class without calling any of its code. It can create only ordinary
+Python classes that the optimizer's own package defines or imports. It never imports a class that a file names.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from ckpt.core.state.wrappers import is_wrapped
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.events import log
 
-PRE_HOOKS = "_optimizer_state_dict_pre_hooks"  # the attribute of torch's optimizers with them
+PRE_HOOKS = "_optimizer_state_dict_pre_hooks"  # the attribute of torch's optimizers that has these hooks
 
 
 class CustomOptimizerNode(OptimizerNode):
-    """Any optimizer whose state is in `.state` and `.param_groups`. If it has a `state_dict()` that adds entries to
-    those of torch, these are saved as `extra`, and a restore passes them to its `load_state_dict()`. A restore also
-    calls this loader if it, or its hooks, may derive something."""
+    """Any optimizer whose state is in `.state` and `.param_groups`. If its `state_dict()` adds entries to torch's, they
+    are saved as `extra`, and a restore passes them to its `load_state_dict()`. A restore also calls this loader if the
+    loader or its hooks may derive values."""
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(path, optimizer)
         self._objects = self._encoder = ObjectsOf(optimizer)
         self._adds_entries, self._same = has_own_state_dict(optimizer), all_of_one_state(optimizer)
-        self._extra: dict[str, Any] = {}  # of the current reading
+        self._extra: dict[str, Any] = {}  # entries that the state_dict() adds, in the current reading
 
     @staticmethod
     def owns(value: object) -> bool:
         return isinstance(value, torch.optim.Optimizer)
 
     def read(self, names: Names) -> Contents:
-        self._extra = self._own_entries()  # first: its hooks may write into the groups and the state
+        self._extra = self._own_entries()  # first, because its hooks may write into the groups and the state
         return super().read(names)
 
     def _values(self, collect: Collector) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class CustomOptimizerNode(OptimizerNode):
         return values
 
     def _own_entries(self) -> dict[str, Any]:
-        """Run the hooks that prepare a `state_dict()`. Return the entries that the optimizer's own adds to torch's."""
+        """Run the hooks that prepare a `state_dict()`. Return the entries that the optimizer adds to torch's."""
         if not self._adds_entries:
             for one in self._same:
                 for hook in tuple((vars(one).get(PRE_HOOKS) or {}).values()):
@@ -102,7 +102,7 @@ class CustomOptimizerNode(OptimizerNode):
     def _saved_extra(
         self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Build the entries that a `state_dict()` had added."""
+        """Return a function that builds the entries that a `state_dict()` had added."""
         found = saved.values.get("extra")
         if found is None:
             return None
@@ -122,7 +122,7 @@ class CustomOptimizerNode(OptimizerNode):
         return ObjectsOf(self.optimizer)
 
     def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Call the optimizer's own loader, and undo changes of torch's loader, such as casts to the dtypes of
+        """Call the optimizer's own loader, and undo changes by torch's loader, for example casts to the dtypes of
         weights."""
         entries, groups = self._state_dict_of(state), self.optimizer.param_groups
         sharing = [vars(one) for one in self._same if vars(one).get("param_groups") is groups]
@@ -150,8 +150,8 @@ class CustomOptimizerNode(OptimizerNode):
         self._put(state)
 
     def _state_dict_of(self, state: dict[Any, Any]) -> dict[str, Any]:
-        """Return the `state_dict()` of the restored state. Values that it writes first would be those of this
-        process."""
+        """Return the `state_dict()` for the restored state. Discard values that hooks or the call write into the state,
+        because they are this process's."""
         held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         hooks = [(vars(one), vars(one).get(PRE_HOOKS)) for one in self._same]
@@ -173,7 +173,7 @@ class CustomOptimizerNode(OptimizerNode):
 
 
 class SeparateOptimizerNode(StatefulNode):
-    """An optimizer with its state elsewhere: only its `state_dict()` contains it."""
+    """An optimizer with state outside `.state` and `.param_groups`. Only its `state_dict()` contains this state."""
 
     def __init__(self, path: Path, target: torch.optim.Optimizer) -> None:
         super().__init__(path, target)
@@ -190,7 +190,7 @@ class SeparateOptimizerNode(StatefulNode):
         return contents
 
     def _build(self, saved: SavedNode, placement: Placement) -> Callable[[], Any] | None:
-        # Its loader needs tensors with the same placement on the ranks as its own.
+        # The loader needs tensors with the same placement on the ranks as the optimizer's own tensors.
         like = {entry.name: entry for entry in self.read(Names()).loose}
         objects = RestoredObjects(self._objects, saved.values)
         try:
@@ -202,13 +202,13 @@ class SeparateOptimizerNode(StatefulNode):
             return None
 
     def _load(self, state: Any) -> None:
-        """Torch's own loader casts moments to the dtypes of the weights: undo that."""
+        """Call the loader, and undo the casts of moments to the dtypes of the weights by torch's own loader."""
         self.target.load_state_dict(state)
-        _recast(self.target.state_dict(), state)  # its dicts of parameters are those of the optimizer
+        _recast(self.target.state_dict(), state)  # its dicts of parameters are the dicts of the optimizer
 
 
 def _recast(live: Any, saved: Any) -> Any:
-    """Return what a loader made of a value, but with the saved tensors where it changed their dtype."""
+    """Return a loaded value, with the saved tensors instead of those whose dtype the loader changed."""
     if isinstance(live, Tensor):
         cast = isinstance(saved, Tensor) and saved.shape == live.shape and saved.dtype != live.dtype
         return saved.to(live.device) if cast else live
@@ -228,12 +228,12 @@ TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "
 
 
 def _is_trusted(owner: type) -> bool:
-    """Return True for torch's optimizers, and not for its wrappers in `torch.distributed`, and for `TRUSTED`."""
+    """Return True for torch's optimizers and `TRUSTED` packages, but not for the wrappers in `torch.distributed`."""
     return owner.__module__.startswith("torch.optim.") or owner.__module__.split(".")[0] in TRUSTED
 
 
 def has_own_state_dict(optimizer: Any) -> bool:
-    """Return True if `state_dict()` may have more than `.state` and `.param_groups`: it is overridden, or has hooks."""
+    """Return True if `state_dict()` may have more than `.state` and `.param_groups`, because of a method or hooks."""
     if vars(optimizer).get("_optimizer_state_dict_post_hooks") or "state_dict" in vars(optimizer):
         return True
     owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
@@ -245,7 +245,7 @@ def has_own_state_dict(optimizer: Any) -> bool:
 
 
 def _derives_when_loaded(optimizer: Any) -> bool:
-    """Return True if loading may do more than set `.state` and `.param_groups`: by hooks or an overridden method."""
+    """Return True if loading may do more than set `.state` and `.param_groups`, because of hooks or a method."""
     names = ("load_state_dict", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     if any(vars(optimizer).get(name) for name in names):
         return True
@@ -256,7 +256,7 @@ def _derives_when_loaded(optimizer: Any) -> bool:
 
 
 class _Groups(list[dict[str, Any]]):
-    """Groups whose values torch's loader takes unchanged: its deep copy would turn parameters into others."""
+    """Groups that torch's loader takes unchanged, because its deep copy would replace parameters by copies."""
 
     def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
         return [dict(group) for group in self]
@@ -273,9 +273,8 @@ def _is_derived(loaded: Any, saved: Any) -> bool:
 
 
 def keeps_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, such as the states of
-    several optimizers. A wrapper that forwards both and only adds entries to its `state_dict()` keeps nothing
-    elsewhere."""
+    """Return True if `state_dict()` returns something other than `.state` and `.param_groups`, for example the states
+    of several optimizers. It is False for a wrapper that forwards both and only adds entries to its `state_dict()`."""
     if not has_own_state_dict(optimizer):
         return False
     owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
@@ -289,10 +288,10 @@ def keeps_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass
 class ObjectsOf:
-    """Encodes the objects of one optimizer, and fills or creates them again.
+    """Encodes the objects of one optimizer, and fills or creates them in a restore.
 
-    `params`: by id, the names of its parameters. `early`: names of the objects that existed when it was first read;
-        None during that reading. `live`: by name, the objects of the last reading.
+    `params`: names of the optimizer's parameters, by id. `early`: names of the objects that existed at the first
+        reading; None during that reading. `live`: the objects of the last reading, by name.
     """
 
     optimizer: torch.optim.Optimizer
@@ -315,7 +314,7 @@ class ObjectsOf:
     # -- saving --
 
     def encode(self, value: object, path: Path, extern: Collecting) -> Json | None:
-        """Encode an object that is neither plain nor a constant. None for tensors and arrays."""
+        """Encode an object that is neither plain nor a constant. Return None for tensors and arrays."""
         if isinstance(value, Tensor):
             return None if id(value) not in self.params else {"$": "parameter", "v": self.params[id(value)]}
         if isinstance(value, np.ndarray | np.generic):
@@ -333,7 +332,7 @@ class ObjectsOf:
         try:
             return self._by_attributes(value, path, extern)
         except StateError:
-            # Its attributes cannot be saved. Remove what was collected of them, and try its own state_dict().
+            # Its attributes cannot be saved. Remove their collected parts, and try the object's own state_dict().
             del extern.entries[entries:]
             extern.objects = {key: extern.objects[key] for key in objects}
             self._names = {key: self._names[key] for key in names}
@@ -382,7 +381,7 @@ class ObjectsOf:
         return {"$": "object", "name": show(path), "class": name, "attributes": attributes}
 
     def _bind(self, name: str, path: Path, value: object) -> None:
-        """Record an object that a restart can only fill. StateError if it will not exist after a restart."""
+        """Record an object that a restart can only fill. Raise StateError if it will not exist after a restart."""
         self._bound.add(name)
         if self.early is not None and name not in self.early:
             raise StateError(
@@ -392,7 +391,7 @@ class ObjectsOf:
             )
 
     def _refusal(self, kind: type) -> str:
-        """Return why objects of a class cannot be created again without calling its code, "" if they can."""
+        """Return why objects of a class cannot be created without calling its code, or "" if they can."""
         if kind is SimpleNamespace:
             return ""
         if getattr(kind, "__new__", None) is not getattr(object, "__new__", None):
@@ -406,7 +405,7 @@ class ObjectsOf:
         return ""
 
     def _is_ours(self, kind: type) -> bool:
-        """Return True if the package of the optimizer, or of one inside it, defines or imports a class."""
+        """Return True if the package of the optimizer, or of an optimizer inside it, defines or imports a class."""
         modules = {base.__module__ for one in (self.optimizer, *inside(self.optimizer)) for base in type(one).__mro__}
         for module in modules:
             package = module.split(".")[0]
@@ -419,7 +418,7 @@ class ObjectsOf:
         return False
 
     def target(self, reference: dict[str, Any]) -> object:
-        """Return the object to fill: the live one, or a new one of its class. MismatchError if there is none."""
+        """Return the object to fill: the live one, or a new one of its class. Raise MismatchError if impossible."""
         name = reference["name"]
         live = self.live.get(name)
         if reference["$"] == "generator" and reference.get("kind") is not None:
@@ -439,7 +438,7 @@ class ObjectsOf:
 
 
 class RestoredObjects:
-    """Fills the objects of an optimizer, or creates them again. Shared objects stay shared."""
+    """Fills the objects of an optimizer, or creates them. Shared objects stay shared."""
 
     def __init__(self, owner: ObjectsOf, values: Json) -> None:
         self._owner = owner
@@ -450,8 +449,8 @@ class RestoredObjects:
         self._made: dict[str, object] = {}
 
     def check(self, values: Json) -> list[str]:
-        """Return what differs from the checkpoint. MismatchError or CorruptError if an object cannot be restored at
-        all."""
+        """Return the differences from the checkpoint. Raise MismatchError or CorruptError if an object cannot be
+        restored."""
         problems = []
         for one in _objects_in(values):
             tag, name = one["$"], one.get("name")
@@ -475,7 +474,7 @@ class RestoredObjects:
         return decode(data, lambda one: self.decode(one) if one["$"] == "parameter" else decode_constant(one))
 
     def decode(self, reference: dict[str, Any]) -> object:
-        """Return the value of a reference. An object is filled at the reference that has its contents."""
+        """Return the value of a reference. The reference with an object's contents fills the object."""
         if reference["$"] == "parameter":
             number = self._params[reference["v"]]
             groups = self._owner.optimizer.param_groups
@@ -505,7 +504,7 @@ _GENERATORS: dict[str, Callable[[], Any]] = {
 
 
 def _kind_of_generator(value: object) -> str | None:
-    """Return the name of a generator of Python or numpy that can be created again; None for everything else."""
+    """Return the name of a Python or numpy generator that can be created again, or None for all other values."""
     if type(value) is random.Random:
         return "random.Random"
     if type(value) is np.random.RandomState and type(value._bit_generator) is np.random.MT19937:
@@ -518,7 +517,7 @@ def _kind_of_generator(value: object) -> str | None:
 
 
 def _defines(reference: dict[str, Any]) -> bool:
-    """Return True if a reference has the contents of its object, and is not only a repetition."""
+    """Return True if a reference has the contents of its object. Repeated references have only its name."""
     return "attributes" in reference or "state" in reference
 
 
@@ -537,7 +536,7 @@ _WITHOUT_STATE = (logging.Logger, re.Pattern, ModuleType)
 
 
 def _name_of_given(value: object) -> str | None:
-    """Return a name for a class, a function, a partial call of one, or an object without state. None otherwise."""
+    """Return a name for a class, a function, a partial call of a function, or an object without state, else None."""
     if isinstance(value, functools.partial):
         inner = _name_of_given(value.func)
         return None if inner is None else f"a partial call of {inner}"
@@ -601,7 +600,7 @@ def _attributes(value: object) -> dict[str, object]:
 
 
 def _set_attributes(target: object, wanted: Any) -> None:
-    """Set exactly these attributes of an object. None of its code is called."""
+    """Set exactly these attributes of an object, without calling its code."""
     slots = _slots(type(target))
     if type(wanted) is not dict or not all(type(key) is str for key in wanted):
         raise CorruptError(f"not the attributes of an object: {wanted!r:.80}")

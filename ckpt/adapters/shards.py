@@ -1,7 +1,6 @@
-"""Tensors that a trainer divides among its ranks in its own way: they are described by name and position, read,
-restored.
+"""Reads and restores tensors that a trainer divides among its ranks in its own way, described by name and position.
 
-In the checkpoint they are the tensors of a module of which each rank has some. So a saved `ckpt.state.Shards` can be
+A checkpoint has them as the tensors of a module of which each rank has some. So a saved `ckpt.state.Shards` can be
 restored as a module with the same names, and vice versa.
 """
 
@@ -27,15 +26,15 @@ from ckpt.errors import StateError
 class Shard:
     """The part of a whole tensor of the given `shape` that is in this rank's memory (`tensor`, on any device).
 
-    - `Shard(tensor, shape)`: all of it.
+    - `Shard(tensor, shape)`: the complete tensor.
     - `Shard(tensor, shape, offsets)`: the box with the sizes of `tensor` that begins at these indices.
     - `Shard(tensor, shape, start=a)`: elements a, a + 1, … of the whole in row-major order, as in flat buffers;
-      `tensor` has one dimension and no gaps. It may be empty: then this rank has no part of it.
+      `tensor` has one dimension and no gaps. It may be empty if this rank has no part of the whole.
     - `Shard(tensor, shape, offsets, within=sizes, start=a)`: such a range of the elements of a box of these sizes, as
       in the flat buffer of a parameter that tensor parallelism has divided before.
 
-    `replicas`: the ranks that have exactly this piece, including this one; each of them stages a part of it. None: only
-        this one. Restored in place.
+    `replicas`: the ranks that have exactly this piece, including this rank; each rank stages a part of the piece. None:
+        only this rank has it. A restore writes into `tensor` in place.
     """
 
     tensor: Tensor
@@ -50,20 +49,20 @@ Pieces = Mapping[str, Shard | Sequence[Shard] | Tensor]
 
 
 class Shards:
-    """Named tensors of which every rank has some pieces: an entry of the state, `{"masters":
+    """Named tensors of which every rank has some pieces, as an entry of the state: `{"masters":
     ckpt.state.Shards(pieces)}`.
 
     pieces: this rank's parts of each tensor by its name: one `Shard` or several, or an empty list for none. Or a
-        function that returns this; it is called at every step, so the memory may change (a dict that it returns again
-        is assumed to be unchanged). All ranks name the same tensors, and their pieces together cover each exactly once,
-        replicas counted once; otherwise the save fails. A plain tensor belongs to this rank, as elsewhere in the state.
-        Two names of one `Shard` object are one tensor.
-    optimizer: the only one whose `step()` changes them: their copy may then overlap with the next forward and backward.
+        function that returns this dict. It is called at every step, so the memory may change (a dict that it returns
+        again is assumed to be unchanged). All ranks name the same tensors, and their pieces together cover each exactly
+        once, replicas counted once; otherwise the save fails. A plain tensor belongs to this rank, as elsewhere in the
+        state. Two names of one `Shard` object are one tensor.
+    optimizer: the only one whose `step()` changes them, so that their copy may overlap the next forward and backward.
         None: they are copied before `cp.step()` returns.
-    restored: called without arguments when all tensors of the state have been filled, to compute what depends on them.
-    ranks: those that hold these tensors together, so that each stage of a pipeline can have its own names. None: all.
+    restored: called without arguments when all tensors of the state have been filled, to compute dependent values.
+    ranks: the ranks that hold these tensors together, so that each pipeline stage can have its own names. None: all.
 
-    StateError from `step()`, `save()` and `restore()` names the tensor that cannot be saved, and the reason.
+    `step()`, `save()` and `restore()` raise StateError with the tensor that cannot be saved, and the reason.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class ShardsNode(StateNode):
         self._forms: list[object] = []
         self._memories = Memories()
         self._contents: Contents | None = None
-        self._here: dict[str, StateEntry] = {}  # by name in the state: the tensors of which this rank has a part
+        self._here: dict[str, StateEntry] = {}  # tensors of which this rank has a part, by name in the state
 
     @staticmethod
     def owns(value: object) -> bool:
@@ -105,13 +104,13 @@ class ShardsNode(StateNode):
         given = self.target.pieces()
         if self._contents is None or given is not self._last or self._memories.changed():
             pieces = self._checked(given)
-            owners: dict[tuple[int, ...], str] = {}  # the owner of each further name
+            owners: dict[tuple[int, ...], str] = {}  # the first name of each tensor, by its pieces
             forms: list[object] = [
                 (name, owners.setdefault(tuple(map(id, own)), name), [_form(one) for one in own])
                 for name, own in pieces.items()
             ]
             if self._contents is None or forms != self._forms:
-                self._contents = None  # in case it fails
+                self._contents = None  # if this reading fails, the next one must not use old contents
                 self._contents = self._divide(pieces)
             self._last, self._forms = given, forms
             self._memories = Memories([_memory(one) for own in pieces.values() for one in own])
@@ -132,7 +131,7 @@ class ShardsNode(StateNode):
         return show((*self.path, name))
 
     def _checked(self, given: Pieces) -> dict[str, Sequence[Shard | Tensor]]:
-        """Return this rank's parts of each tensor as a list. StateError if they are invalid or cannot be saved."""
+        """Return this rank's parts of each tensor as a list. Raise StateError if they are not valid or savable."""
         found: dict[str, Sequence[Shard | Tensor]] = {}
         if not isinstance(given, Mapping):
             raise StateError(f"{show(self.path)}: the pieces of a Shards must be a dict by name, not {type(given)}")
@@ -203,7 +202,7 @@ def _form(one: Shard | Tensor) -> object:
 
 
 def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
-    """Yield a shard as rectangles: views of its memory, and their positions in the whole. StateError if impossible."""
+    """Yield a shard as boxes: views of its memory, and their positions in the whole. Raise StateError if impossible."""
     whole, memory = tuple(one.shape), one.tensor
     view = memory.detach()
     offsets = (0,) * len(whole) if one.offsets is None else tuple(one.offsets)
@@ -230,7 +229,7 @@ def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
         yield view[place : place + count].view(sizes), tuple(i + j for i, j in zip(offsets, at, strict=True))
         place += count
     if not place and whole:
-        yield view.new_empty((0,) * len(whole)), (0,) * len(whole)  # has the name of the tensor, its shape and dtype
+        yield view.new_empty((0,) * len(whole)), (0,) * len(whole)  # empty, with name, shape and dtype of the tensor
 
 
 def _check_inside(offsets: Dims, sizes: Dims, whole: Dims, path: Path) -> None:

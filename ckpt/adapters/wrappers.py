@@ -1,8 +1,8 @@
-"""Tensors that torch calls traceable wrapper subclasses, such as Float8 weights and the moments of 8-bit optimizers.
+"""Reads and creates traceable wrapper subclasses of torch, for example Float8 weights and moments of 8-bit optimizers.
 
-Their `__tensor_flatten__` returns the names of the tensors in them and their context, which is everything else. One is
-created again only by its class, if that is already imported and the context is plain: nothing that a file names is ever
-imported, and nothing is unpickled.
+Their `__tensor_flatten__` returns the names of their inner tensors and a context with everything else. A wrapper is
+created again only by its class, if the class is already imported and the context is plain. Nothing that a file names is
+ever imported, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt.errors import MismatchError, StateError
 
 
 class WrapperSubclasses:
-    """The `TensorAdapter` for all of them."""
+    """The `TensorAdapter` for all traceable wrapper subclasses."""
 
     def owns(self, kind: type) -> bool:
         return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
@@ -46,7 +46,7 @@ class WrapperSubclasses:
         try:
             with torch.no_grad():
                 made = kind.__tensor_unflatten__(dict(inner), context, torch.Size(form.size), form.stride)
-        except Exception as error:  # other people's code, with data from a file
+        except Exception as error:  # code of other libraries, which may raise any error on data from a file
             raise MismatchError(f"{form.name}: {form.shown} does not accept its saved parts: {error!r}") from error
         if not isinstance(made, Tensor):
             raise MismatchError(f"{form.name}: {form.shown} does not return a tensor for its saved parts")
@@ -54,11 +54,11 @@ class WrapperSubclasses:
 
 
 def _as_json(context: Any) -> Json:
-    """Return it as plain values as far as possible. Other values are described: enough to compare, but not to create
-    them."""
+    """Return a context as plain values as far as possible. Other values are replaced by descriptions, which suffice to
+    compare them, but not to create them."""
     try:
         return encode(context, (), _described)
-    except StateError:  # nested without end, for example
+    except StateError:  # for example, values nested without end
         return _named(context)
 
 
@@ -69,7 +69,7 @@ def _described(value: object, path: Path) -> Json:
         return {"$": "torch.Size", "v": [int(n) for n in value]}
     if isinstance(value, Enum):
         return {**_named(value), "of": value.name}
-    if hasattr(value, "__qualname__"):  # a class, a function
+    if hasattr(value, "__qualname__"):  # for example, a class or a function
         return {**_named(value), "of": f"{value.__module__}.{value.__qualname__}"}
     parts = encode(_parts_of(value), (*path, "…"), _described)
     return {**_named(value), "of": parts} if parts else _named(value)
@@ -80,7 +80,7 @@ def _named(value: object) -> dict[str, Json]:
 
 
 def _parts_of(value: object) -> list[Any] | dict[str, Any]:
-    """Return the parts of an object, as far as they are visible."""
+    """Return the visible parts of an object."""
     if isinstance(value, tuple | list | set | frozenset):
         return list(value)
     if isinstance(value, Mapping):
@@ -92,7 +92,7 @@ def _parts_of(value: object) -> list[Any] | dict[str, Any]:
 
 
 def _hides_values(context: Any) -> bool:
-    """Return whether a context contains a tensor or an array."""
+    """Return True if a context contains a tensor or an array."""
     pending, seen = [context], dict[int, Any]()
     while pending:
         value = pending.pop()
@@ -106,7 +106,7 @@ def _hides_values(context: Any) -> bool:
 
 
 def _context(form: WrapperForm) -> Any:
-    """Decode the context. MismatchError if it is not plain."""
+    """Decode the context. Raise MismatchError if it is not plain."""
 
     def extern(reference: Json) -> object:
         value = reference["v"]

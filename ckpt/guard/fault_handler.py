@@ -1,12 +1,12 @@
-"""The fault handler in the trainer process. It receives faults, has the state saved, reports, and ends the process if
-needed.
+"""The fault handler in the trainer process. It receives faults, has the state saved, reports each fault, and ends the
+process if needed.
 
-One thread receives signals, notices, requests and notes of the writer, and never waits. Another handles one incident
-after the other (`ckpt.guard`):
+One thread receives signals, notices, requests and notes of the writer, and never waits. Another thread handles one
+incident after the other (`ckpt.guard`):
 
     perceive -> EmergencySaver.request_save -> report -> leave, if requested
 
-Neither ever waits for the main thread without a deadline.
+Neither thread ever waits for the main thread without a deadline.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ckpt.guard.perceive import Perception
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
 
-CRASHING_S = 0.5  # for the newest step to become durable; memory has it already
-OTHERS_S = 60.0  # for other runs of this process to have their last step in memory
+CRASHING_S = 0.5  # time for the newest step to become durable, in addition to memory
+OTHERS_S = 60.0  # time for other runs of this process to copy their last step into memory
 
 _armed: weakref.WeakSet[FaultHandler] = weakref.WeakSet()  # the armed fault handlers of this process
 _ending = threading.Lock()  # held by the thread that ends the process
 
 
 class _Excepthook:
-    """Stands in sys.excepthook for a fault handler. Other code may wrap it and keep it forever, so it keeps neither the
-    fault handler nor its memory alive."""
+    """The fault handler's entry in sys.excepthook. Other code may wrap this object and keep it forever, so it keeps
+    neither the fault handler nor its memory alive."""
 
     def __init__(self, fault_handler: FaultHandler) -> None:
         self.before = sys.excepthook
@@ -62,7 +62,7 @@ class _Excepthook:
 
 
 class FaultHandler:
-    """Handles the faults of one Checkpointer. `start`, `stop` and `exception` are for the main thread."""
+    """Handles the faults of one Checkpointer. Call `start`, `stop` and `exception` from the main thread."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class FaultHandler:
     # -- life --
 
     def start(self) -> None:
-        """Install all triggers, or none if one fails."""
+        """Install all triggers. If one fails, install none."""
         if not self._triggers:
             return
         _armed.add(self)
@@ -101,7 +101,7 @@ class FaultHandler:
             raise
 
     def stop(self, timeout_s: float = SOFT_S) -> None:
-        """Restore previous handlers. A fault that is being handled is finished first, within the timeout."""
+        """Restore previous handlers. Finish a fault that is being handled first, within the timeout."""
         if self._incidents.stopped:
             return
         self._incidents.stopped = True
@@ -120,7 +120,7 @@ class FaultHandler:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.1, end - time.monotonic()))
         with contextlib.suppress(queue.Empty):
-            while True:  # incidents that came too late to be handled
+            while True:  # incidents that came too late for the handler thread
                 late = self._incidents.queue.get_nowait()
                 if isinstance(late, FaultCall) and late.leave is not None and late.signal:
                     perception.wakeup.miss(late.signal)
@@ -128,7 +128,7 @@ class FaultHandler:
         self._excepthook.put_back()
 
     def forget(self) -> None:
-        """Stop in a forked child: signals to it are not the trainer's, and a crash of it is its own."""
+        """Stop in a forked child, because its signals and crashes are not the trainer's."""
         if self.armed:
             self._incidents.stopped = True
             _armed.discard(self)
@@ -154,15 +154,14 @@ class FaultHandler:
         self._incidents.queue.put(lambda: self._closer.tell(fault))
 
     def exception(self, error: BaseException) -> None:
-        """Handle an exception that leaves the training loop. Called by the training thread, which is the last to
-        save."""
+        """Handle an exception that leaves the training loop. The training thread calls it, and steps no more."""
         incidents, oom = self._incidents, is_oom(error)
         if error is incidents.error:
             return
         incidents.error = error
         if incidents.leaving or incidents.stopped or not self._has(OnOom if oom else OnException):
             return
-        incidents.leaving = True  # later faults are consequences of this one
+        incidents.leaving = True  # later faults are consequences of this fault
         what = "ran out of memory" if oom else f"raised {type(error).__name__}"
         call = incidents.new("oom" if oom else "exception", "", how="exception", grace_s=CRASHING_S)
         fault = call.fault
@@ -229,7 +228,7 @@ class FaultHandler:
         self._closer.close_case(call, ends=call.leave is not None)
 
     def _free_memory(self, call: FaultCall) -> None:
-        """Free memory of ours on a host that is short of memory."""
+        """Free memory of this library on a host that is short of memory."""
         with contextlib.suppress(CheckpointError):
             freed = self._emergency.give_memory_back()
             call.fault.summary += f"; released {freed / 2**20:.0f} MiB of snapshots" if freed else ""
@@ -250,7 +249,7 @@ class FaultHandler:
                 fault.timings[name] = before_s + seconds
 
     def _look_around(self, call: FaultCall, note: Hang) -> None:
-        """Add to the report what every rank does, and decide whether this rank exits."""
+        """Add the activity of every rank to the report, and decide whether this rank exits."""
         look_around(call, note, self._incidents)
         if next((t.action for t in self._triggers if isinstance(t, OnHang)), "") == "exit":
             self._incidents.leaving = True

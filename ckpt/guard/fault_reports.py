@@ -1,9 +1,8 @@
-"""The guard in the writer process: reports the trainer's death, and faults detected while it lives.
+"""The guard in the writer process: reports the trainer's death, and faults detected while the trainer lives. The latter
+are sent to the fault handler in the trainer; if it does not respond, the writer handles them.
 
-The latter are sent to the fault handler in the trainer; if it does not respond, the writer handles them.
-
-The order is: save, record, and only then act. Other writers on the node are queried for what their trainers do, so that
-the report of a hang names the rank that the others wait for.
+The writer first saves, then records the fault, and only then acts. It also queries other writers on the node for the
+activity of their trainers, so that the report of a hang names the rank that the others wait for.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from ckpt.guard.watchdog import Stall, Watchdog
 from ckpt.triggers import RETRY_CODE
 from ckpt.units import duration
 
-SAVE_S = 10.0  # for memory to become durable before a hung trainer is killed
-ASK_S = 2.0  # for another writer of this node to reply
-TOLD_S = 20.0  # for memory to become durable before a death is reported without it
-ECHO_S = 0.5  # for the rest of faulthandler's output while a trainer crashes
+SAVE_S = 10.0  # time for memory to become durable before a hung trainer is killed
+ASK_S = 2.0  # time for another writer of this node to reply
+TOLD_S = 20.0  # time for memory to become durable before a death is reported
+ECHO_S = 0.5  # time for the rest of faulthandler's output while a trainer crashes
 MAX_FAULTS = 16
-AWAKE_S = 0.25  # for the trainer to take a signal that the writer has detected
-HEARD_S = 1.0  # for its fault handler to respond
-GOING_S = 20.0  # for it to exit after announcing it
+AWAKE_S = 0.25  # time for the trainer to take a signal that the writer has detected
+HEARD_S = 1.0  # time for the fault handler to respond
+GOING_S = 20.0  # time for the trainer to exit after announcing its exit
 
 
 @dataclass(eq=False)
 class FaultReporter:
-    """The `TrainerWatch` of a writer, in its event loop. `faults`: those not yet sent to a trainer. `seen`: number of
-    faults, without requested saves; `last`: the last of them."""
+    """The `TrainerWatch` of a writer, in its event loop. `faults`: faults not yet sent to a trainer. `seen`: number of
+    faults, without requested saves. `last`: the last fault."""
 
     key: str
     trainer: PresentTrainer
@@ -59,7 +58,7 @@ class FaultReporter:
     watchdog: Watchdog | None = None
 
     def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
-        """Begin a report now."""
+        """Return a new report with the current time."""
         owner = self.run.owner
         beat = watchdog.heartbeat.read()
         fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
@@ -69,8 +68,8 @@ class FaultReporter:
         return fault
 
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
-        """Log the fault and write it into the nearest tier; other tiers are not tried, because readers do not look
-        there."""
+        """Log the fault and write it into the nearest tier. Other tiers are not tried, because readers do not check
+        them."""
         log.warning("%s", fault.line)
         self.books.fault(fault.pid, _seen(fault))
         if not fault.asked:
@@ -85,7 +84,7 @@ class FaultReporter:
                 log.warning("could not write the report of this fault: %s", error)
 
     def in_memory(self, fault: Fault, seconds: float) -> None:
-        """Add the steps in memory, which a restart will find."""
+        """Add the steps in memory to the report. A restart will find them."""
         steps = {label.checkpoint.step for _, _, label in self.held_memory.ring() if label.checkpoint is not None}
         fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
 
@@ -106,7 +105,7 @@ class FaultReporter:
             return
         if not self.trainer.announced:
             fault = self.death(watchdog)
-            self.faults.append(fault)  # the next job attempt receives it, however soon it starts
+            self.faults.append(fault)  # so the next job attempt receives it, however soon it starts
             self.background.spawn(self._record_death(fault, watchdog, drained))
         self.background.loop.call_later(ECHO_S, watchdog.stop)
 
@@ -116,7 +115,7 @@ class FaultReporter:
         return found
 
     async def _record_death(self, fault: Fault, watchdog: Watchdog, drained: asyncio.Event) -> None:
-        """Record a death once memory is durable, or after a timeout, or if another process takes the memory over."""
+        """Record a death once memory is durable, after a timeout, or when another process adopts the memory."""
         began = time.monotonic()
         await self.tell_siblings(fault)
         with contextlib.suppress(TimeoutError):
@@ -129,7 +128,7 @@ class FaultReporter:
         await self.keep(fault, untold=False)
 
     def death(self, watchdog: Watchdog) -> Fault:
-        """Create the report of a death that was not announced; durable steps are added later."""
+        """Return the report of a death that was not announced. Durable steps are added later."""
         how, what = watchdog.cause()
         fault = self.open(watchdog, "oom" if "OOM" in what else "death", how=how)
         beat = watchdog.heartbeat.read()
@@ -150,8 +149,8 @@ class FaultReporter:
     # -- hangs --
 
     async def evidence(self, own: Evidence | None = None, *, node: bool) -> list[Evidence]:
-        """Return what the trainer is doing, or nothing if it is not watched. `node`: also collect the evidence of the
-        other ranks of this node. `own`: evidence that is known already."""
+        """Return the trainer's activity, or an empty list if the trainer is not watched. `node`: also collect the
+        evidence of the other ranks of this node. `own`: evidence that is known already."""
         if self.watchdog is None:
             return []
         others = self._others() if node else []
@@ -160,12 +159,12 @@ class FaultReporter:
         found = [await self.watchdog.sample() if own is None else own]
         for reply in await replies:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if isinstance(reply, dict):  # otherwise it is gone, or refuses
+                if isinstance(reply, dict):  # otherwise the other writer is gone, or refuses
                     found += map(Evidence.from_json, reply["evidence"])
         return found
 
     async def hang(self, watchdog: Watchdog, stall: Stall) -> None:
-        """Handle a hang of a trainer that does not respond: save, record, and end it if configured."""
+        """Handle a hang of a trainer that does not respond: save, record, and kill the trainer if configured."""
         began = time.monotonic()
         fault = self.open(watchdog, "hang", how="step counter")
         note_evidence(fault, await self.evidence(stall.evidence, node=True), stall_text(stall))
@@ -178,14 +177,14 @@ class FaultReporter:
             end(watchdog, "it hangs")
 
     def signal(self, watchdog: Watchdog, number: int) -> Fault:
-        """Create the report of a signal that the trainer has not taken."""
+        """Return the report of a signal that the trainer has not taken."""
         fault = self.open(watchdog, "signal", how="wakeup descriptor", advice="resubmit")
         name = signal.Signals(number).name
         fault.summary = f"{name} arrived at rank {watchdog.rank} on {fault.host}, whose interpreter is blocked"
         return fault
 
     async def held_up(self, fault: Fault, watchdog: Watchdog, began: float) -> None:
-        """Handle a signal for a trainer whose interpreter lock is held."""
+        """Handle a signal for a trainer whose GIL is held."""
         await self.save(fault, began, SAVE_S, far=True)
         fault.stacks[str(watchdog.rank)] = list(await watchdog.stack())
         await self.keep(fault)
@@ -219,7 +218,7 @@ class FaultReporter:
         self.background.spawn(self._signals(numbers, list(raw)))
 
     async def _signals(self, numbers: list[int], raw: list[int]) -> None:
-        """Handle signals that the fault handler has not taken: it is late, or the interpreter lock is held."""
+        """Handle signals that the fault handler has not taken, because it is late or the GIL is held."""
         watchdog, began = self.watchdog, time.monotonic()
         if not numbers or watchdog is None or self.trainer.dead:
             self.trainer.tell(FaultNote("signal", raw=raw))
@@ -273,7 +272,7 @@ class FaultReporter:
 
 
 def _seen(fault: Fault) -> SeenFault:
-    """Return the entry for the run metrics."""
+    """Return the fault as an entry of the run metrics."""
     at = time.monotonic() - max(0.0, time.time() - fault.when)
     step = max(fault.steps.values(), default=-1)
     ends = fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
@@ -292,5 +291,5 @@ def end(watchdog: Watchdog, why: str) -> None:
     """Kill the trainer with SIGKILL, which also ends stopped processes, so that the launcher need not wait."""
     log.warning("killed rank %d (%s); its exit code would have been %d", watchdog.rank, why, RETRY_CODE)
     with contextlib.suppress(OSError):
-        if watchdog.process.alive:  # otherwise another process may have its number
+        if watchdog.process.alive:  # otherwise another process may have its process id
             os.kill(watchdog.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Find the rank that blocks the others in a hang. Plain values and rules; nothing is read or queried here.
+"""Finds the rank that blocks the others in a hang, with plain values and rules. This module reads and queries nothing.
 
-When the usual time of a step is exceeded (`ckpt.guard.pace`), each rank's `Evidence` (`ckpt.guard.probe` collects it)
-describes what it is doing. `still` checks whether one rank does not move at all. `diagnose` compares all ranks and
-states, as text, which ranks they wait for.
+When a step exceeds its usual time (`ckpt.guard.pace`), `ckpt.guard.probe` collects an `Evidence` of each rank, which
+describes the rank's activity. `still` checks whether one rank does not move at all. `diagnose` compares all ranks and
+describes, as text, which ranks the others wait for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt.core.format.manifest import typed
 from ckpt.guard.report import Fault
 
 _LINE = 16  # bytes; background threads that wake each other write a few
-_IDLE_SHARE = 0.05  # of one core: almost nothing
+_IDLE_SHARE = 0.05  # share of one core that counts as idle
 
 RUNNING, SLEEPING, DISK, STOPPED, ZOMBIE, GONE, UNKNOWN = _STATES = (
     "running", "sleeping", "disk", "stopped", "zombie", "gone", "unknown",
@@ -37,8 +37,8 @@ _Seconds = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that a rank has called and that has not ended. `number`: within its process group, from 1. `state`:
-    "scheduled", or "started" if known."""
+    """A collective that a rank has called and that has not ended. `number`: its number in its process group, from 1.
+    `state`: "scheduled", or "started" if known."""
 
     operation: _Text
     number: Annotated[int, Meta(ge=-1, le=_MOST)]
@@ -52,13 +52,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What the trainer of one rank is doing.
+    """The activity of the trainer of one rank.
 
     `step`, `calls`: as in `Beat`. `idle_s`: seconds since its last sign of life. `state`: "running", "sleeping", "disk"
         (uninterruptible), "stopped", "zombie", "gone" or "unknown". `cpu_s`: CPU seconds of the process; `written`:
-        bytes it has written, -1 if unreadable; `received`: bytes its host has received. `stack`: of the main thread,
-        innermost first, each as "function (file:line)". `collective`: what it waits in, "" if unknown. `pending`:
-        unfinished collectives, oldest first, as the rank itself reports.
+        bytes it has written, -1 if unreadable; `received`: bytes its host has received. `stack`: stack of the main
+        thread, innermost first, each frame as "function (file:line)". `collective`: the collective that it waits in,
+        "" if unknown. `pending`: unfinished collectives, oldest first, as the rank itself reports them.
     """
 
     rank: Annotated[int, Meta(ge=0, le=_MAX_RANK)]
@@ -81,12 +81,12 @@ class Evidence:
 
     @property
     def waits_in(self) -> str:
-        """The collective as text, "" if unknown."""
+        """Return the collective that the rank waits in as text, "" if unknown."""
         return self.pending[0].line if self.collective and self.pending else self.collective
 
     @classmethod
     def from_json(cls, data: object) -> Evidence:
-        """Parse evidence. Raises ValueError for impossible values; additions of newer versions are ignored."""
+        """Parse evidence. Raise ValueError for impossible values. Ignore additions of newer versions."""
         evidence = typed(cls, data)
         if evidence.state not in _STATES:
             raise ValueError(f"unknown process state {evidence.state!r}")
@@ -102,9 +102,9 @@ def plain(text: str) -> str:
 
 
 def still(samples: Sequence[Evidence]) -> bool:
-    """Return True if a rank did not move between samples of it, oldest first. It does no step, writes nothing (not even
-    a log line), stays in the same functions, and either uses almost no CPU or does not leave one line. A stopped or
-    dead process is still. A single sample shows nothing else."""
+    """Return True if a rank did not move between its samples, oldest first. A still rank does no step, writes nothing
+    (not even a log line), and stays in the same functions. It uses almost no CPU, or does not leave one line. A stopped
+    or dead process is always still. In any other state, a single sample is not enough."""
     if not samples:
         return False
     if samples[-1].state in _HALTED:
@@ -121,8 +121,8 @@ def still(samples: Sequence[Evidence]) -> bool:
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """The result. `suspects`: ranks that block the others, () if unknown. `why`: one or two sentences for people.
-    `kind`: "stopped" (or dead), "missing from a collective", "behind", "blocked", "busy" or "unknown"."""
+    """The result of `diagnose`. `suspects`: ranks that block the others, () if unknown. `why`: one or two sentences for
+    people. `kind`: "stopped" (or dead), "missing from a collective", "behind", "blocked", "busy" or "unknown"."""
 
     suspects: tuple[int, ...]
     why: str
@@ -133,9 +133,9 @@ Ranks = Mapping[int, Evidence]
 
 
 def diagnose(evidence: Sequence[Evidence], world: int) -> HangDiagnosis:
-    """Find the ranks that the others of a hanging job wait for. Of several samples of a rank the last one counts. The
-    most reliable signs come first. Unless a process is stopped or dead, the result is a guess, and `why` states the
-    reason."""
+    """Find the ranks that the others of a hanging job wait for. If a rank has several samples, the last is used. The
+    most reliable signs are checked first. Unless a process is stopped or dead, the result is a guess, and `why` gives
+    the reason."""
     last = {one.rank: one for one in evidence if 0 <= one.rank < world}
     ranks = {rank: last[rank] for rank in sorted(last)}
     if not ranks:
@@ -181,7 +181,7 @@ def _not_there(ranks: Ranks) -> HangDiagnosis | None:
 
 def _nothing_heard(ranks: Ranks, unseen: tuple[int, ...]) -> HangDiagnosis:
     where = {one.collective for one in ranks.values()}
-    if "" in where:  # then no rank waits: `_not_there` found nothing
+    if "" in where:  # then no rank waits, because `_not_there` found no rank that does
         said = [f"No response from {_names(unseen)}.", *_where(list(ranks.values()))]
         return HangDiagnosis(unseen, " ".join(said), "unknown")
     shown = ", ".join(sorted({one.waits_in for one in ranks.values()}))
@@ -199,7 +199,7 @@ def _steps_behind(ranks: Ranks) -> HangDiagnosis | None:
     return HangDiagnosis(_of(suspects), " ".join([why, *_where(suspects)]), "behind")
 
 
-_VAGUE = ("wait", "backward")  # may be any collective
+_VAGUE = ("wait", "backward")  # names that fit any collective
 
 
 def _in_different(ranks: Ranks) -> HangDiagnosis | None:
@@ -211,7 +211,7 @@ def _in_different(ranks: Ranks) -> HangDiagnosis | None:
 
 
 def _all_in_one(ranks: Ranks) -> HangDiagnosis | None:
-    """Describe a hang in which all ranks wait; `_not_there` has excluded that only some do."""
+    """Describe a hang in which all ranks wait. `_not_there` has excluded hangs in which only some ranks wait."""
     where = sorted({one.waits_in for one in ranks.values()})
     if where == [""]:
         return None
@@ -245,7 +245,7 @@ def _of(some: Iterable[Evidence]) -> tuple[int, ...]:
 
 
 def _odd(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """Return the ranks whose value differs from the majority's; all of them without a majority."""
+    """Return the ranks whose value differs from the majority's value, or all ranks if there is no majority."""
     [(usual, count)] = Counter(values.values()).most_common(1)
     return tuple(rank for rank, value in values.items() if value != usual or 2 * count <= len(values))
 
@@ -286,7 +286,7 @@ def _where(some: Sequence[Evidence]) -> list[str]:
 
 
 def _place(one: Evidence) -> str:
-    """Describe a rank: `computes at load (train.py:31), inside read (socket.py:7)`."""
+    """Describe the activity of a rank: `computes at load (train.py:31), inside read (socket.py:7)`."""
     doing = {
         RUNNING: "computes",
         SLEEPING: "sleeps",
@@ -304,7 +304,7 @@ _FOREIGN = re.compile(r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[^/]*/
 
 
 def _own_frame(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code, or of any code."""
+    """Return the innermost frame of the user's code. If there is none, return the innermost frame."""
     for frame in stack:
         match = _FRAME.fullmatch(frame)
         if match and not _FOREIGN.search(match[2]):
@@ -318,7 +318,7 @@ def _function(frame: str) -> str:
 
 
 def note_evidence(fault: Fault, evidence: list[Evidence], what: str) -> None:
-    """Add to a report what all queried ranks do, and which ranks block the others."""
+    """Add the activity of all queried ranks to a report, and the ranks that block the others."""
     verdict = diagnose(evidence, fault.world)
     fault.summary = f"{what}: {verdict.why}"
     fault.suspects = list(verdict.suspects)

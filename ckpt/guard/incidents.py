@@ -20,20 +20,20 @@ from ckpt.events import log
 from ckpt.guard.report import Fault, tell_launcher
 from ckpt.subscribers import publish
 
-SOFT_S = 600.0  # for a save without a deadline
+SOFT_S = 600.0  # timeout for a save without a deadline
 _PEER = re.compile("closed by peer|reset by peer|broken pipe|remote process exited|socket closed", re.IGNORECASE)
 
 
 @dataclass
 class FaultCall:
-    """A detected fault. `grace_s`: time from `seen` on. `leave`: exit code, None to continue."""
+    """A detected fault. `grace_s`: seconds from `seen` until it takes effect. `leave`: exit code, None to continue."""
 
     fault: Fault
     grace_s: float
     leave: int | None = None
-    far: bool = False  # the machine may disappear: also save to tiers beyond the nearest
+    far: bool = False  # True if the machine may disappear, so tiers beyond the nearest get the save too
     signal: int = 0
-    note: Hang | None = None  # for a hang
+    note: Hang | None = None  # details of a hang
     seen: float = field(default_factory=time.monotonic)
 
     @property
@@ -50,8 +50,8 @@ class FaultCall:
 
 
 class Incidents:
-    """The faults of one trainer, in order. `leaving`: one of them ends the process, so later ones are consequences.
-    `stopped`: no more are handled. `error`: the exception that ends the training."""
+    """The faults of one trainer, in order. `leaving`: True if a fault ends the process, so that later faults are its
+    consequences. `stopped`: True if no more faults are handled. `error`: the exception that ends the training."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.world, self.supervisor, self.heartbeat = run.world, run.supervisor, run.heartbeat
@@ -76,13 +76,12 @@ class Incidents:
         self.queue.put(call)
 
 
-REPORT_S = 2.0  # for the report to be written
+REPORT_S = 2.0  # time to write the report
 FLUSH_S = 0.5
 
 
 class CaseCloser:
-    """Completes the faults of one trainer. `decides`: returns True if a signal ends the process unless we prevent
-    it."""
+    """Completes the faults of one trainer. `decides`: returns True if a signal ends the process unless we act."""
 
     def __init__(
         self, incidents: Incidents, decides: Callable[[int], bool], on_fault: Callable[[Fault], None] | None
@@ -94,9 +93,9 @@ class CaseCloser:
         fault = call.fault
         if call.leave is not None:
             if call.signal and not self._decides(call.signal):
-                call.leave = None  # a handler installed later decides
+                call.leave = None  # a handler that was installed later decides
             if call.note is not None and self._incidents.heartbeat.read().calls != call.note.evidence["calls"]:
-                call.leave = None  # the trainer has done a step
+                call.leave = None  # the trainer has done a step, so the hang has ended
             self._incidents.leaving = ends = call.leave is not None  # otherwise a later death is a separate fault
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
@@ -127,12 +126,12 @@ def is_oom(error: BaseException) -> bool:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Return True if the error is a lost connection to another process, whose end is then the cause."""
+    """Return True if the error is a lost connection to another process. The cause is then the end of that process."""
     return isinstance(error, (OSError, RuntimeError)) and _PEER.search(str(error)) is not None
 
 
 def leave(code: int) -> None:
-    """End the process from any thread, whatever the main thread does."""
+    """End the process from any thread, no matter what the main thread does."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):

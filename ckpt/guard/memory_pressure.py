@@ -1,6 +1,6 @@
-"""Detect kills by the kernel's OOM killer, and watch for a shortage of memory.
+"""Detects kills by the kernel's OOM killer, and watches for a shortage of memory.
 
-Both read kernel files like `ckpt.core.ipc.arena`, and nothing here raises.
+Both read kernel files like `ckpt.core.ipc.arena`. No function of this module raises an error.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 from ckpt.core.ipc.arena import PROC, SYS, MemoryRoom, cgroup_chains, read, read_number, read_table, room
 from ckpt.events import log
 
-PLENTY = 0.5  # share of free memory above which stalls are due to huge pages, not to a shortage
+PLENTY = 0.5  # share of free memory; above it, stalls come from huge pages and not from a shortage
 
 
 @dataclass(frozen=True, slots=True)
 class OomKills:
-    """The number of processes that the OOM killer has killed: in the cgroup `where`, and on the whole machine. A
-    container sees both. None if the kernel does not report it. The counters grow before the kill."""
+    """The number of processes that the OOM killer has killed, in the cgroup `where` and on the whole machine. A
+    container can read both. A number is None if the kernel does not report it. The counters grow before the kill."""
 
     cgroup: int | None
     machine: int | None
     where: str = ""
 
     def since(self, earlier: OomKills) -> str:
-        """Return "cgroup" or "machine" if the OOM killer has struck there since, otherwise "". The machine counts only
-        if the cgroup has no own counter."""
+        """Return "cgroup" or "machine", whichever had a kill by the OOM killer since `earlier`, or "". The machine's
+        counter is used only if the cgroup has no own counter."""
         if self.where == earlier.where and self.cgroup is not None and earlier.cgroup is not None:
             return "cgroup" if self.cgroup > earlier.cgroup else ""
         if self.machine is None or earlier.machine is None:
@@ -38,8 +38,8 @@ class OomKills:
 
 
 def oom_kills(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self", *, where: str = "") -> OomKills:
-    """Read the counters of a process's cgroup. `where`: cgroup of an earlier result, because dead processes have
-    none."""
+    """Read the counters of a process's cgroup. `where`: cgroup of an earlier result, for a dead process, which has no
+    cgroup."""
     machine = read_table(proc / "vmstat").get("oom_kill")
     for folder in [Path(where)] if where else [chain[0] for chain in cgroup_chains(proc, sys, pid)]:
         for name in ("memory.events", "memory.oom_control"):
@@ -52,8 +52,8 @@ class PressureWatch:
     """Calls `on_pressure(room, why)` in its own thread when memory becomes short, once per episode:
 
     - less than `share` of the total is available;
-    - processes wait for memory for `share` of the time, or a cgroup is held at its limit repeatedly. A file cache that
-      fills a cgroup and the search for huge pages do that too, so these only count while memory is scarce;
+    - processes wait for memory for `share` of the time, or a cgroup is held at its limit repeatedly. This counts only
+      while memory is scarce, because a file cache that fills a cgroup and the search for huge pages look the same;
     - a cgroup has run out of memory.
 
     An episode ends after `fine_s` seconds without any of these and with twice the share available. Everything is
@@ -76,7 +76,7 @@ class PressureWatch:
         self._call, self._poll_s, self._fine_s = on_pressure, poll_s, fine_s
         self._proc, self._sys, self._clock = proc, sys, clock
         self._room = room
-        self._held: tuple[int, int] | None = None  # at the last check: times at a limit, times out of memory
+        self._held: tuple[int, int] | None = None  # counters at the last check: times at a limit, times out of memory
         self._fine_since: float | None = None
         self.pressed = False  # True during an episode
         self._ended: threading.Event | None = None
@@ -87,7 +87,7 @@ class PressureWatch:
             threading.Thread(target=self._run, args=(self._ended,), name="ckpt-pressure", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop; any thread may call this. Returns immediately; a check or call in progress continues."""
+        """Stop. Any thread may call this. Return immediately, while a check or call in progress continues."""
         ended, self._ended = self._ended, None
         if ended is not None:
             ended.set()
@@ -140,10 +140,10 @@ def _stalled(file: Path) -> float | None:
 
 
 def _held(chains: list[list[Path]]) -> tuple[int, int]:
-    """Return how often these cgroups were held at their own limit, and ran out of memory."""
+    """Return how often these cgroups were held at their own limits, and how often they ran out of memory."""
     limit = out = 0
     for folder in (folder for chain in chains for folder in chain):
-        # "local": without the events of cgroups below, which belong to others
+        # The "local" file excludes events of child cgroups, which belong to other jobs.
         found = read_table(folder / "memory.events.local") or read_table(folder / "memory.events")
         limit += found.get("high", 0) + found.get("max", 0) + (read_number(folder / "memory.failcnt") or 0)
         out += found.get("oom", 0) + read_table(folder / "memory.oom_control").get("oom_kill", 0)

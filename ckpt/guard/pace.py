@@ -1,4 +1,4 @@
-"""Detect a hang of a training loop from its heartbeat and the usual time of a step. Nothing is read here."""
+"""Detects a hang of a training loop from its heartbeat and the usual time of a step, without reading either."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from ckpt.core.ipc.heartbeat import TRAINING, Beat
 from ckpt.triggers import OnHang
 
-ENOUGH = 5  # steps needed before a hang can be detected
+ENOUGH = 5  # minimum number of steps before a hang can be detected
 _MEANS = 64
 _GAPS = 32
 _HOLE = 8.0  # multiple of the usual time between two checks, and the least number of seconds:
@@ -20,34 +20,34 @@ class StepPace:
 
     def __init__(self, trigger: OnHang) -> None:
         self._trigger = trigger
-        self._gaps = deque[float](maxlen=_GAPS)  # between two checks
+        self._gaps = deque[float](maxlen=_GAPS)  # seconds between two checks
         self._looked: float | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self._means = deque[float](maxlen=_MEANS)  # seconds per step, each over the steps between two checks
+        self._means = deque[float](maxlen=_MEANS)  # seconds per step, each averaged over the steps between two checks
         self._steps = 0
         self._usual: float | None = None
         self._last: Beat | None = None
-        self._from: Beat | None = None  # a beat since which only training was seen
-        self._excused = 0.0  # seconds since the last sign of life in which nothing was checked
+        self._from: Beat | None = None  # a beat after which only training was seen
+        self._excused = 0.0  # seconds without checks since the last sign of life
 
     @property
     def usual_s(self) -> float | None:
-        """Seconds per step; None until enough steps were seen."""
+        """Return the usual seconds per step, or None until enough steps were seen."""
         return self._usual if self._steps >= ENOUGH else None
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds after which a step counts as a hang; None until enough steps were seen."""
+        """Return the seconds after which a step counts as a hang, or None until enough steps were seen."""
         usual = self.usual_s
         return None if usual is None else max(self._trigger.min_s, self._trigger.factor * usual)
 
     def look(self, now: float, beat: Beat) -> float | None:
-        """Check the heartbeat, a few times a second. Return the seconds since the last sign of life if too long, else
-        None. `now`: of the monotonic clock, like `beat.when`."""
+        """Check the heartbeat. Call it a few times a second. Return the seconds since the last sign of life if they
+        exceed the limit, else None. `now`: time of the monotonic clock, like `beat.when`."""
         if self._last is not None and beat.calls < self._last.calls:
-            self._forget()  # another trainer
+            self._forget()  # the beat is from another trainer
         self._excuse(now, beat)
         self._learn(beat)
         self._last = beat
@@ -70,11 +70,11 @@ class StepPace:
         last, start = self._last, self._from
         if beat.state != TRAINING:
             self._from = None
-        elif last is None or beat.calls != last.calls:  # then `when` is the time of a step
+        elif last is None or beat.calls != last.calls:  # a step has ended, so `when` is the time of a step
             if last is not None and start is not None and beat.calls > start.calls and beat.when > start.when:
                 self._steps += beat.calls - start.calls
                 self._means.append((beat.when - start.when) / (beat.calls - start.calls))
                 self._usual = statistics.median(self._means)
             self._from = beat
-        elif beat.when != last.when:  # no step: other work was done between the two checks
+        elif beat.when != last.when:  # other work than a step was done between the two checks
             self._from = None

@@ -1,4 +1,4 @@
-"""Receive faults: signals, preemption notices, and notes of the writer.
+"""Receives faults from signals, preemption notices, and notes of the writer.
 
 One thread receives them and never waits. It queues a `FaultCall` for the thread that handles them.
 """
@@ -20,14 +20,14 @@ from ckpt.guard.incidents import SOFT_S, Incidents
 from ckpt.guard.signals import Wakeup
 from ckpt.triggers import RESUBMIT_CODE, OnDeadline, OnHang, OnMemoryPressure, OnPreemption, OnSignal, Trigger
 
-# SIGUSR1 and SIGUSR2 mean "continue"
+# SIGUSR1 and SIGUSR2 are not in this list, because they mean "save and continue"
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)
 LAST_S = 20.0  # seconds before a preemption at which the state is saved again
 
 
 class CrashOutput:
-    """Sends crash output to the writer, which passes it on to stderr if it would have gone there (`echo`). With several
-    in one process, the writer of the last one that is open receives it."""
+    """Sends crash output to the writer, which passes it on to stderr if it would have gone to stderr (`echo`). If a
+    process has several instances, the writer of the last open instance receives the output."""
 
     _open: ClassVar[list[CrashOutput]] = []
 
@@ -36,7 +36,7 @@ class CrashOutput:
         self._pipe: tuple[int, int] | None = None
 
     def enable(self) -> int:
-        """Redirect crash output. Return the descriptor to read it from."""
+        """Redirect crash output. Return the descriptor that the writer reads it from."""
         self.echo = self._open[-1].echo if self._open else faulthandler.is_enabled()
         reader, writer = self._pipe = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writer, False)  # a crash must not wait for a reader
@@ -63,7 +63,7 @@ class CrashOutput:
 
     def _put_back(self) -> None:
         faulthandler.unregister(probe.DUMP_SIGNAL)
-        # The default action of that signal would end us, and the writer may just have sent it.
+        # The default action of that signal would end the process, and the writer may just have sent the signal.
         with contextlib.suppress(ValueError):
             signal.signal(probe.DUMP_SIGNAL, signal.SIG_IGN)
         faulthandler.disable()
@@ -75,7 +75,7 @@ class CrashOutput:
 
 
 class Perception:
-    """Receives the faults of one trainer. `arm` and `put_back` are for the main thread."""
+    """Receives the faults of one trainer. Call `arm` and `put_back` from the main thread."""
 
     def __init__(self, triggers: tuple[Trigger, ...], incidents: Incidents) -> None:
         self._triggers, self._incidents, self._supervisor = triggers, incidents, incidents.supervisor
@@ -83,7 +83,7 @@ class Perception:
         self.wakeup = Wakeup(self._signals)
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._crash_output = CrashOutput()
-        self._again: list[preemption.Notice] = []  # preemptions that get a second save
+        self._again: list[preemption.Notice] = []  # preemptions before which the state is saved again
         self.notices = preemption.NoticeWatch(
             [t for t in triggers if isinstance(t, (OnPreemption, OnDeadline))], self._on_notice
         )
@@ -101,12 +101,12 @@ class Perception:
             share=None if pressure is None else pressure.share,
             echo=self._crash_output.echo,
         )
-        stderr = 2 if self._crash_output.echo else self._stop_reader  # any descriptor if nothing is echoed
+        stderr = 2 if self._crash_output.echo else self._stop_reader  # if nothing is echoed, any descriptor is valid
         self._supervisor.tell(request, (self._incidents.heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr))
         self._supervisor.hear(FaultNote, self._on_note)
 
     def stop(self) -> None:
-        """Stop receiving. A signal that would have ended the process does so after the handlers are restored."""
+        """Stop receiving. A signal that would have ended the process ends it after the handlers are restored."""
         self.wakeup.deaf = True
         self.notices.stop()
         with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ class Perception:
         self._crash_output.disable()
 
     def decides(self, number: int) -> bool:
-        """Return True if this signal ends the process unless we prevent it; otherwise a handler installed later
+        """Return True if this signal ends the process unless we prevent it. If False, a handler installed later
         decides."""
         trigger = self._signals[signal.Signals(number)]
         return bool(trigger.leave) or self.wakeup.would_end(number)
@@ -144,7 +144,7 @@ class Perception:
     def _on_signal(self, number: int, how: str) -> None:
         trigger, incidents = self._signals.get(signal.Signals(number)), self._incidents
         if incidents.leaving and incidents.error is not None and self.wakeup.would_end(number):
-            # an exception is propagating and the state is safe: the signal may end the process afterwards
+            # An exception is propagating and the state is safe, so the signal may end the process afterwards.
             self.wakeup.miss(number)
         if trigger is None or incidents.leaving:
             return
@@ -156,7 +156,7 @@ class Perception:
         call = incidents.new("signal", what, how=how, grace_s=grace_s)
         call.signal, call.far = number, True
         if ends:
-            incidents.leaving = True  # a second signal does not speed it up
+            incidents.leaving = True  # a second signal does not make it faster
             call.leave, call.fault.advice = 128 + number, "resubmit"
         else:
             call.fault.advice = "none"
@@ -166,7 +166,7 @@ class Perception:
         left_s = SOFT_S if notice.at is None else max(1.0, notice.at - time.time())
         soft = notice.kind == "rebalance"
         if notice.kind == "preemption" and LAST_S < left_s < SOFT_S and notice not in self._again:
-            self._again.append(notice)  # save again shortly before it happens
+            self._again.append(notice)  # save again shortly before the preemption
             later = threading.Timer(
                 left_s - LAST_S, lambda: None if self._incidents.stopped else self._on_notice(notice)
             )
@@ -198,7 +198,7 @@ class Perception:
         elif note.hang is not None:
             self._incidents.heartbeat.handle()
             if note.hang.evidence["state"] == "stopped":
-                return  # it came while we were stopped, and the writer has reported it
+                return  # it came while the handler was stopped, and the writer has reported it
             call = self._incidents.new("hang", "", how="step counter", grace_s=SOFT_S - 1)
             call.note = note.hang
             self._incidents.queue.put(call)

@@ -1,9 +1,9 @@
-"""Notices that this machine or job will be ended: from the cloud, and from the clock.
+"""Receives notices that this machine or job will be ended, from the cloud and from the clock.
 
 A cloud notifies its machines through a metadata service at a link-local address: EC2 two minutes ahead, GCE and Azure
-half a minute. Daemon threads query it directly: no proxy, no redirect, at most 64 KiB per response, a timeout for every
-request. Whatever it returns, a thread continues to query. Nothing is ever sent to the cloud: an acknowledged Azure
-event would begin immediately.
+half a minute ahead. Daemon threads query it directly, without proxy or redirect, for at most 64 KiB per response, with
+a timeout for every request. A thread continues to query after any response. It never acknowledges an Azure event,
+because an acknowledged event would begin immediately.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ckpt.triggers import OnDeadline, OnPreemption
 
 DMI = Path("/sys/class/dmi/id")
 MAX_PAUSE_S = 60.0
-TOKEN_S = 300  # lifetime of an EC2 token
+TOKEN_S = 300  # seconds that an EC2 token is valid
 AZURE_FIRST_S = 150.0  # the first request enables events, which takes Azure up to two minutes
-RECHECK_S = 1.0  # how soon a changed wall clock is detected
+RECHECK_S = 1.0  # seconds until a changed wall clock is detected
 
-_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # plain Hyper-V has the same vendor, but not this chassis
+_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # chassis; plain Hyper-V shares only the vendor
 _AZURE_STOPS = {"Preempt": "evict", "Terminate": "delete", "Reboot": "reboot", "Redeploy": "redeploy"}
 _wall = time.time
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A notice. `kind`: "preemption", "rebalance" or "deadline". `what`: a sentence for people. `at`: seconds since
-    1970 or None."""
+    """A notice. `kind`: "preemption", "rebalance" or "deadline". `what`: a sentence for people. `at`: time in seconds
+    since 1970, or None."""
 
     kind: str
     what: str
@@ -48,15 +48,15 @@ class Notice:
 
 
 Found = tuple[Hashable, Notice]
-"""The key that distinguishes a notice from earlier ones, and the notice."""
+"""A notice, with a key that distinguishes it from earlier notices."""
 
 
 def detect(dmi: Path = DMI) -> tuple[str, ...]:
-    """Return the clouds that the firmware names, () for none. Reads files only."""
+    """Return the clouds that the firmware names, or () for no cloud. Reads only files."""
     names = ("sys_vendor", "bios_vendor", "bios_version", "product_name", "chassis_asset_tag")
     vendor, bios, version, product, tag = (_text(dmi / name) for name in names)
     is_cloud = {
-        "ec2": "Amazon EC2" in (vendor, bios) or "amazon" in version,  # the latter on older machines with Xen
+        "ec2": "Amazon EC2" in (vendor, bios) or "amazon" in version,  # the second check is for older machines with Xen
         "gce": product == "Google Compute Engine",
         "azure": tag == _AZURE_TAG,
     }
@@ -64,7 +64,7 @@ def detect(dmi: Path = DMI) -> tuple[str, ...]:
 
 
 def slurm_end(environ: Mapping[str, str]) -> float | None:
-    """Return when the Slurm job ends, seconds since 1970; None outside Slurm or if Slurm does not report it."""
+    """Return the end of the Slurm job in seconds since 1970. Return None outside Slurm, or if it is unknown."""
     text = environ.get("SLURM_JOB_END_TIME")
     if text is None:
         return None
@@ -76,8 +76,8 @@ def slurm_end(environ: Mapping[str, str]) -> float | None:
 
 class NoticeWatch:
     """Watches for the notices of the triggers, and calls `on_notice` in its own thread once per notice. `on_notice`
-    should be quick, because the next notice waits for it. `timeout_s`: for one request. `hold_s`: how long GCE may
-    delay a response until something changes. Raises UsageError for an invalid `base_url`."""
+    must be quick, because the next notice waits for it. `timeout_s`: timeout of one request. `hold_s`: how long GCE may
+    delay a response until a value changes. Raises UsageError for an invalid `base_url`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class NoticeWatch:
         self._threads: list[threading.Thread] = []
         self._services: list[MetadataService] = []
         self._deadlines: list[OnDeadline] = []
-        self._clouds: dict[tuple[str, str], float] = {}  # source and address: interval of requests
+        self._clouds: dict[tuple[str, str], float] = {}  # for each source and address, the seconds between requests
         for trigger in triggers:
             if isinstance(trigger, OnDeadline):
                 self._deadlines.append(trigger)
@@ -109,7 +109,7 @@ class NoticeWatch:
             address_of(base_url)
 
     def start(self) -> None:
-        """Start watching; no thread is started if there is nothing to watch."""
+        """Start watching. Start no thread if there is nothing to watch."""
         if self._threads or self._stopped.is_set():
             return
         for (source, base_url), poll_s in self._clouds.items():
@@ -123,7 +123,7 @@ class NoticeWatch:
                 self._spawn("ckpt-deadline", self._await, at, before_s, what)
 
     def stop(self) -> None:
-        """Stop reporting. Returns within a second, whatever a metadata service does."""
+        """Stop reporting. Return within a second, even if a metadata service hangs."""
         self._stopped.set()
         for service in self._services:
             service.cut()
@@ -135,7 +135,7 @@ class NoticeWatch:
         self._threads[-1].start()
 
     def _follow(self, feed: _Feed, poll_s: float) -> None:
-        """Query repeatedly, less often while it fails."""
+        """Query a service repeatedly, less often while it fails."""
         failures, log_failure = 0, log.warning
         while not self._stopped.is_set():
             try:
@@ -158,7 +158,7 @@ class NoticeWatch:
                 yield end, deadline.before_s, f"the Slurm job ends{_when(end)}"
 
     def _await(self, at: float, before_s: float, what: str) -> None:
-        # Looks at the clock again and again: it may be set while we wait.
+        # Read the clock again and again, because it may be set while this thread waits.
         while (left := at - before_s - _wall()) > 0:
             if self._stopped.wait(min(left, RECHECK_S)):
                 return
@@ -179,8 +179,8 @@ class NoticeWatch:
 
 
 class _Feed(ABC):
-    """One kind of notice of a cloud. `look` queries once and yields current notices; `pause_s`: until the next
-    query."""
+    """The notices of one kind from a cloud. `look` queries once and yields current notices. `pause_s`: seconds until
+    the next query."""
 
     cloud = ""
 
@@ -201,7 +201,7 @@ class _Ec2(_Feed):
             at = _moment(action.get("time"))
             verb = action["action"] if action["action"] in ("terminate", "stop", "hibernate") else "interrupt"
             yield ("ec2", verb, at), Notice("preemption", f"EC2 will {verb} this instance{_when(at)}", at)
-        # noticeTime is when it was announced, not when something happens
+        # noticeTime is when the notice was sent, not when an event happens
         if not self._rebalance and "noticeTime" in (self._get("events/recommendations/rebalance") or {}):
             self._rebalance = True
             yield ("ec2", "rebalance"), Notice("rebalance", "EC2 may interrupt this instance before long", None)
@@ -222,14 +222,14 @@ class _Ec2(_Feed):
 
 
 class _Gce(_Feed):
-    """Watches one key. `last_etag` makes the service reply immediately if the value has changed since."""
+    """Watches one key. With `last_etag`, the service replies immediately if the value has changed since that ETag."""
 
     cloud = "GCE"
     _key, _alarm, _what = "preempted", "TRUE", "GCE will preempt this instance within 30 s"
-    _etag, _calm = "", 0  # how often the value was another one, so that a later alarm is a new one
+    _etag, _calm = "", 0  # number of times that the value was harmless, so that a later alarm is a new notice
 
     def __init__(self, service: MetadataService, pause_s: float) -> None:
-        super().__init__(service, min(pause_s, 1.0))  # the service delays the response; this applies if it does not
+        super().__init__(service, min(pause_s, 1.0))  # pause if the service does not delay its response
 
     def look(self) -> Iterator[Found]:
         path, within_s = f"/computeMetadata/v1/instance/{self._key}", self._service.timeout_s
@@ -255,7 +255,7 @@ class _GceMaintenance(_Gce):
 
 
 class _Azure(_Feed):
-    """Events reach every machine of a scale set. All count, because a job usually uses several of them."""
+    """Events reach every machine of a scale set. All events count, because a job usually uses several machines."""
 
     cloud = "Azure"
     _answered = False
@@ -271,7 +271,7 @@ class _Azure(_Feed):
             kind = str(event.get("EventType")) if isinstance(event, dict) else ""
             if kind not in _AZURE_STOPS or event.get("EventStatus") in ("Completed", "Canceled"):
                 continue
-            at = _moment(event.get("NotBefore"))  # empty once it has begun
+            at = _moment(event.get("NotBefore"))  # empty once the event has begun
             what = f"Azure will {_AZURE_STOPS[kind]} {_machines(event.get('Resources'))}{_when(at)}"
             yield ("azure", str(event.get("EventId") or (kind, at))), Notice("preemption", what, at)
 

@@ -1,7 +1,7 @@
-"""Inspect a trainer from outside, because a hanging trainer does not respond.
+"""Inspects a trainer from outside, because a hanging trainer does not respond.
 
-`sample` and `parse_dump` are for the writer; `own_stack` for a live thread inside the trainer. The results become an
-`Evidence` (ckpt/guard/hang.py), which also judges them.
+`sample` and `parse_dump` are for the writer, and `own_stack` is for a live thread inside the trainer. The results
+become an `Evidence` (ckpt/guard/hang.py, which also judges them).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt.core.ipc.heartbeat import Beat, number_in_proc
 from ckpt.guard import hang
 from ckpt.guard.hang import MAX_ITEMS, Evidence, plain
 
-DUMP_SIGNAL = signal.SIGRTMIN + 6  # faulthandler handles it; no other default is lost
+DUMP_SIGNAL = signal.SIGRTMIN + 6  # faulthandler handles this signal; it has no other default
 _STATES = {
     psutil.STATUS_RUNNING: hang.RUNNING,
     psutil.STATUS_SLEEPING: hang.SLEEPING,
@@ -37,8 +37,8 @@ _STATES = {
 def sample(pid: int, rank: int, beat: Beat, *, ours: int = 0) -> Evidence:
     """Inspect a process once from outside, without its stack (see `dataclasses.replace`). Takes about a millisecond.
 
-    `ours`: bytes that the process wrote for us, such as stack dumps, which are not a sign of life. The caller must know
-        that `pid` is still the same process.
+    `ours`: bytes that the process wrote for this library, for example stack dumps, which are not a sign of life. The
+        caller must ensure that `pid` is still the same process.
     """
     state, cpu_s, written = hang.GONE, 0.0, -1
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -64,7 +64,7 @@ def sample(pid: int, rank: int, beat: Beat, *, ours: int = 0) -> Evidence:
 
 
 def _received() -> int:
-    """Return the bytes received by the whole host, loopback included; the kernel does not count them by process."""
+    """Return the bytes received by the whole host, including loopback, because the kernel has no count per process."""
     with contextlib.suppress(OSError):
         return sum(one.bytes_recv for one in psutil.net_io_counters(pernic=True, nowrap=False).values())
     return 0
@@ -93,7 +93,7 @@ class _Thread:
 
     @property
     def started(self) -> bool:
-        """Return True if another thread started it, so that it is not the main one."""
+        """Return True if another thread started this thread, so that it is not the main thread."""
         return bool(self.frames) and self.frames[-1].startswith("_bootstrap (")
 
 
@@ -102,9 +102,9 @@ _LINE = re.compile(r'  File (?:"(.*)"|\?\?\?), line ([0-9]+|\?\?\?) in (.*)')
 
 
 def parse_dump(text: str) -> tuple[str, ...]:
-    """Return the main thread's frames in the last dump of a text, innermost first; () if it is missing. faulthandler
-    writes the dump, from any thread. It begins with the newest thread, so the main one comes last. Beyond a hundred
-    threads the main one is missing (a line "..."), unless it is the current one."""
+    """Return the main thread's frames in the last dump of a text, innermost first; () if they are missing. faulthandler
+    writes the dump, from any thread. The dump begins with the newest thread, so the main thread comes last. If there
+    are more than a hundred threads, the main thread is missing (a line "..."), unless it is the current thread."""
     threads, cut = _last_dump(text.splitlines())
     if threads and not cut and (not threads[-1].started or len(threads) == 1):
         return tuple(threads[-1].frames)
@@ -112,7 +112,7 @@ def parse_dump(text: str) -> tuple[str, ...]:
 
 
 def _last_dump(lines: Iterable[str]) -> tuple[list[_Thread], bool]:
-    """Return the threads of the last dump, and whether some are missing. An empty line separates two threads."""
+    """Return the threads of the last dump, and whether threads are missing. An empty line separates two threads."""
     threads, cut, joined, before = list[_Thread](), False, False, "-"
     for line in lines:
         if header := _HEADER.fullmatch(line):
@@ -145,12 +145,12 @@ _WAITS = re.compile(
 
 def collective_of(stack: Iterable[str]) -> str:
     """Return the collective, or other wait for other ranks, that a stack is in; "" if none is visible. The reduction of
-    DistributedDataParallel is not visible in Python: "backward" may or may not be one. Neither is a user's own wait()
-    for an asynchronous collective."""
+    DistributedDataParallel is not visible in Python, so "backward" may be a collective or not. A user's own wait() for
+    an asynchronous collective is not visible either."""
     for frame in stack:
         match = _IN.fullmatch(frame)
         if match is None or not _LIBRARY.search(match[2]):
-            break  # the user's own code, doing something else inside
+            break  # the user's own code, which does something else inside
         if _DISTRIBUTED.search(match[2]) and _WAITS.search(match[1]):
             return match[1].lstrip("_")
         if match[1] == "_engine_run_backward" and _TORCH.search(match[2]):

@@ -1,8 +1,8 @@
 """The report of a fault: one line for people, and `faults/<time>.<rank>.json` in the run for programs.
 
-A `Fault` is one rank's report of one incident: what was detected first and by which process, the step of every rank,
-what was saved, how long each part took, and what a launcher or scheduler should do (a key of `ADVICE`, chosen by the
-process that detects it). Ranks write their reports independently; `incidents` groups those that belong together.
+A `Fault` is one rank's report of one incident. It has the first detected fault and its detector, the step of every
+rank, the saved steps, the duration of each part, and the advice to a launcher or scheduler (a key of `ADVICE`). Ranks
+write their reports independently; `incidents` groups reports of the same incident.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt.units import duration
 
 PREFIX = "faults/"
 MAX_REPORT = 4 << 20
-MAX_STACK = 200  # lines
+MAX_STACK = 200  # maximum lines of a stack
 
 ADVICE = {
     "retry": "start the job again on the same machines",
@@ -39,7 +39,7 @@ ADVICE = {
     "none": "nothing to do",
 }
 
-KINDS = {  # for people; programs use the keys, also those of goodput.breakdown.Interruption
+KINDS = {  # text for people; programs use the keys, and the keys of goodput.breakdown.Interruption
     "signal": "stop signal",
     "preemption": "preemption notice",
     "deadline": "time limit",
@@ -51,7 +51,7 @@ KINDS = {  # for people; programs use the keys, also those of goodput.breakdown.
     "none": "stopped on purpose",
     "moved": "copied",
 }
-ASKED = {  # the same if training continued: a requested save, not a fault
+ASKED = {  # texts for a requested save after which training continued, which is not a fault
     "request": "requested",
     "signal": "requested by a signal",
     "deadline": "before a time limit",
@@ -68,19 +68,19 @@ LAUNCHER = (
 
 
 def in_words(kind: str, *, asked: bool = False) -> str:
-    """Return the name of a kind of fault or interruption for people."""
+    """Return the name of a kind of fault or interruption, as text for people."""
     return (ASKED if asked else KINDS).get(kind, kind)
 
 
 def was_asked(kind: str, by: str, *, ends: bool) -> bool:
-    """Return True for a requested save, or one before a time limit, which is not a fault. A signal that only the writer
-    detected means that the trainer was blocked, which is a fault."""
+    """Return True for a requested save, or a save before a time limit, because neither is a fault. A signal that only
+    the writer detected is a fault, because the trainer was blocked."""
     return kind == "request" or (kind in ASKED and by != "writer" and not ends)
 
 
 @dataclass
 class SavedStep:
-    """A step that was saved because of an incident. `tier`: "memory" or a URL; `seconds` since the detection."""
+    """A step that was saved because of an incident. `tier`: "memory" or a URL. `seconds`: time since the detection."""
 
     step: int
     tier: str
@@ -93,9 +93,9 @@ class SavedStep:
 class Fault:
     """One rank's report of one incident.
 
-    `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: which
-        detected it first, "writer" or "fault handler"; `how`: by which means; `time`: UTC; `steps`: the last known step
-        of each rank;
+    `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: the
+        process that detected it first, "writer" or "fault handler"; `how`: the means of detection; `time`: UTC;
+        `steps`: the last known step of each rank;
     `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be inspected; `timings`: seconds since
         the detection; `exit_code`: None if the process continues.
     """
@@ -122,12 +122,12 @@ class Fault:
 
     @property
     def key(self) -> str:
-        """The object's name in a store."""
+        """Return the report's name in a store."""
         return f"{PREFIX}{re.sub('[^0-9T]', '', self.time[:26])}.{self.rank}.json"
 
     @property
     def line(self) -> str:
-        """The line for the log."""
+        """Return the report as a line for the log."""
         durable = [s for s in self.saved if s.tier != "memory" and not s.error]
         held = [s for s in self.saved if s.tier == "memory" and not s.error]
         if durable:
@@ -149,7 +149,7 @@ class Fault:
 
     @classmethod
     def from_json(cls, data: Any) -> Fault:
-        """Parse a report. Raises CorruptError if it is invalid."""
+        """Parse a report. Raise CorruptError if it is invalid."""
         try:
             fault = typed(cls, data)
             fault.when  # noqa: B018 - raises if it is not a time
@@ -159,23 +159,23 @@ class Fault:
 
     @property
     def asked(self) -> bool:
-        """True for a requested save, or one before a time limit, which is not a fault."""
+        """Return True for a requested save, or a save before a time limit, because neither is a fault."""
         return was_asked(self.kind, self.by, ends=self.exit_code is not None)
 
     @property
     def ending(self) -> bool:
-        """True if it may end this job attempt; several of these at the same time have one cause."""
+        """Return True if it may end this job attempt. Several such faults at the same time have one cause."""
         return self.exit_code is not None or self.kind in ("death", "hang", "exception", "oom")
 
     @property
     def when(self) -> float:
-        """Time of the report, seconds since 1970."""
+        """Return the time of the report, seconds since 1970."""
         return datetime.fromisoformat(self.time).timestamp()
 
 
 def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
-    """Group the reports of several ranks about the same incident, or about saves before the same time limit. The first
-    report comes first, but consequences of a peer's end come after their cause."""
+    """Group the reports of several ranks about the same incident, or about saves before the same time limit. Each
+    group is sorted by time, but consequences of a peer's end come after their cause."""
     found: list[list[Fault]] = []
     for fault in sorted(faults, key=lambda one: one.when):
         last = found[-1] if found else []
@@ -192,8 +192,8 @@ def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
 
 
 def explain_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
-    """Prepare for an error while opening a run to end this process, before the guard watches. Then torchrun receives
-    the reason, and the traceback ends at the caller's code."""
+    """Prepare for an error that ends this process while a run is opened, before the guard watches. Then torchrun
+    receives the reason, and the traceback ends at the caller's code."""
     before, known = sys.excepthook, weakref.ref(error)
 
     def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:

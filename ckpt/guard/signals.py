@@ -1,15 +1,15 @@
-"""Detect signals within a millisecond, whatever the main thread does.
+"""Detects signals within a millisecond, whatever the main thread does.
 
 A Python handler runs in the main thread between two bytecodes, and never while that thread is in a collective. But the
-interpreter's own handler immediately writes the signal's number to a descriptor (`signal.set_wakeup_fd`). Here that is
-a socket whose other end is shared by two processes: the fault handler thread reads it, and if it cannot, because the
-interpreter lock is held, the writer does.
+interpreter's own handler immediately writes the signal's number to a descriptor (`signal.set_wakeup_fd`). `Wakeup`
+installs a socket as this descriptor. Two processes share the socket's other end. The fault handler thread reads it, and
+if that thread cannot run because the GIL is held, the writer reads it.
 
-Handlers of others keep working: ours call the previous ones, and later ones replace ours, on which the descriptor does
-not depend. `put_back` restores the previous handlers.
+Handlers of other code keep working. Our handlers call the previous ones. Later handlers replace ours, but the
+descriptor does not depend on our handlers. `put_back` restores the previous handlers.
 
 A process may have several instances, but one handler per signal and one descriptor. The last armed instance owns the
-descriptor; each passes on what it reads to the previous one, and the first to the original owner.
+descriptor. Each instance passes the bytes that it reads to the previous one, and the first to the original owner.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 
 from ckpt.events import log
 
-Handler = Any  # result of signal.getsignal: a callable, SIG_DFL, SIG_IGN
+Handler = Any  # result of signal.getsignal: a callable, SIG_DFL or SIG_IGN
 
 
 class _Descriptors:
-    """The wakeup descriptors of this process. `ours`: armed instances in order; `others`: descriptor of other code,
-    installed before or between ours; `left`: ours that the interpreter may still have, but that nothing reads."""
+    """The wakeup descriptors of this process. `ours`: armed instances in order. `others`: descriptor that other code
+    installed before or between ours. `left`: our descriptors that the interpreter may still use, but nothing reads."""
 
     ours: ClassVar[list[Wakeup]] = []
     left: ClassVar[set[int]] = set()
@@ -38,7 +38,7 @@ class _Descriptors:
 
 
 class Wakeup:
-    """Detects signals. Armed in the main thread, read in any other."""
+    """Detects signals. Arm it in the main thread, and read it in any other thread."""
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
         self.numbers = tuple(numbers)
@@ -47,15 +47,15 @@ class Wakeup:
         self._writer.setblocking(False)
         self._before: dict[int, Handler] = {}
         self._armed = False
-        # reading has stopped: signals that would end the process do so after the handlers are restored
+        # True once reading has stopped: signals that would end the process do so after the handlers are restored
         self.deaf = False
         self._missed: list[int] = []
         self._taken = False  # True if the interpreter has our descriptor
-        # Bound once, because each access creates a new method object and we compare by identity.
+        # Bound once, because each access creates a new method object and handlers are compared by identity.
         self._ours: Callable[[int, Any], None] = self._handle
 
     def arm(self) -> None:
-        """Install the handlers in the main thread; elsewhere only log that signals are not handled."""
+        """Install the handlers if called in the main thread. Otherwise only log that signals are not handled."""
         if not self.numbers:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -86,7 +86,7 @@ class Wakeup:
         _take_descriptor()
 
     def put_back(self) -> None:
-        """Restore the previous handlers if ours are still installed. From other threads, ours only become inactive."""
+        """Restore the previous handlers if ours are still installed. In other threads, only deactivate ours."""
         armed, self._armed = self._armed, False
         if self in _Descriptors.ours:
             _Descriptors.ours.remove(self)
@@ -106,7 +106,7 @@ class Wakeup:
         ours = [one._writer.fileno() for one in _Descriptors.ours]
         try:
             found = signal.set_wakeup_fd([_Descriptors.others, *ours][-1], warn_on_full_buffer=False)
-        except (OSError, ValueError):  # it was closed
+        except (OSError, ValueError):  # its owner has closed it
             found = signal.set_wakeup_fd(-1)
         self._taken = False
         if found not in (-1, self._writer.fileno(), *ours, *_Descriptors.left):
@@ -126,28 +126,28 @@ class Wakeup:
         self.close()
 
     def would_end(self, number: int) -> bool:
-        """Return True if the process would end on this signal without us, because nothing else handles it."""
+        """Return True if this signal would end the process without our handler, because nothing else handles it."""
         handler, ours_found = signal.getsignal(number), False
         while isinstance(owner := getattr(handler, "__self__", None), Wakeup) and handler is owner._ours:
             handler, ours_found = owner._before[number], ours_found or owner is self
         return ours_found and handler == signal.SIG_DFL
 
     def miss(self, number: int) -> None:
-        """Remember a signal; it is sent again after the handlers are restored."""
+        """Record a signal, to send it again after the handlers are restored."""
         self._missed.append(number)
 
     def pass_on(self, raw: bytes) -> None:
         """Send bytes to the previous owner of the descriptor."""
         armed = list(_Descriptors.ours)
-        # a full or closed descriptor is its owner's concern; or we are not armed
+        # Ignore errors: a full or closed descriptor is its owner's concern, and we may not be armed.
         with contextlib.suppress(OSError, ValueError):
             if at := armed.index(self):
                 armed[at - 1]._writer.send(raw)
             elif _Descriptors.others >= 0:
-                os.write(_Descriptors.others, raw)  # a pipe or a socket
+                os.write(_Descriptors.others, raw)  # the descriptor is a pipe or a socket
 
     def read(self) -> list[int]:
-        """Return our signals that have arrived since; those of other descriptors are passed on."""
+        """Return our signals that have arrived since the last call. Pass other signals on to their owner."""
         try:
             raw = self.reader.recv(4096)
         except (BlockingIOError, OSError):
@@ -178,8 +178,8 @@ class Wakeup:
 
 
 def _take_descriptor() -> bool:
-    """Install the descriptor of the last instance. Return True if another one was installed. An asyncio loop installs
-    its own descriptor, and removes it at its end."""
+    """Install the descriptor of the last instance. Return True if it replaced another one. An asyncio loop, for
+    example, installs its own descriptor, and removes it at its end."""
     ours = [one._writer.fileno() for one in _Descriptors.ours]
     found = signal.set_wakeup_fd(ours[-1], warn_on_full_buffer=False)
     if found in ours:

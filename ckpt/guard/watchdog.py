@@ -1,13 +1,13 @@
-"""Watch a trainer from its writer process, from outside, so that it works when the trainer cannot run.
+"""Watches a trainer from its writer process, so that detection works when the trainer cannot run.
 
-    the wakeup socket    signals not taken in the trainer within `LATE_S`, because the interpreter lock is held
-    a pipe               output of Python's faulthandler at a crash, or when we request its stacks
-    the heartbeat            the current step, compared with the usual pace
-    counters             whether the kernel's OOM killer has struck
-    memory               whether it becomes short
+    the wakeup socket    signals not taken in the trainer within `LATE_S`, because the GIL is held
+    a pipe               output of Python's faulthandler at a crash, or when the writer requests its stacks
+    the heartbeat        the current step, compared with the usual pace
+    counters             kills by the kernel's OOM killer
+    memory               a shortage of memory
 
-Watching costs the trainer nothing. Only if no step has come for too long, its stack is requested by a signal, which
-faulthandler handles without the interpreter lock.
+Watching costs the trainer nothing. Only if no step has come for too long, the writer requests the trainer's stack by a
+signal, which faulthandler handles without the GIL.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ckpt.guard.pace import StepPace
 from ckpt.triggers import OnHang
 
 LOOK_S = 0.5
-LATE_S = 0.02  # until a signal that the fault handler has not taken is handled here
+LATE_S = 0.02  # seconds after which the writer handles a signal that the fault handler has not taken
 SAMPLES, BETWEEN_S = 3, 0.3
-SURELY = 3.0  # multiples of the limit: a hang, even if it looks busy
+SURELY = 3.0  # multiple of the limit after which a step is a hang, even if it looks busy
 DUMP_S, QUIET_S = 1.0, 0.05
 FATAL = "Fatal Python error"
 MAX_TEXT = 1 << 20
@@ -41,7 +41,7 @@ MAX_TEXT = 1 << 20
 
 @dataclass(frozen=True)
 class Stall:
-    """No step for `idle_s` seconds, longer than `limit_s`."""
+    """No step has come for `idle_s` seconds, which is longer than `limit_s`."""
 
     idle_s: float
     limit_s: float
@@ -50,12 +50,12 @@ class Stall:
 
     @property
     def timings(self) -> dict[str, float]:
-        """The timings for its report."""
+        """Return the timings for the report of the hang."""
         return {"idle_s": self.idle_s}
 
 
 class Watchdog:
-    """Watches one trainer. Created in the event loop; `fds`: descriptors that come with an `Arm`.
+    """Watches one trainer. Created in the event loop. `fds`: descriptors that come with an `Arm`.
 
     `on_signals`: called in the loop with the signals that are triggers, and with all bytes. `on_stall`: called when no
         step has come for too long.
@@ -77,7 +77,7 @@ class Watchdog:
         self._on_signals, self._on_stall, self._loop = on_signals, on_stall, asyncio.get_running_loop()
         self._text = ""
         self._crashed = trainer.crashed
-        self._dumped = 0  # bytes that it has written because of our requests
+        self._dumped = 0  # bytes of stack dumps that the trainer has written at our request
         self._changed = asyncio.Event()
         self._asking = asyncio.Lock()
         self._stopped = False
@@ -114,7 +114,7 @@ class Watchdog:
     # -- signals --
 
     def _on_readable(self) -> None:
-        """Give the fault handler a moment to read signals, then take them here."""
+        """Give the fault handler a moment to read signals. Then handle the rest in the writer."""
         self._loop.remove_reader(self._wakeup)
         self._loop.call_later(LATE_S, self._take_signals)
 
@@ -154,19 +154,19 @@ class Watchdog:
         self._changed.set()
         if FATAL in self._text and self._echo and self._stderr >= 0:
             with contextlib.suppress(OSError):
-                os.write(self._stderr, text.encode())  # where the user would have seen it without us
+                os.write(self._stderr, text.encode())  # stderr, where faulthandler would have written it
         if "\n" in self.crash and not self._stopped:
             self._crashed.set()
 
     @property
     def crash(self) -> str:
-        """The output of faulthandler at a crash so far, "" if there is none."""
+        """Return the output of faulthandler at a crash so far, "" if there is none."""
         start = self._text.find(FATAL)
         return self._text[start:] if start >= 0 else ""
 
     async def sample(self) -> Evidence:
         """Inspect the trainer from outside, including the stack of its main thread."""
-        async with self._asking:  # its output for one sample must not look like a log to another
+        async with self._asking:  # so that its output for one sample is not a log line to another
             found = probe.sample(self.pid, self.rank, self.heartbeat.read(), ours=self._dumped)
             if found.state in ("stopped", "zombie", "gone"):
                 return found
@@ -174,7 +174,7 @@ class Watchdog:
             return replace(found, stack=stack, collective=probe.collective_of(stack))
 
     async def stack(self) -> tuple[str, ...]:
-        """Return the stack of its main thread, innermost frame first; () if it does not respond."""
+        """Return the stack of the trainer's main thread, innermost frame first; () if it does not respond."""
         async with self._asking:
             return await self._stack()
 
@@ -222,10 +222,10 @@ class Watchdog:
                 told = beat.calls
                 self._on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
             elif samples:
-                patience = idle_s + limit_s / 2  # slow, but working
+                patience = idle_s + limit_s / 2  # the trainer is slow, but working
 
     async def _samples(self, calls: int) -> list[Evidence]:
-        """Sample one standstill several times; empty if a step came between."""
+        """Sample one standstill several times. Return [] if a step came in between."""
         samples: list[Evidence] = []
         for number in range(SAMPLES):
             if number:
@@ -244,8 +244,8 @@ class Watchdog:
     # -- afterwards --
 
     def cause(self) -> tuple[str, str]:
-        """Return how a death was detected, and its cause."""
-        self._read_pipe()  # a crash is reported there before the death is visible otherwise
+        """Return how the trainer's death was detected, and its cause."""
+        self._read_pipe()  # a crash is reported in the pipe before the death is otherwise visible
         if crash := self.crash:
             return "faulthandler", crash.partition("\n")[0].removeprefix(f"{FATAL}: ")
         if where := memory_pressure.oom_kills(pid="self", where=self._kills.where).since(self._kills):

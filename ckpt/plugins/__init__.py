@@ -1,1 +1,1 @@
-"""Optional parts that use public messages of the core, and that the core does not depend on."""
+"""Optional parts that use public messages of the core. The core does not depend on them."""

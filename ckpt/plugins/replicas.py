@@ -1,12 +1,12 @@
 """A second copy of the memory on another node, so that a snapshot survives the loss of a node.
 
 Each writer sends every new snapshot of its trainer to the writer of one rank on another node (`Memory(replicas=2)`).
-That writer keeps it in a separate arena, labelled like the first copy. Training is not affected, because only sealed
-snapshots are sent. If the network is slower than the steps, some steps are skipped; the newest is always sent next.
+That writer keeps the copy in a separate arena, labelled like the original. Training is not affected, because only
+sealed snapshots are sent. If the network is slower than the steps, some steps are skipped; the newest is sent next.
 
 This is a plug-in: `ckpt.writer_process` creates a `Replicator` next to the core's writer. It handles its own requests
-(`Partner`), and, like the core, `Retract`. The core sees the copies only as `HeldMemory.copies`, which
-a restore may read.
+(`Partner`), and, like the core, `Retract`. The core receives the copies only as `HeldMemory.copies`, which a restore
+may read.
 
     push:   token, then for each snapshot: header (JSON), data, plain values, one byte: complete, or overwritten
 """
@@ -40,23 +40,23 @@ RETRY_S = 2.0
 POLL_S = 0.02  # interval between two checks for a new snapshot
 SILENCE_S = 120.0  # a peer that neither sends nor receives a byte for this long is considered lost
 MAX_HEADER = 64 << 20
-OLD_AFTER = 64  # snapshots of this rank without one of the other rank
+OLD_AFTER = 64  # snapshots of this rank; another rank that sent none in this time is gone
 _SIZE = struct.Struct("!I")
 
 
 class Replicator:
-    """Both ends: receives copies of another rank's snapshots, and sends ours to a partner."""
+    """Both ends of replication: receives copies of another rank's snapshots, and sends this rank's to a partner."""
 
     def __init__(self, memory: HeldMemory) -> None:
         self._memory, self.arenas = memory, memory.copies
-        self._fresh: set[int] = set()  # ranks that have sent something since the last check
+        self._fresh: set[int] = set()  # ranks that have sent a snapshot since the last check
         self._pushed = 0
         self._token = secrets.token_hex(16)
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._partner: dict[str, Any] | None = None
         self._rank = 0
-        self._sent = -1  # the order of the last snapshot that was sent
+        self._sent = -1  # order of the last snapshot that was sent
         self._withdrawn: list[CheckpointId] = []
         self._warned = False
 
@@ -64,7 +64,7 @@ class Replicator:
 
     @handles(messages.Partner)
     def partner(self, request: messages.Partner) -> messages.Json:
-        """Listen, and return how others can connect. With a contact, send our snapshots there from now on."""
+        """Listen, and return how others can connect. With a contact, send our snapshots to it from now on."""
         if request.contact is not None:
             started = self._partner is not None
             self._partner, self._rank = request.contact, request.rank
@@ -86,7 +86,7 @@ class Replicator:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            except OSError:  # out of descriptors, for example: the partner tries again
+            except OSError:  # for example, no free descriptors; the partner tries again
                 await asyncio.sleep(RETRY_S)
                 continue
             sock.setblocking(False)
@@ -152,7 +152,7 @@ class Replicator:
         return arena
 
     def _drop_old(self) -> None:
-        """Drop the copies of ranks that are gone: they sent nothing while our trainer sealed many steps."""
+        """Drop the copies of ranks that are gone, which sent nothing while our trainer sealed many steps."""
         for rank in self.arenas.keys() - self._fresh:
             self.arenas.pop(rank).close()
         self._fresh.clear()
@@ -198,7 +198,7 @@ class Replicator:
                 self._warned = True
                 warn("memory is currently not copied to another node: %s", error)
                 await asyncio.sleep(RETRY_S)
-                self._sent = -1  # the partner may be another one, or may have started again
+                self._sent = -1  # the partner may be another process, or may have restarted
 
     async def _send_drop(self, sock: socket.socket, checkpoint: CheckpointId) -> None:
         header = json.dumps({"rank": self._rank, "drop": str(checkpoint)}).encode()

@@ -20,11 +20,11 @@ RANGES = [
 
 
 class LargeObjectTests(OverStores):
-    """Uploads: from the first range to `finish`, or aborted, or abandoned."""
+    """Tests of uploads: from the first range to `finish`, aborted, or abandoned."""
 
     async def test_upload_in_ranges(self, store: Store) -> None:
-        """Ranges written concurrently make up the object: of odd sizes in any order, or part by part if the store has
-        parts."""
+        """An object consists of its ranges, written concurrently: of odd sizes in any order, or part by part if the
+        store has parts."""
         probe = await store.upload("packs/probe", size=1 << 20)
         await probe.abort()
         size = 2 * probe.part + 12_345
@@ -76,8 +76,8 @@ class LargeObjectTests(OverStores):
             await shape(store, seed)
 
     async def test_upload_means_nothing_before_finish(self, store: Store, other: Store) -> None:
-        """Before `finish`, the whole object cannot be read: it does not exist, or does not have its bytes yet. Then the
-        name exists."""
+        """Before `finish`, the whole object cannot be read, because it does not exist or lacks its bytes. Afterwards
+        the name exists."""
         target = await store.upload("packs/p", size=len(BLOB))
         if target.part == 0:
             await target.write_at(0, memoryview(BLOB)[:PAGE])
@@ -97,7 +97,7 @@ class LargeObjectTests(OverStores):
         assert bytes(await other.get("packs/p")) == BLOB
 
     async def test_upload_is_create_only(self, store: Store) -> None:
-        """An existing name is refused, at the latest by `finish`, and its object does not change."""
+        """An upload to an existing name is rejected, at the latest by `finish`, and the object does not change."""
         if not self.creates_uploads:
             pytest.skip("the store does not guarantee it")
         await upload(store, "packs/p", b"first")
@@ -106,7 +106,7 @@ class LargeObjectTests(OverStores):
         assert bytes(await store.get("packs/p")) == b"first"
 
     async def test_one_of_many_uploads_wins(self, store: Store, other: Store) -> None:
-        """Of several concurrent uploads of one name, one succeeds, and its bytes are stored."""
+        """If several uploads of one name run concurrently, only one succeeds, and its bytes are stored."""
         if not self.creates_uploads:
             pytest.skip("the store does not guarantee it")
         checkpoints = [upload((store, other)[i % 2], "packs/p", b"%d" % i * 9000) for i in range(6)]
@@ -117,8 +117,8 @@ class LargeObjectTests(OverStores):
         assert bytes(await store.get("packs/p")) == b"%d" % winners[0] * 9000
 
     async def test_an_upload_replaces_only_if_it_is_told_to(self, store: Store, other: Store) -> None:
-        """Only with `replace`, and only at the end, an upload replaces the old bytes, longer or shorter, for every
-        reader. It also works for a new name."""
+        """An upload replaces old bytes, longer or shorter, only with `replace` and only at its end, for every reader. A
+        new name works too."""
         for i, (old, new) in enumerate(((BLOB, BLOB[::-1]), (b"short", BLOB), (BLOB, b""), (None, BLOB))):
             key = f"packs/{i}"
             if old is not None:
@@ -138,7 +138,7 @@ class LargeObjectTests(OverStores):
             assert bytes(await store.get(key, start=0, length=len(new))) == new
 
     async def test_a_replacement_that_is_given_up_changes_nothing(self, store: Store, other: Store) -> None:
-        """The object does not change if the upload is aborted before its first byte, in the middle, or abandoned. A
+        """The object does not change if the upload is abandoned, or aborted before its first byte or in the middle. A
         later upload succeeds."""
         await upload(store, "packs/p", BLOB)
         for written in (False, True):
@@ -175,8 +175,7 @@ class LargeObjectTests(OverStores):
         assert await keys(store) == []
 
     async def test_abort_leaves_nothing(self, store: Store) -> None:
-        """After an abort at any time, and a second one, nothing is left to read or to drop, and the name can be
-        used."""
+        """After an abort at any time, and a second abort, nothing is left to read or drop, and the name is free."""
         for written in (False, True):
             target = await store.upload("packs/p", size=8)
             if written:
@@ -189,7 +188,7 @@ class LargeObjectTests(OverStores):
         assert bytes(await store.get("packs/p")) == b"whole"
 
     async def test_drop_uploads(self, store: Store, other: Store) -> None:
-        """Uploads of a dead process are found, except wanted ones and normal objects; objects are not deleted."""
+        """Uploads of a dead process are found, except those that `wanted` accepts. Complete objects are not deleted."""
         await upload(store, "packs/finished", BLOB)
         await store.put("log/0", b"x")
         if not self.has_unfinished:
@@ -205,17 +204,17 @@ class LargeObjectTests(OverStores):
             assert await other.drop_uploads(lambda key: False) == 1
             assert await other.drop_uploads(lambda key: False) == 0
             for target in left:
-                await target.abort()  # it is not an error if one is gone already
+                await target.abort()  # it is not an error if the upload is gone already
         assert await keys(other) == ["log/0", "packs/finished"]
         assert bytes(await other.get("packs/finished")) == BLOB
 
 
 class RangeTests(OverStores):
-    """Exactly the requested bytes, or an error."""
+    """Tests of reading ranges: a read returns exactly the requested bytes, or raises an error."""
 
     @pytest.mark.parametrize("scratch", ["none", "aligned", "misaligned", "just the length", "too small", "huge"])
     async def test_ranges(self, store: Store, scratch: str) -> None:
-        """Exactly the requested bytes, with any scratch memory."""
+        """A read returns exactly the requested bytes, with any scratch memory."""
         await upload(store, "packs/p", BLOB)
         for start, length in RANGES:
             into = {
@@ -230,7 +229,7 @@ class RangeTests(OverStores):
             assert bytes(view) == BLOB[start : start + length], (start, length)
 
     async def test_scatter(self, store: Store) -> None:
-        """For a local store with this method: views of any size are filled in turn, or it raises an error."""
+        """The method of a local store fills views of any size in turn, or raises an error."""
         scatter: Any = getattr(store, "scatter", None)
         if store.remote or scatter is None:
             pytest.skip("the store has no such method")
@@ -255,7 +254,7 @@ class RangeTests(OverStores):
 
     @pytest.mark.parametrize(("start", "length"), [(0, len(BLOB) + 1), (len(BLOB), 1), (len(BLOB) - 5, 6), (10**9, 10)])
     async def test_a_short_range_is_an_error(self, store: Store, start: int, length: int) -> None:
-        """Fewer bytes than requested are never returned."""
+        """A read never returns fewer bytes than requested."""
         await upload(store, "packs/p", BLOB)
         for into in (None, aligned(len(BLOB) + 4 * PAGE)):
             with pytest.raises(TruncatedError) as caught:
@@ -263,7 +262,7 @@ class RangeTests(OverStores):
             assert not caught.value.retryable
 
     async def test_from_somewhere_to_the_end(self, store: Store) -> None:
-        """Without a length, the rest is read; a start beyond the end is an error."""
+        """Without a length, a read returns the rest of the object. A start beyond the end is an error."""
         await store.put("index/i", BLOB)
         for start in (0, 1, PAGE, len(BLOB) - 1, len(BLOB)):
             assert bytes(await store.get("index/i", start=start)) == BLOB[start:]

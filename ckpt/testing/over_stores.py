@@ -1,4 +1,4 @@
-"""How a test of stores runs, and what these tests share."""
+"""Runs tests of stores, and has the code that these tests share."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ async def upload(store: Store, key: str, data: bytes, *, replace: bool = False) 
 
 
 class OverStores:
-    """The tests are coroutines with an argument `store`, which is open until they end, and some with an `other` for the
-    same location."""
+    """Base of the tests, which are coroutines. The argument `store` is open until the test ends. Some tests have an
+    argument `other`, a second store for the same location."""
 
     has_unfinished = False
-    """Whether an abandoned upload is invisible, and found by `drop_uploads`."""
+    """True if an abandoned upload is invisible, and found by `drop_uploads`."""
     creates_uploads = True
-    """Whether an upload refuses an existing name; the names of packs are unique anyway."""
+    """True if an upload rejects an existing name. It need not, because names of data files are unique."""
     many = 1500
-    """The number of objects to list; more than the store lists at once."""
+    """Number of objects in the test of listings. It exceeds the number that the store lists at once."""
 
     def make(self) -> Store:
         """Return a writable store for the location of this test. Called while an event loop runs."""
         raise NotImplementedError
 
     def reopen(self, store: Store) -> Store:
-        """Return a second store for the same location, like in another process."""
+        """Return a second store for the same location, as another process would open it."""
         return self.make()
 
     def __init_subclass__(cls) -> None:

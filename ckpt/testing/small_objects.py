@@ -18,7 +18,7 @@ BAD_KEYS = [
 
 
 class SmallObjectTests(OverStores):
-    """Put, get, head and delete."""
+    """Tests of put, get, head and delete."""
 
     async def test_put_and_get(self, store: Store) -> None:
         """Objects from bytes, bytearray and memoryview are read back, empty or not."""
@@ -29,7 +29,7 @@ class SmallObjectTests(OverStores):
             assert await store.head(f"some/{i}.json") == ObjectInfo(f"some/{i}.json", len(data))
 
     async def test_put_replaces_and_create_does_not(self, store: Store) -> None:
-        """`create=True` refuses an existing name, and does not change its object; without it the object is replaced."""
+        """`create=True` rejects an existing name without changing its object. Without it, the object is replaced."""
         await store.put("log/0.json", b"first", create=True)
         with pytest.raises(ExistsError):
             await store.put("log/0.json", b"second", create=True)
@@ -38,7 +38,7 @@ class SmallObjectTests(OverStores):
         assert bytes(await store.get("log/0.json")) == b"third, and longer"
 
     async def test_empty_objects(self, store: Store) -> None:
-        """An empty object is like any other: it exists, it can be read, and its name is in use."""
+        """An empty object behaves like any other: it exists, it can be read, and its name is in use."""
         await store.put("log/0", b"", create=True)
         for data in (b"", b"x"):
             with pytest.raises(ExistsError):
@@ -52,7 +52,7 @@ class SmallObjectTests(OverStores):
         assert await keys(store) == ["log/0", "packs/p"]
 
     async def test_one_of_many_creators_wins(self, store: Store, other: Store) -> None:
-        """Create-if-absent is atomic: of twenty concurrent calls, in two stores, one succeeds, and its bytes are
+        """Create-if-absent is atomic: only one of twenty concurrent calls, in two stores, succeeds, and its bytes are
         stored."""
         checkpoints = [(store, other)[i % 2].put("log/1.json", b"%d" % i * 100, create=True) for i in range(20)]
         results = await asyncio.gather(*checkpoints, return_exceptions=True)
@@ -74,7 +74,7 @@ class SmallObjectTests(OverStores):
         assert await keys(other) == ["packs/p"]
 
     async def test_what_is_not_there(self, store: Store) -> None:
-        """NotFoundError, which is not retryable, from every reading call. Deleting a missing object succeeds,
+        """Every reading call raises NotFoundError, which is not retryable. Deleting a missing object succeeds,
         repeatedly."""
         await store.put("packs/other", b"x")
         for key in ("packs/none", "none", "other/none"):
@@ -117,7 +117,7 @@ class SmallObjectTests(OverStores):
             assert bytes(await store.get("index/i", start=0, length=50)) == data[:50]
 
     async def test_delete_many(self, store: Store) -> None:
-        """Exactly the named objects are deleted: with and without missing ones, more than fit into one request, and
+        """Exactly the named objects are deleted. The names include missing ones, more than fit into one request, and
         none."""
         names = [f"packs/{i}" for i in range(12)]
         for name in [*names, "packs/1.more", "log/0"]:
@@ -140,7 +140,7 @@ class SmallObjectTests(OverStores):
         assert bytes(await store.get("log/empty", limit=0)) == b""
 
     async def test_bad_keys_are_refused(self, store: Store) -> None:
-        """Names from data never become paths: each call refuses them, and nothing is created."""
+        """Names from data never become paths: each call rejects them, and nothing is created."""
         await store.put("good", b"x")
         for key in BAD_KEYS:
             calls: list[Awaitable[object]] = [
@@ -163,7 +163,7 @@ class ListingTests(OverStores):
     """A listing returns what exists, in any order."""
 
     async def test_list_takes_a_folder(self, store: Store) -> None:
-        """All keys with their sizes, or those in a folder; its name without the slash is refused."""
+        """A listing returns all keys with sizes, or those in a folder. A folder name without slash is rejected."""
         names = ["log/000000000010.json", "log/000000000002.json", "packs/b", "packs/a.safetensors", "a-b/c", "a0"]
         for name in names:
             await store.put(name, name.encode())

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 def in_virtual_time(work: Coroutine[Any, Any, T], *, turns: int | None = None) -> T:
     """Run a coroutine on an event loop whose clock starts at 0, and jumps to the next timer when there is nothing else
-    to do. Only for code that waits for timers and other tasks, not for threads or sockets. RuntimeError if all tasks
-    wait and no timer is set, or if the loop runs more than `turns` iterations, because a task polls."""
+    to do. Use it only for code that waits for timers and other tasks, not for threads or sockets. Raise RuntimeError if
+    all tasks wait and no timer is set, or if a polling task makes the loop run more than `turns` iterations."""
     with asyncio.Runner(loop_factory=lambda: _VirtualLoop(turns)) as runner:
         return runner.run(work)
 

@@ -1,13 +1,12 @@
-"""Boxes: rectangular pieces of an array, and runs of its elements in row-major order. Pure numbers.
+"""Computes with boxes (rectangular pieces of an array), and divides replicated tensors among ranks. Pure numbers.
 
-A box is (offsets, sizes) with one number per dimension. An array without dimensions has one box, ((), ()).
+A box is (offsets, sizes) with one number per dimension. An array without dimensions has one box, ((), ()). A run is a
+range of elements in row-major order.
 
-`share` divides replicated tensors among ranks: every rank computes its own share, and all shares fit together.
-
-Replicated pieces (data parallel replicas) are divided into slices *before* they are copied. Each rank stages and writes
-only its slice. All tensors with the same replicas are concatenated in the order of their names, and the result is
-divided into slices of equal bytes. The boundaries are between rows, so that slices are boxes. This needs no
-communication, because it depends only on the replicated tensors.
+`share` divides replicated pieces (data parallel replicas) into slices *before* they are copied, so that each rank
+stages and writes only its slice. All tensors with the same replicas are concatenated in the order of their names, and
+the result is divided into slices of equal bytes. The boundaries are between rows, so that slices are boxes. The ranks
+need no communication, because each computes the division from the replicated tensors alone, with the same result.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Return the same box with offsets relative to `outer`."""
+    """Return the box with its offsets relative to `outer`."""
     return tuple(i - j for i, j in zip(box[0], outer[0], strict=True)), box[1]
 
 
 def boxes_of_run(sizes: Dims, start: int, stop: int) -> list[Box]:
-    """Return elements `start` to `stop` of an array, in row-major order, as few boxes in the same order."""
+    """Return elements `start` to `stop` of an array, in row-major order, as the fewest boxes in this order."""
     if start >= stop:
         return []
     if not sizes:
@@ -69,20 +68,20 @@ def _one_row(row: int, sizes: Dims, start: int, stop: int) -> list[Box]:
 
 
 def run_of(box: Box, sizes: Dims) -> tuple[int, int]:
-    """Return the shortest run of elements of an array that contains a box, which must not be empty."""
+    """Return the shortest run of elements of an array that contains a box. The box must not be empty."""
     strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
     first = sum(i * s for i, s in zip(box[0], strides, strict=True))
     return first, first + 1 + sum((n - 1) * s for n, s in zip(box[1], strides, strict=True))
 
 
 Runs = Sequence[tuple[int, int]]
-"""Ascending runs of indices: (first, count)."""
+"""Ascending runs of indices, each as (first, count)."""
 
 
 def boxes_of_runs(runs: Sequence[Runs]) -> list[tuple[Box, Dims]]:
-    """Return the boxes of a larger array for an array that has these indices of every dimension.
+    """Return the boxes of a larger array that form the array with these indices in every dimension.
 
-    Each box comes with its offsets in the array itself. There are no boxes if the array is empty.
+    Each box comes with its offsets in the smaller array. The result is empty if that array is empty.
     """
     placed = [_placed(each) for each in runs]
     return [
@@ -92,7 +91,7 @@ def boxes_of_runs(runs: Sequence[Runs]) -> list[tuple[Box, Dims]]:
 
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:
-    """Join neighbouring runs and drop empty ones: (first, count, position of the first index)."""
+    """Join neighbouring runs and drop empty runs. Return (first, count, position of the first index) for each."""
     found: list[tuple[int, int, int]] = []
     place = 0
     for first, count in runs:
@@ -117,12 +116,12 @@ def take(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 class TangledError(ValueError):
-    """Boxes overlap in too many ways to be counted in reasonable time."""
+    """Raised if boxes overlap in too many ways to count them in reasonable time."""
 
 
 @dataclass
 class Effort:
-    """The cost limit of counting, in units of about 30 microseconds. A box without overlaps costs about one."""
+    """The cost limit of counting, in units of about 30 microseconds. A box without overlaps costs about one unit."""
 
     left: int = 1 << 17
 
@@ -133,10 +132,10 @@ class Effort:
 
 
 def times_covered(shape: Dims, boxes: Iterable[Box], effort: Effort | None = None) -> tuple[int, int]:
-    """Return how often boxes cover the elements of an array: (minimum, maximum). (1, 1) for an array without elements.
+    """Return how often boxes cover each element of an array, as (minimum, maximum); (1, 1) if it has no elements.
 
-    A dozen boxes in eight dimensions can take extremely long. Raise TangledError if not enough `effort` is left, which
-    several calls may share.
+    A dozen boxes in eight dimensions can take extremely long. Several calls may share one `effort`. Raise TangledError
+    if not enough of it is left.
     """
     if math.prod(shape) == 0:
         return 1, 1
@@ -156,7 +155,7 @@ def _times(shape: I64, starts: I64, ends: I64, effort: Effort) -> tuple[int, int
     cut = np.flatnonzero((starts.min(0) > 0) | (starts.max(0) > 0) | (ends.min(0) < shape))
     if not len(cut):
         return len(starts), len(starts)
-    # One dimension at a time: between two neighbouring cuts, the set of boxes is constant.
+    # Handle one dimension at a time. Between two neighbouring cuts, the set of boxes is constant.
     dim, rest = cut[0], cut[1:]
     cuts = np.unique(np.concatenate([[0, shape[dim]], starts[:, dim], ends[:, dim]]))
     if not len(rest):
@@ -194,7 +193,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A piece of a tensor on this rank: a box of the `full` tensor, replicated on `replicas` (ascending).
+    """A piece of a tensor on this rank: a box of the `full` tensor. `replicas`: all ranks with this piece, ascending.
 
     Several ranks may have different tensors of the same name. `instance` distinguishes them: the lowest rank of those
     that share the tensor, or `GLOBAL` if all ranks do.
@@ -220,14 +219,14 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of holding number `holding` to stage: a box inside it."""
+    """A box inside holding number `holding`, which this rank stages."""
 
     holding: int
     box: Box
 
 
 def share(holdings: Sequence[Holding], seat: Seat) -> list[Cut]:
-    """Return the part of its holdings that this rank stages, in the order of `holdings`."""
+    """Return the boxes that this rank stages, in the order of `holdings`."""
     lines: dict[tuple[int, ...], list[int]] = {}
     for i, holding in enumerate(holdings):
         lines.setdefault(holding.replicas, []).append(i)
@@ -243,7 +242,7 @@ def share(holdings: Sequence[Holding], seat: Seat) -> list[Cut]:
 def _slices(holdings: Sequence[Holding], members: list[int], number: int, count: int) -> list[Cut]:
     """Return slice `number` of `count` of the concatenated tensors."""
     total = sum(holdings[i].elements * holdings[i].item_size for i in members)
-    count = min(count, max(1, total // LEAST))  # if thousands of ranks have a few numbers, the first ranks take all
+    count = min(count, max(1, total // LEAST))  # only the first ranks stage slices of a small tensor
     if number >= count:
         return []
     low, high = total * number // count, total * (number + 1) // count
@@ -252,7 +251,7 @@ def _slices(holdings: Sequence[Holding], members: list[int], number: int, count:
     for i in members:
         holding = holdings[i]
         if not holding.elements:
-            if not math.prod(holding.full) and number == 0:  # one rank must name it
+            if not math.prod(holding.full) and number == 0:  # one rank must list even an empty tensor
                 found.append(Cut(i, (tuple(0 for _ in holding.sizes), holding.sizes)))
             continue
         start, stop = (_cut(holding, at - position) for at in (low, high))
@@ -262,11 +261,11 @@ def _slices(holdings: Sequence[Holding], members: list[int], number: int, count:
 
 
 def _cut(holding: Holding, at: int) -> int:
-    """Return the element of a holding at which a cut at its byte `at` is made."""
+    """Return the element of a holding nearest to its byte `at` where a slice may end."""
     size, grain = holding.elements, 1
     if at <= 0 or at >= size * holding.item_size:
         return 0 if at <= 0 else size
-    for length in reversed(holding.sizes):  # as many complete rows as fit into a grain
+    for length in reversed(holding.sizes):  # a grain has as many complete rows as fit
         if grain * length * holding.item_size > GRAIN:
             break
         grain *= length
@@ -276,7 +275,7 @@ def _cut(holding: Holding, at: int) -> int:
 
 
 def partner(rank: int, nodes: tuple[int, ...]) -> int | None:
-    """Return the rank on the next node that keeps a second copy of a rank's memory, or None with a single node."""
+    """Return the rank on the next node that keeps the replica of a rank's memory, or None with a single node."""
     count = max(nodes) + 1
     if count == 1:
         return None

@@ -1,16 +1,16 @@
-"""Encodes the bytes of a chunk, raw or smaller. Decoding returns exactly the same bits. Pure functions, no I/O.
+"""Encodes the bytes of a chunk as raw bytes, byte planes or a delta, and decodes them to exactly the same bits.
 
     raw     unchanged
     planes  divided into byte planes, which zstd compresses
-    delta   the same for the XOR with an older chunk of the same length
+    delta   the XOR with an older chunk of the same length, stored as compressed byte planes
 
 Plane k holds byte k of every word: the planes of 3 words of 4 bytes, 0123 4567 89ab, are 048 159 26a 37b. The exponents
-of a tensor are similar and the low bits of its mantissas are noise, so planes compress better than words. The stored
-form of `planes` and `delta` is one byte, the size of a word (1, 2, 4 or 8), and a zstd frame for each plane, the lowest
-first.
+    of a tensor are similar and the low bits of its mantissas are noise, so planes compress better than words. The
+    stored form of `planes` and `delta` starts with one byte, the word size (1, 2, 4 or 8). A zstd frame for each plane
+    follows, the lowest plane first.
 
-Every function releases the interpreter's lock during its work on the bytes, and may be called from any thread. Each
-thread keeps memory for the planes of one chunk. Speeds and sizes: benchmarks/results/codecs.json.
+All functions are pure and do no I/O. Each releases the GIL while it works on the bytes, and any thread may call it.
+Each thread keeps memory for the planes of one chunk. Speeds and sizes: benchmarks/results/codecs.json.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _UNSIGNED: dict[int, Any] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 _WORDS = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "C128": 8, "C64": 4, "C32": 2,  # a complex number is two words
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "C128": 8, "C64": 4, "C32": 2,  # a complex number is stored as two words
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
     "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F4_E2M1X2": 1,
 }  # fmt: skip
-# bytes of words that are divided or joined in one pass; with their planes they fit into a core's cache
+# bytes of words to divide or join in one pass; the words and their planes fit into the cache of a core
 _PIECE = 256 << 10
 _KEPT = 4 << 20  # maximum bytes of planes for which a thread keeps memory
 _MAX_WINDOW = 1 << 23  # bytes; the largest window that every zstd decoder accepts
-_MAGIC = b"\x28\xb5\x2f\xfd"  # of a zstd frame
-_PLACES, _SAMPLE = 8, 8 << 10  # number and size of the samples of an estimate
+_MAGIC = b"\x28\xb5\x2f\xfd"  # first bytes of a zstd frame
+_PLACES, _SAMPLE = 8, 8 << 10  # number of samples, and bytes of each sample, for `estimate`
 
 
 def word_of(dtype: str) -> int:
-    """Return the size in bytes of the words of a dtype, by our names. Raise UsageError for any other."""
+    """Return the word size in bytes of a dtype, for example of "BF16". Raise UsageError for an unknown dtype."""
     if dtype not in _WORDS:
         raise UsageError(f"not a dtype: {dtype!r}")
     return _WORDS[dtype]
 
 
 def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> bytes:
-    """Return the stored form. If it is longer than `plain`, the caller should store the chunk raw.
+    """Return the stored form of the bytes. If it is longer than `plain`, the caller should store the chunk raw.
 
     `word`: see `word_of`. `base`: bytes of the same length, for DELTA only. Raise UsageError if `plain` is not a whole
-        number of words or the base does not fit.
+        number of words, or if the length of the base differs.
     """
     length = memoryview(plain).nbytes
     _check_base(codec, length, base, UsageError)
@@ -69,11 +69,11 @@ def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> 
 
 
 def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: memoryview) -> None:
-    """Fill `into`, `length` bytes, with the plain bytes.
+    """Decode `stored` into the `length` bytes of `into`.
 
-    Raise CorruptError if `encode` cannot have produced `stored` from `length` bytes, before any memory is allocated for
-    its claimed contents. `into` is then undefined. The bytes may still be wrong: compare their digest. Raise
-    FormatError for a codec that this version does not know.
+    Raise CorruptError if `encode` cannot have produced `stored` from `length` bytes, before memory is allocated for the
+    contents that `stored` claims. After an error, `into` is undefined. Without an error, the bytes may still be wrong,
+    so compare their digest. Raise FormatError for a codec that this version does not know.
     """
     if into.nbytes != length:
         raise UsageError(f"cannot decode {length} bytes into {into.nbytes} bytes")
@@ -103,7 +103,7 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
 
 
 def estimate(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> float:
-    """Return stored bytes for each plain byte, estimated from samples."""
+    """Return the estimated compression ratio, as stored bytes per plain byte, from samples of the chunk."""
     length = memoryview(plain).nbytes
     if not length:
         return 1.0
@@ -145,7 +145,7 @@ def _pieces(words: Array) -> Iterator[slice]:
 
 
 def _cut(words: Array, base: Array | None, planes: Array) -> None:
-    """Divide words, or their XOR with those of a base, into planes: the rows, the lowest byte first."""
+    """Divide words, or the XOR of words and base, into planes. Each row is a plane, the lowest byte first."""
     for part in _pieces(words):
         piece, spare = words[part], _local.room("spare", _PIECE).view(words.dtype)[: part.stop - part.start]
         if base is not None:
@@ -170,7 +170,7 @@ def _join(planes: Array, base: Array | None, words: Array) -> None:
 
 
 def _frame_end(stored: memoryview, size: int) -> int:
-    """Return where the zstd frame of a plane ends. Raise CorruptError unless its headers announce `size` bytes."""
+    """Return the end offset of a plane's zstd frame. Raise CorruptError unless its headers announce `size` bytes."""
     try:
         header = zstandard.get_frame_parameters(stored)
         at = zstandard.frame_header_size(stored)
@@ -184,7 +184,7 @@ def _frame_end(stored: memoryview, size: int) -> int:
     while not last and at + 3 <= len(stored):
         block = int.from_bytes(stored[at : at + 3], "little")
         last, kind = bool(block & 1), block >> 1 & 3
-        at += 3 + (1 if kind == 1 else block >> 3)  # kind 1: one byte, repeated
+        at += 3 + (1 if kind == 1 else block >> 3)  # kind 1 stores one byte, which is repeated
     at += 4 if header.has_checksum else 0
     if not last or at > len(stored):
         raise CorruptError("a plane is an incomplete zstd frame")
@@ -192,7 +192,7 @@ def _frame_end(stored: memoryview, size: int) -> int:
 
 
 def _decompress(frame: memoryview, plane: Array) -> None:
-    """Fill a plane. Raise CorruptError if the frame has other contents."""
+    """Decompress a frame into a plane. Raise CorruptError if the frame is invalid or has another size."""
     try:
         # zstd decompresses a complete frame directly into the given memory.
         found = _local.decompressor.stream_reader(frame).readinto(plane.data)
@@ -203,7 +203,7 @@ def _decompress(frame: memoryview, plane: Array) -> None:
 
 
 class _Local(threading.local):
-    """The state of each thread: zstd contexts cannot be shared, and new memory costs page faults."""
+    """Holds the zstd contexts and buffers of one thread, because threads cannot share zstd contexts."""
 
     def __init__(self) -> None:
         # Huffman coding with almost no search, because exponents have no repeats. Higher levels are slower and no
@@ -217,7 +217,7 @@ class _Local(threading.local):
         self._kept: dict[str, Array] = {}
 
     def room(self, name: str, size: int) -> Array:
-        """Return memory for `size` bytes, valid until the next call with that name."""
+        """Return a buffer of `size` bytes. It is valid until the next call with the same name."""
         kept = self._kept.get(name)
         if kept is None or len(kept) < size:
             kept = np.empty(size, np.uint8)

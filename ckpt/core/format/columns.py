@@ -1,15 +1,14 @@
-"""Reads and writes untrusted files of number columns. Every size is checked before memory is allocated for it.
+"""Reads and writes files of number columns, and compares digests of replicated tensors to find ranks that differ.
 
-Such a file is a safetensors file with a zstd frame for each column. The entry `counts` (JSON) has the number of values
-of each column. Columns of digests are not compressed, because they do not become smaller.
+A column file is a safetensors file with a zstd frame for each column. Its entry `counts` (JSON) has the number of
+values of each column. Columns of digests are not compressed, because they do not become smaller. The files are
+untrusted, so every size is checked before memory is allocated for it.
 
-The second half has the digests of replicated tensors, and a comparison that finds ranks with different values.
-
-Each rank stages a slice of such a tensor. If the replicas differ, the slices would form a tensor that no rank ever had.
-A manifest therefore contains digests of the whole tensors, as `{"sums": {group: digest}, "rows": text}`. A group stands
-for the ranks with the same tensors. The rows are read only if the sums differ. They are compressed JSON: for each group
-a list of `[name, instance, offsets, elements, digest]`. Two rows are comparable if they agree in all fields except the
-digest; `elements` identifies the elements that were digested.
+Each rank stages a slice of a replicated tensor. If the replicas differ, the slices would form a tensor that no rank
+had. A manifest therefore has digests of the whole tensors, as `{"sums": {group: digest}, "rows": text}`. A group is the
+set of ranks with the same tensors. The rows (compressed JSON) are read only if the sums differ. Each group has a list
+of `[name, instance, offsets, elements, digest]`; `elements` identifies the elements that were digested. Two rows are
+comparable if all fields except the digest agree.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
 
 I64: TypeAlias = "npt.NDArray[np.int64]"
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-FEW = 1 << 18  # entries of a column that any file may have; a larger file may have one for each byte
+FEW = 1 << 18  # maximum entries of a column in any file; a larger file may have one entry for each of its bytes
 
 ODD = (KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError, RecursionError)
-"""Errors raised by data of an unexpected structure."""
+"""Errors that data of an unexpected structure may raise."""
 
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise CorruptError for any parse error while a file is read."""
+    """Convert any parse error while a file is read into a CorruptError."""
     try:
         yield
     except (safetensors.SafetensorError, zstandard.ZstdError, *ODD) as error:
@@ -53,9 +52,9 @@ def reading(what: str) -> Iterator[None]:
 class ColumnFile:
     """Converts columns to a file, and a file to columns.
 
-    `kinds`: numpy dtype of each column. `most`: maximum bytes of all columns together. `rows`: columns whose values
-    become one object each. `spoken`: columns of JSON. `whole`: columns that are not compressed. `folds`: maximum ratio
-    of decompressed to stored size.
+    `kinds`: numpy dtype of each column. `most`: maximum bytes of all columns together. `rows`: columns whose values are
+    turned into one object each. `spoken`: columns of JSON. `whole`: columns that are not compressed. `folds`: maximum
+    ratio of decompressed to stored size.
     """
 
     kinds: Mapping[str, Any]
@@ -74,7 +73,7 @@ class ColumnFile:
         return bytes(_arrays().save(files))
 
     def from_bytes(self, raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
-        """Return the columns; call it within `reading`. Raise CorruptError if a size is wrong or implausible."""
+        """Return the columns. Call it within `reading`. Raise CorruptError if a size is wrong or implausible."""
         frames = _arrays().load(bytes(raw))
         counts = json.loads(frames.pop("counts").tobytes())
         if counts.keys() != self.kinds.keys() or frames.keys() != self.kinds.keys():
@@ -107,7 +106,7 @@ class ColumnFile:
 
 
 class Columns:
-    """Checked access to the columns of a file. `what`: its name in errors. Raises CorruptError for invalid columns."""
+    """Checks and returns the columns of a file. `what`: name of the file in errors. Raises CorruptError."""
 
     def __init__(self, columns: Mapping[str, npt.NDArray[Any]], what: str) -> None:
         self._columns, self._what = columns, what
@@ -122,7 +121,7 @@ class Columns:
         return column
 
     def ends(self, name: str, count: int, total: int) -> I64:
-        """Return a column of `count` ascending end positions, of which the last is `total`."""
+        """Return a column of `count` ascending end positions. The last position is `total`."""
         column = self.numbers(name, count, 0, total)
         if (np.diff(column) < 0).any() or (int(column[-1]) if count else 0) != total:
             raise CorruptError(f"{self._what}: column {name} has an inconsistent sum")
@@ -157,17 +156,17 @@ def distinct(numbers: I64) -> I64:
 
 
 def end_to_end(columns: Iterable[Any]) -> I64:
-    """Concatenate columns, of which there may be none."""
+    """Concatenate columns. The list of columns may be empty."""
     return np.concatenate([np.zeros(0, np.int64), *columns])
 
 
 def starts_of(ends: I64) -> I64:
-    """Return where each item begins, and where the last one ends."""
+    """Return the start of each item, followed by the end of the last item."""
     return end_to_end([[0], ends])
 
 
 def spans(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> I64:
-    """Return the positions in ranges, one range after the other. Range i has `counts[i]` positions from `starts[i]`."""
+    """Return the positions in all ranges in turn. Range i has `counts[i]` positions from `starts[i]`."""
     ends = np.cumsum(counts, dtype=np.int64)
     found: I64 = np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
     return found
@@ -178,14 +177,14 @@ def spans(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> I64:
 
 Row = tuple[str, int, tuple[int, ...], str, str]
 Replicas = dict[str, Any]
-"""The digests as a manifest contains them."""
+"""The digests of replicated tensors, as a manifest contains them."""
 
-DIFFER = "different values of replicated tensors"  # part of the error of a failed save, recognized by the trainer
-SHOWN = 5  # names
+DIFFER = "different values of replicated tensors"  # identifies the error of a failed save in the trainer
+SHOWN = 5  # maximum number of names in a message
 
 
 def replicas(rows: Mapping[tuple[int, ...], list[Row]]) -> Replicas:
-    """Return the digests for a manifest. `rows`: by the ranks with these tensors."""
+    """Return the digests for a manifest. `rows`: the rows of each group of ranks with the same tensors."""
     if not rows:
         return {}
     named = {file_digest(canonical(list(ranks)))[:16]: sorted(found) for ranks, found in rows.items()}
@@ -194,7 +193,7 @@ def replicas(rows: Mapping[tuple[int, ...], list[Row]]) -> Replicas:
 
 
 def differing(saved: Iterable[tuple[int, Replicas]]) -> dict[str, list[int]]:
-    """Return the tensors that differ between ranks, with all ranks that have them. `saved`: by rank.
+    """Return the tensors that differ between ranks, each with all ranks that have the tensor. `saved`: digests by rank.
 
     Raise CorruptError if a rank's digests are malformed.
     """
@@ -223,7 +222,7 @@ def differing(saved: Iterable[tuple[int, Replicas]]) -> dict[str, list[int]]:
 
 
 def in_words(found: Mapping[str, list[int]]) -> str:
-    """Return a message with the tensors, the ranks and the remedy."""
+    """Return a message that lists the tensors and the ranks, and names the remedy."""
     names = ", ".join([*list(found)[:SHOWN], *([f"{len(found) - SHOWN} more"] if len(found) > SHOWN else [])])
     ranks = sorted({rank for each in found.values() for rank in each})
     listed = ", ".join([*map(str, ranks[:8]), *(["…"] if len(ranks) > 8 else [])])

@@ -1,6 +1,6 @@
-"""The index of a checkpoint: it lists the rank that has each piece of each tensor. One format for any number of ranks.
+"""The index of a checkpoint: it lists the rank that has each piece of each tensor. Its format fits any number of ranks.
 
-The manifests have all information. With the index, a reader needs only few of them: a restoring rank reads the COMMIT
+The manifests have all information. With the index, a reader needs only a few of them. A restoring rank reads the COMMIT
 record, the index, and then only the manifests of the ranks whose pieces it needs. Chunks are listed only in the chunk
 tables of the manifests, never in the index. The chain of digests has no gap: the record has the SHA-256 of the index
 and of every manifest, and the table in a manifest has the XXH3-128 of its chunks.
@@ -12,7 +12,7 @@ The index is derived from the bytes of the manifests, so two committers write eq
     tensor_name, tensor_instance      one row for each tensor, ascending: number of its name; the rank it belongs to,
                                       -1: all ranks together
     tensor_dtype, tensor_pattern      number in `ckpt.core.format.table.DTYPES`; how the tensor is divided
-    tensor_accelerated                1 if a rank had it on an accelerator
+    tensor_accelerated                1 if a rank had the tensor on an accelerator
     tensor_content                    16 bytes, equal for tensors with the same bytes that are cut into the same chunks
     pattern_shape, pattern_dim_ends   shape of the whole tensor, and where it ends
     pattern_ends                      pattern i has the pieces pattern_ends[i-1] .. pattern_ends[i]
@@ -25,13 +25,13 @@ The index is derived from the bytes of the manifests, so two committers write eq
 
 Tensors that are divided in the same way share a pattern, so thousands of tensors on thousands of ranks have only a few
 thousand pieces. A view is the description of the state by one or more ranks: [lowest rank, number of the layout, for
-each component the number of its plain values or null]. The index has the plain values of optimizers, which are joined
-from every rank. All other plain values are read from the manifests.
+each component the number of its plain values or null]. The index has the plain values of optimizers, because they are
+joined from every rank. All other plain values are read from the manifests.
 
 The committer reads the manifests, keeps the compact form of each table (`Table.compact`), and joins the shards of some
-names at a time. With 4,096 ranks and 1,700 tensors it needs less than 1 GB. A reader trusts no number: sizes are
-checked before memory is allocated, every number is checked against its range, and a piece is used only if the table of
-its rank lists it (`SavedState._attach`).
+names at a time. With 4,096 ranks and 1,700 tensors it needs less than 1 GB. A reader trusts no number: it checks sizes
+before it allocates memory for them, and every number against its range. It uses a piece only if the table of the
+piece's rank lists it (`SavedState._attach`).
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from ckpt.errors import CorruptError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-MAX_INDEX = 1 << 29  # bytes, decompressed
+MAX_INDEX = 1 << 29  # maximum bytes of a decompressed index
 MAX_INDEX_HEADER = 1 << 16
-AT_ONCE = 1 << 18  # shards that are joined at a time
+AT_ONCE = 1 << 18  # number of shards to join at a time
 
 COLUMNS = {
     "names": "uint8", "name_ends": "int64", "tensor_name": "int32", "tensor_instance": "int32",
@@ -78,7 +78,7 @@ ALL = "each rank names it, in a ckpt.state.Shards with an empty list if it has n
 
 @dataclass(frozen=True)
 class View:
-    """An identical description of the state by one or more ranks. `values`: one for each component, or None.
+    """A description of the state that one or more ranks share. `values`: for each component its plain values, or None.
 
     `instances` has `OWN` for a rank's own tensor. `first`: the lowest rank with this view.
     """
@@ -90,7 +90,7 @@ class View:
     instances: dict[str, int]
 
     def instance(self, name: str, rank: int) -> int:
-        """Return the instance of the tensor that this name means for a rank."""
+        """Return the instance of the tensor that `rank` has under a name."""
         found = self.instances.get(name, GLOBAL)
         return rank if found == OWN and name in self.instances else found
 
@@ -123,7 +123,7 @@ class Pattern:
 
 
 def check_cover(shape: Dims, boxes: Sequence[Box], name: str, effort: Effort) -> None:
-    """Raise CorruptError unless boxes cover an array exactly once."""
+    """Raise CorruptError unless the boxes cover an array of this shape exactly once."""
     try:
         least, most = times_covered(shape, boxes, effort)
     except TangledError as error:
@@ -177,11 +177,11 @@ class Index:
 
     @cached_property
     def accelerated(self) -> bool:
-        """True if any tensor was on an accelerator."""
+        """Return True if any tensor was on an accelerator."""
         return bool(self.columns["tensor_accelerated"].any())
 
     def content(self, tensor: int) -> object:
-        """Return a value that is equal for tensors with the same bytes and the same chunks."""
+        """Return a value that is equal for two tensors if they have the same bytes, divided into the same chunks."""
         digest = self.columns["tensor_content"].reshape(-1, DIGEST_SIZE)[tensor].tobytes()
         return self._rows["dtype"][tensor], self._shapes[self._rows["pattern"][tensor]], digest
 
@@ -196,7 +196,7 @@ class Index:
 
     @cached_property
     def _starts(self) -> tuple[I64, I64, I64]:
-        """Return where each pattern begins: in the shapes, in the pieces, in their dimensions."""
+        """Return the start of each pattern in three columns: the shapes, the pieces, and the pieces' dimensions."""
         return _pattern_starts(self.columns)
 
     def pattern_number(self, tensor: int) -> int:
@@ -216,7 +216,7 @@ class Index:
         return self._patterns[number]
 
     def holders(self, tensor: int) -> I64:
-        """Return the ranks whose tables have pieces of a tensor, once for each piece."""
+        """Return the rank that has each piece of a tensor, in the order of the pieces."""
         return self.pattern(tensor).ranks + max(0, self.keys[tensor][1])
 
     # -- as a file --
@@ -228,7 +228,7 @@ class Index:
     def from_bytes(cls, raw: bytes | memoryview, what: str, world: int, count: int | None = None) -> Index:
         """Read an index. Raise CorruptError unless every number is plausible.
 
-        count: the number of ranks that it lists, default: `world`.
+        count: number of ranks in the index, default: `world`.
         """
         if len(raw) > MAX_INDEX or int.from_bytes(raw[:8], "little") > MAX_INDEX_HEADER:
             raise CorruptError(f"{what} is not an index: it is implausibly large")
@@ -287,8 +287,8 @@ def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: st
 def _views(
     columns: Mapping[str, npt.NDArray[Any]], names: frozenset[str] | None, what: str, world: int
 ) -> tuple[View, ...]:
-    """Parse the views. Raise CorruptError if they name unknown tensors. `names`: None if unknown names may belong to
-    ranks whose manifests are on other disks."""
+    """Parse the views. Raise CorruptError for unknown tensor names. `names`: all names, or None if unknown ones may
+    belong to ranks whose manifests are on other disks."""
     if len(columns["views"]) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large")
     data = json.loads(columns["views"].tobytes())
@@ -327,11 +327,11 @@ class Share:
 
 
 def build(shares: Sequence[Share], *, partial: bool = False) -> Index:
-    """Build the index from every rank's share, in rank order.
+    """Build the index from the shares of all ranks, in rank order.
 
     Raise CorruptError if the ranks disagree about a tensor, or if any element was not saved, or saved twice.
 
-    partial: only some ranks' shares are given, so a tensor may be incomplete.
+    partial: the shares come from only some ranks, so a tensor may be incomplete.
     """
     try:
         return _build(shares, partial)
@@ -368,7 +368,7 @@ def _build(shares: Sequence[Share], partial: bool) -> Index:
 
 
 def _numbered(names_of: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list[npt.NDArray[np.int32]]]:
-    """Return all names, sorted, and for each rank the numbers of the names of its shards."""
+    """Return all names, sorted, and for each rank the positions of its shards' names in this list."""
     seen: dict[str, int] = {}
     known: dict[tuple[str, ...], npt.NDArray[np.int32]] = {}  # many ranks have the same names
     for names in names_of:
@@ -393,13 +393,13 @@ class _Block:
     digest: Bytes
 
     def groups(self) -> I64:
-        """Return where each tensor begins, and the end."""
+        """Return the start of each tensor in the block, followed by the end of the block."""
         changed = (np.diff(self.name, prepend=-1) != 0) | (np.diff(self.shards.instance, prepend=-2) != 0)
         return end_to_end([np.flatnonzero(changed), [len(self.name)]])
 
 
 def _blocks(count: int, numbers: Sequence[npt.NDArray[np.int32]], tables: Sequence[Table]) -> Iterator[_Block]:
-    """Yield every rank's shards of the first names, then of the next names, and so on."""
+    """Yield blocks of shards from all ranks: first the shards of the first names, then of the next names, and so on."""
     of = {id(one): one for one in numbers}
     orders = {key: np.argsort(one, kind="stable") for key, one in of.items()}
     rows = np.zeros(count, np.int64)
@@ -425,7 +425,7 @@ def _blocks(count: int, numbers: Sequence[npt.NDArray[np.int32]], tables: Sequen
 
 
 class _Tensors:
-    """Collects the columns about tensors and patterns. Each way of dividing a tensor is listed once."""
+    """Collects the columns about tensors and patterns. Each pattern is listed once."""
 
     def __init__(self, names: tuple[str, ...], partial: bool, shards: int) -> None:
         self._names, self._partial = names, partial
@@ -434,11 +434,11 @@ class _Tensors:
         self._shapes: list[Dims] = []
         self._ranks: list[I64] = []
         self._dims: list[I64] = []
-        self._rows: list[npt.NDArray[Any]] = []  # name, instance, dtype, pattern, accelerated
+        self._rows: list[npt.NDArray[Any]] = []  # columns: name, instance, dtype, pattern, accelerated
         self._contents: list[Bytes] = []
 
     def add(self, block: _Block) -> None:
-        """Add the tensors of a block. Raise CorruptError if ranks disagree about one."""
+        """Add the tensors of a block. Raise CorruptError if ranks disagree about a tensor."""
         starts, shards = block.groups(), block.shards
         heads = starts[:-1]
         there = shards.rank - np.maximum(0, shards.instance)
@@ -462,7 +462,7 @@ class _Tensors:
         self._contents.append(content)
 
     def _add_alone(self, block: _Block, heads: I64, alone: Any, there: I64, pattern: I64) -> None:
-        """Set the patterns of tensors with a single piece. They are handled together, because there may be many."""
+        """Set the patterns of tensors with a single piece, all in one call because there may be many."""
         known: dict[tuple[int, ...], int] = {}
         for k, some, dims in block.shards.take(heads[alone]).by_dims():
             mine = np.flatnonzero(alone)[some]
@@ -528,7 +528,7 @@ class _Tensors:
 
 
 def _content(box: I64, k: int, rows: I64, block: _Block) -> bytes:
-    """Return a digest that is equal for tensors with the same bytes and chunks, on any ranks."""
+    """Return a digest that is equal for tensors with the same bytes and chunks, no matter which ranks have them."""
     order = np.lexsort(box[:, :k].T[::-1]) if k else np.arange(len(rows))
     counts, first = block.counts[rows[order]], block.first[rows[order]]
     return chunk_digest(
@@ -562,10 +562,10 @@ def _check_views(shares: Sequence[Share], pool: _Pool, tensors: _Tensors) -> Non
 
 
 class _Pool:
-    """Collects layouts, plain values and views, each distinct one once."""
+    """Collects layouts, plain values and views. Equal ones are listed once."""
 
     def __init__(self) -> None:
-        self.layouts: dict[object, tuple[dict[str, Any], int]] = {}  # with the lowest rank that has it
+        self.layouts: dict[object, tuple[dict[str, Any], int]] = {}  # the layout, with the lowest rank that has it
         self.views: tuple[View, ...] = ()
         self.alike: list[int] = []  # for each share, the number of the first share with the same plain values
         self._numbers: dict[object, int] = {}
@@ -602,7 +602,7 @@ class _Pool:
         return self._known[view]
 
     def instances(self, share: Share) -> list[tuple[str, int]]:
-        """Return the instances to check for a rank: all for the first rank with a layout, then only its own ones."""
+        """Return the instances to check for a rank: all for the first rank with a layout, else only the rank's own."""
         data, first = self.layouts[share.layout.key]
         if share.rank == first:
             return list(data["instances"].items())

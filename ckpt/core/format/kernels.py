@@ -1,13 +1,13 @@
 """Copies and digests bytes in one pass over memory, with a small C library if one was compiled.
 
-A restore reads, verifies and copies every byte. `Kernels.copy_digest` does this without reading memory twice, and
-without evicting other data from the caches. It is the only C code of this package. With it, a restore from memory takes
-about half the time (docs/figures.md). Without it, xxhash and memmove do the same work.
+A restore reads, verifies and copies every byte. `Kernels.copy_digest` copies and verifies without reading memory twice,
+and without evicting other data from the caches. With this library, a restore from memory takes about half the time
+(docs/figures.md). Without it, xxhash and memmove do the same work. The library is the only C code of this package.
 
 The library is compiled when everystep is installed (hatch_build.py). It is used only if it was compiled from exactly
-the source next to this file, and if a test gives the same results as Python.
+the source next to this file, and if its results in a test equal those of Python.
 
-Copies verified bytes from read buffers to their final addresses, many pieces per call.
+`put` copies pieces from read buffers to their final addresses and verifies them, many pieces per call.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ckpt.events import log
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-SMALL = 4096  # bytes; fewer are not worth a call. The library needs more than 240.
+SMALL = 4096  # bytes; for fewer bytes, a call costs more than it saves. The library needs more than 240
 
-_TRIED = (241, 256, 1024, 1025, 2048, 4099, 12345)  # bytes
+_TRIED = (241, 256, 1024, 1025, 2048, 4099, 12345)  # lengths in bytes that `works` tests
 
 
 class Kernels:
-    """The function of a loaded library. Raises AttributeError if the library lacks it."""
+    """Wraps the functions of a loaded library. Raises AttributeError if the library lacks one of them."""
 
     def __init__(self, loaded: Any) -> None:
         self._copy_digest = loaded.everystep_copy_digest
@@ -44,9 +44,9 @@ class Kernels:
         self._copy_digest.restype = None
 
     def copy_digest(self, target: int, source: int, length: int) -> bytes:
-        """Copy more than 240 bytes between two addresses that do not overlap, and return their digest.
+        """Copy more than 240 bytes between two addresses, and return their digest. The two ranges must not overlap.
 
-        The interpreter's lock is released during the copy.
+        The GIL is released during the copy.
         """
         digest = ctypes.create_string_buffer(DIGEST_SIZE)
         self._copy_digest(target, source, length, digest)
@@ -55,7 +55,7 @@ class Kernels:
 
 @functools.cache
 def find() -> Kernels | None:
-    """Return the library that was compiled from this source for this machine, if it works."""
+    """Load the library that was compiled from this source for this machine. Return None if it does not work."""
     path = library_path()
     try:
         found = Kernels(ctypes.CDLL(str(path)))
@@ -69,14 +69,14 @@ def find() -> Kernels | None:
 
 
 def library_path() -> Path:
-    """Return the path of the library, whether or not it was compiled."""
+    """Return the path of the compiled library, which may not exist."""
     source = Path(__file__).with_suffix(".c")
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     return source.with_name(f"kernels-{platform.machine()}-{digest}.so")
 
 
 def works(library: Kernels) -> bool:
-    """Return True if copies and digests are right for odd sizes and any address, and nothing else is written."""
+    """Return True if copies and digests are right for odd sizes and any address, and no other memory is written."""
     noise = np.random.default_rng(0).integers(0, 256, max(_TRIED) + 3, np.uint8)
     return all(_copies(library, noise[at : at + size], at * 21) for size in _TRIED for at in range(3))
 
@@ -93,26 +93,25 @@ def _copies(library: Kernels, source: Any, at: int) -> bool:
 
 
 Room = Callable[[I64], I64]
-"""`room(chunks)`: the address of memory for the plain bytes of each of these chunks, of exactly their size; 0 for
-chunks without such an address."""
+"""`room(chunks)` returns an address with memory for the plain bytes of each chunk; 0 for chunks without an address."""
 
 
 def address_of(memory: memoryview) -> int:
-    """Return the address of memory. The caller must keep the memory alive."""
+    """Return the address of a buffer. The caller must keep the buffer alive."""
     found: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
     return found.ctypes.data
 
 
 def memory_at(address: int, length: int) -> memoryview:
-    """Return the memory at an address. The owner of the address must keep it alive."""
+    """Return a view of the memory at an address. The owner of the memory must keep it alive."""
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
 def put(memory: memoryview, starts: I64, lengths: I64, digests: Bytes | None, places: I64) -> list[int]:
-    """Copy pieces of `memory` to addresses. Return the numbers of pieces that do not match their digests. The bytes at
-    their addresses must not be used.
+    """Copy pieces of `memory` to addresses. Return the numbers of the pieces that do not match their digests. The bytes
+    of these pieces must not be used.
 
-    `digests`: None if they are unknown.
+    `digests`: expected digests, None if they are unknown.
     """
     base, wrong, library = address_of(memory), list[int](), find()
     expected = itertools.repeat(None) if digests is None else map(bytes, digests)
@@ -121,7 +120,7 @@ def put(memory: memoryview, starts: I64, lengths: I64, digests: Bytes | None, pl
         if digest is not None and length >= SMALL and library is not None:
             right = library.copy_digest(place, base + start, length) == digest
         elif right := digest is None or chunk_digest(memory[start : start + length]) == digest:
-            ctypes.memmove(place, base + start, length)  # without the GIL, and while the bytes are in the cache
+            ctypes.memmove(place, base + start, length)  # releases the GIL, and the bytes are still in the cache
         if not right:
             wrong.append(i)
     return wrong

@@ -1,12 +1,12 @@
-"""Computes the location of every byte, as pure values. No torch, no I/O.
+"""Computes the location of every byte of a snapshot and its data file, as pure values without torch or I/O.
 
-A `Layout` lists the contents of a state, and `arrange` computes the location of each tensor. The order in memory is the
-order in the data file, so a snapshot is written to disk as one run of bytes:
+A `Layout` lists the contents of a state, and `arrange` computes the location of each tensor. Snapshots and data files
+have the same order, so a snapshot is written to disk as one run of bytes:
 
     [ header: JSON, padded with spaces to a page ][ tensors of 256-byte lines ][ of 128 ][ of 64 ] ... [ of 1 ]
 
-Tensors are sorted by the largest power of two that divides their size, which aligns each tensor to that power without
-any gap, because the safetensors format forbids gaps. So tensors are aligned to their dtype, and usually to the units of
+Tensors are sorted by the largest power of two that divides their size. This order aligns each tensor to that power
+without gaps, which the safetensors format forbids. So tensors are aligned to their dtype, and usually to the units of
 copy engines and vector instructions. Chunks, the unit of digests, are 4 MiB; the last chunk of a tensor may be smaller.
 """
 
@@ -32,11 +32,11 @@ from ckpt.store import PAGE
 CHUNK = 4 << 20
 LINE = 256  # bytes, the largest alignment
 MAX_HEADER = 96 << 20  # safetensors rejects 100 MB
-METADATA, FOR_METADATA = "__metadata__", 1 << 10  # an entry that is not a tensor, and its maximum bytes
+METADATA, FOR_METADATA = "__metadata__", 1 << 10  # the header entry that is not a tensor, and its maximum bytes
 MAX_DIMS = 64
-OWN = -1  # among the instances of a shared layout: the tensor belongs to the rank itself
+OWN = -1  # as an instance in a shared layout: the tensor belongs to the rank itself
 
-# Item size in bits. The second table: dtypes that the safetensors reader lacks, stored as plain bytes (U8).
+# Item size in bits. The second table has dtypes that the safetensors reader lacks; they are stored as bytes (U8).
 NATIVE = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
     "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8, "BOOL": 8,
@@ -47,10 +47,10 @@ BITS = NATIVE | FOREIGN
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor, or the piece of it that one rank stages.
+    """A tensor, or the piece of a tensor that one rank stages.
 
-    `name`: fully qualified. `dtype`: key of `BITS`. `shape`: of the piece. `whole`, `offsets`: shape of the tensor and
-    position of the piece in it; None and () if the piece is the whole tensor. `instance` distinguishes tensors of the
+    `name`: fully qualified. `dtype`: key of `BITS`. `shape`: that of the piece. `whole`, `offsets`: shape of the tensor
+    and position of the piece; None and () if the piece is the whole tensor. `instance` distinguishes tensors of the
     same name on different ranks (see `ckpt.core.format.boxes`).
     """
 
@@ -76,7 +76,7 @@ class TensorSpec:
 
     @property
     def key(self) -> str:
-        """Return its name in a data file: the tensor name, with owning rank and offsets if they are needed."""
+        """Return the entry name in a data file: the tensor name, with owning rank and offsets if they are needed."""
         instance = "" if self.instance < 0 else f"#{self.instance}"
         return self.name + instance + ("" if self.whole is None else "@" + ",".join(map(str, self.offsets)))
 
@@ -97,11 +97,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The contents of one rank's state, and the pieces of it that this rank stages.
+    """The contents of one rank's state, and the pieces that this rank stages.
 
     `tensors` are distinct pieces. `aliases` maps further names to the tensor that they share memory with. `components`
     have the constant facts about each entry of the state (path, kind and others), with the names of all its tensors,
-    including those that other ranks stage. `instances`: the instances of tensors that are not shared by all ranks.
+    including tensors that other ranks stage. `instances`: the instances of tensors that are not shared by all ranks.
     `elsewhere`: dtype and shape of shared tensors of which only other ranks stage pieces.
     """
 
@@ -126,7 +126,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """Read what `to_json` returned, see `checked`."""
+        """Parse the result of `to_json`, and check it with `checked`."""
         try:
             tensors = tuple(TensorSpec.from_json(row) for row in data["tensors"])
             return cls.checked(tensors, data, data["rank"], data["world"], data["instances"], data["elsewhere"])
@@ -135,7 +135,7 @@ class Layout:
 
     @classmethod
     def of_manifest(cls, shared: SharedLayout, rank: int, world: int, tensors: tuple[TensorSpec, ...]) -> Layout:
-        """Return the layout of a rank, see `shared` and `checked`. The tensors are those of its chunk table."""
+        """Return the layout of a rank from a manifest, see `shared` and `checked`. `tensors`: from its chunk table."""
         data, staged = shared.data, {t.name for t in tensors}
         instances = {name: rank if instance == OWN else instance for name, instance in data["instances"].items()}
         for t in tensors:
@@ -176,9 +176,9 @@ class Layout:
 
     @cached_property
     def shared(self) -> SharedLayout:
-        """Return the part of it that a manifest has next to the chunk table: aliases, components, instances, and
-        `forms` (dtype and shape of tensors that several ranks share). A rank's own tensors have the instance `OWN`.
-        So it is equal for all ranks with the same tensors, no matter which of them stages a tensor."""
+        """Return the part of the layout that a manifest has next to the chunk table: aliases, components, instances,
+        and `forms` (dtype and shape of tensors that several ranks share). A rank's own tensors have the instance `OWN`.
+        The part is equal for all ranks with the same tensors, no matter which rank stages a tensor."""
         forms = {t.name: [t.dtype, list(t.full)] for t in self.tensors if t.instance < 0 and self.world > 1}
         forms |= {name: [dtype, list(shape)] for name, (dtype, shape) in self.elsewhere.items()}
         instances = {name: OWN if instance == self.rank else instance for name, instance in self.instances.items()}
@@ -188,7 +188,7 @@ class Layout:
 
     @cached_property
     def made_of_it(self) -> dict[type, object]:
-        """Return a cache of objects that other modules derive from this layout, by their class."""
+        """Return a cache of objects that other modules derive from this layout, with their class as key."""
         return {}
 
     @cached_property
@@ -216,7 +216,7 @@ def check_tensors(tensors: Iterable[TensorSpec]) -> None:
             raise CorruptError(f"{t.name}: unknown dtype {t.dtype!r}, written by a newer version?")
         if len(t.shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**62 for n in t.shape):
             raise CorruptError(f"{t.name}: impossible shape {t.shape}")
-        # Dimensions of size 0 are skipped, because torch multiplies the others regardless.
+        # Skip dimensions of size 0, because torch multiplies the other dimensions even if the product is 0.
         if math.prod(n for n in t.full if n) * BITS[t.dtype] // 8 >= 2**62:
             raise CorruptError(f"{t.name}: implausible size")
         if t.whole is not None:
@@ -230,7 +230,7 @@ def check_tensors(tensors: Iterable[TensorSpec]) -> None:
 
 
 def check_components(components: list[Any], names: set[str] | frozenset[str] | None) -> None:
-    """Raise CorruptError unless each component has a path, a kind, facts, and tensor names that are in `names`."""
+    """Raise CorruptError unless each component has a path, a kind, facts, and only tensor names from `names`."""
     for one in components:
         path, own = one["path"], one["names"]
         if type(one["kind"]) is not str or type(one["facts"]) is not dict or type(path) is not list:
@@ -254,7 +254,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The order of tensors in a data file. `order`: their numbers; `offsets`: in bytes, by tensor number."""
+    """The order of tensors in a data file. `order`: tensor numbers. `offsets`: bytes, by tensor number."""
 
     tensors: tuple[TensorSpec, ...]
     order: tuple[int, ...]
@@ -267,7 +267,7 @@ class Arrangement:
 
     @cached_property
     def first_chunk(self) -> dict[int, int]:
-        """Return the first chunk of each tensor that is not empty, by tensor number."""
+        """Return the first chunk of each tensor, by tensor number. Empty tensors have no chunk."""
         found: dict[int, int] = {}
         for number, chunk in enumerate(self.chunks):
             found.setdefault(chunk.tensor, number)
@@ -275,12 +275,12 @@ class Arrangement:
 
     @cached_property
     def chunk_starts(self) -> list[int]:
-        """Return the number of the first chunk of each tensor, in file order, and the number of all chunks."""
+        """Return the number of the first chunk of each tensor, in file order, followed by the number of all chunks."""
         return list(itertools.accumulate((-(-self.tensors[i].nbytes // CHUNK) for i in self.order), initial=0))
 
     @cached_property
     def chunk_columns(self) -> tuple[I64, I64]:
-        """Return offset and length of each chunk."""
+        """Return the offsets and the lengths of all chunks."""
         starts = np.array(self.chunk_starts, np.int64)
         counts = np.diff(starts)
         sizes = np.array([self.tensors[i].nbytes for i in self.order], np.int64)
@@ -290,11 +290,11 @@ class Arrangement:
 
     @cached_property
     def _entries(self) -> bytes:
-        """Return the entries of the header, as JSON without the first brace."""
+        """Return the entries of the header as JSON, without the opening brace."""
         return _entries(self)
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
-        """Return the first bytes of a data file: everything before the tensor data, a whole number of pages."""
+        """Return the header of a data file: all bytes before the tensor data, padded to whole pages."""
         text = b'{"%s":%s' % (METADATA.encode(), json.dumps(metadata, separators=(",", ":")).encode())
         text += b"," * (len(self._entries) > 1) + self._entries
         size = pages(8 + len(text))

@@ -9,15 +9,13 @@
       rank-00000.json                             the manifest of rank 0: `Manifest`
       index.safetensors                           the rank of each piece, see `ckpt.core.format.index`
 
-A writer never uses the name of a data file twice, nor a number of another writer. So no manifest names a file from a
+A writer never reuses the name of a data file, or a number that another writer used. So no manifest names a file from a
 failed write. The manifest of a rank is created once, and decides which data files count. The index is derived from the
 manifests, so two committers write the same bytes.
 
 Every JSON file is written in a canonical form (sorted keys, no spaces). Its field `digest` is the SHA-256 of its other
-fields. A file is damaged if its bytes are not exactly the canonical form of their contents. This detects any
-flipped bit.
-
-Parses untrusted JSON into values of known types.
+fields. A file is damaged if its bytes are not exactly the canonical form of their contents. This check detects any
+flipped bit. JSON from storage is untrusted: `decoded` and `typed` check it and convert it to known types.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ FEW_BYTES, MOST_FOLDS = 16 << 20, 500  # limits of decompressed JSON, see `plain
 MAX_FORMAT = 1 << 20
 MAX_TERM = 10**12
 MAX_WORLD = 1 << 20
-MAX_HEADER = 100 << 20  # bytes of a data file's header; safetensors rejects more
+MAX_HEADER = 100 << 20  # maximum bytes of a data file's header; safetensors rejects larger headers
 MAX_NEEDS = 64  # maximum older checkpoints that a checkpoint builds on
 STEPS = "steps/"
 _ID = re.compile(r"([0-9]{9}|[1-9][0-9]{9,17})\.([1-9][0-9]{0,11})-([0-9a-f]{8})")
@@ -75,12 +73,12 @@ def new_nonce() -> str:
 
 
 def nonce_of(job: str, turn: int) -> str:
-    """Return the nonce of a job's next term. turn: the number of terms that the job requested before."""
+    """Return the nonce for a job's next term. `turn`: number of terms that the job requested before."""
     return hashlib.sha256(f"{job}:{turn}".encode()).hexdigest()[:8]
 
 
 def read_needs(texts: Any, checkpoint: CheckpointId) -> tuple[CheckpointId, ...]:
-    """Parse the ids that a checkpoint builds on. Raise CorruptError unless all are older, sorted, and not too many."""
+    """Parse the ids that a checkpoint builds on. Raise CorruptError unless older, sorted and at most MAX_NEEDS."""
     if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
         raise CorruptError(f"checkpoint {checkpoint} depends on an impossible number of checkpoints")
     found = tuple(map(CheckpointId.parse, texts))
@@ -99,7 +97,7 @@ def folder_of(checkpoint: CheckpointId) -> str:
 
 
 def data_key(checkpoint: CheckpointId, rank: int, number: int = 0) -> str:
-    """Return the name of a data file. `number`: 0 for the raw data that a rank writes first, more for all others."""
+    """Return the name of a data file. `number`: 0 for the rank's first data file, which is raw, else more."""
     return f"{folder_of(checkpoint)}rank-{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
 
 
@@ -126,13 +124,13 @@ def _parsed(key: str) -> tuple[CheckpointId, re.Match[str]] | None:
 
 
 def owner(key: str) -> CheckpointId | None:
-    """Return the checkpoint id that a file belongs to, by its name; None if it is not ours."""
+    """Return the checkpoint id in a file's name, or None if everystep does not use such names."""
     found = _parsed(key)
     return found[0] if found else None
 
 
 def by_owner(keys: Iterable[str]) -> dict[CheckpointId, list[str]]:
-    """Return the files of each checkpoint id."""
+    """Group files by the id of the checkpoint that they belong to."""
     found: dict[CheckpointId, list[str]] = {}
     for key in keys:
         if (checkpoint := owner(key)) is not None:
@@ -152,7 +150,7 @@ def is_manifest(key: str) -> bool:
 
 
 def rank_of(key: str) -> int | None:
-    """Return the rank that wrote a file, None for an index or a name that is not ours."""
+    """Return the rank that wrote a file. Return None for an index, or for a name that everystep does not use."""
     found = _parsed(key)
     return int(found[1][2]) if found is not None and found[1][2] is not None else None
 
@@ -164,8 +162,8 @@ def data_number(key: str) -> int:
 
 
 def in_deletion_order(keys: Iterable[str]) -> list[list[str]]:
-    """Group files as they must be deleted: indexes, then manifests, then data files. A folder without an index is not a
-    checkpoint, so an interrupted deletion leaves nothing that looks like one."""
+    """Group files in the order of deletion: indexes, manifests, data files. A folder without an index is not a
+    checkpoint, so after an interrupted deletion nothing looks like one."""
     groups: tuple[list[str], list[str], list[str]] = ([], [], [])
     for key in keys:
         groups[2 if is_data(key) else 1 if is_manifest(key) else 0].append(key)
@@ -196,7 +194,7 @@ def seal(data: Mapping[str, Any]) -> bytes:
 
 
 def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
-    """Return the fields of a sealed file. Raise CorruptError unless every byte is as it was written."""
+    """Return the fields of a sealed file. Raise CorruptError if any byte has changed since it was written."""
     if len(raw) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large: {len(raw)} bytes")
     raw = bytes(raw)
@@ -220,8 +218,8 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
 class SharedLayout:
     """The layout in a manifest, see `ckpt.core.format.layout.Layout.shared`.
 
-    Its text is equal for all ranks with the same tensors, and for all their checkpoints. Manifests in memory share one
-    object, which is parsed when it is first used. Do not change `data`.
+    Its text is equal in the manifests of all ranks with the same tensors, and of all their checkpoints. Manifests in
+    memory share one object, which is parsed when it is first used. Do not change `data`.
     """
 
     __slots__ = ("__weakref__", "_data", "_text")
@@ -232,7 +230,7 @@ class SharedLayout:
 
     @classmethod
     def of_text(cls, text: str) -> SharedLayout:
-        """Return the layout with this text, as a manifest has it."""
+        """Return the layout for a text from a manifest."""
         return cls._known.get(text) or cls._known.setdefault(text, cls(text=text))
 
     @property
@@ -257,7 +255,7 @@ class SharedLayout:
 
     @property
     def key(self) -> object:
-        """Return a value that is equal for layouts with the same text, if the text is known."""
+        """Return a value that is equal for layouts with the same text, or unique if the text is unknown."""
         return self._text or id(self)
 
     def __eq__(self, other: object) -> bool:
@@ -270,12 +268,12 @@ _LAYOUT = {"aliases": dict, "components": list, "forms": dict, "instances": dict
 
 
 def press(text: bytes) -> str:
-    """Return JSON as a text for use in other JSON: a zstd frame in base64."""
+    """Compress JSON to a text that fits into a JSON string: a zstd frame in base64."""
     return base64.b64encode(zstandard.ZstdCompressor(level=3, write_content_size=True).compress(text)).decode()
 
 
 def unpress(text: str) -> dict[str, Any]:
-    """Return the object in pressed JSON. Raise ValueError if it is not an object or implausibly large."""
+    """Return the object in compressed JSON. Raise ValueError if it is not an object or implausibly large."""
     found = parsed(unpressed(text))
     if type(found) is not dict:
         raise ValueError("not an object")
@@ -283,12 +281,12 @@ def unpress(text: str) -> dict[str, Any]:
 
 
 def plain_size(stored: int) -> int:
-    """Return the maximum decompressed size of `stored` bytes. Readers reject more before they decompress."""
+    """Return the maximum decompressed size that readers accept for `stored` compressed bytes."""
     return FEW_BYTES + MOST_FOLDS * stored
 
 
 def unpressed(text: str) -> bytes:
-    """Return pressed JSON as bytes. Raise ValueError if it is implausibly large or invalid."""
+    """Decompress JSON to bytes. Raise ValueError if it is implausibly large or invalid."""
     try:
         frame = base64.b64decode(text, validate=True)
         size = zstandard.frame_content_size(frame)
@@ -311,12 +309,12 @@ def parsed(text: bytes) -> Any:
 
 
 def new_format(root: str | None = None) -> bytes:
-    """Return the bytes of FORMAT.json. `root`: the id of a run whose FORMAT.json was lost, default: a new id."""
+    """Return the bytes of a new FORMAT.json. `root`: id of a run whose FORMAT.json was lost, default: a new id."""
     return seal({"format": "everystep", "major": MAJOR, "minor": MINOR, "root": root or secrets.token_hex(16)})
 
 
 def read_format(raw: bytes | memoryview) -> str:
-    """Return the root id. Raise CorruptError if it is damaged, FormatError for other formats and major versions."""
+    """Return the root id. Raise CorruptError for a damaged file, FormatError for an unsupported format or version."""
     data = unseal(raw, "FORMAT.json")
     if data.get("format") != "everystep" or not isinstance(data.get("root"), str):
         raise FormatError("not a run of everystep: FORMAT.json is from another program")
@@ -333,13 +331,13 @@ def read_format(raw: bytes | memoryview) -> str:
 
 
 FEATURES: frozenset[str] = frozenset()
-"""Features that this version can read, see `Manifest.features`."""
+"""Names of the features that this version can read, see `Manifest.features`."""
 MAX_PARENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A data file. `size`: bytes. `header`: SHA-256 of all bytes before the first tensor."""
+    """A data file. `size`: bytes of the file. `header`: SHA-256 of all bytes before the first tensor."""
 
     key: str
     size: int
@@ -349,16 +347,16 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One rank's manifest: its share of a checkpoint. `values` are tagged plain values.
+    """The manifest of one rank in a checkpoint. `values` are tagged plain values.
 
-    `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64.
-    `files`: all data files that the table names, including those of older checkpoints. `needs`: the older checkpoints
-    that it builds on, in order. `chain`: the number of increments since the last full one; 0 for a full one. `full`:
-    the last full one; empty for a full one. `replicas`: see `ckpt.core.format.columns`.
+    `table`: its chunk table, as `ckpt.core.format.table.Table.to_bytes` writes it. In the file it is base64. `files`:
+    all data files that the table names, including those of older checkpoints. `needs`: the older checkpoints that this
+    checkpoint builds on, in order. `chain`: number of increments since the last full checkpoint. `full`: the last full
+    checkpoint; empty for a full checkpoint. `replicas`: see `ckpt.core.format.columns`.
 
-    `info`: the user's notes. `parents`: checkpoints of other runs that this one continues, as
+    `info`: the user's notes. `parents`: checkpoints of other runs that this checkpoint continues, as
     `<root id>/<checkpoint id>`. `content`: for a checkpoint of only some tensors, the options `only` and `cast`.
-    `features`: names of features that a reader needs; a reader that lacks one rejects the manifest.
+    `features`: names of features that a reader needs; a reader that lacks one of them rejects the manifest.
     """
 
     checkpoint: str
@@ -369,7 +367,7 @@ class Manifest:
     table: bytes
     files: list[DataFile]
     finite: bool | None = None
-    reason: str = "due"  # why it was saved, see `ckpt.core.log.records.Commit`
+    reason: str = "due"  # cause of the save, see `ckpt.core.log.records.Commit`
     needs: list[str] = field(default_factory=list)
     chain: int = 0
     full: str = ""
@@ -390,7 +388,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview, what: str) -> Manifest:
-        """Read a manifest. Unknown fields are ignored. Raise CorruptError if it is damaged, see also `check`."""
+        """Read a manifest. Ignore unknown fields. Raise CorruptError if it is damaged. `check` has further checks."""
         data = unseal(raw, what)
         try:
             manifest = msgspec.convert(data, cls, dec_hook=lambda kind, text: SharedLayout.of_text(text))
@@ -400,7 +398,7 @@ class Manifest:
         return manifest
 
     def check(self, what: str) -> None:
-        """Raise CorruptError if a number or name is implausible, FormatError if a feature is unknown."""
+        """Raise CorruptError if a number or name is implausible, and FormatError if a feature is unknown."""
         checkpoint = CheckpointId.parse(self.checkpoint)
         if not 0 <= self.rank < self.world <= MAX_WORLD:
             raise CorruptError(f"{what} has an impossible rank or world")
@@ -417,7 +415,7 @@ class Manifest:
         if self.full != "" and not (needs and CheckpointId.parse(self.full) < checkpoint):
             raise CorruptError(f"{what} builds on an impossible full checkpoint")
         for file in self.files:
-            # It may belong to an older checkpoint that is not in `needs`, if one in `needs` uses it too.
+            # A file may belong to an older checkpoint that is not in `needs`, if a checkpoint in `needs` uses it too.
             of = owner(file.key)
             if of is None or not is_data(file.key) or not (of == checkpoint or (needs and of < checkpoint)):
                 raise CorruptError(f"{what} names a data file that it cannot have")
@@ -432,7 +430,7 @@ T = TypeVar("T")
 
 
 def decoded(raw: bytes | memoryview) -> Any:
-    """Parse JSON. Raise ValueError if it is invalid, or has a number that JSON does not allow."""
+    """Parse JSON. Raise ValueError if it is invalid, or if it contains a number that JSON does not allow."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -440,9 +438,8 @@ def decoded(raw: bytes | memoryview) -> Any:
 
 
 def typed(kind: type[T], data: object) -> T:
-    """Convert data to a dataclass. Unknown fields are ignored, and missing ones get their default. Raise ValueError if
-    a field has another type or a number is not finite."""
+    """Convert data to a dataclass. Ignore unknown fields. Raise ValueError for wrong types or non-finite numbers."""
     try:
-        return msgspec.json.decode(msgspec.json.encode(data), type=kind)  # NaN becomes null
+        return msgspec.json.decode(msgspec.json.encode(data), type=kind)  # NaN becomes null, which is rejected
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from None

@@ -1,5 +1,5 @@
-"""Opens files whose names come from other programs. Only regular files are read, because a pipe may block forever and
-a device may have no end.
+"""Opens files whose names come from other programs. Only regular files are opened, because reading a pipe may block
+forever and a device may have no end.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-MAX_SMALL = 256 << 20  # bytes
+MAX_SMALL = 256 << 20  # maximum bytes of a small file
 LOST = frozenset(
     (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENOTSUP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG,
      errno.EFBIG)
 )  # fmt: skip
-"""Errors for absent files, files that are not regular, and invalid requests. All other errors may be transient."""
+"""Errors for absent files, irregular files and invalid requests. All other errors may be transient."""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
@@ -30,13 +30,13 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 @contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file for reading. Raise OSError as `open_regular` does."""
+    """Open a file for reading. Raise OSError like `open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
 
 
 def read_regular(path: str | os.PathLike[str], limit: int = MAX_SMALL) -> bytes:
-    """Read a small file as a whole. Raises OSError as `open_regular` does, and if it has more than `limit` bytes."""
+    """Return the content of a small file. Raise OSError like `open_regular`, and for more than `limit` bytes."""
     with reading(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -45,7 +45,7 @@ def read_regular(path: str | os.PathLike[str], limit: int = MAX_SMALL) -> bytes:
 
 
 def start_of(path: str | os.PathLike[str], size: int) -> bytes:
-    """Return the first bytes of a file, b"" for an error in LOST. Raise OSError if it cannot be read now."""
+    """Return the first bytes of a file, or b"" after an error in LOST. Raise OSError after another error."""
     try:
         with reading(path) as file:
             return file.read(size)
@@ -56,7 +56,7 @@ def start_of(path: str | os.PathLike[str], size: int) -> bytes:
 
 
 def write_regular(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace the content of a file durably. Raise OSError as `open_regular` does."""
+    """Replace the content of a file durably. Raise OSError like `open_regular`."""
     with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(data)
         file.flush()

@@ -1,12 +1,12 @@
-"""A checkpoint as one state. Resolves tensor names for each restoring rank, and selects the rank whose values it takes.
+"""Combines the manifests of all ranks of a checkpoint into one state, and finds in it what each restoring rank needs.
 
-A tensor is identified by its name and its *instance*: the lowest rank that shares it, or `GLOBAL` if all ranks share
-it. A restoring rank finds a tensor with `resolve`. The number of ranks and the sharding may have changed since the
-save, if the name is still unambiguous.
+A tensor is identified by its name and its *instance*: the lowest rank that shares the tensor, or `GLOBAL` if all ranks
+    share it. A restoring rank finds a tensor with `resolve`. The number of ranks and the sharding may have changed
+    since the save, if the name is still unambiguous. `mapped` selects the saved rank whose plain values a rank
+    restores.
 
-The state always has an index (`format.index`), with the names and forms of all tensors. It is built either from every
-rank's manifest, and then has all chunks, or from the index alone. In that case `narrowed` reads the manifests of the
-ranks that have the requested tensors.
+The state always has an index (`format.index`), with the names and forms of all tensors. A state built from every rank's
+manifest has all chunks. A state built from the index alone reads the manifests of the needed ranks in `narrowed`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt.core.format.table import DTYPE_NUMBER, Table, empty, merge
 from ckpt.core.format.values import ORDERS, SHARED_KINDS, Json, Path, SavedNode, check_node, joined, unlike
 from ckpt.errors import CorruptError
 
-KEPT = 1 << 19  # maximum chunks of the tables that are kept for later requests
+KEPT = 1 << 19  # maximum chunks of the cached tables
 
 
 class Fetch(Protocol):
@@ -39,14 +39,14 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Several ranks saved different values under one name, and none of them can be chosen."""
+    """Marks a name under which several ranks saved different values, when no rule selects one of them."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A saved tensor. `spec`: of the whole tensor. `shards`: rows of the table that cover the requested boxes once."""
+    """A saved tensor. `spec`: form of the whole tensor. `shards`: table rows that cover the requested boxes once."""
 
     spec: TensorSpec
     shards: Sequence[int]
@@ -56,7 +56,7 @@ class _Tensors(Mapping[Key, SavedTensor]):
     """Creates each `SavedTensor` on access, because a restore with unchanged sharding needs none."""
 
     def __init__(self, index: Index, shards: Mapping[int, Sequence[int]]) -> None:
-        """Look up tensors in `index`. `shards`: known rows of each tensor, by its number."""
+        """Look up tensors in `index`. `shards`: rows of the table for each tensor, by the tensor's number, if known."""
         self._index, self._shards = index, shards
 
     def __getitem__(self, key: Key) -> SavedTensor:
@@ -98,7 +98,7 @@ class SavedState:
 
     @classmethod
     def listed(cls, index: Index, fetch: Fetch) -> SavedState:
-        """Open a state by its index. The manifests of some ranks are read when they are needed."""
+        """Open a state by its index. Manifests are read later, when they are needed."""
         self = cls.__new__(cls)
         self._open(index, fetch)
         return self
@@ -145,7 +145,7 @@ class SavedState:
 
     @cached_property
     def numbers(self) -> I64:
-        """Return the global number of each chunk that belongs to a shard. It is the same on every rank."""
+        """Return the global number of each chunk that belongs to a shard. The numbers are equal on every rank."""
         if self.complete:
             return np.arange(self.table.owned)
         ranks = np.repeat(self.table.columns.rank, np.diff(self.table.starts))
@@ -163,7 +163,7 @@ class SavedState:
         return self.index.pattern(self.index.number[key]).boxes()
 
     def holders(self, key: Key) -> I64:
-        """Return the ranks whose tables have pieces of a tensor, once for each piece."""
+        """Return the rank that has each piece of a tensor, in the order of the pieces."""
         return self.index.holders(self.index.number[key])
 
     # -- the tables of some ranks --
@@ -214,7 +214,7 @@ class SavedState:
         return tables
 
     def _attach(self, tables: Mapping[int, Table], wanted: Mapping[int, I64]) -> None:
-        """Use the tables of some ranks. Raise CorruptError unless they have the wanted pieces of each tensor."""
+        """Add the tables of some ranks. Raise CorruptError unless they have the wanted pieces of each tensor."""
         self.table = merge([tables[rank] for rank in sorted(tables)])
         for one in ("numbers", "position", "shard_of_chunk"):
             self.__dict__.pop(one, None)
@@ -226,7 +226,7 @@ class SavedState:
             there, mine = here[holders], np.asarray(rows.get(number, ()), np.int64)
             spec, k = self.index.spec(number), len(pattern.shape)
             fits = len(mine) == np.count_nonzero(there) and bool((np.diff(shards.dim_starts)[mine] == 3 * k).all())
-            if fits:  # pieces and rows are both in rank order
+            if fits:  # pieces and rows are both sorted by rank
                 dims = shards.dims[shards.dim_starts[mine][:, None] + np.arange(3 * k)] if k else mine[:, None][:, :0]
                 boxes = np.concatenate([pattern.offsets[there], pattern.sizes[there]], 1)
                 fits = (
@@ -241,7 +241,7 @@ class SavedState:
         self.tensors = _Tensors(self.index, found)
 
     def _rows(self) -> dict[int, list[int]]:
-        """Return the shards in the table that belong to each tensor, by the number of the tensor."""
+        """Return the rows of the table that belong to each tensor, by the number of the tensor."""
         shards, found = self.table.columns, dict[int, list[int]]()
         numbers = map(self.index.number.get, zip(shards.names, shards.instance.tolist(), strict=True))
         for row, number in enumerate(numbers):
@@ -252,7 +252,7 @@ class SavedState:
     # -- names --
 
     def mapped(self, rank: int) -> int:
-        """Return the saved rank whose own values a rank restores: the same rank, or modulo the saved world size."""
+        """Return the saved rank whose plain values `rank` restores: `rank` modulo the saved world size."""
         return rank % self.world
 
     def _view(self, rank: int) -> View:
@@ -273,10 +273,10 @@ class SavedState:
     def resolve(
         self, name: str, rank: int, size: int, instance: int | None, *, lenient: bool
     ) -> Key | Ambiguous | None:
-        """Return the tensor that a name means for `rank` of `size`, or None if there is none.
+        """Return the saved tensor that `rank` of `size` restores under a name, or None if there is no such tensor.
 
-        `instance`: instance of the tensor to fill, None if that does not exist yet. `lenient`: if the number of ranks
-        has changed, a rank may restore values that another rank had for itself. This suits buffers, but not weights.
+        `instance`: instance of the tensor to fill, None if there is none yet. `lenient`: if the number of ranks has
+        changed, let a rank restore another rank's own values. This suits buffers, but not weights.
         """
         name = self.canonical(name, rank)
         candidates = self.instances(name)
@@ -301,15 +301,15 @@ class SavedState:
         return a == b or self.content(a) == self.content(b)
 
     def content(self, key: Key) -> object:
-        """Return a value that is equal for tensors with the same bytes and the same chunks."""
+        """Return a value that is equal for two tensors if they have the same bytes, divided into the same chunks."""
         if not self.digested:
-            return key  # unknown, so equal to itself only
+            return key  # the digests are unknown, so the tensor is equal only to itself
         return self.index.content(self.index.number[key])
 
     def order(self, key: Key, rank: int = 0) -> list[int] | None:
         """Return the dimensions of a tensor from the outermost to the innermost in memory; None for a contiguous one.
 
-        Ranks may differ. The rank that owns the tensor takes precedence, then the one whose values `rank` restores.
+        If ranks differ, the rank that owns the tensor takes precedence, then the rank whose values `rank` restores.
         """
         views = (self._view(rank if key[1] == GLOBAL else key[1]), *self.views)
         order = next((found for view in views if (found := self._orders(view).get(key[0])) is not None), None)
@@ -329,7 +329,7 @@ class SavedState:
 
     @cached_property
     def _ordered(self) -> dict[int, dict[str, list[int]]]:
-        """Return a cache for `_orders`, by the first rank of each view."""
+        """Return the cache for `_orders`, by the first rank of each view."""
         return {}
 
     @cached_property
@@ -367,13 +367,13 @@ class SavedState:
         return {tuple(component["path"]) for component in self._view(rank).components}
 
     def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:
-        """Yield the plain values that each rank saved for one entry."""
+        """Yield the plain values of one entry from each rank that saved it."""
         yield from ((rank, value) for rank, _, value in self.said(lambda here: here == path))
 
     def said(
         self, wanted: Callable[[Path], bool] = lambda path: True, *, once: bool = False
     ) -> Iterator[tuple[int, dict[str, Any], Json]]:
-        """Yield each rank's version of the entries whose path is wanted: rank, component, plain values.
+        """Yield the entries whose path is wanted, as each rank saved them: rank, component, plain values.
 
         `once`: yield only the first rank's version of each entry.
         """
@@ -407,7 +407,7 @@ class SavedState:
         self._fetched.update(values)
 
     def check_values(self, values: Mapping[int, list[Json]]) -> None:
-        """Raise CorruptError unless a restore can read what these ranks saved of every entry of the state."""
+        """Raise CorruptError unless a restore can read the plain values of every entry that these ranks saved."""
 
         def find(name: str) -> TensorSpec | None:
             found = self.instances(self.canonical(name, rank))
@@ -423,7 +423,7 @@ class SavedState:
                 check_node(node, find)
 
     def shared_names(self) -> set[str]:
-        """Return all tensor names in modules and optimizers, without aliases. A restore must use each of them."""
+        """Return all tensor names in modules and optimizers, without aliases. A restore must use every name."""
         return {
             view.aliases.get(name, name)
             for view in self.views
@@ -434,7 +434,7 @@ class SavedState:
 
 
 def _nothing(ranks: Sequence[int]) -> dict[int, tuple[list[Json], Table]]:
-    """Read nothing, because everything is known."""
+    """Return nothing, because the state already has all manifests."""
     return {}
 
 

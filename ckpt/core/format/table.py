@@ -1,25 +1,25 @@
 """Chunk tables: the shards of one or more ranks, and where the chunks of each shard are stored.
 
-A shard is a rectangular piece of a tensor. A large checkpoint has millions, so they are columns (`SavedShards`).
-A `SavedShard` is created from a row only when it is needed. A manifest has the table of its rank as a file of columns
-(`format.columns`):
+A shard is a rectangular piece of a tensor. A large checkpoint has millions of shards, so they are stored as columns
+(`SavedShards`). A `SavedShard` is created from a row only when it is needed. A manifest has the table of its rank as a
+file of columns (`format.columns`):
 
     names, name_ends          UTF-8 text of all names joined, and where each ends
     dtypes                    one byte for each shard: its index in `DTYPES`
     ranks                     the rank that wrote the shard
-    accelerated               1 if the rank had it on an accelerator
+    accelerated               1 if the rank had the shard on an accelerator
     instances                 the rank that owns the tensor of that name, -1: shared by all ranks
     dims, dim_ends            global shape, offsets and sizes of each shard in turn, and where each shard ends
     chunk_ends                shard i owns chunks chunk_ends[i-1] .. chunk_ends[i]
-    file, offset, stored      number of the data file, offset in it in bytes, bytes stored
+    file, offset, stored      number of the data file, offset in the file in bytes, bytes stored
     length, codec, base       plain bytes, codec (0: raw, see `ckpt.core.format.codec`), base chunk (-1: none)
-    digest                    16 bytes for each chunk, of its plain bytes
-    stored_digest             16 bytes for each chunk that is not raw, of its stored bytes
+    digest                    16 bytes for each chunk: the digest of its plain bytes
+    stored_digest             16 bytes for each chunk that is not raw: the digest of its stored bytes
     files                     JSON list of the keys of data files, including those of older checkpoints
 
 The chunks of the shards are followed by *bases*: chunks of older checkpoints that deltas depend on, stored whole. So a
-table is enough to read everything that it lists. The base of a delta is never a delta itself, and there are no cycles,
-because a base belongs to no shard.
+    reader needs no other table to read every shard in a table. The base of a delta is never a delta itself, and there
+    are no cycles, because a base belongs to no shard.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DTYPES = (
 )  # fmt: skip
 DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 MAX_DIM = 2**62
-EXACT = 2**53  # below this, a float represents a product exactly
+EXACT = 2**53  # a float represents a product below this limit exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class SavedShard:
 
 
 class SavedShards(Sequence[SavedShard]):
-    """Many shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` are global shape, offsets and sizes of shard i.
+    """Shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` has the global shape, offsets and sizes of shard i.
 
-    `dtype`: index in `DTYPES`. `accelerated` is 1 if the rank had it on an accelerator. Equal to any sequence of the
-    same shards.
+    `dtype`: index in `DTYPES`. `accelerated`: 1 if the rank had the shard on an accelerator. Equal to any sequence of
+    the same shards.
     """
 
     __slots__ = ("accelerated", "dim_starts", "dims", "dtype", "instance", "names", "rank")
@@ -108,7 +108,7 @@ class SavedShards(Sequence[SavedShard]):
 
     @classmethod
     def of_layout(cls, layout: Layout) -> SavedShards:
-        """Return the shards that a rank stages, in the order of its data file."""
+        """Return the shards that a rank stages, in the order in which its data file has them."""
         found = layout.made_of_it.get(cls)
         if found is None:
             rows = [layout.tensors[i] for i in layout.arrangement.order]
@@ -162,7 +162,7 @@ class SavedShards(Sequence[SavedShard]):
         )
 
     def narrow(self) -> SavedShards:
-        """Return the same in the narrowest numbers."""
+        """Return these shards with the smallest integer dtypes that fit."""
         small = self.dims.max(initial=0) < 2**31
         return SavedShards(
             self.names,
@@ -175,7 +175,7 @@ class SavedShards(Sequence[SavedShard]):
         )
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Return each shard as a layout lists it."""
+        """Return the spec of each shard, as in a layout."""
         whole, on = self.whole.tolist(), self.accelerated.tolist()
         return tuple(
             TensorSpec(
@@ -234,7 +234,7 @@ class SavedShards(Sequence[SavedShard]):
         return np.array([BITS[dtype] // 8 for dtype in DTYPES], np.int64)[self.dtype]
 
     def by_dims(self) -> Iterator[tuple[int, I64, I64]]:
-        """Yield (number of dimensions k, shards with k dimensions, their rows of `dims`) for each k that occurs."""
+        """Yield for each number of dimensions k: k, the shards with k dimensions, their rows of `dims`."""
         count = np.diff(self.dim_starts)
         for length in np.flatnonzero(np.bincount(count)).tolist():
             same = count == length
@@ -242,7 +242,7 @@ class SavedShards(Sequence[SavedShard]):
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
-        """Return which of them are complete tensors."""
+        """Return for each shard whether it is a complete tensor."""
         found = np.ones(len(self), np.bool_)
         for k, rows, dims in self.by_dims():
             found[rows] = (dims[:, k : 2 * k] == 0).all(1) & (dims[:, 2 * k :] == dims[:, :k]).all(1)
@@ -250,7 +250,7 @@ class SavedShards(Sequence[SavedShard]):
 
 
 def volume(sizes: I64, item: I64) -> I64:
-    """Return the bytes of each box, given its sizes and item size. -1 if a result is too large."""
+    """Return the bytes of each box from its sizes and its bytes per element, or -1 for a box that is too large."""
     with np.errstate(over="ignore", invalid="ignore"):
         rough = sizes.prod(1, dtype=np.float64) * item
         if len(rough) and rough.max() < EXACT:
@@ -268,10 +268,10 @@ def _shard(name: str, dtype: int, row: list[int], rank: int, instance: int) -> S
 
 
 def check_shards(shards: SavedShards, what: str) -> I64:
-    """Check that every shard is a box inside its tensor. Return the bytes of each, -1 if that is too large."""
+    """Check that every shard is a box inside its tensor. Return the bytes of each shard, -1 if too large."""
     lengths = np.diff(shards.dim_starts)
     odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
-    impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # or negative
+    impossible = np.flatnonzero(shards.dims.view(np.uint64) >= MAX_DIM)[:1]  # negative values too, as unsigned numbers
     odd[np.searchsorted(shards.dim_starts, impossible, "right") - 1] = True
     if odd.any():
         raise CorruptError(f"{what}: impossible shape of shard {int(np.argmax(odd))}")
@@ -289,7 +289,7 @@ def check_shards(shards: SavedShards, what: str) -> I64:
 
 
 MAX_TABLE = 1 << 30
-MAX_TABLE_HEADER = 1 << 16  # for eighteen entries
+MAX_TABLE_HEADER = 1 << 16  # bytes; enough for the eighteen entries of the header
 COLUMNS = {
     "names": "uint8", "name_ends": "int64", "dtypes": "uint8", "accelerated": "uint8", "ranks": "int32",
     "instances": "int32", "dims": "int64", "dim_ends": "int64", "chunk_ends": "int64", "file": "int32",
@@ -297,17 +297,17 @@ COLUMNS = {
     "stored_digest": "uint8", "files": "uint8",
 }  # fmt: skip
 FILE = ColumnFile(COLUMNS, MAX_TABLE, ("name_ends", "dtypes", "length"), ("files",), ("digest", "stored_digest"))
-MAX_CHUNK = 64 << 20  # maximum bytes of a chunk; the writer's are 4 MiB
+MAX_CHUNK = 64 << 20  # maximum bytes of a chunk that a reader accepts; our writer makes chunks of 4 MiB
 Content = tuple[bytes, int]
-"""The digest of plain bytes, and their length."""
-FEW_NAMES = 1 << 20  # bytes of names that are cached, because ranks of one pipeline stage have the same names
+"""The digest of a chunk's plain bytes, and their length."""
+FEW_NAMES = 1 << 20  # maximum bytes of cached names; the ranks of a pipeline stage have the same names
 
 
 @dataclass(frozen=True)
 class Table:
-    """Shard i owns the chunks `starts[i]` to `starts[i + 1]` of the columns. Chunks from `starts[-1]` on are bases.
+    """The chunk table of one or more ranks. Shard i owns chunks `starts[i]` to `starts[i + 1]`; later chunks are bases.
 
-    `stored_digest` has an entry for every chunk. For a raw chunk it equals `digest`.
+    `stored_digest` has an entry for every chunk. For a raw chunk, this entry equals `digest`.
     """
 
     shards: Sequence[SavedShard]
@@ -341,14 +341,14 @@ class Table:
         return range(int(self.starts[shard]), int(self.starts[shard + 1]))
 
     def place(self, chunk: int) -> tuple[str, int]:
-        """Return the data file of a chunk, and its offset there."""
+        """Return the data file of a chunk, and the chunk's offset in the file."""
         return self.files[int(self.file[chunk])], int(self.offset[chunk])
 
     def content(self, chunk: int) -> Content:
         return self.digest[chunk].tobytes(), int(self.length[chunk])
 
     def users(self, chunk: int) -> list[int]:
-        """Return the number of the shard that a chunk belongs to, or of one with a delta against it, as a list."""
+        """Return a list with the shard that a chunk belongs to. For a base, return a shard with a delta against it."""
         rows = [chunk] if chunk < self.owned else np.flatnonzero(self.base[: self.owned] == chunk)[:1].tolist()
         return [int(np.searchsorted(self.starts, row, "right")) - 1 for row in rows]
 
@@ -358,7 +358,7 @@ class Table:
         return names[0] if chunk < self.owned else f"the base of {names[0]}"
 
     def compact(self) -> Table:
-        """Return a copy with only what the index needs, in the narrowest dtypes, without locations of chunks."""
+        """Return a copy with only the columns that the index needs, in the smallest dtypes, without chunk locations."""
         none = np.broadcast_to(np.int64(0), (self.owned,))
         starts: Any = self.starts.astype(np.int32)
         digest = self.digest[: self.owned]
@@ -400,13 +400,13 @@ class Table:
 
 
 def columns_of(raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns as they are stored. Digests have one row each."""
+    """Return the columns of a table by name, as they are stored. Each digest is a row."""
     found = FILE.from_bytes(raw, what)
     return found | {name: found[name].reshape(-1, DIGEST_SIZE) for name in FILE.whole}
 
 
 def merge(tables: Sequence[Table]) -> Table:
-    """Join tables of several ranks: the chunks of every shard, then all bases."""
+    """Join tables of several ranks: first the chunks of every shard, then all bases."""
     if len(tables) < 2:
         return tables[0] if tables else empty()
     files = tuple(dict.fromkeys(key for t in tables for key in t.files))
@@ -436,7 +436,7 @@ _COLUMNS = ("file", "offset", "stored", "length", "codec", "base", "digest", "st
 
 
 def texts(text: bytes, ends: I64) -> tuple[str, ...]:
-    """Split a text into names at these ends. Raise ValueError if it is not UTF-8."""
+    """Split a UTF-8 text into names that end at `ends`. Raise ValueError if it is not UTF-8."""
     return (_remembered if len(text) <= FEW_NAMES else _texts)(text, ends.tobytes())
 
 
@@ -452,7 +452,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
     columns = Columns(raw, what)
     shards, chunks, files = raw["dtypes"].size, raw["length"].size, columns.files()
     text, dims = raw["names"].tobytes(), raw["dims"].astype(np.int64, casting="safe")
-    owned = int(columns.numbers("chunk_ends", shards, 0, chunks)[-1]) if shards else 0  # the rest are bases
+    owned = int(columns.numbers("chunk_ends", shards, 0, chunks)[-1]) if shards else 0  # the other chunks are bases
     rows = SavedShards(
         texts(text, columns.ends("name_ends", shards, len(text))),
         columns.numbers("dtypes", shards, 0, len(DTYPES) - 1),

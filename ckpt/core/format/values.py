@@ -1,12 +1,11 @@
-"""Encodes plain values as JSON and decodes them, with all types preserved.
+"""Encodes plain values as JSON, decodes them with all types preserved, and joins entries that several ranks saved.
 
 JSON alone would turn tuples into lists and int keys into strings, and has no NaN. Such values are tagged: `{"$": tag,
-"v": ...}`. Decoding never evaluates or imports anything; an unknown tag is an error.
+"v": ...}`. Decoding never evaluates or imports anything; an unknown tag is an error. Tensors and arrays are not stored
+as JSON. `encode` passes them to its caller, which stores their bytes and returns a tagged reference to them.
 
-Tensors and arrays are not stored here. `encode` passes them to its caller, which stores the bytes elsewhere and returns
-a tagged reference that replaces them.
-
-Entries of a saved state. Joins the versions of an entry that several ranks saved.
+The second half is about `SavedNode`, one entry of a saved state. `joined` joins its versions from several ranks, and
+`check_node` checks that it can be restored.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ _DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?
 
 
 def show(path: Path) -> str:
-    """Return a path as users write it: `model.layers.0`. Surrogates, which are not valid Unicode, are escaped."""
+    """Return a path as users write it: `model.layers.0`. Escape surrogates, which are not valid Unicode."""
     text = ".".join(str(part) for part in path) or "(the state itself)"
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
-    """Return a function that splits a text into the longest of `names` and a key after it. Both may contain dots."""
+    """Return a function that splits a text into the longest matching name of `names` and the key after this name."""
     known = set(names)
-    lengths = sorted({len(name) for name in known}, reverse=True)  # few, even if a text has many dots
+    lengths = sorted({len(name) for name in known}, reverse=True)  # few lengths, even if a text has many dots
 
     def split(text: str) -> tuple[str, str] | None:
         ends = (end for end in lengths if text[end : end + 1] == "." and text[:end] in known)
@@ -64,7 +63,7 @@ def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
 
 
 def unlike(text: str, taken: Container[str]) -> str:
-    """Return the text, with `#` appended until it is not in `taken`."""
+    """Append `#` to the text until it is not in `taken`. Return the result."""
     while text in taken:
         text += "#"
     return text
@@ -101,7 +100,7 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
     if kind is str:
         return value if is_text(value) else {"$": "str", "v": value.encode("utf-32-be", "surrogatepass").hex()}
     if kind is int:
-        # JSON readers elsewhere round integers beyond 2**53, and Python caps decimal conversion at 4300 digits.
+        # Other JSON readers round integers beyond 2**53, and Python limits decimal conversion to 4300 digits.
         return value if -(2**53) < value < 2**53 else {"$": "int", "v": hex(value)}
     if kind is float:
         if math.isfinite(value):
@@ -123,7 +122,7 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         return {"$": "deque", "v": [encode(v, (*path, i), extern) for i, v in enumerate(value)], "maxlen": value.maxlen}
     if kind in (set, frozenset):
         items = [encode_key(item, path, extern) for item in value]
-        # Sorted, because the order of equal sets differs between processes.
+        # Sorted, because two equal sets may iterate in different orders in different processes.
         return {"$": kind.__name__, "v": sorted(items, key=lambda item: json.dumps(item, sort_keys=True))}
     if kind in (range, slice):
         bounds = [encode(v, path, extern) for v in (value.start, value.stop, value.step)]
@@ -136,11 +135,11 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
         return {"$": "decimal", "v": str(value)}
     if kind in _PATHS:
         return {"$": "path", "v": encode(str(value)), **({} if kind is _PATHS[0] else {"class": kind.__name__})}
-    if kind in _TIMES and repr(_decode_time(time := _encode_time(value))) == repr(value):  # not for a named time zone
+    if kind in _TIMES and repr(_decode_time(time := _encode_time(value))) == repr(value):  # false for a named time zone
         return time
     if extern is not None and (reference := extern(value, path)) is not None:
         return reference
-    numpy = sys.modules.get("numpy")  # a numpy value requires that numpy is imported
+    numpy = sys.modules.get("numpy")  # if numpy is not imported, no value can be a numpy value
     if numpy is not None and isinstance(value, numpy.generic) and _is_plain_scalar(value):
         return {"$": "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
     raise refuse(path, value)
@@ -167,7 +166,7 @@ def _decode_time(data: Json) -> timedelta | date:
 
 
 def _are_numbers(values: list[Any]) -> bool:
-    """Return True for floats only or integers only that JSON represents exactly. Fast, for long histories."""
+    """Return True for a list of only floats or only integers that JSON represents exactly. Fast for long lists."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(min(values) > -(2**53) and max(values) < 2**53)
@@ -176,7 +175,7 @@ def _are_numbers(values: list[Any]) -> bool:
 
 def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Path], Json | None] | None) -> Json:
     plain = type(value) is dict and "$" not in value and all(type(key) is str and is_text(key) for key in value)
-    if plain and list(value) == sorted(value):  # the files' canonical JSON sorts keys: other orders need pairs
+    if plain and list(value) == sorted(value):  # canonical JSON sorts keys, so another order is stored as pairs
         return {key: encode(v, (*path, key), extern) for key, v in value.items()}
     tag = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}[type(value)]
     rows = [[encode_key(key, path, extern), encode(v, (*path, part_of(key)), extern)] for key, v in value.items()]
@@ -199,7 +198,7 @@ def encode_key(key: object, path: Path, extern: Callable[[object, Path], Json | 
 
 
 def _decode_key(data: Json, extern: Callable[[Json], object] | None, depth: int) -> Any:
-    """Decode a key of a dict or an element of a set. Raise CorruptError for values that cannot be one."""
+    """Decode a key of a dict or an element of a set. Raise CorruptError for a value that is not hashable."""
     if type(data) is str or type(data) is int:
         return data
     if depth > 2 * MAX_DEPTH or not _is_key(data):
@@ -208,7 +207,7 @@ def _decode_key(data: Json, extern: Callable[[Json], object] | None, depth: int)
 
 
 def part_of(key: object) -> str | int:
-    """Return the path component for this key."""
+    """Return the path component for a key of a dict."""
     return key if type(key) is str or type(key) is int else str(key)
 
 
@@ -242,7 +241,7 @@ _KINDS = {
 
 
 def kind_of(data: Json) -> str:
-    """Describe the kind of an encoded value, for comparison between saves."""
+    """Return a description of the kind of an encoded value, to compare two saves."""
     if isinstance(data, dict):
         return _KINDS.get(str(data["$"]), "unknown") if "$" in data else "a dict"
     if isinstance(data, (bool, int, float)):
@@ -251,12 +250,12 @@ def kind_of(data: Json) -> str:
 
 
 def pairs(items: dict[str, Json]) -> Json:
-    """Return a dict of already encoded values, in its order."""
+    """Return the encoded dict with these encoded values, in their order."""
     return {"$": "dict", "v": [[encode(key), value] for key, value in items.items()]}
 
 
 def unpaired(data: Json) -> dict[str, Json] | None:
-    """Return the still encoded values of an encoded dict with text keys, or None for other data."""
+    """Return the encoded values of an encoded dict with text keys. Return None for other data."""
     if type(data) is not dict or "$" not in data:
         return data if type(data) is dict else None
     rows = data.get("v") if data["$"] in ("dict", "ordered") else None
@@ -267,7 +266,7 @@ def unpaired(data: Json) -> dict[str, Json] | None:
 
 
 def is_text(value: str) -> bool:
-    """Return False for text with surrogates. Two adjacent surrogates would be decoded from JSON as one character."""
+    """Return False for text with surrogates, because JSON decoders join two adjacent surrogates to one character."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -346,7 +345,7 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
 
 
 def plain_dtype(text: object) -> np.dtype[Any]:
-    """Return the dtype of this plain numpy name. numpy itself would also parse structures and expressions."""
+    """Return the numpy dtype with this plain name. Unlike numpy, reject structures and expressions."""
     import numpy as np
 
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
@@ -355,7 +354,7 @@ def plain_dtype(text: object) -> np.dtype[Any]:
 
 
 def is_plain_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return True if numpy finds exactly this dtype by its name. False for fields and dtypes of other packages."""
+    """Return True if numpy finds exactly this dtype by its name, which excludes fields and dtypes of other packages."""
     if dtype.hasobject or dtype.names is not None or dtype.metadata or not dtype.itemsize:
         return False
     if dtype.isbuiltin == 1 and dtype.kind in "biufc" and dtype.char not in "qQ":  # the common case at every step
@@ -385,19 +384,19 @@ def _numpy_scalar(dtype: object, raw: bytes) -> np.generic:
 # -- entries of a saved state --
 
 
-SHARED_KINDS = ("module", "optimizer")  # kinds of which each rank may have only a part
-PLAIN = "plain"  # among an optimizer's facts: names of plain tensors that are a rank's shards next to a DTensor
+SHARED_KINDS = ("module", "optimizer")  # kinds of entries that may be distributed over the ranks
+PLAIN = "plain"  # fact of an optimizer: names of plain tensors that are a rank's shards next to a DTensor
 TENSORS = (None, "parameter", "buffer")  # kinds of a tensor in a reference
 OBJECT_TAGS = ("enum", "namedtuple", "object", "generator", "given", "parameter")
-JOINED_KIND = "optimizer"  # the kind whose values are joined from every rank
-KINDS = "kinds"  # among an optimizer's facts: the kinds of its tensors that are not plain, as in references to tensors
-DICTS = "dicts"  # among an optimizer's facts: by parameter, the type of its dict if it is not a plain one
-ORDERS = "orders"  # a fact: the dimensions of tensors that are not contiguous, from the outermost to the innermost
+JOINED_KIND = "optimizer"  # the kind of entries whose values are joined from all ranks
+KINDS = "kinds"  # fact of an optimizer: kinds of the tensors that are not plain, as in references to tensors
+DICTS = "dicts"  # fact of an optimizer: for each parameter, the type of its dict if that is not a plain dict
+ORDERS = "orders"  # fact: for each tensor that is not contiguous, its dimensions from the outermost to the innermost
 
 
 @dataclass(frozen=True)
 class SavedNode:
-    """One entry of a saved state. `names`: of its tensors, including aliases."""
+    """One entry of a saved state. `names`: names of its tensors, including aliases."""
 
     path: Path
     kind: str
@@ -407,7 +406,7 @@ class SavedNode:
 
 
 def joined(nodes: list[SavedNode]) -> SavedNode:
-    """Join the nodes of one entry, the reading rank's first. Raise CorruptError if they do not fit together."""
+    """Join the nodes of one entry, the reading rank's node first. Raise CorruptError if they contradict each other."""
     try:
         return _joined(nodes)
     except ODD as error:
@@ -435,7 +434,7 @@ def _joined(nodes: list[SavedNode]) -> SavedNode:
 
 def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
     """Join the facts of an optimizer, each parameter group separately."""
-    own = {name for group in nodes[0].facts["params"] for name in group}  # its facts about these take precedence
+    own = {name for group in nodes[0].facts["params"] for name in group}  # facts about these take precedence
     groups = max(len(node.facts["params"]) for node in nodes)
     params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
     state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
@@ -463,7 +462,7 @@ def _joined_wrappers(nodes: list[SavedNode]) -> dict[str, Any]:
 
 
 def _joined_values(nodes: list[SavedNode]) -> Json:
-    """Take the settings of groups from the first node, and plain state of other parameters from any node."""
+    """Take the settings of groups from the first node, and the plain state of other parameters from any node."""
     own = {name for group in nodes[0].facts["params"] for name in group}
     state = {
         (name, str(key)): [name, key, value]
@@ -551,7 +550,7 @@ def is_optimizer(saved: SavedNode) -> bool:
 
 
 def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[int]]:
-    """Return dtype and shape of the array in a tensor. Raise CorruptError or ValueError if it cannot be an array."""
+    """Return dtype and shape of the array in a tensor. Raise CorruptError or ValueError if they are impossible."""
     dtype, shape = plain_dtype(reference["dtype"]), reference["shape"]
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"not a shape: {shape!r:.80}")

@@ -1,15 +1,12 @@
 """The ranks of a training job, and their agreements without collectives.
 
 Ranks exchange JSON through the key-value store of torch's launchers (TCPStore, HashStore, FileStore) when a run is
-opened, restored and closed, but never while a step is saved. `Board` is a connection to this store. It polls keys with
+opened, restored and closed. While a step is saved, they use it only after a change of the optimizer state
+(`ckpt.core.run.common_state`). `Board` is a connection to this store. It polls keys with
 `check`, with a growing pause, because the `wait` of a TCPStore blocks all other requests of its connection, cannot be
 interrupted, logs two warnings at each timeout, and exceeds its own timeout if the host of the store hangs.
 
-The ranks of a training job, and their agreements without collectives.
-
-They use the key-value store of torch's launchers (TCPStore, HashStore, FileStore) when a run is opened, restored and
-closed. While a step is saved, they use it only after a change of the optimizer state (`ckpt.core.run.common_state`).
-First they meet. After that, each agreement is a turn: every rank posts a value, and rank 0 collects them, decides and
+First the ranks meet (`World`). After that, each agreement is a turn: every rank posts a value, and rank 0 collects them, decides and
 posts the verdict. Keys:
 
     everystep/worlds/<rank>     a token of the process that wants to join as this rank

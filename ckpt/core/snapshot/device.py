@@ -1,18 +1,18 @@
 """Access to accelerators: streams, events, packs, page-locked memory, and ranges in a profiler's timeline.
 
-Only this file of the trainer uses an accelerator's API. Copies run on a separate stream, which first waits for the
+In the trainer, only this file uses an accelerator's API. Copies run on a separate stream, which first waits for the
 compute stream. Before an update, the compute stream waits for the copy, but the host does not. Devices that the process
 does not use are never initialized. CUDA functions that torch does not offer are called with ctypes, in the library that
-torch itself has loaded. Other accelerators (ROCm) do without them.
+torch has loaded. Other accelerators (ROCm) do without these functions.
 
 **Packs.** A copy costs the host about 6 us even if it is small, and a model has thousands of norms, biases and step
-counts. A few kernels gather them on the device, one copy brings them to the host, and the host distributes them.
+counts. So a few kernels gather them on the device, one copy brings them to the host, and the host distributes them.
 
 **Page locks.** Locking memory takes about 0.1 s per GB under a driver lock that all processes of a machine share.
-During that time, the process launches no kernels. So a thread locks the arena in pieces and pauses after each for as
-long as it took: training waits for one piece at most. Some kernels (Linux 6.11 to 6.13) refuse more than 2 GiB in one
-call, but pieces are smaller. Memory that is not locked yet is used with slower copies. The driver treats pieces as
-separate memory, so a copy may not cross the end of a piece.
+During that time, the process launches no kernels. So a thread locks the arena in pieces, and pauses after each piece
+for as long as the locking took. Training waits for one piece at most. Some kernels (Linux 6.11 to 6.13) refuse more
+than 2 GiB in one call, but pieces are smaller. Copies to memory that is not locked yet are slower. The driver treats
+pieces as separate memory, so a copy may not cross the end of a piece.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ckpt.events import log
 
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
 NON_BLOCKING = 1  # cudaStreamNonBlocking: this stream and the default stream do not wait for each other
-LOWEST = 0  # lowest priority: work on other streams is scheduled first
+LOWEST = 0  # lowest priority, so that the device schedules work on other streams first
 NEEDED = ("cudaThreadExchangeStreamCaptureMode", "cudaStreamCreateWithPriority")
 
 
@@ -58,8 +58,8 @@ def _library() -> Any:
 
 
 def new_stream(device: torch.device) -> Any:
-    """Return a stream that is not in torch's pool of 32, because a hanging collective may block any of those. If that
-    is not possible, return a stream of torch."""
+    """Return a stream outside torch's pool of 32, because a hanging collective may block any of those. If that is not
+    possible, return a stream of torch."""
     library = _library() if device.type == "cuda" else None
     handle = ctypes.c_void_p()
     if library is not None:
@@ -76,7 +76,7 @@ PerDevice = dict[torch.device, Any]
 
 
 def memory_node(tensors: Iterable[Tensor]) -> int | None:
-    """Return the NUMA node of the first device of these tensors, None if it is unknown."""
+    """Return the NUMA node of the first device that has any of these tensors, or None if it is unknown."""
     devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
     for index in devices[:1]:
         of: Any = torch.cuda.get_device_properties(index)
@@ -95,7 +95,7 @@ def compute_streams(tensors: Sequence[Tensor]) -> PerDevice:
 
 
 def events_behind(streams: PerDevice) -> PerDevice:
-    """Record an event after the work on each stream. Waiting for such an event sleeps; CUDA would spin by default."""
+    """Record an event after the work on each stream. Waiting for it sleeps, while CUDA would spin by default."""
     events: PerDevice = {}
     for device, stream in streams.items():
         module = torch.get_device_module(device)
@@ -105,7 +105,7 @@ def events_behind(streams: PerDevice) -> PerDevice:
 
 
 def wait_for(events: PerDevice) -> None:
-    """Block the host until the events are reached. Raises the error of a kernel that failed before an event."""
+    """Block the host until the events are reached. Raise the error of a kernel that failed before an event."""
     for event in events.values():
         event.synchronize()
 
@@ -123,11 +123,11 @@ def queue_caller_behind(events: PerDevice) -> None:
 
 
 def begin_thread(devices: Iterable[torch.device]) -> None:
-    """Prepare one of our threads for these devices. Otherwise it would allocate memory on the first device."""
+    """Prepare one of our threads for these devices, because it would otherwise allocate memory on the first device."""
     for device in devices:
         torch.get_device_module(device).set_device(device)
         if device.type == "cuda" and (library := _library()) is not None:
-            # Otherwise waiting while another thread captures a graph fails, and breaks the graph.
+            # In the default mode, waiting would fail while another thread captures a graph, and would break the graph.
             library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
 
@@ -138,7 +138,7 @@ def is_capturing() -> bool:
 
 @contextlib.contextmanager
 def on(streams: PerDevice) -> Iterator[None]:
-    """Make these the current streams of the calling thread in this block."""
+    """Make these the current streams of the calling thread in the `with` block."""
     with contextlib.ExitStack() as stack:
         for device, stream in streams.items():
             stack.enter_context(torch.get_device_module(device).stream(stream))
@@ -146,7 +146,7 @@ def on(streams: PerDevice) -> Iterator[None]:
 
 
 def copy_batch(targets: list[Tensor], sources: list[Tensor], streams: PerDevice) -> None:
-    """Copy sources from one device in one call, on its stream in `streams` if there is one."""
+    """Copy sources from one device in one call. Use the device's stream in `streams` if there is one."""
     device = sources[0].device
     if device in streams:
         with on({device: streams[device]}):
@@ -160,7 +160,7 @@ def lock_pages(address: int, size: int, where: torch.device) -> int:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(address, size, PORTABLE))
     if error:
-        with contextlib.suppress(RuntimeError):  # clear the thread's last CUDA error, which the next kernel would raise
+        with contextlib.suppress(RuntimeError):  # clears the last CUDA error, which the next kernel would raise
             torch.ones(1, device=where)
     return error
 
@@ -194,7 +194,7 @@ class Waiter:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             events, there, call = item
-            with contextlib.suppress(Exception):  # the error of a failed kernel, which the staging thread raises
+            with contextlib.suppress(Exception):  # the staging thread raises the error of a failed kernel
                 begin_thread(events)
                 wait_for(events)
             there.set()
@@ -203,16 +203,16 @@ class Waiter:
 
 # -- packs --
 
-SMALL = 256 << 10  # bytes below which a tensor is packed
-LEAST = 8  # smallest number of small tensors that is worth a pack
+SMALL = 256 << 10  # bytes; smaller tensors are packed
+LEAST = 8  # minimum number of small tensors in a pack
 ALIGN = 16  # bytes
 
 Kind = tuple[torch.device, bool]
-"""The device of tensors, and whether only optimizers change them."""
+"""The device of some tensors, and whether only optimizers change them."""
 
 
 class Pack:
-    """A reusable buffer for some tensors of a layout (`numbers`), on a device and on the host."""
+    """A reusable buffer on a device and on the host, for the tensors `numbers` of a layout."""
 
     def __init__(self, layout: Layout, numbers: Sequence[int], where: torch.device) -> None:
         self.numbers, self.where = numbers, where
@@ -232,7 +232,7 @@ class Pack:
         self._kinds = list(kinds.values())  # one kernel copies many tensors of one dtype
 
     def gather(self, sources: Sequence[Tensor]) -> None:
-        """Gather the tensors on the current stream. `sources`: all tensors of the layout."""
+        """Gather the tensors of this pack on the current stream. `sources`: all tensors of the layout."""
         for kind in self._kinds:
             torch._foreach_copy_([self._targets[i] for i in kind], [sources[self.numbers[i]] for i in kind])
 
@@ -242,7 +242,7 @@ class Pack:
             self._here.copy_(self._there, non_blocking=True)
 
     def deal_out(self, views: Sequence[Tensor]) -> None:
-        """Distribute the tensors when the copy has ended. `views`: all tensors of the layout, in the slot."""
+        """Distribute the tensors of this pack after the copy. `views`: all tensors of the layout, in the slot."""
         torch._foreach_copy_([views[number] for number in self.numbers], self._found)
 
 
@@ -257,7 +257,7 @@ class Packs:
         self._free: dict[Kind, list[Pack]] = {}
 
     def lend(self, captured: CapturedState, *, late: bool) -> list[Pack]:
-        """Lend packs for the small tensors: for those that only optimizers change if `late`, otherwise for the rest."""
+        """Lend packs for small tensors. `late`: True for tensors that only optimizers change, False for others."""
         layout, guarded = captured.layout, captured.guarded
         with self._lock:
             if layout is not self._layout or guarded is not self._guarded:
@@ -276,7 +276,7 @@ class Packs:
             return found
 
     def give_back(self, packs: Iterable[Pack]) -> None:
-        """Take back packs that no device uses."""
+        """Return packs to the pool. No device may use them any more."""
         with self._lock:
             for pack in packs:
                 for key, numbers in self._numbers.items():
@@ -286,13 +286,13 @@ class Packs:
 
 # -- page locks --
 
-LEAST_PAUSE_S = 0.001  # shortest pause between two pieces, so that waiting threads get the lock
-STOP_S = 10.0  # timeout for the piece that is being locked
-READY_S = 0.01  # pause between two checks whether the writer has made another slot
+LEAST_PAUSE_S = 0.001  # minimum pause between two pieces, so that waiting threads get the driver lock
+STOP_S = 10.0  # timeout for locking the current piece
+READY_S = 0.01  # pause between two checks whether the writer has added another slot
 
 
 def ready_slots(arena: Arena, stopped: threading.Event) -> Iterator[int]:
-    """Yield all slots in turn, each when it is ready. End early when `stopped` is set."""
+    """Yield every slot, in order, as soon as it is ready. End early when `stopped` is set."""
     slot = 0
     while slot < arena.slots and not stopped.is_set():
         if slot < arena.ready:
@@ -303,18 +303,18 @@ def ready_slots(arena: Arena, stopped: threading.Event) -> Iterator[int]:
 
 
 class PageLocks:
-    """Page-locks one arena at a time, for the staging thread. `held`: the addresses of the pieces, by slot."""
+    """Page-locks one arena at a time, for the staging thread. `held`: addresses of the locked pieces, by slot."""
 
     def __init__(self) -> None:
         self.held: dict[int, list[int]] = {}
-        self.steady = threading.Lock()  # while it is held, no further piece is locked
+        self.steady = threading.Lock()  # while a caller holds it, no further piece is locked
         self._given_up: set[int] = set()
-        self._slots = 0  # slots that are locked, or will be
+        self._slots = 0  # number of slots that are locked or will be
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, arena: Arena, where: torch.device) -> None:
-        """Start locking the arena in the background, once, and again after a slot was added."""
+        """Start locking the arena in the background, on the first call and again after a slot was added."""
         if where.type != "cuda" or arena.slots <= self._slots or (self._thread is not None and self._thread.is_alive()):
             return
         self._slots = arena.slots
@@ -332,7 +332,7 @@ class PageLocks:
                 unlock_pages(address)
 
     def release_all(self) -> None:
-        """Unlock everything, before another arena is used."""
+        """Unlock all pieces, before another arena is used."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
@@ -399,7 +399,7 @@ class span:
     _recorded: Any
 
     def __enter__(self) -> None:
-        # Check first, as torch does: entering a range costs 10 us even without a profiler.
+        # Check first, because entering a range costs 10 us even without a profiler.
         if profiler._is_profiler_enabled:
             self._recorded = torch.profiler.record_function(self._name)
             self._recorded.__enter__()
@@ -415,7 +415,7 @@ class span:
 
 
 def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Mark the calls of a function as ranges with this name."""
+    """Return a decorator that marks each call of a function as a range with this name."""
 
     def wrap(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)

@@ -2,10 +2,10 @@
 
 The trainer itself stores the data file and the manifest of its rank, range by range, from the live tensors. This needs
 no copy of the state in memory, only buffers for the ranges being uploaded, 128 MiB at most. The writer then commits the
-stored part as if it had stored it itself, and copies it to further tiers.
+stored files as if it had stored them itself, and copies them to further tiers.
 
-The training thread waits for the whole write. If another thread changes the state anyway, the save fails. The data is
-stored raw, because it cannot be compared with an earlier checkpoint before it is written.
+The training thread waits for the whole write. If another thread changes the state during the write, the save fails. The
+data is stored raw, because it cannot be compared with an earlier checkpoint before it is written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def write_directly(
     on_bytes: called with the size of each stored range.
     check: called before each range is read; raises if the save was interrupted.
     check_whole: called before the manifest is stored; raises if the state has changed during the write.
-    Raises StoreError, FullError, RunGoneError or SaveError. Then no data file is left.
+    Raises StoreError, FullError, RunGoneError or SaveError. After an error, no data file is left.
     """
     tier = await open_place(dict(spec), root=root)
     try:
@@ -81,7 +81,7 @@ async def write_directly(
 
 
 async def _next_number(store: Any, checkpoint: CheckpointId, rank: int) -> int:
-    """Return an unused data file number for this checkpoint and rank. An earlier try may have left files."""
+    """Return an unused data file number for this checkpoint and rank, because an earlier try may have left files."""
     names = [_NUMBER.fullmatch(info.key.rpartition("/")[2]) async for info in store.list(folder_of(checkpoint))]
     return max((int(name[2] or 0) + 1 for name in names if name is not None and int(name[1]) == rank), default=0)
 

@@ -1,14 +1,14 @@
 """Fills a slot in shared memory: first the tensors that may change before the next optimizer step, then the rest.
 
-`SlotFiller` copies in the staging thread. On an accelerator it only queues the copies, and events on the streams tell
-when they have ended. Large host tensors go through `SlotDigests`, which skips a tensor that the slot still contains bit
-for bit, for example frozen weights under an adapter: reading them once for a digest is faster than copying them.
+`SlotFiller` copies in the staging thread. On an accelerator it only queues the copies, and events on the streams signal
+their end. Large host tensors go through `SlotDigests`. It skips a tensor if the slot still contains the same bytes, for
+example frozen weights under an adapter, because reading them once for a digest is faster than copying them.
 
-The only proof is that the XXH3-128 digest of the live bytes equals that of the bytes in the slot. The latter is
-computed from the slot after the copy, so it matches the slot even if the tensor changed during the copy. The live bytes
-are read when they would be copied, so the checks that protect a copy from concurrent writes protect the digest too.
-Version counters miss fused optimizers and writes through `.data`. They only exclude tensors for which a digest would be
-wasted.
+A tensor is skipped only if the XXH3-128 digest of the live bytes equals the digest of the bytes in the slot. The slot's
+digest is computed from the slot after the copy, so it matches the slot even if the tensor changed during the copy. The
+live bytes are read when they would be copied, so the checks that protect a copy from concurrent writes protect the
+digest too. Version counters miss fused optimizers and writes through `.data`. They only exclude tensors for which a
+digest would be wasted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ckpt.core.state.sharding import slices
 from ckpt.core.state.tensors import TORCH_DTYPE, as_bytes, version_of
 from ckpt.errors import SaveError
 
-LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
-PAUSE = 64  # fills without a digest of a tensor that has changed without its version counter
+LARGE = 1 << 20  # bytes; from this size, one memcpy without the GIL is faster than a batched copy
+PAUSE = 64  # fills without a digest after a tensor has changed without its version counter
 
 Pair = tuple[Tensor, Tensor, int]  # target, source, and number of the tensor in the layout
 
@@ -44,17 +44,17 @@ Pair = tuple[Tensor, Tensor, int]  # target, source, and number of the tensor in
 class SlotDigests:
     """The digests of large host tensors in the slots of one arena. For the staging thread only.
 
-    `open` a slot, `put` tensors into it, `close` it. `open` discards the digests of the slot, and `close` keeps only
-    those of tensors that were put since. So a fill that fails halfway leaves none.
+    `open` a slot, `put` tensors into it, `close` it. `open` discards the digests of the slot. `close` keeps only the
+    digests of tensors that were put since `open`, so a fill that fails halfway leaves none.
     """
 
     def __init__(self) -> None:
         self.skipped_bytes = 0  # bytes that were not copied, because the slot had them
         self._layout: Layout | None = None
-        self._versions: dict[int, int | None] = {}  # by number of the tensor, at its last fill
-        self._newest: dict[int, bytes] = {}  # the last digest since the version changed
-        self._pauses: dict[int, int] = {}  # remaining fills without a digest
-        self._known: dict[int, dict[int, bytes]] = {}  # by slot
+        self._versions: dict[int, int | None] = {}  # versions at the last fill, by tensor number
+        self._newest: dict[int, bytes] = {}  # the last digest since the version changed, by tensor number
+        self._pauses: dict[int, int] = {}  # remaining fills without a digest, by tensor number
+        self._known: dict[int, dict[int, bytes]] = {}  # digests by slot and tensor number
         self._before: dict[int, bytes] = {}
         self._now: dict[int, bytes] = {}
 
@@ -66,23 +66,23 @@ class SlotDigests:
         self._before, self._now = self._known.pop(slot, {}), {}
 
     def close(self, slot: int) -> None:
-        """Keep the digests of this fill. The slot must not change until it is opened again."""
+        """Keep the digests of this fill. The slot must not change until the next `open`."""
         self._known[slot], self._before, self._now = self._now, {}, {}
 
     def forget(self, slot: int) -> None:
-        """Forget the digests of a slot, because it may be used otherwise."""
+        """Forget the digests of a slot, because other code may write to it."""
         self._known.pop(slot, None)
 
     def clear(self) -> None:
-        """Forget everything, because the arena or the layout is another one."""
+        """Forget everything, because the arena or the layout has changed."""
         self._layout = None
         for known in (self._versions, self._newest, self._pauses, self._known, self._before, self._now):
             known.clear()
 
     def put(self, number: int, target: Tensor, source: Tensor, *, beside_training: bool = True) -> None:
-        """Bring a contiguous host tensor into the slot, without the GIL. `number`: its number in the layout.
+        """Copy a contiguous host tensor into the slot, without the GIL. `number`: its number in the layout.
 
-        beside_training: other code runs meanwhile, and might free the storage.
+        beside_training: True if other code runs during the copy, and might free the storage.
         """
         if beside_training:
             # Torch never resizes a storage that numpy has seen: `resize_()` raises an error instead.
@@ -95,7 +95,7 @@ class SlotDigests:
         else:
             data = memoryview((ctypes.c_ubyte * source.nbytes).from_address(source.data_ptr())).cast("B")
         digest, version = self._before.pop(number, None), version_of(source)
-        unchanged = self._versions.get(number, -1) == version  # as far as torch has counted
+        unchanged = self._versions.get(number, -1) == version  # according to the version counter
         self._versions[number] = version
         pause = self._pauses.pop(number, 0)
         if digest is not None and unchanged and not pause:
@@ -118,17 +118,17 @@ class SlotDigests:
 
 
 class SlotFiller:
-    """Fills slots in the staging thread. For each, call `fill_eager`, `fill_guarded`, and then `digests.close`."""
+    """Fills slots in the staging thread. For each slot, call `fill_eager`, `fill_guarded`, and then `digests.close`."""
 
     def __init__(self, steady: contextlib.AbstractContextManager[Any]) -> None:
-        """`steady`: a lock that prevents page-locking of memory while it is held."""
+        """`steady`: a lock. While it is held, no memory is page-locked."""
         self._steady = steady
         self.digests = SlotDigests()
         self._streams: PerDevice = {}  # a separate stream on each device, for copies during training
         self._views: dict[tuple[bytes, int], tuple[Layout, list[Tensor]]] = {}
 
     def clear(self) -> None:
-        """Forget all slots, because another arena is used."""
+        """Forget all slots, because the arena has changed."""
         self._views.clear()
         self.digests.clear()
 
@@ -148,7 +148,7 @@ class SlotFiller:
 
     def fill_guarded(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> None:
         """Copy the tensors that only optimizers change, and call `snapshot.beside`. On a device this only queues the
-        work, and `snapshot.done` has the events after it."""
+        work, and `snapshot.done` gets the events after it."""
         streams, guarded = self._streams_for(snapshot), snapshot.captured.guarded
         for pack in snapshot.late:
             with device.on(streams):
@@ -165,7 +165,7 @@ class SlotFiller:
         snapshot.done = device.events_behind(streams)
 
     def deal_out(self, arena: Arena, slot: int, snapshot: NewSnapshot) -> Tensor:
-        """Distribute the tensors that were copied from a device in packs. Return the bytes of the slot."""
+        """Distribute the tensors of packs that were copied from a device. Return the bytes of the slot."""
         for pack in (*snapshot.early, *snapshot.late):
             pack.deal_out(self._slot_views(arena, slot, snapshot.captured.layout))
         return torch.frombuffer(arena.data(slot), dtype=torch.uint8)
@@ -173,7 +173,7 @@ class SlotFiller:
     def settle(self, snapshot: NewSnapshot) -> None:
         """Wait until no device copies for this snapshot, before its slot is reused or its sources are freed."""
         for where in snapshot.streams.keys() & self._streams.keys():
-            with contextlib.suppress(Exception):  # a device that has failed copies nothing
+            with contextlib.suppress(Exception):  # a failed device copies nothing
                 self._streams[where].synchronize()
 
     def _streams_for(self, snapshot: NewSnapshot) -> PerDevice:
@@ -195,7 +195,7 @@ class SlotFiller:
                 pairs = [cut for pair in pairs for cut in _cut(*pair, layout.arrangement.offsets[pair[2]], LOCK)]
             self.copy(list(pairs), self._streams_for(snapshot))
             return
-        little = [n for n in numbers if layout.sizes[n] < LARGE]  # most tensors are small, so keep their path short
+        little = [n for n in numbers if layout.sizes[n] < LARGE]  # most tensors are small, so they take a short path
         if little:
             device.copy_batch([views[n] for n in little], [sources[n] for n in little], {})
         large = [(views[n], sources[n], n) for n in numbers if layout.sizes[n] >= LARGE]
@@ -217,9 +217,9 @@ class SlotFiller:
         return views
 
     def copy(self, pairs: Sequence[Pair], streams: PerDevice, beside_training: bool = True) -> None:
-        """Queue the copies from devices, one batched call each, then copy large host tensors one by one.
+        """Queue the copies from devices, one batched call for each device, then copy large host tensors one by one.
 
-        `beside_training`: training continues during these copies.
+        `beside_training`: True if training continues during these copies.
         """
         batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
         large: list[Pair] = []
@@ -239,12 +239,12 @@ class SlotFiller:
 
 
 def _is_plain(source: Tensor) -> bool:
-    """Return True if the memory of a tensor has its bytes in order."""
+    """Return True if a tensor's memory has the bytes of its elements in order."""
     return source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
 def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -> Iterator[Pair]:
-    """Cut a copy from a device at the ends of page-locked pieces. `offset`: of the target in its slot, in bytes."""
+    """Cut a copy from a device at the ends of page-locked pieces. `offset`: byte offset of the target in its slot."""
     first = piece - offset % piece
     if source.device.type == "cpu" or target.nbytes <= first:
         yield target, source, number
@@ -254,7 +254,7 @@ def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -
         there, here = as_bytes(target), as_bytes(source)
         yield from ((there[a:b], here[a:b], number) for a, b in pairwise(bounds))
         return
-    flat = target.view(-1)  # a strided source is made contiguous first, one piece at a time
+    flat = target.view(-1)  # a strided source is made contiguous first, piece by piece
     for a, b in pairwise(bound // target.itemsize for bound in bounds):
         for at, sizes in boxes_of_run(tuple(target.shape), a, b):
             count = prod(sizes)

@@ -1,12 +1,12 @@
 """One snapshot: its contents, the progress of its copy, and the check that it is consistent.
 
-`Snapshot` is a step in a slot, with the handle of its save and the state of its write to each tier. `NewSnapshot` is
-one that is being copied. The training thread makes it, and the staging thread copies it (`ckpt.core.snapshot.stage`).
-On an accelerator, progress is tracked with events on streams. Nothing here waits for an event.
+`Snapshot` is a step in a slot, with the handle of its save and the state of its write to each tier. `NewSnapshot` is a
+snapshot during its copy. The training thread makes it, and the staging thread copies it (`ckpt.core.snapshot.stage`).
+On an accelerator, events on streams track the progress. No code in this module waits for an event.
 
 A snapshot is consistent if only optimizers wrote to its tensors during the copy. This is checked after all copies,
 before the slot is sealed, in three ways: by torch's version counters, which count a write when it has ended, by sampled
-elements of the tensors, and by the same elements of the copies (`ckpt.core.state.fingerprint`).
+    elements of the tensors, and by the same elements of the copies (`ckpt.core.state.fingerprint`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpt.errors import CheckpointError, SaveError
 from ckpt.events import log
 from ckpt.saving import Save
 
-LITTLE = 1 << 20  # bytes of host memory that step() clones itself, which is faster than waking another thread
+LITTLE = 1 << 20  # bytes of host memory that step() clones itself, because waking another thread would take longer
 MOST = 64 << 20  # maximum bytes that are cloned on devices
 
 _VERSION = attrgetter("_version")
@@ -47,12 +47,12 @@ class WriteState(Enum):
 
 
 class Snapshot:
-    """A step in memory, or on its way there.
+    """A step that is in memory, or is being copied to memory.
 
     - `save`: the handle returned to the user.
-    - `place`: the arena and the slot in which it is sealed; None until then.
-    - `direct`: it is written to its nearest tier without using a slot.
-    - `writes`: by tier number; a missing tier neither has the step nor is about to get it.
+    - `place`: the arena and the slot in which it is sealed; None before it is sealed.
+    - `direct`: True if it is written to its nearest tier without using a slot.
+    - `writes`: states by tier number; a tier is missing if it neither has the step nor will get it.
     """
 
     def __init__(self, checkpoint: CheckpointId, save: Save | None = None, place: Slot | None = None) -> None:
@@ -63,7 +63,7 @@ class Snapshot:
 
 
 class NewSnapshot(Snapshot):
-    """A snapshot of this process. Its fields are in the order in which they are set."""
+    """A snapshot that this process makes. Its fields are in the order in which they are set."""
 
     def __init__(
         self,
@@ -78,10 +78,9 @@ class NewSnapshot(Snapshot):
         deadline: float = float("inf"),
         finite: bool | None = None,
     ) -> None:
-        """
-        - `tiers`: numbers of the tiers that get it.
-        - `required`: the user requested it, or a tier has scheduled it.
-        - `busy`: "wait" for a free slot until `deadline` (by time.monotonic()), or "skip".
+        """- `tiers`: numbers of the tiers that get the snapshot.
+        - `required`: True if the user requested it, or a tier has scheduled it.
+        - `busy`: "wait" for a free slot until `deadline` (by time.monotonic()), or "skip" the snapshot.
         - `finite`: the argument of step().
         """
         super().__init__(checkpoint, save)
@@ -93,24 +92,24 @@ class NewSnapshot(Snapshot):
         self.replicas: Sequence[Fingerprint] = [places.look(checkpoint.step) for _, places in captured.replicas]
         self.overlapped = list(compress(captured.counters, captured.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
-        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # of tensors copied later
+        self.fingerprints: list[Fingerprint] = [spots.look() for spots in captured.spots]  # tensors to copy later
         self.streams: PerDevice = (
             compute_streams(captured.tensors) if captured.layout.accelerated else {}
-        )  # the caller's
-        self.ready: PerDevice = {}  # events on these streams of the caller
+        )  # streams of the caller
+        self.ready: PerDevice = {}  # events on the caller's streams, which copies wait for
         self.early: list[Pack] = []  # small tensors, gathered before step() returned
-        self.taken_early = False  # tensors that may change before the next optimizer step were cloned on their device
+        self.taken_early = False  # True if tensors that may change before the next optimizer step were cloned
         self.submitted = False  # True once it is submitted, or about to be
-        self.begun = False  # True once the staging thread has begun it
+        self.begun = False  # True once the staging thread has begun its copy
         self.slot: Slot | None = None  # the slot in which it is being staged
-        self.order = 0  # the order in its label
+        self.order = 0  # the order in the label of its slot
         self.eager: PerDevice = {}  # events after copies of tensors that may change before the next optimizer step
         self.eager_done = threading.Event()  # set when step() may return
         self.late: list[Pack] = []  # small tensors, gathered during training
         self.done: PerDevice = {}  # events after all copies
-        self.enqueued = threading.Event()  # set when all copies are on their streams
+        self.enqueued = threading.Event()  # set when all copies are queued on their streams
         self.all_there = threading.Event()  # set when devices have reached `done`
-        self.copied = threading.Event()  # set when it is sealed, or has failed
+        self.copied = threading.Event()  # set when the snapshot is sealed, or has failed
         self.error: CheckpointError | None = None
         self.written_by_others: list[str] = []
         self._checking = threading.Lock()
@@ -118,11 +117,11 @@ class NewSnapshot(Snapshot):
 
     @property
     def stored(self) -> bool:
-        """Return True if it was written to its nearest tier without using a slot."""
+        """Return True if the snapshot was written to its nearest tier without using a slot."""
         return self.direct and self.copied.is_set() and self.error is None
 
     def label(self, state: int) -> Label:
-        """Return the label of its slot in this state."""
+        """Return the label that its slot has in this state."""
         layout = self.captured.layout
         size = layout.arrangement.data_size
         return Label(
@@ -130,9 +129,9 @@ class NewSnapshot(Snapshot):
         )
 
     def clone_early(self, packs: Packs) -> bool:
-        """Clone tensors that may change before the next update, where they are. Return False if they are too large.
+        """Clone tensors that may change before the next update, on their device. Return False if they are too large.
 
-        On devices, kernels on the caller's streams clone them, so that later kernels there cannot change the clones.
+        On devices, kernels on the caller's streams clone them, so later kernels on these streams cannot change them.
         """
         sizes, sources = self.captured.layout.sizes, list(self.sources)
         sums = {True: 0, False: 0}  # bytes on the host, and on devices
@@ -167,7 +166,7 @@ class NewSnapshot(Snapshot):
         return {number for pack in (*self.early, *self.late) for number in pack.numbers}
 
     def check_memory(self, numbers: Sequence[int]) -> None:
-        """Raise SaveError if the memory of one of these sources was freed after it was read."""
+        """Raise SaveError if the memory of one of the tensors `numbers` was freed after the state was read."""
         here = [n for n in numbers if self.sources[n].device.type in ("cpu", "cuda")]
         sizes = map(self.captured.layout.sizes.__getitem__, here)
         there = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, map(self.sources.__getitem__, here)))
@@ -180,8 +179,8 @@ class NewSnapshot(Snapshot):
                 )
 
     def check_versions(self) -> None:
-        """Note tensors that code other than optimizers has written to since this snapshot began. Only the first call
-        counts: after the last copy, or before an optimizer changes anything."""
+        """Record tensors that code other than optimizers has written to since this snapshot began. Only the first call,
+        after the last copy or before an optimizer changes anything, counts."""
         with self._checking:
             if self._checked:
                 return
@@ -193,12 +192,12 @@ class NewSnapshot(Snapshot):
             self.overlapped = []
 
     def check_sources(self) -> None:
-        """Note host tensors that were written to since this snapshot began. Call it before any optimizer steps."""
+        """Record host tensors that were written to since this snapshot began. Call it before any optimizer steps."""
         for one in self.fingerprints:
             self._note(one.changed())
 
     def check_copies(self, slot: Tensor) -> None:
-        """Note tensors whose copies in the slot (bytes) differ from the samples taken when this snapshot began."""
+        """Record tensors whose copies in the slot (bytes) differ from the samples taken when this snapshot began."""
         for one in self.fingerprints:
             self._note(one.differing(slot))
         self.fingerprints = []

@@ -2,22 +2,22 @@
 
 One thread (`Stager`) owns the arena: it holds the robust mutex, changes the states of slots, and copies. For each step:
 
-1. `Stager.submit` gives it a `NewSnapshot`. The caller waits only for tensors that may change before the next optimizer
-   step. If they are small, the caller clones them and does not wait. Otherwise it waits for `eager_done`.
-2. The staging thread takes a slot (`Slots`), labels it FILLING, copies these tensors, and then all others, during the
-   next forward and backward pass.
-3. Every optimizer passes the `UpdateGate` before it changes anything (`UpdateHook`). On the host it waits for the copy;
-   on a device, its stream does.
+1. `Stager.submit` gives the thread a `NewSnapshot`. The caller waits only for tensors that may change before the next
+   optimizer step. If they are small, the caller clones them and does not wait. Otherwise it waits for `eager_done`.
+2. The staging thread takes a slot (`Slots`) and labels it FILLING. It copies these tensors, and then all others, during
+   the next forward and backward pass.
+3. Every optimizer passes the `UpdateGate` before it changes anything (`UpdateHook`). On the host, the optimizer waits
+   for the copy. On a device, its stream waits.
 4. When all copies have ended and the check finds the snapshot consistent, the slot is labelled SEALED.
 
 When a snapshot is sealed or has failed, the staging thread calls `on_ended`, which the saver sets once.
 
 Invariants:
 
-1. No update overtakes a copy: after the gate, a stream of an update is behind the copies, or they have ended.
+1. No update overtakes a copy. After the gate, a stream of an update is behind the copies, or the copies have ended.
 2. A slot is sealed only after the check of the whole snapshot, and is not reused while it is pinned or a device copies
    into it.
-3. Every submitted snapshot ends, sealed or failed, whatever raises an error, and all threads that wait for it wake.
+3. Every submitted snapshot ends as sealed or failed, whatever raises an error, and all threads that wait for it wake.
 4. The staging thread survives every error, because its end would release the robust mutex as if the trainer had died.
 """
 
@@ -65,8 +65,8 @@ from ckpt.errors import (
 from ckpt.events import log
 from ckpt.failpoints import point
 
-WARN_S = 5.0  # how long training may wait for a copy before a warning explains it
-LEAST_SLOTS = 2  # one for the newest snapshot, one for the next
+WARN_S = 5.0  # training may wait this long for a copy before a warning explains the wait
+LEAST_SLOTS = 2  # one slot for the newest snapshot, one for the next
 LEAVING_S = 30.0  # timeout for a writer to release the mutex of a dead trainer
 ALL_BUSY = "all snapshots are still being written"
 Work = Callable[[], None]
@@ -93,18 +93,18 @@ class Stager:
     # -- from any thread --
 
     def submit(self, snapshot: NewSnapshot) -> None:
-        """Begin a snapshot. Return once it has failed, or tensors that may change before the next update are copied."""
+        """Begin a snapshot. Return when tensors that may change before the next update are copied, or it has failed."""
         self._check_running()
         before, self.gate.snapshot = self.gate.snapshot, snapshot
         try:
-            idle = before is None or before.copied.is_set()  # otherwise clones would pile up
+            idle = before is None or before.copied.is_set()  # otherwise clones would accumulate
             cloned = idle and snapshot.clone_early(self._packs)
             snapshot.mark_ready()
             snapshot.submitted = True
             self._worker.put(lambda: self._stage(snapshot))
             if not cloned:
                 self.gate.wait_for(snapshot.eager_done, "step()")
-        except BaseException:  # Ctrl-C: end the snapshot, begun or not, so that no thread waits for it
+        except BaseException:  # Ctrl-C: end the snapshot, even if it has not begun, so that no thread waits for it
             snapshot.error = snapshot.error or SaveError(f"saving step {snapshot.checkpoint.step} was interrupted")
             self._worker.put(lambda: self._end(snapshot))
             raise
@@ -216,7 +216,7 @@ class Stager:
         return self.slots.free(arena, {snapshot.slot for snapshot in self._flying})
 
     def _land(self, *, wait: bool) -> None:
-        """Seal the snapshots that devices have copied, in order. With `wait`, wait for all copies."""
+        """Seal the snapshots that devices have copied, in order. If `wait` is true, wait for all copies first."""
         while self._flying and (wait or self._flying[0].all_there.is_set()):
             snapshot = self._flying.popleft()
             assert snapshot.slot is not None
@@ -249,7 +249,7 @@ class Stager:
             return  # a device still copies it
         if snapshot.place is None:  # a sealed snapshot stays, even if `submit` is interrupted at that moment
             self._flying = deque(one for one in self._flying if one is not snapshot)
-            if snapshot.slot is not None:  # otherwise it has no work on a stream
+            if snapshot.slot is not None:  # without a slot, no stream has work for it
                 self._filler.settle(snapshot)
             if snapshot.slot is not None and self.arena is snapshot.slot[0]:
                 self.arena.set_label(snapshot.slot[1], Label(EMPTY))
@@ -257,7 +257,7 @@ class Stager:
         self._end(snapshot)
 
     def _end(self, snapshot: NewSnapshot) -> None:
-        if snapshot.copied.is_set():  # `submit` was interrupted, and it has ended before
+        if snapshot.copied.is_set():  # `submit` was interrupted after the snapshot had ended
             return
         snapshot.sources = []
         snapshot.release()
@@ -309,7 +309,7 @@ class Stager:
 
 def _lock(arena: Arena) -> None:
     end = time.monotonic() + LEAVING_S
-    while arena.mutex.try_lock() is Got.BUSY:  # the writer has detected the death, and releases it soon
+    while arena.mutex.try_lock() is Got.BUSY:  # the writer has detected the death, and will soon release the mutex
         if arena.mutex.is_orphaned():
             raise CorruptError("the header of the shared memory is damaged: it can no longer be locked")
         if time.monotonic() > end:
@@ -318,7 +318,7 @@ def _lock(arena: Arena) -> None:
 
 
 class Slots:
-    """The slots in use. Any thread may pin slots, or block all of them. Only the staging thread takes slots."""
+    """The slots in use. Any thread may pin slots, or block all slots. Only the staging thread takes slots."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -328,7 +328,7 @@ class Slots:
         self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
 
     def pin(self, arena: Arena, slot: int) -> None:
-        """Protect this slot from being overwritten until it is unpinned as often as pinned, in any order."""
+        """Protect this slot from being overwritten, until `unpin` was called as often as `pin`, in any order."""
         self._count((arena.id, slot), 1)
 
     def unpin(self, arena_id: bytes, slot: int) -> None:
@@ -359,8 +359,8 @@ class Slots:
 
     def free(self, arena: Arena, flying: Container[Slot | None]) -> int | None:
         """Return an empty slot, or the oldest. Never return a pinned slot, one that a device copies into (`flying`),
-        the newest snapshot, or the newest finite one. Return None if no slot is free. While a slot is being made, the
-        newest `keep - 1` snapshots stay: the other ranks may be a step behind."""
+        the newest snapshot, or the newest finite one. Return None if no slot is free. While a slot is being added, the
+        newest `keep - 1` snapshots stay, because the other ranks may be a step behind."""
         with self._changed:
             if self._holds > 0:
                 return None
@@ -377,7 +377,7 @@ class Slots:
         return next(iter([*empty, *oldest, *broken]), None)
 
     def take(self, arena: Arena, flying: Container[Slot | None], snapshot: NewSnapshot) -> int:
-        """Wait for a slot for this snapshot. Raises SkippedError if it may not wait, or DeadlineError."""
+        """Wait for a slot for this snapshot. Raise SkippedError if it may not wait, or DeadlineError."""
         if not arena.fits(snapshot.captured.layout.arrangement.data_size, len(snapshot.values)):
             raise SkippedError(
                 f"step {snapshot.checkpoint.step} was not saved: memory for its new layout is not ready yet"
@@ -403,7 +403,7 @@ class Slots:
 
 
 class SlotToucher:
-    """Touches each slot of an arena once it is ready, in a separate thread, so that copies are faster."""
+    """Touches the pages of each slot of an arena once it is ready, in a separate thread, so that copies are faster."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -431,24 +431,24 @@ class SlotToucher:
 
 
 class Worker:
-    """A thread that runs the work given by other threads, and at its end `at_end`."""
+    """A thread that runs work from other threads. At its end, it runs `at_end`."""
 
     def __init__(self, at_end: Work) -> None:
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: end
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None ends the thread
         self._at_end = at_end
         self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
         self._thread.start()
 
     @property
     def is_here(self) -> bool:
-        """Return True if the caller is in this thread."""
+        """Return True if the calling thread is this worker."""
         return threading.current_thread() is self._thread
 
     def put(self, work: Work) -> None:
         self._queue.put(work)
 
     def do(self, work: Work, timeout_s: float) -> None:
-        """Run `work` and wait for it; if called in this thread, run it directly. Raises its error, or DeadlineError."""
+        """Run `work` and wait for it. If called in this thread, run it directly. Raise its error, or DeadlineError."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -493,25 +493,25 @@ class Worker:
 class UpdateGate:
     """The gate that optimizers of this trainer pass before an update. Any thread may shut it.
 
-    writer_pid: process id of the writer, which makes the memory that a copy may wait for; 0 if unknown
+    writer_pid: process id of the writer, which allocates the memory that a copy may wait for; 0 if unknown
     """
 
     def __init__(self) -> None:
         self.writer_pid = 0
-        self.snapshot: NewSnapshot | None = None  # the newest; None once an optimizer has stepped since
+        self.snapshot: NewSnapshot | None = None  # the newest snapshot; None once an optimizer has stepped since
         self._unchecked: list[NewSnapshot] = []  # older snapshots that are not sealed yet
         self._copying: NewSnapshot | None = None  # a device still reads its sources, so streams of updates wait for it
-        self._shut: tuple[threading.Event, ...] = ()  # an unset event keeps optimizers out
+        self._shut: tuple[threading.Event, ...] = ()  # optimizers wait while any of these events is unset
         self._shutting = threading.RLock()  # a signal handler may interrupt the thread that holds it
 
     def follow(self, before: NewSnapshot) -> None:
-        """Note that a snapshot after `before` was submitted. The copies of `before` are at least on their streams."""
+        """Record that a snapshot after `before` was submitted. All copies of `before` are at least on their streams."""
         self._line_up(before)
         self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep optimizers from starting a step in this block. One that has already started is counted and continues."""
+        """Keep optimizers from starting a step in this block. A step that has already started is counted."""
         opened = threading.Event()
         with self._shutting:
             self._shut = (*(one for one in self._shut if not one.is_set()), opened)
@@ -541,7 +541,7 @@ class UpdateGate:
         if not in_time:
             snapshot.error = DeadlineError(f"copying step {snapshot.checkpoint.step} took more than {timeout_s:g} s")
         for one in (*self._unchecked, snapshot):
-            if not one.ended:  # a device still copies it; version counters that grow later are due to the update
+            if not one.ended:  # a device still copies it; only the update can raise version counters now
                 one.check_versions()
         self.snapshot, self._unchecked = None, []
         return time.perf_counter() - started
@@ -575,11 +575,11 @@ class UpdateGate:
     def _line_up(self, snapshot: NewSnapshot) -> None:
         """Make later work on the caller's streams wait for the copies of this snapshot."""
         device.queue_caller_behind(snapshot.done)
-        if snapshot.done:  # otherwise it was skipped, and an older snapshot is still being copied
+        if snapshot.done:  # without events, it was skipped, and an older snapshot is still being copied
             self._copying = snapshot
 
     def _line_up_again(self) -> None:
-        """Make the stream of another optimizer wait too."""
+        """Make the streams of another optimizer wait too."""
         snapshot = self._copying
         if snapshot is not None and snapshot.copied.is_set():
             self._copying = None
@@ -590,8 +590,8 @@ class UpdateGate:
 class UpdateHook:
     """Calls `before()` before an optimizer changes the saved state, and counts the steps of such optimizers.
 
-    - `concerns`: return True for an optimizer of the saved state.
-    - `on_captured`: called with an optimizer whose step is captured into a graph. A replay of it runs no hooks.
+    - `concerns`: returns True for an optimizer of the saved state.
+    - `on_captured`: called with an optimizer whose step is captured into a graph. A replay of the graph runs no hooks.
 
     An optimizer that gets a closure runs forward and backward inside its step, so `before` is called when the closure
     first returns.
@@ -625,7 +625,7 @@ class UpdateHook:
         self._before()
 
     def silence(self) -> None:
-        """Disable the hook in a forked child, where threads that do not exist there may hold locks."""
+        """Disable the hook in a forked child, where threads that do not exist in the child may hold locks."""
         self._active = False
 
     def _hook(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -652,7 +652,7 @@ class UpdateHook:
 
 
 def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that torch.compile does not trace. A traced hook would treat its values as constants."""
+    """Return a hook that torch.compile does not trace, because a traced hook would treat its values as constants."""
 
     def call(*arguments: Any) -> Any:
         return hook(*arguments)

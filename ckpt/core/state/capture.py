@@ -1,16 +1,16 @@
-"""Reads the user's state between two steps of training, and matches it with a saved one.
+"""Reads the user's state between two steps of training, and matches it with a saved state.
 
-`Capture.read` returns a `CapturedState`: the layout, the live tensors and the plain values of one moment. Nothing is
-copied here. The first reading walks the nested dict (`Walk`), reads each entry (`StateNode`), cuts the tensors among
-the ranks, and keeps the result as a `Structure`. Later readings only check that it still holds, which takes well under
-a millisecond for a thousand tensors. If something has moved, a new structure is built.
+`Capture.read` returns a `CapturedState`: the layout, the live tensors and the plain values of one moment. It copies
+nothing. The first reading walks the nested dict (`Walk`), reads each entry (`StateNode`), cuts the tensors among the
+ranks, and keeps the result as a `Structure`. Later readings only check that the structure is still valid, which takes
+well under a millisecond for a thousand tensors. If an object or a tensor has moved, a new structure is built.
 
 `Capture.place` reads the state again and returns a `Placement`, without changing anything.
 
 Invariants:
 
 1. The tensors of a captured state keep their memory alive, so `p.data = ...` cannot free it during a copy.
-2. A tensor is guarded only if nothing but an optimizer whose hook runs writes to it. All others are copied early.
+2. A tensor is guarded only if every writer is an optimizer whose hook runs. All other tensors are copied early.
 3. Two readings with the same layout object have the same tensors in the same order.
 """
 
@@ -57,9 +57,9 @@ from ckpt.core.state.tensors import Memory, Versioned, memory_of, order_of
 from ckpt.core.state.wrappers import Counters, adapter_of, inside, is_wrapped
 from ckpt.errors import MismatchError, StateError
 
-MODULES = {"module", "custom module"}  # the second kind has entries other than parameters and buffers
+MODULES = {"module", "custom module"}  # a custom module has entries other than parameters and buffers
 BY_DCP = "dcp"  # the kind of the single entry of a checkpoint saved by torch's DCP
-MOST_GUARDS = 16  # enough for usual alternations of optimizers; more would not be worth their memory
+MOST_GUARDS = 16  # maximum cached guard lists, enough for the usual alternation of optimizers
 SINGLE = Seat()
 
 SampledReplicas = tuple[list[Holding], SampledPlaces]
@@ -73,9 +73,9 @@ class CapturedState:
     """The state at one moment.
 
     `tensors`: the live tensors that this rank stages, detached, in the order of the layout. `guarded`: for each tensor,
-    True if only optimizer steps change it. `early`: the indices of all other tensors. `counters`: for each tensor, the
-    object that counts the writes to it and to the wrappers around it. `spots`: where to sample the guarded tensors, to
-    detect writes by other code. `replicas`: where to sample whole tensors that other ranks have too.
+    True if only optimizer steps change it. `early`: indices of the other tensors. `counters`: for each tensor, the
+    object that counts the writes to it and to its wrappers. `spots`: where to sample the guarded tensors, to detect
+    writes by other code. `replicas`: where to sample whole tensors that other ranks have too.
     """
 
     layout: Layout
@@ -92,7 +92,7 @@ class Capture:
     """Reads one state repeatedly. Raises StateError with the path of an entry that cannot be saved."""
 
     def __init__(self, state: dict[str, Any], seat: Seat = SINGLE, *, subset: bool = False) -> None:
-        """Walk the state. `subset`: `place` ignores top-level entries of a checkpoint that the state does not have."""
+        """Walk the state. `subset`: `place` ignores top-level checkpoint entries that are missing from the state."""
         if type(state) is not dict:
             raise StateError(f"the state must be a dict such as {{'model': model, 'optim': optim}}, not {type(state)}")
         self.state, self.seat, self.subset = state, seat, subset
@@ -151,7 +151,7 @@ class Capture:
         self._walk = walk
 
     def _read_nodes(self) -> list[Contents]:
-        """Read all nodes, optimizers last, because they need the names of parameters."""
+        """Read all nodes. Optimizers come last, because they need the names of parameters."""
         found = {i: node.read(self._names) for i, node in enumerate(self.nodes) if not isinstance(node, OptimizerNode)}
         fixed, loose = [one.fixed for one in found.values()], loose_of(found.values())
         stepped = [entry for entry in loose if entry.owner.tensor.requires_grad]
@@ -161,10 +161,10 @@ class Capture:
             or any(a is not b for a, b in zip(fixed, self._named, strict=True))
         ):
             self._named, names = fixed, Names()
-            # including frozen ones, which may be unfrozen later
+            # Include frozen parameters, which may be unfrozen later.
             for entry in [*(entry for each in fixed for entry in each), *stepped]:
                 names.setdefault(id(entry.owner.tensor), entry.owner)
-            if _who(names) != _who(self._names):  # optimizers compare the identity of this dict
+            if _who(names) != _who(self._names):  # compare first, because optimizers compare the identity of this dict
                 self._names = names
         self._names.note(fixed, loose)
         for i, node in enumerate(self.nodes):
@@ -221,8 +221,8 @@ class Capture:
         return next((name for node in self._walk.optimizers if (name := node.own_name(param))), "")
 
     def concerns(self, optimizer: Any) -> bool:
-        """Return True if a step of this optimizer may change the saved state. Return False for example for a probe that
-        trains a model of its own."""
+        """Return True if a step of this optimizer may change the saved state. A probe that trains its own model, for
+        example, does not change it."""
         known = self._valid
         if known is None or known.copied or any(steps_for(optimizer, one) for one in self.optimizers):
             return True
@@ -233,9 +233,9 @@ class Capture:
     # -- which tensors may be copied in the background --
 
     def trust(self, announced: list[Any]) -> None:
-        """Set the optimizers whose hook ran before this step. Any other may have stepped without it, for example in a
-        graph captured before the Checkpointer existed, and may do so again during a copy. So its tensors are copied
-        before step() returns, until its hook runs."""
+        """Set the optimizers whose hook ran before this step. Any other may have stepped without its hook, for example
+        in a graph captured before the Checkpointer existed, and may do so again during a copy. So its tensors are
+        copied before step() returns, until its hook runs."""
         self._announced = announced
 
     def _silent(self) -> frozenset[int]:
@@ -252,7 +252,7 @@ class Capture:
         return frozenset(id(one) for one in self.optimizers if not trusted(one))
 
     def unguard(self, optimizer: Any) -> None:
-        """Copy the tensors of this optimizer before step() returns from now on, because its steps run no hooks."""
+        """From now on, copy this optimizer's tensors before step() returns, because its steps run no hooks."""
         for node in self._walk.stepped:
             if not node.unguarded and steps_for(optimizer, node.optimizer):
                 node.unguarded = True
@@ -268,13 +268,13 @@ class Capture:
                 self.forget()
 
     def copy_eagerly(self, names: set[str]) -> None:
-        """From now on, copy these before step() returns, because other code than optimizers writes to them."""
+        """From now on, copy these tensors before step() returns, because code other than optimizers writes to them."""
         if not names <= self.eager:
             self.eager |= names
             self.forget()
 
     def keep_apart(self, names: set[str]) -> None:
-        """From now on, save these for each rank separately."""
+        """From now on, save the tensors with these names for each rank separately."""
         if not names <= self.apart:
             self.apart |= names
             self.forget()
@@ -290,7 +290,8 @@ class Capture:
     # -- restoring --
 
     def place(self, saved: SavedState, *, strict: bool = True) -> Placement:
-        """Match the tensors of a saved state with the live ones, without changes. Mismatches are in its `problems`.
+        """Match the tensors of a saved state with the live ones, without changes. `problems` of the result has
+        mismatches.
 
         If the class of an object in the state has a method `match_structure`, that method may first change the
         structure of the other entries. It gets each saved entry by its path.
@@ -315,7 +316,7 @@ class Capture:
             )
         for form in (form for one in found for form in forms_of(one.facts).values()):
             placement.shapes[form.name] = form.whole or form.size
-        # With the same number of ranks, an entry that only other ranks saved is theirs: for example, only rank 0 has a
+        # With the same number of ranks, an entry that only other ranks saved is not missing: for example, rank 0's
         # logger.
         expected = saved.paths(self.seat.rank) if saved.world == self.seat.size else None
         for one in found:
@@ -341,7 +342,7 @@ class Capture:
 
 
 def _plain_again(node: StateNode, saved: SavedNode) -> bool:
-    """Return True if a plain dict is restored where another program saved a `state_dict()` as a plain dict."""
+    """Return True if a plain dict is restored from a plain dict that another program's `state_dict()` returned."""
     return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
 
 
@@ -377,8 +378,8 @@ class Structure:
         memory, aliases = _owners_of_memory(entries)
         self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) in memory}
         self._signature = self._sign(loose)
-        # Optimizer state of a parameter that differs is saved apart too, and vice versa: at the next step, one makes
-        # the other differ.
+        # If a parameter differs between ranks, its optimizer state is saved apart too, and vice versa, because at the
+        # next step, one makes the other differ.
         params = {e.name: memory[key] for e in fixed if e.of is not None and (key := _memory_of(e.of)) in memory}
         differing = {params.get(name, name) for name in apart}
         self._apart = apart | own | {one for pair in params.items() if pair[1] in differing for one in pair}
@@ -387,11 +388,11 @@ class Structure:
         self.layout = _layout(nodes, contents, parts, cuts, aliases, seat)
         self.common = _common_groups(nodes, contents, aliases, seat)
         everything = [*(entry.tensor for entry in entries), *(part.tensor for part in parts)]
-        self.storages = set(map(storage_of, everything))  # including other ranks' shares
+        self.storages = set(map(storage_of, everything))  # including tensors that only other ranks stage
         # True if an object of the state may have returned copies of tensors that an optimizer steps.
         self.copied = any(_may_return_copies(node, one) for node, one in zip(nodes, contents, strict=True))
 
-        # Where the tensors are: the fixed ones, and how to take slices of the loose ones, which are last in the layout.
+        # Sources of the tensors: the fixed tensors, and how to slice the loose ones, which are last in the layout.
         self._tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
         first: dict[str, int] = {}
         for i, part in enumerate(parts):
@@ -410,12 +411,12 @@ class Structure:
         self._names = [parts[cut.holding].holding.name for cut in cuts]
         self._around = {e.name: e.around for e in fixed if e.around}
         self._guarded, self._steppers = [guards[n] for n in self._names], [steppers[n] for n in self._names]
-        self._guards: dict[frozenset[int], tuple[list[bool], list[int]]] = {}  # by the optimizers that are not trusted
+        self._guards: dict[frozenset[int], tuple[list[bool], list[int]]] = {}  # key: optimizers that are not trusted
         self._spots: list[SampledPlaces] = []
         self._anew: list[int] = []  # guarded tensors that each reading creates
         self._where_anew: list[tuple[int, tuple[int, ...]]] = []
 
-        # The tensors that other ranks have too. `shared`: the guarded ones, with the optimizers that step them.
+        # Tensors that other ranks have too. `shared`: those that are guarded, with the optimizers that step them.
         several = [part for part in parts if len(part.holding.replicas) > 1]
         self.shared = [(p, steppers[p.holding.name]) for p in several if guards[p.holding.name]]
         self._replicated_anew = {p.holding.name for p in several} & created
@@ -432,7 +433,7 @@ class Structure:
         )
 
     def is_as_saved(self, saved: SavedState, contents: Sequence[Contents]) -> bool:
-        """Return True if a single rank saved exactly this layout, each tensor in one piece, and nothing else."""
+        """Return True if a single rank saved exactly this layout, each tensor in one piece, and no other tensors."""
         theirs, here = saved.layout, self.layout
         if theirs is None or self._seat.size > 1 or len(saved.table.shards) != len(here.tensors):
             return False
@@ -440,7 +441,7 @@ class Structure:
         return plain and (theirs is here or theirs.digest == here.digest) and self.same(contents)
 
     def _sign(self, loose: list[StateEntry]) -> object:
-        """Return everything in the newly created entries that a layout depends on, including shared memory."""
+        """Return a key of all facts in the newly created entries that a layout depends on, including shared memory."""
         memory: dict[Memory, str] = {}
         found = []
         for entry in loose:
@@ -453,7 +454,7 @@ class Structure:
     # -- the state now --
 
     def capture(self, contents: Sequence[Contents], silent: frozenset[int]) -> CapturedState:
-        """Return the state as these contents have it. `silent`: the ids of optimizers that are not trusted."""
+        """Return the state with these contents. `silent`: ids of optimizers that are not trusted."""
         tensors = self.tensors(contents)
         loose = loose_of(contents)
         counters: Sequence[Versioned] = tensors
@@ -485,7 +486,7 @@ class Structure:
         return found
 
     def _sampled_places(self, tensors: list[Tensor]) -> list[SampledPlaces]:
-        """Return where to sample guarded tensors that stay, and those that each reading creates."""
+        """Return where to sample the guarded tensors: those that stay, and those that each reading creates."""
         if not self._spots:
             fixed = list(compress(range(self._fixed_count), self._guarded))
             self._spots.append(SampledPlaces(self.layout, fixed, [tensors[i] for i in fixed]))
@@ -497,7 +498,7 @@ class Structure:
         return self._spots
 
     def _pieces_of(self, entry: StateEntry) -> list[LocalPiece]:
-        """Return this rank's pieces of an entry. If it differs between ranks, it belongs to this rank alone."""
+        """Return this rank's pieces of an entry. An entry that differs between ranks belongs to this rank alone."""
         found, rank = of_rank(entry, self._seat), self._seat.rank
         if entry.name in self._apart and all(p.holding.sizes == p.holding.full for p in found):
             return [LocalPiece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
@@ -529,7 +530,7 @@ def _memory_of(tensor: Tensor) -> Memory | int | None:
 
 
 def _owners_of_memory(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int, str], dict[str, str]]:
-    """Return the name of the owner of each memory, and the owner of each name that is an alias of another."""
+    """Return the owner's name for each memory, and the owner's name for each alias."""
     memory: dict[Memory | int, str] = {}
     aliases: dict[str, str] = {}
     seen = set[str]()
@@ -537,7 +538,7 @@ def _owners_of_memory(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int,
         if entry.name in seen or entry.name == "__metadata__" or not is_text(entry.name):
             raise StateError(f"{entry.name!r}: two entries of the state have this name, or it is reserved")
         seen.add(entry.name)
-        divided = isinstance(entry.alike, Division)  # identified by its name, not by its memory
+        divided = isinstance(entry.alike, Division)  # identified by its name, because it is a part of a larger tensor
         key = id(entry.alike) if divided else _memory_of(entry.tensor)
         owner = entry.name if key is None else memory.setdefault(key, entry.name)
         if owner != entry.name:
@@ -555,7 +556,7 @@ def _layout(
 ) -> Layout:
     components = []
     for node, one in zip(nodes, contents, strict=True):
-        # The memory layout of each tensor that is not contiguous is a fact.
+        # Record the memory layout of each tensor that is not contiguous.
         dense = [entry for entry in (*one.fixed, *one.loose) if not isinstance(entry.alike, Division)]
         orders = {e.name: order for e in dense if (order := order_of(local(e.tensor))) is not None}
         facts = one.facts | ({ORDERS: orders} if orders else {})
@@ -591,7 +592,7 @@ def _index(holding: Holding, cut: Cut) -> tuple[slice, ...]:
 
 
 def _sampled_replicas(pieces: Sequence[LocalPiece]) -> list[SampledReplicas]:
-    """Return one entry for each group of ranks with the same tensors. These ranks sample the same elements."""
+    """Return one item for each group of ranks with the same tensors. All ranks of a group sample the same elements."""
     groups: dict[tuple[int, ...], list[LocalPiece]] = {}
     for piece in pieces:
         groups.setdefault(piece.holding.replicas, []).append(piece)
@@ -612,8 +613,8 @@ def _writers(
 ) -> tuple[dict[str, bool], dict[str, frozenset[int]]]:
     """Return by name whether only optimizer steps change the tensor, and the ids of the optimizers that change it.
 
-    Other code, for example a moving average, may write at any time. So may the writers of the `eager` tensors, and an
-    optimizer whose steps run no hooks.
+    Other code, for example a moving average, may write to its tensors at any time. So may the writers of the `eager`
+    tensors, and an optimizer whose steps run no hooks.
     """
     exposed: tuple[str, ...] = ()
     hooked = set[int]()  # parameters of optimizers whose steps run hooks
@@ -647,12 +648,12 @@ def params_of(optimizer: Any) -> list[Any]:
 
 
 def parts_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return the optimizers that must all step for this one to step."""
+    """Return the optimizers that must all step before this optimizer counts as stepped."""
     return optimizer.parts if isinstance(optimizer, Joint) else (optimizer,)
 
 
 def steps_for(stepping: Any, optimizer: Any) -> bool:
-    """Return True for the same optimizer, for one that it wraps (as Accelerate's does), and for its parts."""
+    """Return True if it is the same optimizer, the one that it wraps (as Accelerate's does), or one of its parts."""
     if stepping is optimizer or any(stepping is part for part in parts_of(optimizer)):
         return True
     groups = list(optimizer.param_groups)
@@ -696,13 +697,13 @@ class Walk:
                     raise StateError(f"{show(node.path)} is the same object as {show(seen[id(one)])}: list it once")
 
     def moved(self) -> bool:
-        """Return True if the user has put other objects into the state since."""
+        """Return True if the user has replaced objects in the state since the walk."""
         return any(list(_keys(container)) != keys for container, keys in self._shape) or any(
             container[key] is not value for container, key, value in self._objects
         )
 
     def _find(self, container: Any, path: Path) -> Iterator[StateNode]:
-        """Yield a node for each entry of a dict or list, and for the entries of containers with stateful objects."""
+        """Yield a node for each entry of a dict or list. Descend into containers with stateful objects."""
         if len(path) > MAX_DEPTH:
             raise StateError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH}, or containing itself")
         self._shape.append((container, list(_keys(container))))
@@ -735,7 +736,7 @@ def _keys(container: Any) -> Any:
 
 
 def _holds_objects(value: Any, depth: int = 0) -> bool:
-    """Return True if a container has an object with state of its own inside."""
+    """Return True if a container holds an object that has state, at any depth."""
     if type(value) in (dict, list, tuple):
         inner = value.values() if type(value) is dict else value
         return depth < MAX_DEPTH and any(_holds_objects(v, depth + 1) for v in inner)

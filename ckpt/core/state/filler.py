@@ -1,6 +1,6 @@
 """Copies verified bytes into tensors, from any tier, without a second copy of the state.
 
-If the state is now sharded differently, each overlap of a saved box and a target box is copied.
+If the sharding has changed since the save, each overlap of a saved box and a target box is copied.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Target:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Self:
-        """Return a target for all of the saved tensor."""
+        """Return a target for the complete saved tensor."""
         return cls(tensor, ((0,) * tensor.dim(), tuple(tensor.shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """The overlap of a shard and a target. `region`: in the shard; `view`: of the target, with the same shape.
+    """The overlap of a shard and a target. `region`: box in the shard. `view`: view of the target, with the same shape.
 
     `run`: the byte range of the region in the shard, if the region is contiguous in both shard and target.
     """
@@ -69,10 +69,10 @@ class Filler:
         *,
         in_place: bool = True,
     ) -> None:
-        """Find the chunks to read. `whole`: shard numbers, each with a tensor of the same form that takes all of it."""
+        """Find the chunks to read. `whole`: shard numbers, each with a tensor of the same form to fill completely."""
         self._saved = saved
         self._later: list[tuple[Tensor, Tensor]] = []
-        self._met: list[tuple[I64, Target]] = []  # shards, and a target that they overlap
+        self._met: list[tuple[I64, Target]] = []  # shards that overlap a target, with this target
         self._whole = list(whole)
         self._overlaps: dict[int, list[_Overlap]] = {}
         self._filled = [tensor for _, tensor in whole] + [one.tensor for targets in fills.values() for one in targets]
@@ -94,7 +94,7 @@ class Filler:
         self._in_place = in_place
         if not in_place:
             return
-        # Find addresses for whole shards that go into one host tensor unchanged.
+        # Find addresses for complete shards that go into one host tensor unchanged.
         tensors = [tensor for _, tensor in self._whole]
         places = [*tensors, *(target.tensor for _, target in self._met)]
         crowded = _crowded(places)
@@ -121,7 +121,7 @@ class Filler:
 
     @cached_property
     def _hits(self) -> dict[int, list[Target]]:
-        """Return the targets of each shard. Computed at the first chunk without an address of its own."""
+        """Return the targets of each shard. Computed when the first chunk without an address arrives."""
         found: dict[int, list[Target]] = {}
         for number, tensor in self._whole:
             found.setdefault(number, []).append(Target.whole(tensor))
@@ -134,14 +134,14 @@ class Filler:
         return _overlap(self._saved.table.shards[number].box, target)
 
     def _overlaps_of(self, number: int) -> list[_Overlap]:
-        """Return the overlaps of a shard, computed when its first chunk arrives. There may be hundreds of thousands."""
+        """Return the overlaps of a shard. Computed when the shard's first chunk arrives, because there may be many."""
         if number not in self._overlaps:
             found = (self._overlap(number, target) for target in self._hits.get(number, ()))
             self._overlaps[number] = [overlap for overlap in found if overlap is not None]
         return self._overlaps[number]
 
     def _ready(self, target: Target, spec: TensorSpec) -> Target:
-        """Return a target that takes the saved bytes unchanged. One of another dtype (strict=False) is filled last."""
+        """Return a target that takes the saved bytes. A target of another dtype (strict=False) is filled last."""
         tensor = target.tensor.detach()
         if DTYPE_NAME[tensor.dtype] == spec.dtype and not tensor.is_conj() and not tensor.is_neg():
             return Target(tensor, target.box)
@@ -167,8 +167,8 @@ class Filler:
         return found
 
     def places(self, chunks: I64) -> I64:
-        """Return the address for each chunk's bytes, or 0 if they must go through `add`. A chunk has an address if all
-        of it goes to one position in host memory, and nowhere else."""
+        """Return the address for each chunk's bytes, or 0 if `add` must copy them. Only chunks whose bytes all go to
+        one position in host memory, and nowhere else, have an address."""
         shards = self._saved.shard_of_chunk[chunks]
         found = self._address[shards]
         found[found > 0] += self._saved.position[chunks][found > 0]
@@ -178,7 +178,7 @@ class Filler:
         return found
 
     def _place(self, chunk: int, number: int) -> int:
-        """Return the address for a chunk of a shard that is sharded differently from the tensors here."""
+        """Return the address for a chunk of a shard that is sharded differently from the live tensors."""
         overlaps = self._overlaps_of(number)
         if len(overlaps) != 1 or id(self._hits[number][0].tensor) in self._crowded:
             return 0
@@ -206,14 +206,14 @@ class Filler:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Fill the tensors of other dtypes."""
+        """Fill the tensors whose dtype differs from the saved dtype."""
         for target, whole in self._later:
             target.copy_(whole)
-        # Autograd must know of the writes, which torch did not see.
+        # Tell autograd about the writes, because torch did not see them.
         filled = [tensor for tensor in self._filled if not tensor.is_inference()]
         try:
             torch.autograd.graph.increment_version(filled)
-        except TypeError:  # an older torch, which takes one tensor at a time
+        except TypeError:  # an older torch takes one tensor at a time
             for tensor in filled:
                 torch.autograd.graph.increment_version(tensor)
 
@@ -226,7 +226,7 @@ def _ranges(starts: I64, numbers: I64) -> I64:
 
 
 def _crowded(views: Sequence[Tensor]) -> npt.NDArray[np.bool_]:
-    """Return which views share memory with another. While one is verified, the other must not be written."""
+    """Return which views share memory with another, because one must not be written while the other is verified."""
     starts = np.fromiter(map(Tensor.data_ptr, views), np.int64, len(views))
     ends = starts + np.fromiter(map(_reach, views), np.int64, len(views))
     there = np.flatnonzero(ends > starts)
@@ -254,7 +254,7 @@ _ITEM = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 def _overlap(box: Box, target: Target) -> _Overlap | None:
     if box == target.box and target.tensor.is_contiguous() and target.tensor.numel():
-        view = as_bytes(target.tensor)  # exactly the same box: the usual case in a restore
+        view = as_bytes(target.tensor)  # exactly the same box, which is the usual case in a restore
         return _Overlap(within(box, box), view, (0, view.numel()))
     common = intersect(box, target.box)
     if common is None:
@@ -269,7 +269,7 @@ def _overlap(box: Box, target: Target) -> _Overlap | None:
 
 
 def _scatter(source: Tensor, start: int, sizes: tuple[int, ...], item: int, overlap: _Overlap) -> None:
-    """Copy the elements of a chunk that are in a region into a view with another memory order."""
+    """Copy the elements of a chunk that are in the overlap's region into its view, which has another memory order."""
     elements = source.view(_ITEM[item]) if source.data_ptr() % item == 0 else source.clone().view(_ITEM[item])
     place = 0
     for box in boxes_of_run(sizes, start // item, (start + len(source)) // item):

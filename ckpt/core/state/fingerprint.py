@@ -1,15 +1,15 @@
 """Detects writes to tensors during a copy, by sampling a few elements of every tensor (a few thousand reads).
 
-Version counters detect writes that torch counts, and only after each has ended. They miss writes through `.data`, numpy
-views, fused kernels and replayed graphs. So some elements are sampled in `step()`, while the training stands still.
-They are compared when the copies have ended, in the copy and, on the host, in the tensors too:
+Version counters detect writes that torch counts, and only after each write has ended. They miss writes through `.data`,
+numpy views, fused kernels and replayed graphs. So `step()` samples some elements of each tensor, while the training
+waits. When the copies have ended, the samples are compared with the copy and, on the host, with the tensors too:
 
-- The copy differs: the element was written before it was copied. The first and last element of each tensor are
-  compared. With few tensors, many elements between them are compared too, others each time.
-- The tensor differs, though its copy may not: a write is in progress, or has just ended. Writes start at the first
-  element. If it is unchanged now, no write had started before the copy ended.
+- If the copy differs, the element was written before it was copied. The first and last element of each tensor are
+  always compared. With few tensors, many elements between them are compared too, different ones each time.
+- If the tensor differs, a write is in progress or has just ended, even if the copy is equal. Writes start at the first
+  element. If that element is unchanged now, no write had started before the copy ended.
 
-It cannot detect a write that torch does not count and that leaves all sampled elements unchanged.
+Sampling cannot detect a write that torch does not count and that leaves all sampled elements unchanged.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ckpt.events import log
 
 Array = npt.NDArray[np.int64]
 
-ELEMENTS = 4096  # in total, distributed evenly; but at least two of each tensor
-TURNS_LOG2 = 4  # the same positions are sampled again after 2 to this fingerprints
-_WHERE = {2, 4, 5, 7}  # the columns of a row that are positions, see `_row`
+ELEMENTS = 4096  # elements to sample in total, distributed evenly; at least two of each tensor
+TURNS_LOG2 = 4  # after 2 to this power fingerprints, the same positions are sampled again
+_WHERE = {2, 4, 5, 7}  # columns of a row that contain positions, see `_row`
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,7 +43,7 @@ class _Group:
     ) -> None:
         """Sample the first and last element of each row (see `_row`), and `between` elements between them.
 
-        storages: of the tensors, by index
+        storages: storages of the tensors, by tensor index
         """
         number, count, address, apart, last, offset, apart_there, last_there = rows.T
         parts = np.minimum(between, count)
@@ -61,10 +61,10 @@ class _Group:
             first, moves, distance = (torch.from_numpy(one).to(to) for one in found)
             return first, moves, distance
 
-        # From the start of the first tensor to the end of the last, with everything between them.
+        # Memory from the start of the first tensor to the end of the last, including everything between them.
         memory = torch._C._construct_storage_from_data_pointer(base, device, end - base)
         self.memory = torch.empty(0, dtype=_WORDS[width], device=device).set_(memory)
-        # For each position: the index of its tensor in the layout, and its place on the device and in a slot.
+        # For each position: the index of its tensor in the layout, and its positions on the device and in a slot.
         self.numbers = torch.from_numpy(np.concatenate([number, number[more], number[row]]))
         here = (address - base, last[more] - base, address[row] - base + begin * apart[row])
         there = (offset, last_there[more], offset[row] + begin * apart_there[row])
@@ -77,7 +77,7 @@ class _Group:
         return self.memory.device
 
     def freed(self) -> set[int]:
-        """Return the indices of tensors whose memory was freed. Nothing can be read in this group then."""
+        """Return the indices of tensors whose memory was freed. If there are any, nothing in this group can be read."""
         now = _memories(self._storages.values())
         if now == self._memories:
             return set()
@@ -93,7 +93,7 @@ class _Group:
 
 
 class SampledPlaces:
-    """Where to sample the tensors `numbers` of a layout, as long as none of them moves."""
+    """The positions to sample in the tensors `numbers` of a layout. Valid until a tensor moves."""
 
     def __init__(self, layout: Layout, numbers: Sequence[int], tensors: Sequence[Tensor]) -> None:
         self._turn = 0
@@ -101,16 +101,16 @@ class SampledPlaces:
         rows: dict[tuple[torch.device, int], list[list[int]]] = {}
         storages: dict[tuple[torch.device, int], dict[int, torch.UntypedStorage]] = {}
         for number, tensor in zip(numbers, tensors, strict=True):
-            # Negated and conjugated views are stored differently from their copies.
+            # Exclude negated and conjugated views, because their copies are stored differently.
             if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
                 width, row = _row(number, tensor, layout.arrangement.offsets[number])
                 rows.setdefault((tensor.device, width), []).append(row)
                 storages.setdefault((tensor.device, width), {})[number] = tensor.untyped_storage()
-                if tensor.itemsize == 16:  # the imaginary half of complex numbers
+                if tensor.itemsize == 16:  # sample the imaginary half of complex numbers too
                     rows[tensor.device, width].append([n + 8 * (i in _WHERE) for i, n in enumerate(row)])
         between = max(0, ELEMENTS // max(1, len(tensors)) - 2)
         for (device, width), found in rows.items():
-            if device.type in ("cpu", "cuda"):  # on other devices an address may have another meaning
+            if device.type in ("cpu", "cuda"):  # on other devices, an address may have another meaning
                 self._groups.append(_Group(device, width, np.array(found, np.int64), between, storages[device, width]))
             else:
                 log.warning("on %s, a copy detects only those concurrent writes that torch counts", device)
@@ -118,7 +118,7 @@ class SampledPlaces:
     def look(self, turn: int | None = None) -> Fingerprint:
         """Sample the elements now. On a device, this runs after the work queued on its current stream.
 
-        turn: which elements to sample, modulo 16, default: others than the last time.
+        turn: selects the elements to sample, modulo 16, default: not the elements of the last call
         """
         self._turn = (self._turn + 1 if turn is None else turn) % (1 << TURNS_LOG2)
         return Fingerprint(self._groups, self._turn)
@@ -133,7 +133,7 @@ class Fingerprint:
         self._held: list[Tensor] = []
 
     def fetch(self, streams: dict[torch.device, Any]) -> None:
-        """Copy the samples to the host when these streams have reached this point."""
+        """Queue the copy of the samples to the host, after the work queued on these streams."""
         for i, group in enumerate(self._groups):
             if group.device in streams:
                 found = self._found[i]
@@ -141,7 +141,7 @@ class Fingerprint:
                     here = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
                     here.copy_(found, non_blocking=True)
                 self._found[i] = here
-                self._held.append(found)  # until the copy has ended
+                self._held.append(found)  # keeps the samples alive until the copy has ended
 
     def digests(self) -> dict[int, bytes]:
         """Return a digest of the sampled elements of each tensor, by index. Waits for devices."""
@@ -154,14 +154,14 @@ class Fingerprint:
         return {number: chunk_digest(b"".join(found)) for number, found in words.items()}
 
     def changed(self) -> set[int]:
-        """Return the indices of host tensors that have changed since."""
+        """Return the indices of host tensors that have changed since the samples were taken."""
         both = [pair for pair in zip(self._groups, self._found, strict=True) if pair[0].device.type == "cpu"]
         freed = {id(group): group.freed() for group, _ in both}
         found = _differing((group, was, group.look(self._turn)) for group, was in both if not freed[id(group)])
         return found.union(*freed.values())
 
     def differing(self, slot: Tensor) -> set[int]:
-        """Return the indices of tensors whose copy in `slot` differs from the sample. Call `fetch` first."""
+        """Return the indices of tensors whose copy in `slot` differs from the samples. Call `fetch` first."""
         both = zip(self._groups, self._found, strict=True)
         return _differing((group, was, group.look_in(slot, self._turn)) for group, was in both)
 
@@ -172,15 +172,15 @@ def _differing(found: Iterable[tuple[_Group, Tensor, Tensor]]) -> set[int]:
 
 def _places(of: tuple[Tensor, Tensor, Tensor], turn: int) -> Tensor:
     """Return positions at a turn. `of`: first positions, number of elements over which each moves (empty if none
-    moves), and their distance."""
+    moves), and the distance of these elements."""
     where, span, apart = of
     return where if not len(span) else where + ((span * turn) >> TURNS_LOG2) * apart
 
 
 def _row(number: int, tensor: Tensor, offset: int) -> tuple[int, list[int]]:
-    """Return the word width of a tensor and its copy, and its position in bytes: index, number of elements, address,
-    element distance, address of the last; offset in the slot, distance there, offset of the last. In a non-contiguous
-    tensor, only elements along its longest dimension count."""
+    """Return the word width of a tensor and its copy, and its row of positions in bytes: index, number of elements,
+    address, element distance, address of the last; offset in the slot, distance there, offset of the last. Only
+    elements along the longest dimension of a non-contiguous tensor count."""
     size, address, count = tensor.itemsize, tensor.data_ptr(), tensor.numel()
     apart = apart_there = size
     last = last_there = (count - 1) * size

@@ -3,12 +3,11 @@
 `StateNode.read` returns `Contents`: named live tensors (`StateEntry`) and plain values. Tensors that stay the same from
 step to step are cached, and only compared by identity and address (`Places`, `Memories`), because reading happens
 between two steps of training. Restoring has two halves. `prepare` matches every tensor and finds every mismatch before
-anything is changed. The work that it registers, which runs after the tensors are filled, sets plain values and attaches
-new tensors.
+anything is changed. It also registers work that runs after the tensors are filled, for example to set plain values.
 
-Here are modules, objects with a `state_dict()` and plain values, and wrappers that give a `state_dict()` to random
-number generators and gradient scalers. Optimizers are in `ckpt.core.state.optimizer_node`. Adapters have nodes for the
-kinds that the core does not know (`ckpt.core.state.wrappers`).
+This module has nodes for modules, plain values and objects with a `state_dict()`, and gives random number generators
+and gradient scalers a `state_dict()`. Optimizers are in `ckpt.core.state.optimizer_node`. Adapters have nodes for other
+kinds (`ckpt.core.state.wrappers`).
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ from ckpt.errors import CorruptError, StateError
 
 @dataclass
 class Contents:
-    """The contents of a node now. `fixed` is the same object as before if nothing in it changed."""
+    """The current contents of a node. `fixed` is the same object as in the last reading if none of it changed."""
 
     fixed: list[StateEntry]
-    loose: list[StateEntry] = field(default_factory=list)  # created by each reading
+    loose: list[StateEntry] = field(default_factory=list)  # tensors that each reading creates
     values: Json = None
     facts: dict[str, Any] = field(default_factory=dict)  # plain values that are part of the layout
 
@@ -80,7 +79,7 @@ _NOTHING: list[StateEntry] = []  # one object, so that an empty list compares as
 class StateNode(ABC):
     """One entry of the state.
 
-    `optimizer`: the one whose steps change its tensors. `unguarded`: that optimizer's steps run no hooks.
+    `optimizer`: the optimizer whose steps change its tensors. `unguarded`: True if these steps run no hooks.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -92,7 +91,7 @@ class StateNode(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """The kind of the entry, as checkpoints name it."""
+        """Return the kind of the entry, as checkpoints name it."""
 
     @abstractmethod
     def read(self, names: Names) -> Contents:
@@ -100,19 +99,19 @@ class StateNode(ABC):
 
     @abstractmethod
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        """Match the saved tensors with the live ones. Problems are recorded in the placement, not raised."""
+        """Match the saved tensors with the live ones. Record problems in the placement instead of raising them."""
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
-        """Prepare an entry of a state that is exactly as it was saved: its fixed tensors are filled without checking
-        each. Return False if the entry needs more than that."""
+        """Prepare an entry whose state is exactly as it was saved, by filling its fixed tensors without checking each
+        one. Return False if the entry needs more work."""
         return False
 
 
 class Collector:
     """Replaces tensors and arrays in plain values by references.
 
-    objects: encodes the objects of an optimizer; without it, objects raise StateError.
-    exact: also keep the type of each tensor, for example Parameter, and raise StateError for other types.
+    objects: encodes the objects of an optimizer; without it, objects raise StateError
+    exact: also record the type of each tensor, for example Parameter, and raise StateError for other types
     """
 
     def __init__(self, objects: ObjectEncoder | None = None, *, exact: bool = False) -> None:
@@ -151,7 +150,7 @@ class Collector:
 
 _FORM = attrgetter("shape", "dtype")
 _NBYTES, _NUMBER = torch.UntypedStorage.nbytes, 8
-_TOGETHER = 256  # tensors checked together, so that torch's data on them stays in the processor's cache
+_TOGETHER = 256  # tensors checked together, so that their torch objects stay in the processor's cache
 
 
 class Places:
@@ -163,14 +162,14 @@ class Places:
         self._sized, self._sizes = list(sizes), list(map(len, sizes))
 
     def differs(self) -> bool:
-        """Return True if a key has another value, or a container another size."""
+        """Return True if a key's value or a container's size has changed."""
         if list(map(len, self._sized)) != self._sizes:
             return True
         return not all(map(is_, map(call, self._asks, self._keys), self._values))
 
 
 def _get(members: Any, key: str) -> object:
-    """Return a member of a ScriptModule, whose members are not in a dict."""
+    """Return a member, or None. A ScriptModule's members are not in a dict, so `members` may lack get()."""
     try:
         return members[key]
     except KeyError:
@@ -178,7 +177,7 @@ def _get(members: Any, key: str) -> object:
 
 
 class Memories:
-    """The addresses and forms of tensors. Checked at every step, so lookups are cached."""
+    """The addresses and forms of tensors. All lookups are cached, because every step checks them."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._wrapped = [(t, sign(t)) for t in tensors if is_wrapped(t)]
@@ -212,23 +211,23 @@ class _Some:
         now = self._now()
         if list(map(Tensor.data_ptr, now)) != self._were or list(map(_NBYTES, self._storages)) != self._sizes:
             return True
-        # Another view of the same memory, or more of it, after `.data = …`, `t_()` or `resize_()`.
+        # After `.data = …`, `t_()` or `resize_()`, a tensor may view the same memory differently, or more of it.
         if self._guards is not None and self._guards(*now):
             return False
         if _shapes(now) != self._forms:
             return True
-        self._guards = guards(now)  # these guards also depend on torch's modes and on requires_grad
+        self._guards = guards(now)  # rebuilt, because these guards also depend on torch's modes and on requires_grad
         return False
 
 
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages that can shrink at their address, each once. The comparison of addresses detects the rest.
+    """Return the distinct storages that can shrink without a new address. All other changes show in the addresses.
 
-    A storage of one number is left out, because it cannot shrink: a quarter of an AdamW state are such.
+    A storage of a single number is omitted because it cannot shrink. A quarter of an AdamW state are such storages.
     """
     found = dict[int, torch.UntypedStorage]()
     for one in tensors:
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have none
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have no storage
             storage = one.untyped_storage()
             if storage.nbytes() > _NUMBER:
                 found[storage._cdata] = storage
@@ -242,13 +241,13 @@ def _shapes(tensors: Sequence[Tensor]) -> list[object]:
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Return a function that checks in one call of torch that these tensors have their present shape, strides and
-    dtype. It takes a fifth of the time of checking each. Compiled code uses it, and it is private to torch. Return None
-    without it."""
+    dtype. It takes a fifth of the time of separate checks. Compiled code uses it, and it is private to torch. Return
+    None if torch lacks it."""
     try:
         make = torch._C._dynamo.guards.TensorGuards
         check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check if check(*tensors) else None
-    except Exception:  # another version, or tensors that it cannot check
+    except Exception:  # another version of torch, or tensors that it cannot check
         return None
 
 
@@ -262,12 +261,12 @@ TWO_TENSORS = (
 
 
 class ModuleNode(StateNode):
-    """Reads and restores the parameters and persistent buffers of an `nn.Module`, in place. It calls none of the
-    module's own code: an adapter reads any other entries of its `state_dict()`."""
+    """Reads and restores the parameters and persistent buffers of an `nn.Module`, in place, without calling the
+    module's own code. An adapter reads any other entries of its `state_dict()`."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         super().__init__(path)
-        self.whole, self.module = module, unwrap(module)  # `module` identifies it, with or without wrappers
+        self.whole, self.module = module, unwrap(module)  # `module` identifies the node, with or without wrappers
         self._replicas: dict[int, Replicas] = {}
         self._there, self._memories = Places(), Memories()
         self._piece: Contents | None = None
@@ -286,7 +285,7 @@ class ModuleNode(StateNode):
         return self._piece
 
     def changed(self) -> bool:
-        """Return True if tensors were replaced or moved since the last reading. Reshard it first if necessary."""
+        """Return True if tensors were replaced or moved since the last reading. Reshard first if necessary."""
         if not (self._there.differs() or self._memories.changed()):
             return False
         reshard(self.whole)
@@ -308,7 +307,7 @@ class ModuleNode(StateNode):
                     name = self._saved_as(f"{prefix}.{key}" if prefix else key)
                     if name is None or key in module._non_persistent_buffers_set:
                         continue
-                    if tensor is None:  # it may be set later
+                    if tensor is None:  # the user may set it later
                         children.append((owner, key, None))
                         continue
                     if name in live and not is_one(live[name][0][0].owner.tensor, tensor):
@@ -341,19 +340,19 @@ class ModuleNode(StateNode):
 
 
 def memory_id(tensor: Tensor) -> object:
-    """Return a key that is equal for tensors in the same storage."""
+    """Return a key that is equal for two tensors in the same storage."""
     return storage_of(tensor) or id(tensor)
 
 
 def view_id(tensor: Tensor) -> object:
-    """Return a key that is equal for the same view of the same storage."""
+    """Return a key that is equal for two equal views of the same storage."""
     if (memory := memory_id(tensor)) == id(tensor):
         return memory
     return memory, local(tensor).storage_offset(), tensor.shape, local(tensor).stride()
 
 
 def is_one(a: Tensor, b: Tensor) -> bool:
-    """Return True for the same tensor, or the same view of the same storage."""
+    """Return True if both are the same tensor, or the same view of the same storage."""
     return a is b or view_id(a) == view_id(b)
 
 
@@ -361,7 +360,7 @@ def is_one(a: Tensor, b: Tensor) -> bool:
 
 
 class PlainNode(StateNode):
-    """Plain values, tensors and arrays in the user's own dict or list, written back into it."""
+    """Plain values, tensors and arrays in the user's own dict or list. A restore writes into this container."""
 
     kind = "plain"
 
@@ -387,7 +386,7 @@ class PlainNode(StateNode):
 
 
 def write_back(live: Any, value: Any) -> Any:
-    """Return `value`, in the user's own containers and arrays if they have the same type."""
+    """Write `value` into the user's containers and arrays of the same type. Return it in these objects."""
     if type(live) is not type(value):
         return value
     if isinstance(live, dict):
@@ -412,7 +411,7 @@ def write_back(live: Any, value: Any) -> Any:
     if isinstance(live, bytearray):
         try:
             live[:] = value
-        except BufferError:  # a memoryview of it prevents a change of size
+        except BufferError:  # a memoryview of the array prevents a change of its size
             return value
         return live
     if isinstance(live, np.ndarray) and (live.dtype, live.shape) == (value.dtype, value.shape) and live.flags.writeable:
@@ -460,15 +459,15 @@ class Generator:
 
 
 class Scaler:
-    """A GradScaler whose two device numbers stay tensors. Its own state_dict() reads them, which makes the host wait
-    for all work queued on the device."""
+    """A GradScaler whose two device numbers stay tensors, because its own state_dict() reads them, and the host then
+    waits for all work queued on the device."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
         scaler: Any = self._scaler
-        live = {key: getattr(scaler, name, None) for key, name in _LIVE.items()}  # a disabled scaler has neither
+        live = {key: getattr(scaler, name, None) for key, name in _LIVE.items()}  # a disabled scaler has neither tensor
         if not all(isinstance(one, Tensor) for one in live.values()):
             return dict(scaler.state_dict())  # no tensor is on a device yet
         settings = {
@@ -516,7 +515,7 @@ class RNG:
             "numpy": (name, keys, int(position), int(has_gauss), float(cached)),
             "torch": torch.get_rng_state(),
         }
-        # An accelerator that was not initialized by other code is left alone.
+        # Skip an accelerator that other code has not initialized.
         there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if there is not None and (there.type != "cuda" or device_in_use()):
             module = torch.get_device_module()
@@ -530,10 +529,9 @@ class RNG:
             raise CorruptError(f"not the state of random number generators: {error}") from error
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """Load after the number of ranks has changed: each rank continues the stream of the same rank number.
+        """Load after the number of ranks has changed. Each rank continues the stream of the same rank number.
 
-        Ranks beyond those that saved start new streams, seeded from the saved ones. If all ranks had the same stream,
-        they have the same stream again.
+        Additional ranks start new streams, seeded from the saved ones. If all ranks had the same stream, all get it.
         """
         self.load_state_dict(states[rank % len(states)])
         try:
@@ -549,7 +547,7 @@ class RNG:
     def _load(self, state: dict[str, Any]) -> None:
         version, numbers, gauss = state["python"]
         python = version, tuple(int(n) for n in numbers), gauss
-        random.Random().setstate(python)  # check all of it before changing anything
+        random.Random().setstate(python)  # check all values before changing anything
         np.random.RandomState().set_state(state["numpy"])
         torch.Generator().set_state(state["torch"].cpu())
         random.setstate(python)
@@ -563,7 +561,7 @@ class RNG:
 
 
 def _mark(state: dict[str, Any]) -> bytes:
-    """Return a digest that differs if two states differ."""
+    """Return a digest of a state, to compare two states."""
     found = hashlib.sha256(
         repr((state["python"][0], state["python"][2], state["numpy"][0], state["numpy"][2:])).encode()
     )
@@ -582,8 +580,8 @@ class StatefulNode(StateNode):
     def __init__(self, path: Path, target: Stateful) -> None:
         super().__init__(path)
         self.target = target
-        self._kind_here = ""  # the kind of value that it last returned
-        self._tensors, self._values = True, None  # whether it had tensors, and its plain values
+        self._kind_here = ""  # the kind of value that state_dict() last returned
+        self._tensors, self._values = True, None  # whether the last value had tensors, and its plain values
         # The settings of the script, to report which ones the checkpoint overrides.
         self._settings = scheduler_settings(target) if isinstance(target, LRScheduler) else None
 
@@ -618,14 +616,14 @@ class StatefulNode(StateNode):
             placement.finish(self.path, finish, last=last)
 
     def _build(self, saved: SavedNode, placement: Placement) -> Callable[[], Any] | None:
-        """Return a function that builds the state to load. If that is impossible, record a problem and return None."""
+        """Return a function that builds the state to load. If it cannot be built, record a problem and return None."""
         return placement.build(saved.values, like={})
 
     def _load(self, state: Any) -> None:
         self.target.load_state_dict(state)
 
     def may_have_moments(self) -> bool:
-        """Return False if the saved values cannot contain an optimizer's state: a scheduler has only numbers."""
+        """Return False if the saved values cannot contain an optimizer's state, because they contain only numbers."""
         if isinstance(self.target, torch.optim.Optimizer) or self._tensors:
             return True
         return '"param_groups"' in json.dumps(self._values)
@@ -641,11 +639,11 @@ class StatefulNode(StateNode):
 # -- settings of optimizers and schedulers, compared to report which ones a checkpoint overrides --
 
 
-Settings = list[dict[str, Any]]  # of each group, in order
+Settings = list[dict[str, Any]]  # settings of each group, in order
 
 
 def settings_of(optimizer: Any) -> Settings:
-    """Return the numeric settings of each group, as JSON has them, with the learning rate before any schedule."""
+    """Return the numeric settings of each group as JSON values, with the learning rate before any schedule."""
     found = []
     for group in optimizer.param_groups:
         several = {k: list(v) if type(v) is tuple else v for k, v in group.items()}
@@ -660,8 +658,8 @@ def _is_number(value: object) -> bool:
 
 
 def overridden(then: Settings, now: Settings, in_effect: Settings) -> str:
-    """Return the settings that the script has changed since the run began, but that are not `in_effect` after a
-    restore, because the checkpoint overrides them. Return "" if there are none."""
+    """Return the settings that the script has changed since the run began, but that the checkpoint overrides, so they
+    are not `in_effect` after a restore. Return "" if there are none."""
     differ: dict[str, list[str]] = {}
     for number, (old, new, real) in enumerate(zip(then, now, in_effect, strict=False)):
         for name in sorted(old.keys() & new.keys() & real.keys()):
@@ -696,6 +694,6 @@ def scheduler_settings(scheduler: Any) -> dict[str, Any]:
 
     try:
         collect("", scheduler.state_dict())
-    except Exception:  # user code; the next save raises the error
+    except Exception:  # the user's code failed; the next save raises the error
         return {}
     return found

@@ -1,8 +1,8 @@
 """Reads optimizers and restores them.
 
-`OptimizerNode` saves the state of each parameter under the parameter's name, and writes it back directly: live tensors
-are filled in place, missing ones are created like their parameter. `Joint` presents several optimizers as one, for
-pipeline stages that are on this rank but elsewhere on several ranks.
+`OptimizerNode` saves the state of each parameter under the parameter's name, and writes it back directly. It fills live
+tensors in place and creates missing ones like their parameter. `Joint` presents several optimizers as one, for a rank
+with several pipeline stages that other runs have on several ranks.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ from ckpt.core.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.units import count_of
 
-IN_TURN = ("params", "param_names")  # the keys of a group that are concatenated
+IN_TURN = ("params", "param_names")  # keys of a group whose values are lists to concatenate
 
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # settings that schedulers add
-DEPTH = 3  # how many containers deep an optimizer may contain others
+DEPTH = 3  # maximum depth of containers in which an optimizer's inner optimizers are found
 
 
 class OptimizerNode(StateNode):
@@ -100,21 +100,21 @@ class OptimizerNode(StateNode):
         self._names: Names | None = None
         self._piece: Contents | None = None
         self._state: object = None
-        self._params, self._dicts = list[Any](), list[dict[Any, Any]]()  # keys of its state; dicts of parameters
-        self._with_dicts: list[bool] = []  # which of the keys are parameters that have a dict
+        self._params, self._dicts = list[Any](), list[dict[Any, Any]]()  # keys of the state; dicts of parameters
+        self._with_dicts: list[bool] = []  # for each key, True if it is a parameter that has a dict
         self._groups: list[list[Tensor]] = []
         self._there, self._memories = Places(), Memories()
         self._others: list[tuple[str, dict[str, Any], Any]] = []  # values that are not tensors or have other keys
         self._more: list[tuple[Json, Any]] = []  # entries of `state` that are not dicts of parameters, and their keys
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters named by their position
-        self._called: dict[int, str] = {}  # names of the parameters, by id
-        self._held: list[bool] = []  # which of them another entry contains
+        self._called: dict[int, str] = {}  # names of the parameters in the state, by id
+        self._held: list[bool] = []  # for each nameless parameter, True if another entry contains it
         self._own: dict[str, StateEntry] = {}
-        self._encoder: ObjectEncoder | None = None  # encodes objects, if it may have any
+        self._encoder: ObjectEncoder | None = None  # encodes objects, if the optimizer may have any
 
     def read(self, names: Names) -> Contents:
         if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
-            self._piece = None  # as in ModuleNode
+            self._piece = None  # as in ModuleNode, if reading fails midway, the next call must read again
             self._piece = self._read_tensors(names)
         collect = Collector(self._encoder, exact=True)
         values = self._values(collect)
@@ -154,7 +154,7 @@ class OptimizerNode(StateNode):
         state: MutableMapping[Any, Any] = optimizer.state
         if state is not self._state or len(state) != len(self._params):
             return True
-        # Compare in order of insertion, because a lookup by tensor runs Python code.
+        # Compare in insertion order, because a lookup by tensor runs Python code.
         dicts = compress(state.values(), self._with_dicts) if self._more else state.values()
         if not (all(map(is_, state, self._params)) and all(map(is_, dicts, self._dicts))):
             return True
@@ -165,7 +165,7 @@ class OptimizerNode(StateNode):
                 return True
         if self._there.differs() or self._memories.changed():
             return True
-        # A key that was None may now have a tensor, or may be gone while another key was added.
+        # A key that was None may now have a tensor. Or a key may be gone while another key was added.
         return any(
             key not in values or (_is_entry(key, values[key]) and id(values[key]) not in self._called)
             for _, values, key in self._others
@@ -177,13 +177,13 @@ class OptimizerNode(StateNode):
         self.settings = [
             *self.settings,
             *settings_of(self.optimizer)[len(self.settings) :],
-        ]  # a group may have been added later
+        ]  # the user may have added a group since the last reading
         self._others, self._more, self._there, self._memories = [], [], Places(), Memories()
         self._params, self._dicts, self._with_dicts = list(self.optimizer.state), [], []
-        dicts: dict[str, str] = {}  # by parameter: the type of its dict, if it is not a plain one
+        dicts: dict[str, str] = {}  # by parameter: the type of its dict, if that is not a plain dict
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
-        not_plain: list[tuple[Path, Tensor, Tensor]] = []  # in the state, and their parameters
+        not_plain: list[tuple[Path, Tensor, Tensor]] = []  # tensors of the state, and their parameters
         called, shares = self.param_names(names), self._shares()
         self._called, with_state = called, list[str]()
         for param, values in self.optimizer.state.items():
@@ -219,7 +219,7 @@ class OptimizerNode(StateNode):
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         facts = {"params": params, "with_state": with_state}
-        # Plain shards next to a DTensor, see _alike().
+        # Names of plain shards next to a DTensor, see _alike().
         plain = [one.name for one in fixed if is_dtensor(one.alike) and not is_dtensor(one.owner.tensor)]
         facts |= {PLAIN: plain} if plain else {}
         kinds = {show(path): kind for path, one, param in not_plain if (kind := _kind_of(one, param, path))}
@@ -228,7 +228,7 @@ class OptimizerNode(StateNode):
         return Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
 
     def _shares(self) -> set[str]:
-        """Return the keys whose plain tensors are this rank's shards, as TransformerEngine keeps moments of DTensors.
+        """Return the keys whose plain tensors are this rank's shards, as TransformerEngine stores moments of DTensors.
 
         A step count of shape [1] looks like a shard of one element, but not next to every parameter.
         """
@@ -247,7 +247,7 @@ class OptimizerNode(StateNode):
         return next((entry.owner.name for entry in self._own.values() if entry.owner.tensor is param), "")
 
     def param_names(self, names: Names) -> dict[int, str]:
-        """Return the names by id. A parameter without a name in the state is named by its position."""
+        """Return the parameters' names by id. A parameter without a name in the state is named by its position."""
         return {
             id(p): names[id(p)].name if id(p) in names else f"{i}.{j}"
             for i, group in enumerate(self.optimizer.param_groups)
@@ -255,7 +255,7 @@ class OptimizerNode(StateNode):
         }
 
     def _decoder(self, values: Json) -> ObjectDecoder | None:
-        """Return the decoder of objects, or None if the optimizer has none."""
+        """Return the decoder of objects, or None if the optimizer has no objects."""
         return None
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
@@ -297,7 +297,7 @@ class OptimizerNode(StateNode):
         self._prepare_loader(saved, placement, objects)
 
     def _prepare_loader(self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None) -> None:
-        """Prepare a call of the optimizer's own loader, in subclasses that call it."""
+        """Prepare a call of the optimizer's own loader. Only subclasses that call this loader override this method."""
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
         values = saved.values
@@ -309,7 +309,7 @@ class OptimizerNode(StateNode):
         return True
 
     def _put(self, state: dict[Any, Any]) -> None:
-        """Replace the optimizer's state by these entries. A plain dict of a parameter stays the same object."""
+        """Replace the optimizer's state by these entries. If a parameter has a plain dict, keep the dict object."""
         live = self.optimizer.state
         for param, values in state.items():
             have = live.get(param)
@@ -321,8 +321,8 @@ class OptimizerNode(StateNode):
         live.update(state)
 
     def _other_kind(self, saved: SavedNode) -> str:
-        """Return how the saved kind of optimizer differs from this one, or "" if it does not: each has settings that
-        the other lacks. Versions of torch, schedulers and scripts only add settings."""
+        """Return the difference of the saved kind of optimizer, or "". Kinds differ if each has settings that the other
+        lacks. Other versions of torch, schedulers and scripts only add settings."""
         theirs = [key for group in saved.values["groups"] for key in group if key not in SCHEDULED]
         own = [key for key in getattr(self.optimizer, "defaults", {}) if key not in theirs]
         here = {key for group in self.optimizer.param_groups for key in group}
@@ -333,7 +333,7 @@ class OptimizerNode(StateNode):
         """Return the function that restores the settings of the groups."""
         settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
         groups = [placement.build(self._usable(live, group, placement), objects=objects) for live, group in settings]
-        then = saved.values.get("settings") or self.settings  # an older version did not save them
+        then = saved.values.get("settings") or self.settings  # older versions of everystep did not save them
 
         def finish() -> None:
             own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -352,9 +352,9 @@ class OptimizerNode(StateNode):
         saved: SavedNode,
         placement: Placement,
     ) -> None:
-        """Match the tensors of the state. If one cannot be restored, its parameter starts without state."""
+        """Match the tensors of the state. If a tensor cannot be restored, its parameter starts without state."""
         prefix = show((*self.path, "state")) + "."
-        nested = set(references(saved.values["state"]))  # inside lists and dicts, not values of their own
+        nested = set(references(saved.values["state"]))  # inside lists and dicts, so not values of their own
         forms = forms_of(saved.facts)
         wholes = {name: form.name for form in forms.values() for name in form.names}
         split, odd, plain = splitter(fresh), set[str](), set(saved.facts.get(PLAIN, ()))
@@ -411,7 +411,7 @@ class OptimizerNode(StateNode):
         return found
 
     def _differing(self, rows: Collection[Row], placement: Placement) -> set[Row]:
-        """If the number of ranks changed, record a problem for each value that they saved differently. Return these."""
+        """If the number of ranks changed, record a problem for each value that ranks saved differently. Return them."""
         if not rows or not placement.resized:
             return set()
         ranks_by_value: dict[Row, dict[str, list[int]]] = {}
@@ -431,7 +431,7 @@ class OptimizerNode(StateNode):
         return set(differing)
 
     def _usable(self, live: MutableMapping[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
-        """Return the saved settings of a group that are of the same kind here, or None on one side."""
+        """Return the saved settings of a group that have the same kind as the live ones, or are None on one side."""
         found = {}
         for key, value in saved.items():
             if key in IN_TURN:
@@ -464,7 +464,7 @@ class OptimizerNode(StateNode):
                 )
 
     def _compare_groups(self, here: list[list[str]], saved: list[list[str]], placement: Placement) -> None:
-        """Compare the parameter groups. In a multi-rank job, one rank's groups may have only some of the parameters."""
+        """Compare the parameter groups. In a multi-rank job, a rank's groups may have only some of the parameters."""
         part = len(here) == len(saved) and all(set(a) <= set(b) for a, b in zip(here, saved, strict=True))
         if here == saved or (part and not placement.alone):
             return
@@ -499,11 +499,11 @@ class OptimizerNode(StateNode):
         shares: set[str],
         kind: dict[str, Json] | None,
     ) -> Tensor | None:
-        """Return the live tensor if it fits, otherwise a new one on the device that torch would choose. Return None,
-        and record a problem, if the tensor cannot be restored.
+        """Return the live tensor if it fits, else a new one on the device that torch would choose. Return None, and
+        record a problem, if the tensor cannot be restored.
 
-        `form`: of the saved wrapper, None for a plain tensor. `plain`: True if it was saved as a plain shard next to a
-        DTensor. `shares`: the keys of such tensors here. `kind`: the saved kind, None for a plain tensor.
+        `form`: form of the saved wrapper, None for a plain tensor. `plain`: True if it was saved as a plain shard next
+        to a DTensor. `shares`: keys of such shards here. `kind`: the saved kind, None for a plain tensor.
         """
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         if kind is not None and isinstance(live, Tensor) and not _is_of_kind(live, kind, param):
@@ -528,26 +528,26 @@ class OptimizerNode(StateNode):
         if (held := placement.names.get(id(param))) is not None:
             rank, canonical = placement.seat.rank, placement.saved.canonical
             if canonical(full, rank) == canonical(held.name, rank):
-                return param.detach()  # it was the weight itself, as SAM leaves it
+                return param.detach()  # the saved tensor was the weight itself, as SAM leaves it
         if placement.key_to_create(full, beside, guarded=True, plain=plain) is None:
             return None  # the problem is recorded
         like = None if self._lay_otherwise(full, param, placement) else local(param)
         return placement.create(full, device_of(full), beside, guarded=True, plain=plain, like=like)
 
     def _lay_otherwise(self, full: str, param: Tensor, placement: Placement) -> bool:
-        """Return True if a tensor had another memory layout than its parameter, whose layout is unchanged."""
+        """Return True if a tensor was saved in another memory layout than its parameter, whose layout is unchanged."""
         held = placement.names.get(id(param))
         own = placement.saved_order(self.own_name(param) if held is None else held.name)
         return own == (order_of(local(param)) or []) and placement.saved_order(full) not in (own, None)
 
 
 def _is_entry(key: object, value: object) -> bool:
-    """Return True for a tensor of the state with an entry of its own. An expanded tensor is saved as a value."""
+    """Return True for a tensor that has an entry of its own. An expanded tensor is saved as a value instead."""
     return type(key) is str and isinstance(value, Tensor) and not dims_of_expansion(value)
 
 
 def _kind_of(value: Tensor, param: Tensor, path: Path) -> dict[str, Json]:
-    """Return the kind of a tensor, for `_as_kind`; {} for a plain one. Raise StateError if it would be lost."""
+    """Return the kind of a tensor for `_as_kind`, or {} for a plain one. Raise StateError if it would be lost."""
     if is_wrapped(value):
         return {}
     if type(value) is type(param) and type(value) not in PLAIN_TENSORS and not is_dtensor(value):
@@ -561,7 +561,7 @@ def _is_of_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> bool:
 
 
 def _as_kind(value: Tensor, kind: dict[str, Json], param: Tensor) -> Tensor:
-    """Return a tensor of this kind with the same memory. `like`: of the class of its parameter."""
+    """Return a tensor of this kind with the same memory. The kind `like` means the class of its parameter."""
     return of_kind(value.as_subclass(type(param)) if kind.get("like") else value, kind)
 
 
@@ -572,7 +572,7 @@ _DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
 
 
 def _kind_of_dict(values: dict[Any, Any], path: Path) -> str:
-    """Return the entry of `_DICTS` that makes a dict like this one. Raise StateError if none does."""
+    """Return the entry of `_DICTS` that creates a dict like this one. Raise StateError if there is none."""
     kind, make = type(values), getattr(values, "default_factory", None)
     name = f"defaultdict({getattr(make, '__name__', make)})" if kind is defaultdict else kind.__qualname__
     if name in _DICTS and type(_DICTS[name]()) is kind and getattr(_DICTS[name](), "default_factory", None) is make:
@@ -613,7 +613,7 @@ def inside(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def all_of_one_state(optimizer: Any) -> list[Any]:
-    """Return the optimizer, and those inside it that have the same state."""
+    """Return the optimizer and the optimizers inside it that have the same state object."""
     found = [optimizer]
     for outer in found:  # the list grows during the loop
         same = (one for one in inside(outer) if getattr(one, "state", None) is optimizer.state)
@@ -624,10 +624,10 @@ def all_of_one_state(optimizer: Any) -> list[Any]:
 def forgotten(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """Yield the inner optimizers that are missing from the optimizer's `state_dict()`, with the names that hold them.
 
-    SAM has one in an attribute, and others have several in a list or a dict.
+    SAM has an inner optimizer in an attribute. Other optimizers have several in a list or a dict.
     """
     if isinstance(optimizer, Joint):
-        return  # its state consists of theirs
+        return  # its state consists of the states of its inner optimizers
     for outer in all_of_one_state(optimizer):
         for name, inner in _held_optimizers(vars(outer)):
             if inner.state is not optimizer.state:
@@ -654,16 +654,16 @@ def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
 
 
 def _alike(value: Tensor, param: Tensor, names: Names, share: bool) -> Replicas | Tensor | None:
-    """Return what `_beside` returns, but a plain tensor next to a DTensor is its shard only if it is a `share`."""
+    """Return the result of `_beside`. A plain tensor next to a DTensor is its shard only if `share` is true."""
     beside = _beside(param, names)
     if not is_dtensor(beside) or share or is_dtensor(value) or is_wrapped(value):
         return beside
-    return Replicas(members(beside)) if value.numel() == 1 else None  # a step count: equal on all ranks
+    return Replicas(members(beside)) if value.numel() == 1 else None  # a step count, which is equal on all ranks
 
 
 @torch.no_grad()
 def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: Container[int]) -> None:
-    """Restore the settings of a group. `own`: the ids of the optimizer's parameters, to which a setting may refer."""
+    """Restore the settings of a group. `own`: ids of the optimizer's parameters, to which a setting may refer."""
     for key, value in saved.items():
         live = group.get(key)
         if live is value:
@@ -676,7 +676,7 @@ def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: C
             and (live.shape, live.dtype) == (value.shape, value.dtype)
             and plain_kind(value) in ({}, plain_kind(live))
         ):
-            live.copy_(value)  # a captured graph reads this tensor object
+            live.copy_(value)  # in place, because a captured graph reads this tensor object
         elif isinstance(live, torch.device) and isinstance(value, torch.device):
             continue  # keep this rank's device, which may differ from the saved one
         else:
@@ -689,7 +689,7 @@ def _update_group(group: MutableMapping[str, Any], saved: dict[str, Any], own: C
 class Joint(torch.optim.Optimizer):
     """Presents optimizers with equal groups of different parameters as a single optimizer.
 
-    It is a view: reads and writes go to the parts. It steps when all parts have stepped. `parts`: in order.
+    It is a view, so reads and writes go to the parts. It steps when all parts have stepped. `parts`: in order.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -732,7 +732,7 @@ class _Group(MutableMapping[str, Any]):
 
 
 class _States(MutableMapping[Tensor, dict[str, Any]]):
-    """The state of all parameters. Check for a parameter first: torch's defaultdict would create a missing entry."""
+    """The state of all parameters. Look up only existing parameters, or torch's defaultdict creates an entry."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = parts

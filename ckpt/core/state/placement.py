@@ -1,10 +1,10 @@
 """Matches the tensors of a checkpoint with the live state, before they are filled (`state.filler`).
 
 A `Placement` is built without changing anything. Each entry of the state (`StateNode.prepare`) compares its tensors,
-and either fills a live tensor, or creates one. All mismatches are collected, so that one error lists all. Work for the
-time after the tensors are filled is registered with `finish`.
+and either fills a live tensor or creates a new one. All mismatches are collected, so that one error lists all of them.
+`finish` registers work to run after the tensors are filled.
 
-A wrapper tensor is restored completely or not at all: codes are useless without their scales.
+A wrapper tensor is restored completely or not at all, because codes are useless without their scales.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from ckpt.core.state.wrappers import WrapperForm, cut_otherwise, differs, remake
 from ckpt.errors import CheckpointError, CorruptError, MismatchError
 
 _LIBRARIES = tuple(os.path.join(os.path.dirname(str(module.__file__)), "") for module in (errors, torch, np))
-_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # other packages may lie below it, in site-packages
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # other packages may be below it, in site-packages
 
 
 def comes_from_user(error: BaseException) -> bool:
-    """Return True if an error does not show damaged bytes: resources are short, or code outside this library failed.
+    """Return True if an error has a cause other than damaged bytes: too few resources, or code outside this library.
 
-    Malformed values raise errors in this library, torch, numpy or the standard library. An object of the user, or of a
-    package that the user has chosen, has a frame of its own in the traceback.
+    Malformed values raise errors in this library, torch, numpy or the standard library. If an object of the user, or a
+    package that the user has chosen, raised the error, its code has a frame in the traceback.
     """
     if isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)):
         return True
     for frame, _ in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         standard = file.startswith("<frozen") or (file.startswith(_STANDARD) and "-packages" not in file)
-        compiled = file.endswith(".pyx")  # numpy's, without its path
+        compiled = file.endswith(".pyx")  # a frame in numpy's compiled code, which has no path
         if not (standard or compiled or file.startswith(_LIBRARIES)):
             return True
     return False
@@ -77,8 +77,8 @@ def comes_from_user(error: BaseException) -> bool:
 
 @dataclass
 class Placement:
-    """The matched tensors of a restore. `fills`: for every saved tensor that this rank reads, the live or new tensors
-    that take it; `whole`: live tensors that take all of a shard unchanged, by shard number."""
+    """The matched tensors of a restore. `fills`: the live or new tensors to fill from each saved tensor that this rank
+    reads. `whole`: by shard number, live tensors that take a complete shard unchanged."""
 
     saved: SavedState
     strict: bool
@@ -88,24 +88,24 @@ class Placement:
     whole: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     overridden: list[str] = field(default_factory=list)  # settings of the script that are overridden
-    cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the dtype here, by name
-    apart: set[str] = field(default_factory=set)  # replicas here that each rank saved separately
+    cast: dict[str, str] = field(default_factory=dict)  # with strict=False: the live dtype, by name
+    apart: set[str] = field(default_factory=set)  # names of live replicas that each rank saved separately
     finishers: list[Callable[[], object]] = field(default_factory=list)
-    last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers, which may draw random numbers
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of saved wrapper tensors
+    last: list[Callable[[], object]] = field(default_factory=list)  # run after all finishers, which draw random numbers
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of saved wrapper tensors
     _keys: dict[tuple[str, int | None, bool], Key | None] = field(default_factory=dict)
     _reader: int | None = None
     _asked: dict[tuple[str, int, bool, int | None], tuple[StateEntry, Key | None]] = field(default_factory=dict)
     _to_create: dict[tuple[str, int, bool, bool], tuple[StateEntry, Key | None]] = field(default_factory=dict)
     _cut: dict[tuple[str, int], tuple[StateEntry, list[LocalPiece]]] = field(default_factory=dict)
     _created: dict[Key, Tensor] = field(default_factory=dict)
-    _filled: dict[Key, Tensor] = field(default_factory=dict)  # live tensors of optimizers
-    _handed: set[Key] = field(default_factory=set)  # created only for a load_state_dict, which copies them
-    _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # tensors that are filled here or by such a call
+    _filled: dict[Key, Tensor] = field(default_factory=dict)  # live tensors of optimizers, by saved tensor
+    _handed: set[Key] = field(default_factory=set)  # tensors created only for a load_state_dict call, which copies them
+    _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # tensors filled directly or by such a call
 
     @property
     def alone(self) -> bool:
-        """Return True if one rank saved this and one restores it. Then both sides must have the same entries."""
+        """Return True if one rank saved the state and one restores it, so that both must have the same entries."""
         return self.saved.world == self.seat.size == 1
 
     @property
@@ -115,7 +115,7 @@ class Placement:
 
     def key(self, name: str, instance: int | None = None, *, lenient: bool = True) -> Key | None:
         """Return the saved tensor for a name on this rank. If it is ambiguous, record a problem and return None."""
-        if self._reader is not None:  # as that rank named it
+        if self._reader is not None:  # the name as the reader rank had it
             found = self.saved.resolve(name, self._reader, self.saved.world, instance, lenient=True)
             return found if isinstance(found, tuple) else None
         if (name, instance, lenient) not in self._keys:
@@ -153,7 +153,7 @@ class Placement:
         self.problems.append(text)
 
     def finish(self, path: Path, work: Callable[[], object], *, last: bool = False) -> None:
-        """Run this after the tensors are filled.
+        """Register work to run after the tensors are filled.
 
         An error of the user's own code is raised unchanged. The stored bytes match their digests, so restoring an older
         checkpoint would not help, and would lose steps.
@@ -180,7 +180,7 @@ class Placement:
         return key is not None and self._form(entry) == (self.saved.tensors[key].spec.shape, self.spec(name).dtype)
 
     def _form(self, entry: StateEntry) -> tuple[tuple[int, ...], str | None]:
-        """Return the shape of the whole tensor, and the dtype."""
+        """Return the shape of the whole tensor, and its dtype."""
         here = self._pieces(entry)
         alike: Any = entry.alike
         of_more = isinstance(alike, Division) or is_plain_share(entry.tensor, alike)  # the share may be empty
@@ -190,13 +190,13 @@ class Placement:
 
     def _pieces(self, entry: StateEntry) -> list[LocalPiece]:
         """Return the pieces of a live tensor, cached. Return [] if its dtype cannot be saved."""
-        key = entry.name, id(entry.tensor)  # kept alive by the entry
+        key = entry.name, id(entry.tensor)  # the entry keeps the tensor alive, so its id is unique
         if key not in self._cut:
             self._cut[key] = entry, pieces(entry, self.seat) if DTYPE_NAME.get(entry.tensor.dtype) else []
         return self._cut[key][1]
 
     def compare(self, path: Path, saved: Iterable[str], live: Mapping[str, StateEntry]) -> list[str]:
-        """Record every difference, and return the names that can be filled."""
+        """Record every difference, and return the names of tensors that can be filled."""
         names = set(saved)
         for name in sorted(live.keys() - names):
             self.problem(f"{name} is not in the checkpoint")
@@ -220,7 +220,7 @@ class Placement:
 
     def _key_for(self, name: str, entry: StateEntry) -> Key | None:
         asked = name, id(entry.tensor), entry.guarded, self._reader
-        if asked not in self._asked:  # asked several times for each tensor
+        if asked not in self._asked:  # compare() checks each tensor several times
             self._asked[asked] = entry, self._look_up(name, entry)
         return self._asked[asked][1]
 
@@ -232,11 +232,11 @@ class Placement:
             return self.key(name, instance, lenient=not entry.guarded)
         key = self.key(name, None, lenient=not entry.guarded)
         if key is not None and key[1] != GLOBAL and not self.saved.identical(key[0]):
-            self.apart.add(entry.name)  # replicas that differed: each rank keeps its own
+            self.apart.add(entry.name)  # these replicas differed, so each rank restores its own values
         return key
 
     def filled(self, name: str, entry: StateEntry) -> None:
-        """Make values of this optimizer that refer to the same saved tensor by other names use this live tensor too."""
+        """Let values of this optimizer that refer to the same saved tensor by other names use this live tensor too."""
         if (key := self._key_for(name, entry)) is not None:
             self._filled.setdefault(key, entry.tensor)
 
@@ -250,15 +250,15 @@ class Placement:
             self.fills.setdefault(key, []).append(Target(piece.tensor, (piece.holding.offsets, piece.holding.sizes)))
 
     def watch(self, name: str, entry: StateEntry) -> None:
-        """Record a tensor that the user's own code will fill, to check which memory it shares."""
+        """Record a tensor that the user's own code will fill, so that `check_sharing` checks its memory."""
         key = self._key_for(name, entry)
-        if key is not None and not isinstance(entry.alike, Division):  # such tensors are identified by name
+        if key is not None and not isinstance(entry.alike, Division):  # a user's division is identified by name instead
             self._live.setdefault(key, []).append(local(entry.tensor))
 
     def key_to_create(
         self, name: str, beside: Replicas | Tensor | None = None, *, guarded: bool = False, plain: bool = False
     ) -> Key | None:
-        """Return the saved tensor for one that must be created, by the rules for a live tensor in its position.
+        """Return the saved tensor for a tensor to create, by the rules for a live tensor in its position.
 
         Return None, and record a problem, if the name is ambiguous. `guarded`: as in `StateEntry`. `plain`: as in
         `create`.
@@ -276,7 +276,7 @@ class Placement:
         return self._to_create[asked][1]
 
     def _becomes(self, name: str, spec: TensorSpec, beside: Replicas | Tensor | None, plain: bool) -> Tensor | None:
-        """Return the model for state next to a DTensor: the DTensor, its shard if `plain`, or None for neither."""
+        """Return the model for state next to a DTensor: the DTensor, or its shard if `plain`, or None."""
         if not isinstance(beside, Tensor) or not is_dtensor(beside):
             return None
         if tuple(beside.shape) != spec.shape or name.endswith(".step"):
@@ -293,7 +293,7 @@ class Placement:
         plain: bool = False,
         like: Tensor | None = None,
     ) -> Tensor:
-        """Return a new tensor for `name`, and the same one for its aliases. State of a DTensor becomes a DTensor.
+        """Return a new tensor for `name`, or the same tensor again for an alias. State of a DTensor becomes a DTensor.
 
         guarded: as in `StateEntry`.
         plain: state of a DTensor becomes a plain tensor like its local shard.
@@ -330,13 +330,12 @@ class Placement:
         guarded: bool | Container[str] = False,
         objects: ObjectDecoder | None = None,
     ) -> Callable[[], Any]:
-        """Return a function that builds plain values after the tensors in them are filled. They go into `live` tensors,
-        or new ones.
+        """Return a function that builds plain values after the tensors in them, `live` or new, are filled.
 
-        `like`: live tensors that the new ones will be copied into; for a DTensor a DTensor is created. `rank`: the rank
-        that saved these values, default: the rank whose values this one restores. `guarded`: True if the tensors belong
-        to an optimizer, or their names. Different values on the ranks are then a problem if the number of ranks has
-        changed. `objects`: restores objects among them.
+        `like`: live tensors that will receive copies of the new ones; for a DTensor a DTensor is created. `rank`: the
+        rank that saved these values, default: the rank whose values this one restores. `guarded`: True, or names of
+        tensors, if they belong to an optimizer. Different values on the ranks are then a problem if the number of ranks
+        has changed. `objects`: restores objects among the values.
         """
 
         def check(reference: Json) -> object:
@@ -352,7 +351,7 @@ class Placement:
         finally:
             self._reader = None
 
-        made: dict[int, Tensor] = {}  # one Parameter for all references to one tensor
+        made: dict[int, Tensor] = {}  # by saved tensor: one Parameter for all references to it
 
         def extern(reference: Json) -> object:
             if objects is not None and reference["$"] in OBJECT_TAGS:
@@ -378,7 +377,7 @@ class Placement:
         like: Mapping[str, StateEntry] | None,
         guarded: bool | Container[str],
     ) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Mapping[str, StateEntry] | None]:
-        """Return all wrappers and tensors in plain values, live or new, and `live` without those that do not fit."""
+        """Return all wrappers and tensors in plain values, live or new, and the `live` tensors that fit."""
         wrappers: dict[str, Tensor | None] = {}
         others = dict(live or {})
         wholes = {entry.owner.name: entry.owner for entry in others.values()}
@@ -421,8 +420,8 @@ class Placement:
         return wrappers, tensors, others
 
     def parts_that_fit(self, form: WrapperForm | None, live: StateEntry) -> list[StateEntry] | None:
-        """Return the tensors of a live wrapper if all of it can be filled. Otherwise return None, and record a problem.
-        `form`: of the saved wrapper, or None for a plain tensor."""
+        """Return the tensors of a live wrapper if all can be filled. Otherwise record a problem and return None.
+        `form`: form of the saved wrapper, or None for a plain tensor."""
         parts, here = take_apart(live)
         if problem := differs(form, here, live.name):
             self.problem(problem)
@@ -486,8 +485,8 @@ class Placement:
         return found
 
     def _check(self, reference: Json) -> object:
-        """Check a reference. Raise CorruptError or ValueError unless it is a constant, a tensor, or an array with the
-        number of bytes that are stored."""
+        """Check a reference. Raise CorruptError or ValueError unless it refers to a constant, a tensor, or an array
+        with the number of bytes that are stored."""
         if reference["$"] == "wrapper":
             WrapperForm.from_json(reference)
             return None
@@ -504,12 +503,12 @@ class Placement:
         return None
 
     def check(self) -> None:
-        """Raise MismatchError listing every problem, unless strict is False."""
+        """Raise MismatchError with a list of all problems, unless strict is False."""
         if self.problems and self.strict:
             raise mismatch(self.problems)
 
     def check_sharing(self) -> None:
-        """Check that tied weights are tied on both sides. Untying them silently would change the training."""
+        """Record weights that are tied on only one side. Untying them silently would change the training."""
         owners: dict[Any, Key] = {}
         for key, tensors in self._live.items():
             handed = self._created.get(key) if key in self._handed else None
@@ -540,7 +539,7 @@ def references(values: Json) -> list[str]:
 
 
 def _tagged(values: Json, tags: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield all references of these kinds, but not references inside them."""
+    """Yield all references with these tags, but not references inside other references."""
     pending = [values]
     while pending:
         value = pending.pop()
@@ -553,11 +552,11 @@ def _tagged(values: Json, tags: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 # -- wrapper tensors --
 
 
-FACT = "wrappers"  # a fact of a module or optimizer: the forms of its wrappers
+FACT = "wrappers"  # fact of a module or optimizer: the forms of its wrappers
 
 
 def facts_of(forms: Collection[WrapperForm]) -> dict[str, Json]:
-    """Return the forms as a fact, or nothing if there are none."""
+    """Return the forms as a fact, or {} if there are no forms."""
     return {FACT: [form.to_json() for form in forms]} if forms else {}
 
 
@@ -572,8 +571,8 @@ def forms_of(facts: Mapping[str, Any]) -> dict[str, WrapperForm]:
 def matching(
     names: list[str], own: Mapping[str, StateEntry], facts: Mapping[str, Any], saved: Collection[str], to: Placement
 ) -> list[str]:
-    """Return those of `names` that can be filled. A wrapper is filled completely or not at all. Problems are recorded.
-    `own`: the live entries by name. `facts`, `saved`: of the checkpoint, and its names."""
+    """Return those of `names` that can be filled, and record problems. A wrapper is filled completely or not at all.
+    `own`: live entries by name. `facts`, `saved`: facts and names in the checkpoint."""
     saved_forms, live_forms = forms_of(facts), dict[str, WrapperForm]()
     whole = {entry.owner.name: entry.owner for entry in own.values() if entry.part_of is not None}
     for name, owner in whole.items():

@@ -2,10 +2,10 @@
 
 `pieces` returns this rank's pieces of an entry: shards of a DTensor, a replica, boxes that the user has described, or a
 tensor of this rank alone. All facts come from the tensors and their meshes, without communication.
-`ckpt.core.format.saved_state` decides which rank's own values a rank restores.
+`ckpt.core.format.saved_state` decides whose plain values a rank restores.
 
 `named_modules` gives the names of modules and parameters without the wrappers of torch around them. `Names` has the
-parameters by id, and the memory of the state outside optimizers.
+parameters by id, and the memory of all entries outside optimizers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt.errors import StateError
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The ranks with identical copies of a plain tensor. `first_only`: only the first counts (broadcast buffers)."""
+    """The ranks with identical copies of a tensor. `first_only`: only the first copy is saved (broadcast buffers)."""
 
     ranks: tuple[int, ...]
     first_only: bool = False
@@ -37,9 +37,8 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """The user's description of one sharded tensor: its shape, and boxes of it in this rank's memory, each with its
-    offsets and the ranks that have the same box. `ranks`: the ranks that hold the whole tensor together, default:
-    all."""
+    """The user's description of a sharded tensor: its shape, and its boxes in this rank's memory, each with its offsets
+    and the ranks that have the same box. `ranks`: the ranks that hold the whole tensor together, default: all."""
 
     shape: Dims
     boxes: tuple[tuple[Tensor, Dims, tuple[int, ...] | None], ...]
@@ -50,10 +49,10 @@ class Division:
 class StateEntry:
     """One tensor of the state.
 
-    `guarded`: it changes only inside optimizer steps, so its copy may overlap the next forward and backward. `alike`:
-    the ranks with the same tensor, or the DTensor whose optimizer state it is, or a sharding that the user has
-    described; None: it belongs to this rank alone. `of`: the parameter whose optimizer state it is. `part_of`: the
-    wrapper tensor (`ckpt.core.state.wrappers`) that contains it, with all wrappers `around` it.
+    `guarded`: True if only optimizer steps change it, so its copy may overlap the next forward and backward. `alike`:
+    the ranks with the same tensor, or the DTensor whose optimizer state it is, or the user's description of its
+    sharding, or None if it belongs to this rank alone. `of`: the parameter whose optimizer state it is. `part_of`: the
+    wrapper tensor (`ckpt.core.state.wrappers`) that contains it. `around`: all wrappers that contain it.
     """
 
     name: str
@@ -66,7 +65,7 @@ class StateEntry:
 
     @property
     def owner(self) -> StateEntry:
-        """The entry by which optimizers and modules know it."""
+        """Return the entry that optimizers and modules use for it: its wrapper's entry, if it is part of a wrapper."""
         return self.part_of or self
 
 
@@ -87,14 +86,14 @@ def is_dtensor(tensor: object) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's memory of a tensor: the local shard of a DTensor, otherwise the tensor."""
     found: Any = tensor
-    return found._local_tensor if is_dtensor(tensor) else tensor  # to_local() would take part in autograd
+    return found._local_tensor if is_dtensor(tensor) else tensor  # not to_local(), which would take part in autograd
 
 
 def storage_of(tensor: Any) -> int:
     """Return the address of a tensor's storage, or 0 if it has none."""
     try:
         return int(local(tensor).untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError):  # for example a wrapper subclass
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError):  # a wrapper subclass may have none
         return 0
 
 
@@ -129,13 +128,13 @@ def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[LocalPiec
     ranks = members(param)
     if is_plain_share(tensor, param) and not tensor.numel() == param.numel() == 1:
         return _of_dtensor(name, param, seat, instead=tensor)
-    if tensor.numel() == 1:  # a step count: it is equal on all ranks of the mesh
+    if tensor.numel() == 1:  # a step count, which is equal on all ranks of the mesh
         return [_whole(name, tensor, ranks, _instance(ranks, seat))]
     return [_whole(name, tensor, (seat.rank,), _instance((seat.rank,), seat))]
 
 
 def is_plain_share(tensor: Tensor, beside: object) -> bool:
-    """Return True for a plain tensor with the shape of a DTensor's shard, as TransformerEngine keeps moments."""
+    """Return True for a plain tensor with the shape of a DTensor's shard, as TransformerEngine stores moments."""
     if not is_dtensor(beside) or is_dtensor(tensor):
         return False
     param: Any = beside
@@ -156,7 +155,7 @@ def _of_division(entry: StateEntry, division: Division, seat: Seat) -> list[Loca
                 f"{entry.name}: replicas={list(ranks)} must be ranks of {list(together)} without repetition, "
                 f"and include this rank, {seat.rank}"
             )
-        if 0 in full:  # an empty tensor is still saved, once for all these ranks
+        if 0 in full:  # an empty tensor is still saved, once for all its ranks
             ranks = together
         dtype, on_device = DTYPE_NAME[view.dtype], view.device.type != "cpu"
         sizes, instance = tuple(view.shape), _instance(together, seat)
@@ -176,8 +175,8 @@ def _ranks(mesh: Any) -> tuple[int, ...]:
 
 
 class _Cutting(NamedTuple):
-    """How a placement shards. Torch considers a strided shard equal to a plain one, so a placement alone is not a cache
-    key. `dim` is None if it does not shard."""
+    """How a placement shards. `dim`: None if it does not. A placement alone is not a cache key, because torch considers
+    a strided shard equal to a plain one."""
 
     dim: int | None
     split_factor: int
@@ -188,7 +187,7 @@ def _cuttings(placements: Any) -> tuple[_Cutting, ...]:
 
 
 def share_of(tensor: Any) -> tuple[Dims, ...]:
-    """Return this rank's indices of every dimension of a DTensor, as start, length, start, length and so on."""
+    """Return this rank's indices in every dimension of a DTensor, each as start, length, start, length and so on."""
     mesh = tensor.device_mesh
     if (coordinate := mesh.get_coordinate()) is None:
         return ()
@@ -224,8 +223,7 @@ def _lie(
     full: Dims, mesh: Any, coordinate: Dims, cuttings: tuple[_Cutting, ...]
 ) -> tuple[Dims, tuple[tuple[Box, Dims], ...], tuple[int, ...]]:
     """Return the local shape, the boxes with their offsets in the local tensor, and the ranks with the same boxes, for
-    tensors of one shape at one mesh coordinate. Cached, because thousands of tensors share a mesh of thousands of
-    ranks."""
+    tensors of one shape at one mesh coordinate. Cached, because thousands of tensors share a mesh."""
     runs = indices(full, tuple(mesh.mesh.shape), coordinate, cuttings)
     place = tuple(at if c.dim is not None else slice(None) for at, c in zip(coordinate, cuttings, strict=True))
     replicas = tuple(sorted(mesh.mesh[place].flatten().tolist()))
@@ -233,12 +231,12 @@ def _lie(
 
 
 def slices(box: tuple[Dims, Dims]) -> tuple[slice, ...]:
-    """Return a box as an index."""
+    """Return the slices that index a box in a tensor."""
     return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
 
 
 def indices(shape: Dims, mesh: Dims, coordinate: Any, placements: Any) -> list[list[tuple[int, int]]]:
-    """Return the indices of every dimension at `coordinate` of a mesh, as runs, sharded like `torch.chunk`."""
+    """Return the indices in every dimension that a mesh coordinate has, as runs, sharded like `torch.chunk`."""
     runs = [[(0, n)] for n in shape]
     for dim in range(len(shape)):
         for i, groups in _cutting_order(dim, mesh, placements):
@@ -256,7 +254,7 @@ def _cutting_order(dim: int, mesh: Dims, placements: Any) -> list[tuple[int, int
     """Return the mesh dimensions that shard a tensor dimension, in order, as (mesh dimension, number of groups to form
     first).
 
-    They shard from left to right. A strided shard comes later than its position: after those to its right whose sizes
+    Mesh dimensions shard from left to right. A strided shard moves to the right, behind the dimensions whose sizes
     multiply to `split_factor`. PyTorch describes FSDP over tensor parallelism this way, and this order is exact for
     uneven sizes too. If no order gives that factor, each group is sharded separately.
     """
@@ -294,7 +292,7 @@ class NamedModule(NamedTuple):
 def wrapped_attribute(module: nn.Module) -> str | None:
     """Return the attribute in which a wrapper of torch keeps its module. Return None if `module` is not a wrapper.
 
-    Only the class decides. Other modules may have attributes of the same names, or forward them to a wrapper inside.
+    Only the class decides, because other modules may have or forward attributes of the same names.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
@@ -306,7 +304,7 @@ def wrapped_attribute(module: nn.Module) -> str | None:
 
 
 def named_modules(module: nn.Module, name: str = "", raw_name: str = "") -> Iterator[NamedModule]:
-    """Yield a module and all modules in it, shared ones repeatedly. Wrappers do not change the names."""
+    """Yield a module and all modules in it. Shared modules are repeated. Wrappers do not change the names."""
     yield NamedModule(name, raw_name, module)
     wrapped = wrapped_attribute(module)
     for key, child in module._modules.items():
@@ -316,14 +314,14 @@ def named_modules(module: nn.Module, name: str = "", raw_name: str = "") -> Iter
 
 
 def named_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters by the names of `named_modules`, shared ones under each of their names."""
+    """Return all parameters by the names of `named_modules`. A shared parameter has several names."""
     return {
         _joined(n, key): p for n, _, m in named_modules(module) for key, p in m._parameters.items() if p is not None
     }
 
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return all persistent buffers by the names of `named_modules`, shared ones under each of their names."""
+    """Return all persistent buffers by the names of `named_modules`. A shared buffer has several names."""
     return {
         _joined(name, key): buffer
         for name, _, each in named_modules(module)
@@ -333,9 +331,9 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_key(module: nn.Module, key: str) -> str:
-    """Return a key of `module.state_dict()` as the name that `named_modules` gives it, or unchanged if there is none.
+    """Return the `named_modules` name for a key of `module.state_dict()`. Return the key if there is no such name.
 
-    A wrapper around `module` may return the state_dict() of a child, as Lightning Fabric's does.
+    A wrapper around `module` may return the state_dict() of a child, as Lightning Fabric's wrapper does.
     """
     return next((found for one in (module, *module.children()) if (found := _resolved(one, key)) is not None), key)
 
@@ -368,7 +366,7 @@ def _joined(prefix: str, key: str) -> str:
 
 
 class ModulePart(nn.Module):
-    """Some parameters and buffers of a module, under the names that they have there. Only they are saved."""
+    """Some parameters and buffers of a module, under their names in that module. Only they are saved."""
 
     def __init__(self, whole: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -376,7 +374,7 @@ class ModulePart(nn.Module):
         self.put(tensors)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Save exactly these tensors."""
+        """Replace the tensors to save by these tensors."""
         for own in (self._modules, self._parameters, self._buffers):
             own.clear()
         for name, tensor in tensors.items():
@@ -428,7 +426,7 @@ def replicated_by_ddp(module: nn.Module) -> dict[int, Replicas]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Have FSDP free the full parameters that an evaluation left behind, so that the shards are active again."""
+    """Make FSDP free the full parameters that an evaluation left behind, so that the shards are active again."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and hasattr(fsdp, "FSDPModule"):
         for part in module.modules():
@@ -437,7 +435,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
-    """Return the alternative to a class that shards its state invisibly. Return None for all others."""
+    """Return the alternative to a class whose sharding cannot be read. Return None for all other classes."""
     fsdp, optim = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.optim")
     flat = getattr(fsdp, "FullyShardedDataParallel", None)
     zero = getattr(optim, "ZeroRedundancyOptimizer", None)
@@ -457,7 +455,7 @@ def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
 
 
 def belongs_to_torch(hook: Any) -> bool:
-    """Return True for a state-dict hook of FSDP or activation checkpointing, whose work this package does itself."""
+    """Return True for a state-dict hook of FSDP or activation checkpointing. This package does the same work itself."""
     home = getattr(getattr(hook, "hook", hook), "__module__", "") or ""
     return home.startswith(("torch.distributed.fsdp._fully_shard", "torch.distributed.algorithms._checkpoint"))
 
@@ -467,7 +465,7 @@ def belongs_to_torch(hook: Any) -> bool:
 
 class Names(dict[int, StateEntry]):
     """The parameters and plain tensors that optimizers may step, by id, and the memory of all entries outside
-    optimizers. `fixed` entries stay from step to step; each reading creates the `loose` ones."""
+    optimizers. `fixed` entries stay from step to step. Each reading creates the `loose` ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -475,12 +473,12 @@ class Names(dict[int, StateEntry]):
         self._spans: tuple[list[Span] | None, list[Span] | None] = None, None
 
     def note(self, fixed: list[list[StateEntry]], loose: list[StateEntry]) -> None:
-        """Set the present entries. Their memory is computed when it is needed."""
+        """Set the current entries. Their memory is computed when it is needed."""
         same = len(fixed) == len(self._fixed) and all(a is b for a, b in zip(fixed, self._fixed, strict=True))
         self._fixed, self._loose, self._spans = fixed, loose, (self._spans[0] if same else None, None)
 
     def hold(self, span: Span | None) -> bool:
-        """Return True if the state contains all of a tensor's memory, in one entry or in several."""
+        """Return True if the entries of the state, one or several, contain all of a tensor's memory."""
         if span is None:
             return False
         fixed, loose = self._spans

@@ -1,7 +1,7 @@
 """Describes tensors: dtype names, which tensors can be saved, which share memory, and how to create one again.
 
-Also encodes values that are neither plain nor tensors: numpy arrays, constants of torch, members of enums and named
-tuples. A class named in a file is never imported. An adapter encodes and restores objects of other classes.
+The module also encodes other special values: numpy arrays, constants of torch, members of enums and named tuples. It
+    never imports a class named in a file. An adapter encodes and restores objects of other classes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def check(tensor: Tensor, path: Path) -> Tensor:
     """Return the tensor. Raise StateError with its path if its bytes alone do not describe it completely."""
     inner = getattr(tensor, "_local_tensor", None)
-    if isinstance(inner, Tensor) and hasattr(tensor, "placements"):  # for a DTensor, this rank's shard is checked
+    if isinstance(inner, Tensor) and hasattr(tensor, "placements"):  # for a DTensor, check this rank's shard
         check(inner, path)
         return tensor
     problem = None
@@ -67,7 +67,7 @@ def check_memory(tensor: Tensor, path: Path) -> None:
     if tensor._is_zerotensor():
         raise StateError(f"{show(path)}: this tensor is a ZeroTensor, which has no memory: save a .clone() of it")
     if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
-        return  # on other devices an address may have another meaning
+        return  # on other devices, an address may have another meaning
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:
@@ -99,7 +99,7 @@ def once(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
 
 
 def is_expansion(expanded: Json, dims: int) -> bool:
-    """Return True if `expand` accepts this for a tensor with that number of dimensions."""
+    """Return True if `expand` accepts `expanded` for a tensor with that number of dimensions."""
     if type(expanded) is not list or not all(type(row) is list and len(row) == 2 for row in expanded):
         return False
     if not all(type(n) is int and 0 <= n < 2**40 for row in expanded for n in row) or len(expanded) > 64:
@@ -108,7 +108,7 @@ def is_expansion(expanded: Json, dims: int) -> bool:
 
 
 def expand(tensor: Tensor, expanded: list[list[int]]) -> Tensor:
-    """Return the expanded tensor from which `once` made this view."""
+    """Return the expanded tensor from a view that `once` made of it."""
     for dim, size in expanded:
         tensor = tensor.unsqueeze(dim)
         tensor = tensor.expand(*(size if d == dim else n for d, n in enumerate(tensor.shape)))
@@ -161,8 +161,8 @@ def order_of(tensor: Tensor) -> list[int] | None:
     """Return the dimensions from the outermost to the innermost in memory, or None if they are in order."""
     if tensor.is_contiguous() and 1 not in tensor.shape:  # a dimension of length 1 may have any stride
         return None
-    strides = torch.empty_like(_form(tensor)).stride()  # without any gaps
-    # A dimension of length 1 is the inner one of two with equal strides: outside, its stride would be larger.
+    strides = torch.empty_like(_form(tensor)).stride()  # strides of the same order without gaps
+    # With equal strides, a dimension of length 1 is inner, because as the outer one its stride would be larger.
     order = sorted(range(len(strides)), key=lambda dim: (-strides[dim], tensor.shape[dim] == 1))
     return None if order == list(range(len(order))) else order
 
@@ -224,7 +224,7 @@ _KINDS = {torch.nn.Parameter: "parameter", torch.nn.Buffer: "buffer"}
 
 
 def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
-    """Return the fields of a tensor's reference, for `of_kind`. Raise StateError for other subclasses."""
+    """Return the fields of a reference that `of_kind` needs. Raise StateError for unknown subclasses."""
     if type(tensor) not in PLAIN and not hasattr(tensor, "placements"):
         raise StateError(
             f"{show(path)}: a {type(tensor).__module__}.{type(tensor).__qualname__} would come back as a plain tensor: "
@@ -234,7 +234,7 @@ def kind_of_tensor(tensor: Tensor, path: Path) -> dict[str, Json]:
 
 
 def plain_kind(tensor: Tensor) -> dict[str, Json]:
-    """Return the fields as `kind_of_tensor` does, with unknown subclasses as plain tensors."""
+    """Return the same fields as `kind_of_tensor`, but treat unknown subclasses as plain tensors."""
     kind = next((name for kind, name in _KINDS.items() if isinstance(tensor, kind)), None)
     fields: dict[str, Json] = {} if kind is None else {"kind": kind}
     if kind == "buffer" and not getattr(tensor, "persistent", True):
@@ -271,7 +271,7 @@ def version_of(tensor: Versioned) -> int | None:
 
 
 class Collecting(Protocol):
-    """Encodes values that are not plain. `entries` and `objects` collect the tensors and arrays that it finds."""
+    """Encodes values that are not plain. Collects tensors and arrays in `entries` and `objects`."""
 
     entries: list[Any]
     objects: dict[str, object]
@@ -289,7 +289,7 @@ class ObjectDecoder(Protocol):
     """Restores objects from all values that were saved with them."""
 
     def check(self, values: Json) -> list[str]:
-        """Return the differences. Raise MismatchError or CorruptError if an object cannot be restored."""
+        """Return the differences between saved and live objects. Raise an error if an object cannot be restored."""
 
     def key(self, data: Json) -> Any: ...
 
@@ -318,7 +318,7 @@ def encode_constant(value: object, path: Path, extern: Collecting) -> Json | Non
 
 
 def class_name(kind: type, path: Path) -> list[str]:
-    """Return module and qualified name of a class. Raise StateError if the class cannot be found by them."""
+    """Return module and qualified name of a class. Raise StateError if these names do not lead to the class."""
     module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # the script, in a spawned process
     if loaded_class(module, kind.__qualname__) is not kind:
         raise StateError(
@@ -329,7 +329,7 @@ def class_name(kind: type, path: Path) -> list[str]:
 
 
 def loaded_class(module: object, name: object) -> type | None:
-    """Return the class of this name if its module is imported. Looking it up runs no code."""
+    """Return the class with this name if its module is imported. This lookup runs no code."""
     found: Any = sys.modules.get(module) if type(module) is str else None
     for part in name.split(".") if type(name) is str else ("",):
         found = getattr(found, "__dict__", {}).get(part)
@@ -378,7 +378,7 @@ def decode_constant(reference: dict[str, Any]) -> Any:
 
 
 def as_plain(reference: dict[str, Any]) -> Any:
-    """Decode for readers without the classes: objects become dicts, members of enums become names."""
+    """Decode for readers without the classes. Objects become dicts, and members of enums become names."""
     tag = reference.get("$")
     if tag in ("enum", "parameter", "given", "torch.layout", "torch.memory_format"):
         return reference.get("v")

@@ -1,4 +1,4 @@
-"""Adapters, and tensors made of other tensors.
+"""Defines adapters for special objects and tensors, and takes apart tensors that are made of other tensors.
 
 Adapters read everything in a state that is not a dense tensor, a DTensor, an ordinary module or optimizer, a Stateful
 object or a plain value. There are two kinds:
@@ -8,15 +8,15 @@ object or a plain value. There are two kinds:
   and restores it.
 - **For a tensor** (`TensorAdapter`): subclasses that are made of other tensors, for example Float8 weights and the
   moments of 8-bit optimizers. `owns(kind)` claims a class, `flatten` takes one tensor apart by one level, and
-  `unflatten` builds it again. Names, DTensors around or inside it, comparison and filling stay in this module and in
-  `ckpt.core.state.placement`.
+  `unflatten` builds it again. This module and `ckpt.core.state.placement` handle names, DTensors around or inside
+  the tensor, comparison and filling.
 
-The first adapter that owns an object gets it. The core never imports an adapter. `ckpt.adapters` registers the existing
-ones, and every reader of a state (`ckpt.checkpointer`, the integrations) imports that package. Registration is global,
-because a class means the same in every state of a process.
+If several adapters own an object, the first is used. The core never imports an adapter. `ckpt.adapters` registers the
+existing ones, and every reader of a state (`ckpt.checkpointer`, the integrations) imports that package. Registration is
+global, because a class means the same in every state of a process.
 
 A wrapper tensor has no memory of its own. The tensors in it are saved as `<name>.<attribute>`, and a `WrapperForm`
-describes how they belong together. A live wrapper is filled in place. Otherwise a new one is built.
+describes how they belong together. A live wrapper is filled in place. If there is none, a new wrapper is built.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class StateAdapter(Protocol):
-    """A class of nodes that reads and restores the objects it owns."""
+    """A class of nodes. Each node reads and restores one object that the class owns."""
 
     def __call__(self, path: Path, value: Any, /) -> StateNode: ...
 
@@ -51,13 +51,13 @@ class TensorAdapter(Protocol):
         """Return True if tensors of this class are made of other tensors."""
 
     def flatten(self, tensor: Tensor, /) -> tuple[Sequence[str], list[Any], Json]:
-        """Return the attributes that hold the inner tensors, these tensors, and everything else as plain values."""
+        """Return the attributes that hold inner tensors, these tensors, and all other contents as plain values."""
 
     def check(self, tensor: Tensor, name: str, /) -> None:
-        """Raise StateError if something in the tensor would be lost."""
+        """Raise StateError if a part of the tensor would be lost."""
 
     def unflatten(self, kind: type, form: WrapperForm, inner: Mapping[str, Tensor], /) -> Tensor:
-        """Build a tensor of that class around these. Raise MismatchError if that cannot be done."""
+        """Build a tensor of that class around the inner tensors. Raise MismatchError if it cannot be built."""
 
 
 objects: list[StateAdapter] = []
@@ -65,7 +65,7 @@ tensors: list[TensorAdapter] = []
 
 
 def adapter_of(value: object) -> StateAdapter | None:
-    """Return the adapter that owns an object, None if the core reads it by itself."""
+    """Return the adapter that owns an object, or None if the core reads the object itself."""
     return next((one for one in objects if one.owns(value)), None)
 
 
@@ -77,8 +77,8 @@ class WrapperForm:
     """How a wrapper is made of its tensors.
 
     `kind`: the module and qualified name of its class. `parts`: for each attribute, the name of a tensor or the form of
-    an inner wrapper. `whole`: the shape of the DTensor, if the wrapper is a rank's share of one. `share`: this rank's
-    indices of it, or of the DTensor it belongs to (`share_of`); None if it can be sharded again.
+    an inner wrapper. `whole`: the shape of the DTensor, if the wrapper is a rank's shard of one. `share`: this rank's
+    indices (`share_of`) in that DTensor, or in the one it belongs to; None if it can be sharded again.
     """
 
     name: str
@@ -92,7 +92,7 @@ class WrapperForm:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all tensors in it."""
+        """Return the names of all tensors in the wrapper."""
         return [name for _, one in self.parts for name in ([one] if isinstance(one, str) else one.names)]
 
     @property
@@ -158,14 +158,14 @@ def _owner_of(tensor: Tensor) -> TensorAdapter:
 
 
 def take_apart(entry: StateEntry) -> tuple[list[StateEntry], WrapperForm | None]:
-    """Return the entries to save: the entry, or the tensors in it, and their form. Raise StateError if impossible."""
+    """Return the entries to save (the entry or its inner tensors) and the form. Raise StateError if impossible."""
     if not is_wrapped(entry.tensor):
         check(entry.tensor, (entry.name,))
         return [entry], None
     found: list[tuple[str, Tensor, tuple[Tensor, ...]]] = []
     form = _taken(entry.name, entry.tensor, (), found)
     assert isinstance(form, WrapperForm)
-    alike = entry.alike if isinstance(entry.alike, Replicas) else None  # otherwise they belong to this rank alone
+    alike = entry.alike if isinstance(entry.alike, Replicas) else None  # None: they belong to this rank alone
     if is_dtensor(beside := entry.alike if not is_dtensor(entry.tensor) else entry.tensor):
         form = replace(form, share=share_of(beside))
     # Tensors with the wrapper's elements in the same layout are sharded like it. Codes and scales are not.
@@ -239,7 +239,7 @@ class Counters:
 
 
 def differs(saved: WrapperForm | None, live: WrapperForm | None, name: str) -> str:
-    """Return the difference between two forms, or "" if the saved one can be restored into the live one."""
+    """Return the difference between two forms, or "" if the live wrapper can take the saved one."""
     if saved is None or live is None:
         if saved is live:
             return ""
@@ -266,7 +266,7 @@ def differs(saved: WrapperForm | None, live: WrapperForm | None, name: str) -> s
 
 
 def cut_otherwise(saved: WrapperForm) -> str:
-    """Describe a share that this rank cannot take."""
+    """Return a description of a saved shard that this rank cannot take."""
     return (
         f"{saved.name}: this rank has a different share of the {saved.shown} than was saved. Only its class knows "
         "how to shard it again: restore on the same number of ranks, with the same mesh"
@@ -289,7 +289,7 @@ def remake(form: WrapperForm, parts: Mapping[str, Tensor]) -> Tensor:
         whole = again == form and all(
             _same(a, b) for a, b in zip(inner.values(), _owner_of(made).flatten(made)[1], strict=True)
         )
-    except Exception as error:  # code of other libraries, with data from a file
+    except Exception as error:  # code of other libraries, which may raise any error on data from a file
         raise MismatchError(f"{form.name}: {form.shown} cannot be created from its saved parts: {error!r}") from error
     if not whole:
         raise MismatchError(f"{form.name}: {form.shown} creates a different tensor from its saved parts")

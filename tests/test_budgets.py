@@ -22,8 +22,8 @@ BUDGETS = {
     "adapters": (1_780, 1_240),
     "backends": (2_810, 1_980),
     "core/": (10, 10),
-    "core/cadence": (1_020, 660),
-    "core/checkpoint": (4_650, 2_930),
+    "core/cadence": (1_010, 660),
+    "core/checkpoint": (4_640, 2_930),
     "core/format": (3_930, 2_560),
     "core/ipc": (1_860, 1_230),
     "core/log": (1_080, 710),
@@ -31,11 +31,11 @@ BUDGETS = {
     "core/restore": (1_230, 770),
     "core/run": (5_370, 3_800),
     "core/snapshot": (1_750, 1_240),
-    "core/state": (4_510, 3_010),
+    "core/state": (4_500, 3_010),
     "core/writer": (3_040, 2_110),
     "dcp": (1_690, 1_140),
     "deepspeed": (480, 310),
-    "guard": (2_880, 2_010),
+    "guard": (2_870, 2_010),
     "lightning": (2_630, 1_830),
     "megatron": (540, 360),
     "plugins": (280, 220),
@@ -51,7 +51,7 @@ BUDGETS = {
     "torchtitan": (340, 240),
     "transformers": (1_580, 1_030),
 }
-TOTAL = (64_100, 42_470)
+TOTAL = (64_070, 42_470)
 C_LINES = 150
 STEP_FILES, RESTORE_FILES = 66, 53
 

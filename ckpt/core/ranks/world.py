@@ -2,12 +2,13 @@
 
 Ranks exchange JSON through the key-value store of torch's launchers (TCPStore, HashStore, FileStore) when a run is
 opened, restored and closed. While a step is saved, they use it only after a change of the optimizer state
-(`ckpt.core.run.common_state`). `Board` is a connection to this store. It polls keys with
-`check`, with a growing pause, because the `wait` of a TCPStore blocks all other requests of its connection, cannot be
-interrupted, logs two warnings at each timeout, and exceeds its own timeout if the host of the store hangs.
+(`ckpt.core.run.common_state`). `Board` is a connection to this store. It polls keys with `check`, with a growing pause,
+because the `wait` of a TCPStore blocks all other requests of its connection, cannot be interrupted, logs two warnings
+at each timeout, and exceeds its own timeout if the host of the store hangs.
 
-First the ranks meet (`World`). After that, each agreement is a turn: every rank posts a value, and rank 0 collects them, decides and
-posts the verdict. Keys:
+First the ranks meet (`World`). After that, each agreement is a turn: every rank posts a value, and rank 0 collects the
+values, decides and posts the verdict. `together` runs work that may fail on every rank, and agrees on the results.
+`Mailbox` transfers messages of background threads. Keys:
 
     everystep/worlds/<rank>     a token of the process that wants to join as this rank
     everystep/answers/<token>   the name <n> of the meeting, posted by rank 0

@@ -133,7 +133,7 @@ def test_invalid_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptureFi
             if step == 2:
                 cp.score(2, 0.5)
         for wrong, why in (
-            (6, "not made yet"),
+            (6, "cannot be scored yet"),
             (-1, "not made"),
             ("5", "not made"),
             (True, "not made"),
@@ -375,7 +375,7 @@ dist.destroy_process_group()
     first, second = launch(2, code, run_dir, port=free_port())
     assert first.returncode == second.returncode == 0, second.stderr
     ours, others = first.stdout.splitlines(), second.stdout.splitlines()
-    assert ours[:2] == others[:2] and ours[0].startswith("InvalidArgumentError step 2 was not made yet")
+    assert ours[:2] == others[:2] and ours[0].startswith("InvalidArgumentError step 2 cannot be scored yet")
     assert ours[1].startswith("InvalidArgumentError a score is one number") and ours[2:] == ["True", ""]
     assert others[2].startswith("PeerError rank 0 scored step 1, this rank step 0")
     assert others[3].startswith(("DeadlineError", "PeerError rank 0 closed"))

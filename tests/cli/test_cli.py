@@ -267,7 +267,7 @@ def test_missing_newest_record_is_not_called_damage(run: Path, call: Any, monkey
     newest.unlink()
     for command in ("faults", "ls"):
         text = call(command, run).err
-        assert "no log record says that step 6 is a checkpoint" in text and "next start" in text
+        assert "no log record shows that step 6 is a checkpoint" in text and "next start" in text
         assert "may be missing" not in text and "because of damage" not in text
     flip(sorted((run / "log").iterdir())[1], 40)
     for command in ("faults", "ls"):

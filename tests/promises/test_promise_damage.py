@@ -219,7 +219,7 @@ def test_recovery_commits_nothing_that_may_have_been_retracted(
         "crash, other damage": [20, 10],
     }[how] or (how == "crash, other damage" and asyncio.run(next_start(tmp_path))[:1] == [20])
     if how == "aborted, damaged":
-        assert any("step 20 is left out" in text for text in warnings(caplog))
+        assert any("skipped step 20" in text for text in warnings(caplog))
         assert inside.losses_at(tmp_path) == [20]
 
 

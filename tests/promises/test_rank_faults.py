@@ -405,7 +405,7 @@ def test_ranks_with_other_settings(told: dict[str, list[Any]]) -> None:
     text = both(told["other place"], "error")
     assert text.startswith("UsageError: rank 1 saves to ") and "/1 with every=1, rank 0 to " in text
     text = both(told["other cadence"], "error")
-    assert text.startswith("UsageError: rank 1 saves to ") and "every 3 steps" in text and text.endswith("every 2")
+    assert text.startswith("UsageError: rank 1 saves to ") and "with every=3" in text and text.endswith("with every=2")
     went_on(told["other place"], 0)
     went_on(told["other cadence"], 0)
 
@@ -431,7 +431,7 @@ def test_ranks_with_other_tensors(told: dict[str, list[Any]], how: str, named: s
 def test_ranks_that_want_other_checkpoints(told: dict[str, list[Any]]) -> None:
     """Nothing is restored where ranks ask for different steps, or one restores and another one closes."""
     scene = told["other restore"]
-    assert both(scene, "error") == "UsageError: rank 1 asks for step 2, rank 0 for the newest checkpoint"
+    assert both(scene, "error") == "UsageError: rank 1 requests step 2, rank 0 requests the newest checkpoint"
     assert both(scene, "unchanged") == []
     assert both(scene, "mixed").startswith("PeerError: ") and "same calls in the same order" in both(scene, "mixed")
     went_on(scene, 3)
@@ -444,7 +444,7 @@ def test_damage_to_one_rank_affects_all_ranks(told: dict[str, list[Any]], how: s
     assert (found["step"], found["wrong"]) == (1, [])
     ((step, tier, reason),) = found["skipped"]
     assert step == 2 and tier == found["tier"]
-    kind = DATA if how.startswith("file") else MANIFEST
+    kind = DATA if how.startswith("data file") else MANIFEST
     assert re.search(pattern(kind, step=2, rank=1), reason)
 
 

@@ -60,7 +60,7 @@ def test_nothing_is_overwritten_and_a_job_is_not_fenced(run_dir: str) -> None:
     with ckpt.Checkpointer(state, run_dir, every=1) as cp:
         cp.restore(default=0)
         cp.save(1).wait_durable(60)
-        with pytest.raises(ckpt.errors.InvalidArgumentError, match="overwrites nothing"):
+        with pytest.raises(ckpt.errors.InvalidArgumentError, match="does not overwrite"):
             ckpt.save(run_dir, trained(seed=5))
         assert ckpt.load(run_dir, into=(other := toy.build())).step == 1 and toy.digest(other) == toy.digest(state)
         cp.save(2).wait_durable(60)  # a fenced job would raise FencedError
@@ -90,7 +90,7 @@ def test_interrupted_save_is_complete_or_not_there(run_dir: str, fail: str) -> N
         assert done.returncode != 0
         again = run_script(SAVE, run_dir)
         if again.returncode:  # the writer of the killed process has stored the checkpoint meanwhile
-            assert "overwrites nothing" in again.stderr, again.stderr
+            assert "does not overwrite" in again.stderr, again.stderr
         ckpt.load(run_dir, into=state)
     assert toy.digest(state) == digest
 
@@ -204,5 +204,5 @@ def test_bucket_holds_a_single_checkpoint(moto: MotoServer) -> None:
     assert found.tier == "s3://bucket/one"
     ckpt.load("s3://bucket/one", into=other, storage_options=options)
     assert toy.digest(other) == toy.digest(saved)
-    with pytest.raises(ckpt.errors.InvalidArgumentError, match="overwrites nothing"):
+    with pytest.raises(ckpt.errors.InvalidArgumentError, match="does not overwrite"):
         ckpt.save("s3://bucket/one", saved, storage_options=options)

@@ -234,7 +234,7 @@ def test_lenient_restores_report_skipped_entries(run: Path, caplog: pytest.LogCa
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with (
         ckpt.Checkpointer({"net": model}, str(run)) as cp,
-        pytest.raises(ckpt.errors.MismatchError, match="nothing of it fits"),
+        pytest.raises(ckpt.errors.MismatchError, match="no entry fits"),
     ):
         cp.restore(strict=False)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -273,5 +273,5 @@ def test_unsupported_objects_do_not_prevent_a_weight_export(tmp_path: Path, call
     assert "cfg" in found.out and "skipped" in found.out
     for strict in (True, False):
         with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, str(tmp_path / "run")) as cp:
-            with pytest.raises(ckpt.errors.MismatchError, match=r"through ckpt\.dcp"):
+            with pytest.raises(ckpt.errors.MismatchError, match=r"with ckpt\.dcp"):
                 cp.restore(strict=strict)

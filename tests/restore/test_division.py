@@ -178,7 +178,7 @@ def test_error_counts_blobs_that_no_rank_can_read() -> None:
     sizes, wants, can_read, nodes = ddp(2, 10, 2)
     can_read = can_read.copy()
     can_read[:, 3:6] = False
-    with pytest.raises(StoreError, match=r"no rank can read 3 of the pieces"):
+    with pytest.raises(StoreError, match=r"no rank can read 3 of the requested tensor pieces"):
         assign(0, sizes, wants, can_read, nodes)
     wants = wants.copy()
     wants[:, 3:6] = False

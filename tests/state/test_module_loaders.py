@@ -568,7 +568,7 @@ class Silent(Parts):
 def test_module_is_unchanged_if_its_loader_refuses_other_names(kind: type[Parts]) -> None:
     saved, fresh = parts(2, kind), parts(1, kind)
     before = freeze(fresh)
-    with pytest.raises(MismatchError, match=r"m\.layers\.1\.bias is in the checkpoint, and not in m\n"):
+    with pytest.raises(MismatchError, match=r"m\.layers\.1\.bias is in the checkpoint, but not in m\n"):
         Saved(Capture({"m": saved}).read()).restore({"m": fresh})
     assert differences(freeze(fresh), before) == [] and vars(fresh).get("log", []) == []
     assert all(parameter.requires_grad for parameter in fresh.parameters())

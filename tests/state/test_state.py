@@ -575,7 +575,7 @@ def test_stateful_with_tensors_of_model_restores() -> None:
 )
 def test_clashing_names_are_rejected(state: State) -> None:
     """Two tensors never get the same name, and none gets a name that files cannot have."""
-    with pytest.raises(StateError, match="get this name"):
+    with pytest.raises(StateError, match="have this name"):
         Capture(state).read()
 
 

@@ -119,7 +119,7 @@ def test_new_writer_continues_the_step_count(tmp_path: Path) -> None:
 
 
 def test_unreadable_tier_loses_no_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new writer waits for the old one's ledger, and overwrites nothing before it has read it."""
+    """A new writer waits for the old one's ledger, and does not overwrite before it has read it."""
     monkeypatch.setattr(lease, "AGAIN_S", 0.1)
 
     async def test(books: Books) -> None:

@@ -390,7 +390,7 @@ def test_unreachable_bucket_error_names_available_step(monkeypatch: pytest.Monke
         with pytest.raises(AccessError) as said:
             await Writer().opener.open(message)
         assert str(empty.value) == "403. Renew the credentials"
-        assert str(said.value).startswith(f"{empty.value}. near has step 7; ") and "s3://far can say" in str(said.value)
+        assert str(said.value).startswith(f"{empty.value}. near has step 7; ") and "without s3://far" in str(said.value)
 
     asyncio.run(main())
 

@@ -204,7 +204,7 @@ class Candidates:
         step = posts[0]["step"]
         for rank, post in enumerate(posts):
             if post["step"] != step:
-                raise UsageError(f"rank {rank} requests {_asked(post['step'])}, rank 0 for {_asked(step)}")
+                raise UsageError(f"rank {rank} requests {_asked(post['step'])}, rank 0 requests {_asked(step)}")
         acquires = {
             (e, n): Acquire(e, n, r and CheckpointId.parse(r)) for post in posts for e, n, r in post["acquires"]
         }

@@ -184,12 +184,13 @@ class Stager:
             if arena is None:
                 raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: no memory is ready yet")
             if self._free_slot(arena) is None:
-                self._land(wait=True)
+                self._begin_slot(arena)
+                self.slots.await_added()
+                if self._free_slot(arena) is None:
+                    self._land(wait=True)
             begin_thread(snapshot.streams)
             for where in snapshot.streams:
                 self.page_locks.begin(arena, where)
-            if self._free_slot(arena) is None:
-                self._begin_slot(arena)
             slot = self.slots.take(arena, {flying.slot for flying in self._flying}, snapshot)
             self._order += 1
             snapshot.order, snapshot.slot = self._order, (arena, slot)
@@ -346,6 +347,11 @@ class Slots:
         with self._changed:
             self._holds += change
             self._changed.notify_all()
+
+    def await_added(self) -> None:
+        """Wait until no slot is being added."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.adding)
 
     def end_adding(self) -> None:
         """Wake a step that waits for the slot that was being added."""

@@ -715,7 +715,6 @@ STATE_IS_READ: Moment = (Capture, "read")
 RUN_IS_TAKEN: Moment = (Ownership, "begin_term")
 MADE: dict[str, Moment] = {  # in order, while a Checkpointer is made
     "introduce": (TrainingRun, "introduce"),
-    "show": (TrainingRun, "_show"),
     "prepare": (TrainingRun, "_prepare"),
     "watch for faults": (FaultHandler, "start"),
 }

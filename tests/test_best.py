@@ -134,9 +134,9 @@ def test_invalid_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptureFi
                 cp.score(2, 0.5)
         for wrong, why in (
             (6, "cannot be scored yet"),
-            (-1, "not made"),
-            ("5", "not made"),
-            (True, "not made"),
+            (-1, "cannot be scored"),
+            ("5", "cannot be scored"),
+            (True, "cannot be scored"),
             (4, "nowhere"),
         ):
             with pytest.raises(UsageError, match=why):

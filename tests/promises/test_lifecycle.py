@@ -534,7 +534,7 @@ def test_save_and_handles(run_dir: str) -> None:
     """save() writes to every tier; handles report what is safe, and raise for levels that were not requested."""
     state = toy.build()
     with ckpt.Checkpointer(state, **rare(run_dir)) as cp:
-        with pytest.raises(ckpt.errors.UsageError, match="which step"):
+        with pytest.raises(ckpt.errors.UsageError, match="needs the step"):
             cp.save()
         staged = train(cp, state, 1, 1)
         assert staged is not None and staged.wait_staged(60).tier == "memory"
@@ -844,7 +844,7 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path, monkeypatch: p
     assert once.exists() and "everystep_was_removed" not in str(failed.value)
     toy.train_step(state)
     cp.step(20_001)
-    with pytest.raises(ckpt.CheckpointError, match="no writer"):
+    with pytest.raises(ckpt.CheckpointError, match="the writer is lost"):
         cp.save().wait_durable(60)
     with contextlib.suppress(ckpt.CheckpointError):
         cp.close()

@@ -543,4 +543,4 @@ def test_dumb_terminal_gets_plain_text(run_dir: str) -> None:
         settings = environment(PYTHONUTF8="0", PYTHONIOENCODING="ascii")
         command = [sys.executable, "-m", "ckpt", "top", run_dir, "--once"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=settings, check=True)
-        assert done.stdout.isascii() and re.search(r" training +[#.]{4} ", done.stdout)
+        assert done.stdout.isascii() and re.search(r" training +[#.]{2,4} ", done.stdout)

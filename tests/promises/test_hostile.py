@@ -200,7 +200,7 @@ def test_format_json_that_is_not_a_file_raises_our_error(
 
 def check_mutated(data: st.DataObject, one: Run, two: Run, folder: Path) -> None:
     """Any change to a part or to the newest record, sealed again: it is taken, or there is an error of ours."""
-    what = data.draw(st.sampled_from(["part", "record"]))
+    what = data.draw(st.sampled_from(["manifest", "record"]))
     run, rank = data.draw(st.sampled_from([(one, 0), (two, 0), (two, 1)]))
     survives(put(forge(run, rank=rank, **{what: lambda document: mutate(data.draw, document)}), folder))
 

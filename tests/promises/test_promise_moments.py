@@ -329,7 +329,7 @@ def test_a_pause_within_a_pause_gives_nothing_free(run_dir: str) -> None:
         with cp.not_training(changes_state=True):
             with cp.not_training():
                 halve(state)
-            with pytest.raises(ckpt.errors.UsageError, match="exchanged"):
+            with pytest.raises(ckpt.errors.UsageError, match="are replaced"):
                 cp.save()
 
 
@@ -360,7 +360,7 @@ def test_what_was_said_of_a_refused_step_is_not_said_of_another(run_dir: str) ->
 GONE_BACK = """
 import os, signal, sys, toy, ckpt
 state = toy.build()
-cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=5))
+cp = ckpt.Checkpointer(state, ckpt.Tier(sys.argv[1], every=5), memory=ckpt.Memory(keep=4))
 for step in range(cp.restore(default=0), 9):
     toy.train_step(state)
     save = cp.step(step + 1)

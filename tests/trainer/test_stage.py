@@ -501,7 +501,7 @@ def test_hundred_saves_without_pause_are_exact(open_run: Any) -> None:
             assert differences(read_back(cp, step, run.twin), boundary) == []
     with cp._run.supervisor.held.snapshots() as snapshots:
         steps = [s.checkpoint.step for s in snapshots]
-    assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
+    assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 2
 
 
 def test_finished_copy_keeps_no_tensors(open_run: Any) -> None:

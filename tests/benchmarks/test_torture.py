@@ -66,7 +66,7 @@ def test_damage_files_counts_wrong_tensors_losses_and_foreign_errors(
     monkeypatch.setattr(torture, "read_newest", read)
     counts = Counts("remove")
     torture.damage_files(counts, 1, tmp_path, random.Random(1), lambda path: "left as it is")
-    assert counts.checkpoints == counts.wrong + counts.lost + counts.unclear > 3, counts.notes
+    assert counts.attempts == counts.wrong + counts.lost + counts.unclear > 3, counts.notes
     assert min(counts.wrong, counts.lost, counts.unclear) > 0, counts.notes
 
 
@@ -91,5 +91,5 @@ def test_no_fault_gives_wrong_tensors_losses_hangs_or_unclear_errors(fault: str,
     done = subprocess.run([*command, "--json", str(written)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     [counts] = json.loads(written.read_text())["faults"]
-    assert counts["checkpoints"] >= 1 or counts["skipped"]
+    assert counts["attempts"] >= 1 or counts["skipped"]
     assert QUICK.kills >= 1

@@ -62,7 +62,7 @@ class FaultReporter:
         owner = self.run.owner
         beat = watchdog.heartbeat.read()
         fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
-        fault.checkpoint = "" if owner is None else f"{owner.term}.{owner.nonce}"
+        fault.term = "" if owner is None else f"{owner.term}.{owner.nonce}"
         if beat.step >= 0:
             fault.steps[str(watchdog.rank)] = beat.step
         return fault

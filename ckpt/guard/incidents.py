@@ -66,7 +66,7 @@ class Incidents:
     def new(self, kind: str, summary: str, *, how: str, grace_s: float) -> FaultCall:
         owner = self.supervisor.owner
         fault = Fault(kind, summary, how=how, rank=self.world.rank, world=self.world.size)
-        fault.checkpoint = f"{owner.term}.{owner.nonce}"
+        fault.term = f"{owner.term}.{owner.nonce}"
         return FaultCall(fault, grace_s)
 
     def request(self, summary: str, *, how: str) -> None:

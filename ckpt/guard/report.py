@@ -95,7 +95,7 @@ class Fault:
 
     `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: the
         process that detected it first, "writer" or "fault handler"; `how`: the means of detection; `time`: UTC;
-        `steps`: the last known step of each rank;
+        `term`: "<term>.<nonce>" of the job attempt; `steps`: the last known step of each rank;
     `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be inspected; `timings`: seconds since
         the detection; `exit_code`: None if the process continues.
     """
@@ -109,7 +109,7 @@ class Fault:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
-    checkpoint: str = ""
+    term: str = ""
     steps: dict[str, int] = field(default_factory=dict)
     suspects: list[int] = field(default_factory=list)
     stacks: dict[str, list[str]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
         one_limit = (
             bool(last) and fault.kind == last[-1].kind == "deadline" and fault.rank not in {f.rank for f in last}
         )
-        same = (one_end or one_limit) and fault.checkpoint == last[-1].checkpoint
+        same = (one_end or one_limit) and fault.term == last[-1].term
         if same and fault.when - last[-1].when < TOGETHER_S:
             last.append(fault)
         else:

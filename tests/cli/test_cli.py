@@ -562,7 +562,7 @@ def test_saved_step_of_a_fault_is_common_to_ranks(
     (run / "faults").mkdir()
     for rank, steps in enumerate(held):
         own = [SavedStep(step, "memory", "ring", 0.1) for step in steps]
-        one = Fault("death", "killed", rank=rank, world=2, saved=own, checkpoint="3.abcdefgh")
+        one = Fault("death", "killed", rank=rank, world=2, saved=own, term="3.abcdefgh")
         (run / one.key).write_bytes(one.to_bytes())
     (row,) = (line for line in call("faults", run).out.splitlines() if "crash or kill" in line)
     assert row.split("crash or kill")[1].split()[0] == saved

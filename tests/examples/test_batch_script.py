@@ -58,8 +58,8 @@ def test_batch_script_follows_advice_of_last_fault(tmp_path: Path) -> None:
     asked = called(
         tmp_path,
         fault("hang", -3600.0, advice="fix"),
-        fault("hang", 5.0, advice="retry", host="a", checkpoint="1.x"),
-        fault("death", 6.0, advice="replace", host="b", checkpoint="1.x"),
+        fault("hang", 5.0, advice="retry", host="a", term="1.x"),
+        fault("death", 6.0, advice="replace", host="b", term="1.x"),
         fault("request", 90.0, advice="none"),
     )
     assert asked == ["update NodeName=b State=DRAIN Reason=training hung here", "requeue 31"]

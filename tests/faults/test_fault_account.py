@@ -24,14 +24,14 @@ def fault(kind: str = "exception", after_s: float = 0.0, **fields: Any) -> Fault
     """Return a fault at a known time."""
     fields.setdefault("summary", f"{kind} after {after_s:g} s")
     at = (START + timedelta(seconds=after_s)).isoformat(timespec="microseconds")
-    return Fault(kind, time=at, checkpoint=fields.pop("checkpoint", "3.abcdefgh"), **fields)
+    return Fault(kind, time=at, term=fields.pop("term", "3.abcdefgh"), **fields)
 
 
 def full() -> Fault:
     """Return a fault in which every field has its own value."""
     return Fault(
         "hang", "rank 1 waits", by="writer", how="step counter", rank=1, world=4, host="node", pid=7,
-        time="2030-01-02T03:04:05.000006+00:00", checkpoint="3.abcdefgh", steps={"0": 5, "1": 4}, suspects=[2],
+        time="2030-01-02T03:04:05.000006+00:00", term="3.abcdefgh", steps={"0": 5, "1": 4}, suspects=[2],
         stacks={"1": ["f (a.py:1)", "g (a.py:2)"]}, evidence=[{"rank": 1, "state": "sleeping"}],
         saved=[SavedStep(5, "memory", "ring", 0.1), SavedStep(4, "file:///run", "agreed", 0.5, "no space left")],
         timings={"total_s": 1.5}, advice="replace", exit_code=76, launcher={"SLURM_JOB_ID": "9"},
@@ -172,7 +172,7 @@ leave(143)
 def test_unrelated_reports_are_separate_incidents() -> None:
     """The attempts differ, the time between is long, or the job continued after the fault."""
     pairs = [
-        (fault(), fault(after_s=1, checkpoint="4.bcdefghi")),
+        (fault(), fault(after_s=1, term="4.bcdefghi")),
         (fault(), fault(after_s=TOGETHER_S + 1)),
         (fault("request"), fault(after_s=1)),
         (fault(), fault("request", after_s=1)),

@@ -96,10 +96,10 @@ def test_earliest_sign_of_the_end_counts() -> None:
     assert settled(passed, two).interruptions[0].cost.perceive == near(9.0)
     assert settled(replace(one, beat=14.0, faults=[seen(-90.0)]), two).interruptions[0].kind == "death"
     time = datetime.fromtimestamp(WALL + 18, UTC).isoformat()
-    report = Fault("oom", "rank 3 ran out of memory", rank=3, time=time, checkpoint="1.abc", exit_code=1)
+    report = Fault("oom", "rank 3 ran out of memory", rank=3, time=time, term="1.abc", exit_code=1)
     (only,) = settled(one, two, faults=(report,)).interruptions
     assert (only.kind, only.cost.perceive) == ("oom", near(3.0))
-    elsewhere = replace(report, checkpoint="9.zzz")
+    elsewhere = replace(report, term="9.zzz")
     assert settled(one, two, faults=(elsewhere,)).interruptions[0].kind == "death"
     request = replace(report, kind="request", exit_code=None)
     assert settled(one, two, faults=(request,)).interruptions[0].kind == "death"
@@ -365,7 +365,7 @@ def test_parts_add_up_for_every_timeline(accounts: list[Account], order: list[in
     assert accounting.settled(shuffled).statement.to_json() == found.to_json()
     settled(*accounts, now=accounts[-1].wall(accounts[-1].kept))
     reports = [
-        Fault(one.kind, one.summary, checkpoint=account.term, exit_code=1 if one.ends else None,
+        Fault(one.kind, one.summary, term=account.term, exit_code=1 if one.ends else None,
               time=datetime.fromtimestamp(account.wall(one.at), UTC).isoformat())
         for account in accounts for one in account.faults
     ]  # fmt: skip
@@ -449,7 +449,7 @@ def test_report_reads_fault_files(run: Path) -> None:
     write(run, account(1, 0.0), account(2, 20.0, first=8, of="1.abc"))
     (run / "faults").mkdir(exist_ok=True)
     time = datetime.fromtimestamp(WALL + 18, UTC).isoformat()
-    fault = Fault("hang", "rank 3 waits", time=time, checkpoint="1.abc", saved=[SavedStep(7, "memory", "ring", 0.1)])
+    fault = Fault("hang", "rank 3 waits", time=time, term="1.abc", saved=[SavedStep(7, "memory", "ring", 0.1)])
     (run / fault.key).write_bytes(fault.to_bytes())
     (only,) = json.loads(invoke(run, "--json").stdout)["interruptions"]
     assert (only["kind"], only["cost"]["perceive"]) == ("hang", pytest.approx(3.0))

@@ -80,7 +80,7 @@ def history() -> tuple[list[Account], list[Fault]]:
     one = died(rich(1, 0.0, faults=[seen(65.0)]), 3.0)
     two = died(rich(2, 90.0, 51), 1.0)
     three = died(rich(3, 180.0, 101), how="closed")
-    fault = Fault("oom", "rank 2 ran out of memory", rank=2, world=4, host="node7", checkpoint="2.abc", exit_code=1)
+    fault = Fault("oom", "rank 2 ran out of memory", rank=2, world=4, host="node7", term="2.abc", exit_code=1)
     fault.time = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(WALL + two.beat + 0.9))
     fault.steps, fault.saved = (
         {"2": 110},

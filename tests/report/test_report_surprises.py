@@ -62,7 +62,7 @@ def test_survived_hang_is_not_an_interruption() -> None:
 def test_hang_reports_count_like_ledger_entries() -> None:
     """A survived hang does not change another end; one that was not survived makes a close an interruption."""
     one, two = died(account(1, 0.0), 10.0), account(2, 60.0, first=11, of="1.abc")
-    report = Fault("hang", "rank 3 waits", rank=3, time=at(9.5), checkpoint="1.abc")
+    report = Fault("hang", "rank 3 waits", rank=3, time=at(9.5), term="1.abc")
     (only,) = settled(one, two, faults=(report,)).interruptions
     assert (only.kind, only.cost.perceive) == ("death", near(9.0))
     late = replace(report, time=at(20.0))
@@ -78,8 +78,8 @@ def test_exception_caused_by_killed_peer_is_not_a_fault() -> None:
     torn = SeenFault(14.2, "exception", "rank 0 raised RuntimeError: Connection closed by peer", 0, ends=True)
     one = died(replace(account(1, 0.0), faults=[torn]))
     for advice, kind in (("retry", "death"), ("fix", "exception")):
-        mine = Fault("exception", torn.summary, time=at(14.2), checkpoint="1.abc", advice=advice, exit_code=1)
-        faults = (mine, Fault("death", "rank 1 was killed", "writer", rank=1, time=at(14.4), checkpoint="1.abc"))
+        mine = Fault("exception", torn.summary, time=at(14.2), term="1.abc", advice=advice, exit_code=1)
+        faults = (mine, Fault("death", "rank 1 was killed", "writer", rank=1, time=at(14.4), term="1.abc"))
         (only,) = settled(one, account(2, 60.0, first=11, of="1.abc"), faults=faults).interruptions
         assert only.kind == kind
         for reported in (faults, faults[1:]):  # the fault report may be missing
@@ -94,7 +94,7 @@ def test_exception_caused_by_killed_peer_is_not_a_fault() -> None:
 def test_report_with_wrong_clock_is_limited() -> None:
     """Its clock was wrong: a fault cannot be detected after the next job attempt started."""
     one, two = account(1, 0.0), account(2, 20.0, first=11, of="1.abc")
-    report = Fault("oom", "x", time=at(40 * DAY_S), checkpoint="1.abc", exit_code=1)
+    report = Fault("oom", "x", time=at(40 * DAY_S), term="1.abc", exit_code=1)
     found = settled(one, two, faults=(report,))
     assert found.interruptions[0].cost.perceive == near(5.0) and found.wall_s == near(16 + 14)
     assert settled(one, faults=(report,), now=WALL + 30).interruptions[0].cost.perceive == near(15.0)

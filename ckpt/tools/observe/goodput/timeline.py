@@ -147,7 +147,7 @@ def placed(
     reports: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
         if fault.ending:
-            reports[fault.checkpoint].append(fault)
+            reports[fault.term].append(fault)
     line: list[PlacedAccount] = []
     for account in in_order(group[min(group)] for group in ranks.values()):
         others = [one for one in ranks[account.term].values() if one is not account]

@@ -175,13 +175,13 @@ def lines(process: subprocess.Popen[str]) -> Iterator[Json]:
 def with_memory(said: Iterable[Json], pid: int) -> Iterator[Json]:
     """Yield the same lines, with one "memory" line for those between the two memory marks."""
     with contextlib.ExitStack() as stack:
-        peak, slots = None, 0
+        peak = None
         for line in said:
             if line["kind"] == "memory begins":
-                peak, slots = stack.enter_context(watching(pid, every_s=0.05)), line.get("slots", 0)
+                peak = stack.enter_context(watching(pid, every_s=0.05))
             elif line["kind"] == "memory ends" and peak is not None:
                 stack.close()
-                yield {"kind": "memory", "before": peak.before, "most": peak.most, "slots": slots}
+                yield {"kind": "memory", "before": peak.before, "most": peak.most, "slots": line.get("slots", 0)}
             else:
                 yield line
 

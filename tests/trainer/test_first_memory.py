@@ -345,8 +345,31 @@ def test_newest_two_snapshots_stay_while_a_slot_is_added() -> None:
         arena.set_label(slot, Label(SEALED, slot + 1, CheckpointId(1, slot + 1, "ab")))
     slots.pin(arena, 0)  # a tier reads the oldest
     assert slots.free(arena, ()) == 1  # no memory for another slot: the step is not skipped
-    arena_module._set_counts(arena._words, 4, 3)  # another slot is being made
+    slots.adding = True
     assert slots.free(arena, ()) is None
-    arena.make_ready()
+    arena.add_slot()
+    slots.end_adding()
     assert slots.free(arena, ()) == 3
+    arena.close()
+
+
+def test_kill_while_a_slot_is_added_leaves_the_arena_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process dies after half of the memory: the next one finds the slots before, and adds the slot again."""
+    arena, taken = Arena.create(2, 3 * arena_module._PIECE, most=3), list[int]()
+    take = arena_module._take
+
+    def dies(fd: int, memory: Any, start: int, length: int) -> None:
+        if len(taken) == 1:
+            raise KeyboardInterrupt
+        taken.append(start)
+        take(fd, memory, start, length)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(arena_module, "_take", dies)
+        arena.add_slot()
+    after = Arena.attach(os.dup(arena.fd))
+    assert (after.slots, after.ready) == (2, 2)
+    after.add_slot()
+    assert (arena.slots, arena.ready) == (3, 3) and arena.label(2) == Label(0)
+    after.close()
     arena.close()

@@ -275,8 +275,6 @@ _TOUCHING_THREADS = 2
 _PIECE = 8 << 20  # bytes allocated in one call, during which other threads cannot map memory
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
-_libc_errno = ctypes.CDLL(None, use_errno=True)
-
 
 @dataclass(frozen=True, slots=True)
 class Label:
@@ -407,29 +405,34 @@ class Arena:
         return self._known
 
     def make_ready(self) -> None:
-        """Allocate the memory of the other slots, one after the other, in the process that keeps the arena. If memory
-        does not suffice for a slot, drop this slot and all later slots, and raise MemoryError."""
+        """Allocate the memory of the other slots, one after the other, in the process that keeps the arena. If there is
+        too little for a slot, drop it and those after it, and raise MemoryError."""
         while self.ready < self.slots and self.fd >= 0:
             slot = self.ready
             try:
-                for at in range(0, self.slot_size, _PIECE):
-                    if self.fd < 0:
-                        return
-                    start = _DATA + slot * self.slot_size + at
-                    _take(self.fd, self.memory, start, min(_PIECE, self.slot_size - at))
+                if self._allocate(slot):
+                    _set_counts(self._words, self.slots, slot + 1)
             except MemoryError:
                 _set_counts(self._words, slot, slot)
                 raise
-            _set_counts(self._words, self.slots, slot + 1)
 
     def add_slot(self) -> None:
-        """Add one slot and allocate its memory. Raise MemoryError if the arena already has `most` slots, or if a slot
-        does not fit into the free memory."""
-        free = room().available
-        if self.slots >= self.most or self.slot_size > FREE_SHARE * free:
+        """Add one slot, in the process that fills the slots. Raise MemoryError if the arena has its most slots, or if a
+        slot does not fit into the memory that is free. The slot counts once all its memory is allocated, so that a kill
+        leaves no slot that nobody makes ready."""
+        free, slot = room().available, self.slots
+        if slot >= self.most or self.slot_size > FREE_SHARE * free:
             raise MemoryError(f"{self.slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of free memory")
-        _set_counts(self._words, self.slots + 1, self.ready)
-        self.make_ready()
+        if self._allocate(slot):
+            _set_counts(self._words, slot + 1, slot + 1)
+
+    def _allocate(self, slot: int) -> bool:
+        """Allocate the memory of a slot. Return False if the arena was closed meanwhile. Raise MemoryError."""
+        for at in range(0, self.slot_size, _PIECE):
+            if self.fd < 0:
+                return False
+            _take(self.fd, self.memory, _DATA + slot * self.slot_size + at, min(_PIECE, self.slot_size - at))
+        return True
 
     def touch(self, slot: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Enter the pages of a slot into this process's page table, in large pieces and without the GIL.
@@ -441,9 +444,7 @@ class Arena:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + _DATA + slot * self.slot_size
         for at in range(0, self.slot_size, _PIECE):
             length = min(_PIECE, self.slot_size - at)
-            if not wanted() or _libc_errno.madvise(
-                ctypes.c_void_p(start + at), ctypes.c_size_t(length), _POPULATE_WRITE
-            ):
+            if not wanted() or _libc.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(length), _POPULATE_WRITE):
                 return
 
     def data(self, slot: int, size: int | None = None) -> memoryview:
@@ -524,7 +525,7 @@ class Arena:
         self.set_label(slot, Label(EMPTY))
         start = _DATA + slot * self.slot_size
         flags = _KEEP_SIZE | _PUNCH_HOLE
-        failed: int = _libc_errno.fallocate(self.fd, flags, ctypes.c_long(start), ctypes.c_long(self.slot_size))
+        failed: int = _libc.fallocate(self.fd, flags, ctypes.c_long(start), ctypes.c_long(self.slot_size))
         return 0 if failed else self.slot_size
 
     def sealed(self) -> list[tuple[int, Label]]:
@@ -575,7 +576,7 @@ def _prefer(memory: mmap.mmap, node: int) -> None:
     if number is not None and 0 <= node < 64:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         nodes = ctypes.c_ulong(1 << node)
-        _libc_errno.syscall(
+        _libc.syscall(
             number, ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), _PREFERRED, ctypes.byref(nodes), 65, 0
         )
 
@@ -594,7 +595,7 @@ def _take(fd: int, memory: mmap.mmap, start: int, length: int) -> None:
     """Touch bytes that no process uses yet, because reserving alone does not give huge pages. Raise MemoryError if too
     little memory is free."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + start
-    if not _libc_errno.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_WRITE):
+    if not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_WRITE):
         return
     try:
         os.posix_fallocate(fd, start, length)  # on an old kernel, reserve the bytes, then touch them

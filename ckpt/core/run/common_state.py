@@ -117,7 +117,7 @@ class CommonState:
         for path, items in known.common.items():
             if gone := items - state.get(path, frozenset()):
                 raise SaveError(
-                    f"step {step} was not saved: this rank does not have {min(gone)[0]} any more, and the other ranks "
+                    f"step {step} was not saved: this rank no longer has {min(gone)[0]}, but the other ranks "
                     "still save it together with this rank. Change the state of an optimizer on all ranks at the same "
                     "step"
                 )

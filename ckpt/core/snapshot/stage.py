@@ -377,7 +377,7 @@ class Slots:
         held = {slot for slot, _ in sealed}
         empty = [slot for slot in free if slot not in held]
         finite = [slot for slot, label in sealed if label.finite is not False][:1]  # kept if newer ones are broken
-        older = sealed[1 if arena.ready == arena.slots else self.keep - 1 :]
+        older = sealed[self.keep - 1 if self.adding or arena.ready < arena.slots else 1 :]
         oldest = [slot for slot, _ in reversed(older) if slot in free and slot not in finite]
         broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
         return next(iter([*empty, *oldest, *broken]), None)

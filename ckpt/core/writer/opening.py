@@ -192,16 +192,17 @@ def _found(tier: OpenTier) -> TierFound:
 
 
 def _check_one_run(tiers: Sequence[OpenTier]) -> None:
-    """Raise UsageError if two tiers have checkpoints of different runs. Otherwise the run with more starts would take
-    ownership of the other run, and retention would delete the checkpoints of that run."""
-    seen: list[tuple[str, set[tuple[int, str]]]] = []
+    """Raise UsageError if two tiers have checkpoints of different runs: no job attempt owned both, by its nonce.
+    Otherwise the run with more terms would take ownership of the other run, and retention would delete its checkpoints.
+    """
+    seen: list[tuple[str, set[str]]] = []
     for tier in (tier for tier in tiers if tier.opened and tier.log.state.commits):
         state = tier.log.state
-        terms = {(a.term, a.nonce) for a in state.acquires} | {(a.term, a.nonce) for a in state.commits}
+        nonces = {one.nonce for one in state.acquires} | {one.nonce for one in state.commits}
         for url, others in seen:
-            if terms.isdisjoint(others):
+            if nonces.isdisjoint(others):
                 raise UsageError(
                     f"{url} and {tier.url} have checkpoints of different runs, which were never used together. "
                     "Nothing was changed. Pass the tiers of one run, or a new location"
                 )
-        seen.append((tier.url, terms))
+        seen.append((tier.url, nonces))

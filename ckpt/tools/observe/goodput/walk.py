@@ -113,7 +113,7 @@ class LedgerWalk:
 
     def __init__(self, line: Sequence[PlacedAccount], notes: list[str], idle_after_s: float, now: float) -> None:
         self._line, self.notes, self._idle_after_s, self._now = line, notes, idle_after_s, now
-        self._epochs = {term for one in line for term in one.terms}
+        self._terms = {term for one in line for term in one.terms}
         self._numbers = UsualSteps([one.rows for one in line])
         self.usual, self.slowing_known = self._numbers.usual, self._numbers.slowing_known(line)
         self.cursor = line[0].t(line[0].account.born)
@@ -357,7 +357,7 @@ class LedgerWalk:
     def _missing(self, one: PlacedAccount, after: PlacedAccount) -> bool:
         """Return True if another attempt ran between these two."""
         term = _origin(after)
-        return term not in self._epochs and one.account.number < _number(term) < after.account.number
+        return term not in self._terms and one.account.number < _number(term) < after.account.number
 
     def _unseen(self, one: PlacedAccount, after: PlacedAccount | None, until: float, missing: bool) -> None:
         """Account for unrecorded steps before the end: the next attempt restored a later step."""

@@ -13,7 +13,7 @@ import ckpt
 import inside
 import toy
 from ckpt.errors import InvalidArgumentError, SaveError, UsageError
-from processes import run_script
+from processes import eventually, run_script
 
 
 def trained(tiers: list[Any], steps: int, **settings: Any) -> int:
@@ -126,6 +126,7 @@ def test_pin_of_an_expired_step_is_refused(run_dir: str) -> None:
             toy.train_step(state)
             cp.step(step)
         cp.wait()
+        assert eventually(lambda: 3 not in listed(Path(run_dir)))  # the clean-up follows the last commit
         with pytest.raises(UsageError, match="step 3 cannot be pinned"):
             cp.pin(3)
         for step in (7, 8, 20):

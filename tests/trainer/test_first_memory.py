@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -372,4 +373,36 @@ def test_kill_while_a_slot_is_added_leaves_the_arena_as_it_was(monkeypatch: pyte
     after.add_slot()
     assert (arena.slots, arena.ready) == (3, 3) and arena.label(2) == Label(0)
     after.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("first", ["made", "added"])
+def test_slot_that_becomes_ready_during_the_check_is_used(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last slot becomes ready right after the check found none. The step checks again, because nothing wakes it."""
+    arena = Arena.create(2, 1 << 16, ready=1) if first == "made" else Arena.create(1, 1 << 16, most=2)
+    arena.set_label(0, Label(SEALED, 1, CheckpointId(1, 1, "ab")))
+    slots, checks, free = Slots(), list[int | None](), Slots.free
+    slots.pin(arena, 0)
+    slots.adding = first == "added"
+
+    def late(*arguments: Any) -> int | None:
+        checks.append(free(*arguments))
+        if len(checks) == 1:
+            if first == "made":
+                arena.make_ready()
+            else:
+                arena.add_slot()
+                slots.adding = False
+        return checks[-1]
+
+    monkeypatch.setattr(Slots, "free", late)
+    layout = SimpleNamespace(arrangement=SimpleNamespace(data_size=8))
+    snapshot: Any = SimpleNamespace(
+        captured=SimpleNamespace(layout=layout),
+        values=b"",
+        busy="skip",
+        deadline=float("inf"),
+        checkpoint=CheckpointId(1, 2, "ab"),
+    )
+    assert slots.take(arena, (), snapshot) == 1 and checks == [None, 1]
     arena.close()

@@ -389,8 +389,11 @@ class Slots:
                 f"step {snapshot.checkpoint.step} was not saved: memory for its new layout is not ready yet"
             )
         with self._changed:
-            while (slot := self.free(arena, flying)) is None:
+            while True:
+                # Read this before free(): a slot may become ready after free() has checked, and nothing would wake us.
                 being_made = self.adding or arena.ready < arena.slots
+                if (slot := self.free(arena, flying)) is not None:
+                    return slot
                 if snapshot.busy == "skip" and not being_made:
                     raise SkippedError(f"step {snapshot.checkpoint.step} was not saved: {ALL_BUSY}")
                 left_s = snapshot.deadline - time.monotonic()
@@ -405,7 +408,6 @@ class Slots:
                     raise DeadlineError(
                         f"step {snapshot.checkpoint.step} was not saved: no slot became free in time: {why}"
                     )
-        return slot
 
 
 class SlotToucher:

@@ -137,7 +137,7 @@ def test_invalid_score_changes_nothing(run_dir: str, caplog: pytest.LogCaptureFi
             (-1, "cannot be scored"),
             ("5", "cannot be scored"),
             (True, "cannot be scored"),
-            (4, "nowhere"),
+            (4, "is not saved"),
         ):
             with pytest.raises(UsageError, match=why):
                 cp.score(wrong, 0.1)  # type: ignore[arg-type]

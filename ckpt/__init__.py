@@ -5,12 +5,12 @@
             train_step()
             cp.step(step + 1)
 
-Names are imported when they are used: `import ckpt` alone does not import torch.
+Submodules are imported on first use, so `import ckpt` alone does not import torch.
 """
 
 from __future__ import annotations
 
-__distribution__ = "everystep"  # ckpt.version identifies this package by it
+__distribution__ = "everystep"  # `ckpt.version` checks this name to recognize the package
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -38,13 +38,13 @@ _HOMES = {
     "save": "single",
 }
 
-# Separate modules. Modules for other libraries need an extra.
+# Submodules that users import by name. Those for other libraries need an extra.
 _PARTS = (
     "dcp", "deepspeed", "errors", "events", "lightning", "megatron", "ray", "state", "torchtitan", "transformers",
     "triggers", "types",
 )  # fmt: skip
 
-# Names that users look for in this module. The error names the module that has them.
+# Names that users look for in this module, by the module that has them. The AttributeError names that module.
 _ELSEWHERE = {
     "errors": (
         "ClosedError CorruptError DeadlineError ExistsError FencedError FormatError FullError InUseError "
@@ -56,7 +56,7 @@ _ELSEWHERE = {
     "types": "Checkpoint CheckpointInfo Exported Fault Loaded Stats Verdict",
 }
 
-__all__ = sorted(_HOMES)  # without the modules, because `import *` should not need an extra
+__all__ = sorted(_HOMES)  # without the submodules, because `import *` must not need an extra
 
 if TYPE_CHECKING:
     from ckpt import dcp as dcp
@@ -93,7 +93,7 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_PARTS, "__version__"})
 
 
-if not TYPE_CHECKING:  # a type checker should report an unknown name
+if not TYPE_CHECKING:  # a type checker would otherwise accept unknown names
 
     def __getattr__(name: str) -> Any:
         if name in _PARTS:

@@ -1,4 +1,4 @@
-"""Run the command line as `python -m ckpt`, also if another program is called `ckpt`."""
+"""Run the command line as `python -m ckpt`, which works even if another program is called `ckpt`."""
 
 import sys
 

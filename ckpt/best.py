@@ -47,8 +47,8 @@ class Best:
             raise InvalidArgumentError(f"keep={self.keep!r}: it must be a whole number of at least 1")
 
     def add(self, score: float, step: int) -> bool:
-        """Add a score. Return True if the step is now among the best. If scores are equal, the older step stays. NaN
-        never counts as best."""
+        """Add a score. Return True if the step is now among the best. Of equal scores, that of the older step ranks
+        first. NaN never counts as best."""
         if math.isnan(score):
             return False
         rest = [(s, at) for s, at in self.scores if at != step]
@@ -57,7 +57,7 @@ class Best:
         return any(at == step for _, at in self.scores)
 
     def take(self, notes: Mapping[int, str]) -> dict[int, str]:
-        """Add the scores in these notes. Return the notes, or parts of notes, that are not scores."""
+        """Add the scores in these notes. Return the texts in the notes that are not scores."""
         others = {}
         for step, note in notes.items():
             ours, _, more = note.removeprefix(THE_BEST).partition(", ")

@@ -12,7 +12,7 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.options import Options
 
 PLACE = "the first argument, a folder or URL"
-MEANT = {  # names that other trainers use, with our names
+MEANT = {  # the names of our arguments, by the names that other trainers use
     "save_total_limit": "keep=",
     "save_steps": "every=",
     "every_n_train_steps": "every=",
@@ -22,9 +22,9 @@ MEANT = {  # names that other trainers use, with our names
 
 
 def check_keywords(callback: type, arguments: Mapping[str, object], meant: Mapping[str, str]) -> None:
-    """Raise InvalidArgumentError with a suggestion if neither the callback nor Checkpointer has one of the keywords.
+    """Raise InvalidArgumentError with a suggestion if a keyword is unknown to both the callback and Checkpointer.
 
-    `meant`: additional names that trainers use, with our names.
+    `meant`: further names of our arguments, by the names that other trainers use.
     """
     known: set[str] = set()
     for kind in (callback, Checkpointer):

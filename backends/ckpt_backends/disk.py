@@ -1,7 +1,7 @@
 """The system calls of the local store.
 
 Every call that can lose data is a method of `Disk`, so that a test can record the order of writes and syncs, or make
-any call fail. A file system may lack a capability. `Disk` then uses a substitute that keeps the same promise, or raises
+any call fail. If a file system lacks a capability, `Disk` uses a substitute that keeps the same promise, or raises
 an error that names the capability.
 """
 
@@ -17,28 +17,28 @@ from ckpt.errors import StoreError
 from ckpt.store import UNLOCKABLE
 
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY})
-"""Errors of a file system for calls that it does not implement."""
+"""Error numbers with which file systems reject a call that they do not implement."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
 
 
 class Disk:
-    """Plain blocking system calls. Raises OSError. The umask determines permissions. `folders_unsynced`: True once the
-    file system has rejected the fsync of a folder."""
+    """Plain blocking system calls. They raise OSError. The umask determines permissions. `folders_unsynced`: True
+    once the file system has rejected the fsync of a folder."""
 
     folders_unsynced = False
 
     def open(self, path: str, flags: int, mode: int = 0o666) -> int:
-        # O_NONBLOCK has no effect on files, and avoids waiting for the other end of a pipe with a file's name.
+        # O_NONBLOCK does not affect regular files. It prevents open() from waiting if the name is that of a pipe.
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
 
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
 
     def reserve(self, fd: int, size: int) -> None:
-        """Allocate the space now, so that a full disk is detected before the first byte is written. Do nothing if the
-        file system cannot allocate space in advance. Then the writes detect a full disk."""
+        """Allocate the space now, so that a full disk is detected before the first byte is written. If the file system
+        cannot allocate space in advance, do nothing; the writes then detect a full disk."""
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -46,8 +46,8 @@ class Disk:
                 raise
 
     def lock(self, fd: int) -> bool:
-        """Lock a file until it is closed. Return False if another process has locked it. Return True if locks are
-        unsupported."""
+        """Lock a file until it is closed. Return False if another process has locked it. Return True if the lock was
+        acquired, or if the file system does not support locks."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -91,8 +91,8 @@ class Disk:
         os.fsync(fd)
 
     def link(self, source: str, target: str) -> None:
-        """Give a complete file its name, and keep or remove `source`. Raise FileExistsError if the name is taken, and
-        StoreError if the file system has no call that detects this."""
+        """Give the complete file `source` the name `target`; `source` may remain. Raise FileExistsError if `target`
+        exists, and StoreError if no call of the file system creates a name only if it is absent."""
         try:
             self.hard_link(source, target)
         except OSError as error:

@@ -1,9 +1,9 @@
 """A store with limits for bytes per second, bytes in flight, and concurrent requests.
 
-    Retry(Limit(S3Store(url), bytes_per_s=200e6))      waits between retries then occupy no slot
+        Retry(Limit(S3Store(url), bytes_per_s=200e6))      a call that waits for its retry occupies no slot of the limit
 
-Requests are served in order, so that small requests cannot starve a large range. Only the lease of a run is stored
-immediately. No code polls.
+Requests are served in order, so that small requests cannot starve a large range. The only exception is the lease of a
+run, which is stored immediately.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Limit:
 
     `bytes_per_s`: limit for bytes sent and received, None for no limit. `in_flight`: maximum bytes in flight.
         `requests`: maximum number of requests. A range larger than `in_flight` is sent alone. A whole object of unknown
-        size counts for the rate once it is read. An upload that keeps its memory (attribute `keeps`) counts as in
-        flight until it ends. Ranges that do not fit next to it are sent alone, to avoid waiting forever.
+            size is charged against `bytes_per_s` after it is read. An upload that keeps its memory (attribute `keeps`)
+            counts as in flight until it ends. Meanwhile, ranges that would exceed the limit are sent alone.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Limit:
             await self.store.put(key, data, create=create)
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> LimitUpload:
-        # a third-party store may not support the argument, and may already contain checkpoints
+        # a third-party store may lack the `replace` parameter; then an upload must not pass it
         more = {"replace": True} if replace else {}
         async with self._gate.request():
             return LimitUpload(self._gate, await self.store.upload(key, size=size, **more))
@@ -79,7 +79,7 @@ class Limit:
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         found = aiter(self.store.list(prefix))
         while True:
-            # Admit a request for each key, because the caller may send requests before it takes the next key.
+            # Admit a request for each key, because the caller may send its own requests before it takes the next key.
             async with self._gate.request():
                 try:
                     info = await anext(found)
@@ -104,7 +104,7 @@ class Limit:
 
 
 class LimitUpload:
-    """Queues parts in order. A part that waits for an earlier part occupies no slot until that part is written."""
+    """Writes parts in the order in which they were queued. A part that waits for an earlier part occupies no slot."""
 
     def __init__(self, gate: Gate, upload: Upload) -> None:
         self._gate, self._upload = gate, upload
@@ -138,7 +138,7 @@ class LimitUpload:
 
     async def abort(self) -> None:
         try:
-            await self._upload.abort()  # not through the gate, because it frees space
+            await self._upload.abort()  # bypasses the gate, because an abort frees space
         finally:
             self._let_go()
         async with self._moved:
@@ -158,7 +158,7 @@ class Gate:
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._inside = 0  # requests inside
         self._bytes = 0  # bytes of requests inside, and bytes kept by uploads
-        self._paid_until = 0.0  # time of the loop at which the transferred bytes comply with `bytes_per_s`
+        self._paid_until = 0.0  # event loop time at which the average rate falls to `bytes_per_s` again
         self._alarm: asyncio.TimerHandle | None = None
         self.most = 0
 
@@ -171,7 +171,7 @@ class Gate:
             self._leave(size)
 
     def keep(self, size: int) -> None:
-        """Add bytes in flight without a request, or remove them if `size` is negative."""
+        """Change the bytes in flight by `size`, which is negative to remove bytes, without admitting a request."""
         self._bytes += size
         self._admit()
 
@@ -190,7 +190,7 @@ class Gate:
             if turn.cancelled():
                 self._admit()  # the next request may fit now
             else:
-                self._leave(size)  # admitted and cancelled at the same moment
+                self._leave(size)  # the request was admitted and cancelled at the same moment
             raise
 
     def _leave(self, size: int) -> None:
@@ -220,7 +220,7 @@ class Gate:
         return fits or self._inside == 0
 
     def _in_time(self, size: int) -> bool:
-        """Return True if the rate allows a request now. Otherwise check all requests again when it does."""
+        """Return True if the rate allows a request now. Otherwise schedule another check for the time when it does."""
         if size == 0 or self._paid_until <= _now():
             return True
         if self._alarm is None:

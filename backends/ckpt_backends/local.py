@@ -1,17 +1,17 @@
 """A folder on a local (or POSIX-conforming shared) file system.
 
 A small object is written under a temporary name, fsynced and linked to its name, and the folder is fsynced. So it
-appears complete or not at all, also after a power cut. A large object is written directly to its name, past the page
-cache (O_DIRECT) if possible, and is not read until a log record names it. On ext4 over NVMe, aligned O_DIRECT wrote
-1.0-1.7 GB/s. Buffered writes with fsync wrote 0.2-1.2 GB/s and took ten times the CPU time.
+appears complete or not at all, even after a power cut. A large object is written directly to its final name, bypassing
+the page cache (O_DIRECT) if possible, and is not read until a log record names it. On ext4 over NVMe, aligned O_DIRECT
+wrote 1.0-1.7 GB/s. Buffered writes with fsync wrote 0.2-1.2 GB/s and took ten times the CPU time.
 
 Names that begin with a dot are temporary and never listed. Only files are listed, with one exception: a pipe, a link or
-anything else under the name of a log record is listed with size 0, so that readers detect that the record is lost.
+anything else with the name of a log record is listed with size 0, so that readers detect that the record is lost.
 
-A small object is written as `.<random>.tmp`, and a large object that replaces another as `.<name>.<random>.new`. The
-writer holds a lock on such a file while it uses it. A file without a lock was left by a crash. `drop_uploads` deletes
-it, and so does the next upload that replaces the same object. `.reserve` is a megabyte that is released when the disk
-is full, so that the log can still record this.
+A small object is first written as `.<random>.tmp`. A large object that replaces another one is first written as
+`.<name>.<random>.new`. Its writer locks this temporary file, so an unlocked one was left by a crash. `drop_uploads`
+deletes leftovers, and so does the next upload that replaces the same object. `.reserve` is a file of 1 MB that is
+deleted when the disk is full, so that the log can still record the failure.
 
 A path may stop naming the run while a process writes to it, because the folder was deleted, moved or replaced. After
 `watch()`, each change first checks that FORMAT.json is still the same file. A missing subfolder is created again only
@@ -49,14 +49,14 @@ THREADS = 8  # enough requests in flight to keep one NVMe drive busy
 RESERVE = 1 << 20
 _RECORD = re.compile(r"log/[0-9]{12}\.json")
 VANISHED_S = 0.2  # seconds before a missing folder is created again, because `rm -rf` may be deleting the run
-STEPS = "steps/"  # the names of its folders contain a random part, so no other run uses the same name
-TRIES = 3  # a temporary file may be deleted as a leftover before it is locked
+STEPS = "steps/"  # folders below it have names with a random part, so no other run uses the same name
+TRIES = 3  # number of tries to create a temporary file: a clean-up may delete it before it is locked
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.new")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 
 
 class LocalStore:
-    """Implements `ckpt.store.Store` for a folder. `direct=False` never tries O_DIRECT."""
+    """Implements `ckpt.store.Store` for a folder. `direct=False`: use the page cache instead of O_DIRECT."""
 
     remote = False
 
@@ -91,8 +91,8 @@ class LocalStore:
     # -- whether the folder is still the run --
 
     def watch(self, check: Callable[[], Awaitable[None]]) -> None:
-        """Check before each change that the folder is still the run. check: raises RunGoneError if it is not. It is
-        called only if FORMAT.json is not the file that was checked last."""
+        """Check before each change that the folder is still the run. check: raises RunGoneError if it is not, and is
+        called only if FORMAT.json is not the file of the last check."""
         self._check = check
 
     def _identify(self) -> tuple[int, ...] | None:
@@ -110,7 +110,7 @@ class LocalStore:
         found = await self.run(self._identify)
         if found is None or found != self._format:
             content = None
-            with contextlib.suppress(OSError, StoreError, CorruptError):  # the check raises errors that matter
+            with contextlib.suppress(OSError, StoreError, CorruptError):  # `_check` below raises the error
                 content = await self.run(self._read_format)
             await self._check()
             self._format, self._content = found, content
@@ -119,8 +119,8 @@ class LocalStore:
         return bytes(self._read_whole(f"{self.root}/FORMAT.json", 0, RESERVE))
 
     def _check_again(self) -> None:
-        """Raise RunGoneError if FORMAT.json has changed since `_check_run`, in the thread that is about to write.
-        Compare its content, because some file systems change the inode number or device of an unchanged file."""
+        """Raise RunGoneError if FORMAT.json has changed since `_check_run`. Called in the thread that is about to
+        write. Compare the content, because some file systems change the inode number or device of an unchanged file."""
         if self._check is None or self._format is None:
             return
         found = self._identify()
@@ -140,7 +140,7 @@ class LocalStore:
         try:
             await self._put(path, data, create)
         except FullError:
-            # FORMAT.json is vital too, because opening a run tries to create it, also on a full disk.
+            # FORMAT.json may use the reserve too, because opening a run tries to create it, even on a full disk.
             vital = _is_record(key) or key == "FORMAT.json"
             if not vital or not await self.run(self._give_up_reserve):
                 raise
@@ -160,7 +160,7 @@ class LocalStore:
                     await self._put_as(temporary, path, data, create)
                     return
                 except FileNotFoundError:
-                    # A clean-up deleted the file before it was locked (or locks do not work), or the empty folder.
+                    # A clean-up deleted the unlocked file, or the folder while it was empty.
                     if number == TRIES - 1 or not (folder.startswith(self._steps) or os.path.isdir(folder)):
                         raise
 
@@ -181,7 +181,7 @@ class LocalStore:
                 try:
                     await self.run(self.disk.link if create else self.disk.replace, temporary, path)
                 except FileExistsError:
-                    # the object may be our own, and the caller will rely on its durability
+                    # this writer may have created the object in an earlier try, and its caller relies on durability
                     await self.run(self.disk.fsync_dir, folder)
                     raise
             self.open_files.forget(path)
@@ -195,7 +195,7 @@ class LocalStore:
     def _opener(self, path: str, flags: int) -> int:
         self._check_again()
         fd = self.disk.open(path, flags)
-        with contextlib.suppress(OSError):  # the lock only protects the temporary file from clean-up
+        with contextlib.suppress(OSError):  # without the lock, only protection from a clean-up is lost
             self.disk.lock(fd)
         return fd
 
@@ -217,9 +217,9 @@ class LocalStore:
         await self.discard(key)
 
     async def discard(self, key: str) -> None:
-        """Delete an object even if the folder is no longer the run, because the caller has compared its bytes."""
+        """Delete an object without checking that the folder is still the run. The caller has compared its bytes."""
         path = self._path(key)
-        self.open_files.forget(path)  # otherwise the disk space would stay in use
+        self.open_files.forget(path)  # an open descriptor would keep the disk space in use
         with errors(self.url, path), contextlib.suppress(FileNotFoundError):
             await self.run(self.disk.unlink, path)
         folder = os.path.dirname(path)
@@ -237,8 +237,8 @@ class LocalStore:
             await self.delete(key)
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
-        """Delete temporary files of crashed writers, including uploads that were to replace an object. Any other
-        unfinished upload is a file like any other."""
+        """Delete temporary files of crashed writers, including uploads that were to replace an object. An unfinished
+        upload of a new object has its final name, so it is not deleted here."""
         return await self.run(self._drop_leftovers, wanted)
 
     def _drop_leftovers(self, wanted: Callable[[str], bool]) -> int:
@@ -252,16 +252,16 @@ class LocalStore:
                     if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                         pending.append(f"{folder}{entry.name}/")
                     elif found is not None or _TEMPORARY.fullmatch(entry.name):
-                        with contextlib.suppress(OSError):  # its writer was faster, or the file cannot be opened
+                        with contextlib.suppress(OSError):  # its writer was faster, or it cannot be opened
                             dropped += self._drop_left(entry.path, lambda key=key: wanted(key))  # type: ignore[misc]
         return dropped
 
     def _drop_left(self, path: str, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Delete a temporary file unless its writer lives or it is wanted. Return True if it was deleted. If locks do
-        not work, keep it, because the writer cannot be detected."""
+        """Delete a temporary file unless its writer lives or `wanted` returns True. Return True if it was deleted. If
+        locks do not work, keep the file, because a living writer cannot be detected."""
         fds: list[int] = []
         try:
-            for free in (True, False):  # check that a second descriptor does not get the lock of the first
+            for free in (True, False):  # the second descriptor must fail to get the lock; otherwise locks do not work
                 fds.append(self.disk.open(path, os.O_RDWR))
                 if self.disk.lock(fds[-1]) is not free:
                     return False
@@ -348,8 +348,8 @@ class LocalStore:
             return file.read(start, length, into)
 
     def scatter(self, key: str, start: int, views: Sequence[memoryview]) -> None:
-        """Fill these views, one after another, with bytes from `start` on, through the page cache, in the calling
-        thread."""
+        """Fill these views, one after another, with the object's bytes from `start` on. Read through the page cache, in
+        the calling thread."""
         path = self._path(key)
         with errors(self.url, path), self.open_files.reading(path) as file, self._reopening(path):
             file.scatter(start, views)
@@ -373,7 +373,7 @@ class LocalStore:
                 return False
 
     def soon(self, key: str, start: int, length: int) -> None:
-        """Announce that `scatter` will request these bytes soon, so that the kernel can read ahead. Never fails."""
+        """Ask the kernel to read ahead the bytes that `scatter` will request soon. Never raises an error."""
         with contextlib.suppress(OSError, StoreError), self.open_files.reading(self._path(key)) as file:
             file.soon(start, length)
 
@@ -389,22 +389,22 @@ class LocalStore:
             missing.append(folder)
             folder = folder.parent
         for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another job creates it at the same moment
+            with contextlib.suppress(FileExistsError):  # another job may create the folder at the same moment
                 self.disk.mkdir(str(folder))
             self.disk.fsync_dir(str(folder.parent))
         if not Path(self.root).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "not a folder", self.root)
 
     def _sync_folders(self) -> None:
-        """Sync folders whose names a killed process left unsynced, because visible names must become durable first."""
-        with contextlib.suppress(OSError):  # may belong to another user; needed only if the root was just created
+        """Sync the folders in which a killed process may have left names that are visible but not durable."""
+        with contextlib.suppress(OSError):  # a folder may belong to another user; syncing matters only for a new root
             self.disk.fsync_dir(os.path.dirname(self.root))
         pending = [self.root]
         while pending:
             folder = pending.pop()
             self.disk.fsync_dir(folder)
             if f"{folder}/" == self._steps:
-                continue  # the put of its index syncs the folder of a checkpoint
+                continue  # the folder of a checkpoint is synced when its index is stored
             entries = list(os.scandir(folder))
             pending += [one.path for one in entries if one.is_dir(follow_symlinks=False) and one.name[0] != "."]
 
@@ -485,7 +485,7 @@ class LocalStore:
 
     async def aclose(self) -> None:
         self.open_files.close()
-        self._pool.shutdown(wait=not self._calls)  # do not wait for cancelled calls, which may hang in the disk
+        self._pool.shutdown(wait=not self._calls)  # do not wait for cancelled calls, which may hang in the file system
 
 
 def _is_record(key: str) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckpt_backends.local import LocalStore
 
 OPEN_FILES = 16
-PASSING = {  # transient errors
+PASSING = {  # error numbers of transient errors
     errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE,
     errno.ENOMEM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV,
 }  # fmt: skip
@@ -29,8 +29,8 @@ _VECTORS = 1024  # maximum vectors of one preadv
 
 
 class LocalUpload:
-    """Writes whole pages past the page cache, and unaligned bytes through it. One fsync makes both durable. `final`:
-    the name at the end, if the upload replaces another object."""
+    """Writes whole pages without the page cache, and unaligned bytes through it. One fsync makes both durable. `final`:
+    the name that the file gets at the end; it differs from `path` if the upload replaces another object."""
 
     part = 0
 
@@ -49,8 +49,8 @@ class LocalUpload:
             await self._store.run(self._write, offset, view)
 
     def _write(self, offset: int, view: memoryview) -> None:
-        """Write in a thread, which may outlast the upload. A cancelled write continues and must not use a closed
-        descriptor, because its number may be reused."""
+        """Write in a thread. The thread may outlast the upload, because a cancelled write continues. It must not use a
+        closed descriptor, because the number may belong to another file by then."""
         with self._lock:
             if not self._open:
                 return  # the upload was aborted
@@ -100,7 +100,7 @@ class LocalUpload:
 
     def _abort(self) -> None:
         self._close()
-        with contextlib.suppress(OSError):  # the file is gone, or the disk failed and a clean-up will delete it
+        with contextlib.suppress(OSError):  # the file is gone, or the disk failed and a later clean-up deletes the file
             self._store.disk.unlink(self._path)
 
     def _close(self) -> None:
@@ -119,7 +119,7 @@ class LocalUpload:
 
 
 class OpenFiles:
-    """Files being read, kept open so that a reader does not lose a deleted file."""
+    """Files being read. They stay open, so that a reader can finish reading a file that is deleted."""
 
     def __init__(self, disk: Disk, direct: bool) -> None:
         self._disk, self._direct = disk, direct
@@ -142,7 +142,7 @@ class OpenFiles:
                 reader.release()
 
     def forget(self, path: str) -> None:
-        """Close a file whose name now refers to another file, or to no file."""
+        """Close the open file of a path that now names another file, or no file."""
         with self._lock:
             if (reader := self._readers.pop(path, None)) is not None:
                 reader.release()
@@ -164,7 +164,7 @@ class _Reader:
             self._disk.close(self._buffered)
             raise
         self._direct = open_direct(disk, path, os.O_RDONLY) if direct else None
-        self.users = 1  # users, including the list of open files
+        self.users = 1  # number of users; the list of open files counts as one
 
     def release(self) -> None:
         self.users -= 1
@@ -221,8 +221,8 @@ class _Reader:
 
 
 def open_direct(disk: Disk, path: str, flags: int) -> int | None:
-    """Open a file that is already open again, past the page cache. Return None if the file system refuses. File systems
-    refuse with several errors. In each case, the descriptor through the page cache does the same work."""
+    """Open a second descriptor, without the page cache, for a file that is open already. Return None if the file system
+    refuses with any error, because the descriptor with the page cache works in every case."""
     try:
         return disk.open(path, flags | os.O_DIRECT)
     except OSError:

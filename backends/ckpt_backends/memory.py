@@ -9,7 +9,7 @@ from random import SystemRandom
 from ckpt.errors import CorruptError, ExistsError, NotFoundError, StoreError, TruncatedError
 from ckpt.store import Buffer, ObjectInfo, check_key, check_prefix
 
-_DICE = SystemRandom()  # does not change the random state of the training
+_DICE = SystemRandom()  # a separate generator, so the random state of the training does not change
 
 
 class MemoryStore:

@@ -1,7 +1,7 @@
 """Transfers data files to and from S3 through obstore, which takes buffers without copies and runs outside Python.
 
-Measured with Ceph, 1 GiB in parts of 16 MiB: writing took 0.32 CPU-seconds per GB (s3fs: 2.1), and reading took 1.06
-    (s3fs: 1.52). Small objects and all other requests use s3fs.
+Measured with Ceph for 1 GiB in parts of 16 MiB: writing took 0.32 CPU-seconds per GB, and 2.1 with s3fs. Reading took
+1.06 CPU-seconds per GB, and 1.52 with s3fs. Small objects and all other requests use s3fs.
 
 Endpoint, addressing and credentials are those of the s3fs client, so users configure them only once.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckpt_backends.s3 import S3Store
 
 IN_FLIGHT = 8  # parts of one object sent at the same time
-RETRIES = 5  # retries of one part inside obstore, because the caller cannot send a part twice
+RETRIES = 5  # retries of one part inside obstore, because a part cannot be handed to obstore twice
 HOLD_S = 600  # seconds that obstore may keep credentials; it renews them after half of this time
 CLOSING_S = 5
 LOWEST = 19
@@ -57,13 +57,13 @@ def _start_lowly() -> None:
     async def anything() -> None:
         await obstore.put_async(MemoryStore(), "x", b"x")
 
-    thread = threading.Thread(target=start)  # a separate thread, because it cannot raise its priority again
+    thread = threading.Thread(target=start)  # a new thread, because a thread cannot raise its priority again
     thread.start()
     thread.join()
 
 
 class Held:
-    """The current credentials. obstore requests them in its own threads, which cannot await. They are a separate
+    """The current credentials. obstore requests them in its own threads, which cannot await. This is a separate
     object, because obstore's references are invisible to the garbage collector."""
 
     def __init__(self) -> None:
@@ -79,13 +79,13 @@ class Held:
 
 
 class DataPath:
-    """Reads ranges and writes large objects with the connection of an `S3Store`."""
+    """Reads ranges and writes large objects, with the connection settings of an `S3Store`."""
 
     def __init__(self, store: S3Store, credentials: Any) -> None:
         self.store = store
         self._credentials = credentials
         self._held = Held()
-        self.ranges = True  # False if this server does not return ranges as obstore expects
+        self.ranges = True  # False if this server answers a range request in a way that obstore rejects
         self.once: Any = None
         self.patient: Any = None
 
@@ -119,7 +119,7 @@ class DataPath:
         if self._credentials is not None:
             common["credential_provider"] = self._held
         retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(minutes=5)}
-        # No read timeout, because it would already run while a part is sent.
+        # No read timeout, because the time in which a part is sent would count towards it.
         self.patient = Place(
             self.store.bucket, client_options=network | {"timeout": 2 * reading}, retry_config=retry, **common
         )
@@ -131,7 +131,7 @@ class DataPath:
         )
 
     async def renew(self) -> None:
-        """Renew credentials that are about to expire. Costs nothing until then."""
+        """Renew the credentials if they are about to expire."""
         if self._credentials is not None:
             self._held.frozen = await self._credentials.get_frozen_credentials()
 
@@ -167,7 +167,7 @@ class DataPath:
         if status:
             return refusal(code, status, f"{what}: {code or status}")
         first = str(error).partition("Debug source")[0].strip().rpartition(" - ")[2]
-        if "non-partial response" in first:  # the response may be the range with a wrong status
+        if "non-partial response" in first:  # the server may have sent the range with status 200 instead of 206
             return UnknownRequestError(f"{what}: {first}")
         if "redirect" in first:  # the server sent no target
             return refusal("PermanentRedirect", 301, f"{what}: redirected")
@@ -175,9 +175,9 @@ class DataPath:
 
 
 class ObstoreUpload(RemoteUpload):
-    """A stream that obstore sends in the given parts, uncopied, several at a time. A range counts as written when
-    obstore has taken it, which limits the bytes in flight. obstore retries each part. Since a part cannot be sent again
-    by the caller, an error of obstore fails the whole upload."""
+    """A stream that obstore sends in parts, without copies, several at a time. `write_at` returns when obstore has
+    taken the range, which limits the bytes in flight. obstore retries each part. The caller cannot send a part again,
+    so an error of obstore fails the whole upload."""
 
     _store: S3Store
 
@@ -220,7 +220,7 @@ class ObstoreUpload(RemoteUpload):
             self._stream(),
             use_multipart=True,
             chunk_size=self.part,
-            max_concurrency=max(1, min(IN_FLIGHT, self._store.in_flight // self.part - 1)),  # one more part is queued
+            max_concurrency=max(1, min(IN_FLIGHT, self._store.in_flight // self.part - 1)),  # one more is queued
         )
 
     async def _stream(self) -> AsyncIterator[memoryview]:
@@ -228,7 +228,7 @@ class ObstoreUpload(RemoteUpload):
             view = await self._offered.get()
             if view is None:
                 if self._over:
-                    raise AbortedError("aborted")  # obstore then discards the parts that it has sent
+                    raise AbortedError("aborted")  # makes obstore discard the parts that it has sent
                 return
             self._taken.set()
             yield view
@@ -250,7 +250,7 @@ class ObstoreUpload(RemoteUpload):
                 self._sending.result()
         except StoreError:
             try:
-                await self._once.check()  # the object may exist, because obstore's own retry may have finished it
+                await self._once.check()  # a retry inside obstore may fail because the object exists already
             except StoreError:
                 pass
             else:
@@ -275,11 +275,11 @@ class ObstoreUpload(RemoteUpload):
 
 
 class AbortedError(Exception):
-    """Raised in a stream to stop obstore, and in a request that need not be sent."""
+    """Raised in a stream to stop obstore, and in botocore to cancel a request that only computes the endpoint."""
 
 
 async def _endpoint(client: Any, bucket: str) -> tuple[str, bool]:
-    """Return the endpoint that botocore would use for this bucket, and whether the host contains the bucket's name."""
+    """Return the endpoint that botocore would use for this bucket, and True if its host has the bucket's name."""
     events, asked = client.meta.events, ""
 
     def stop(request: Any, **_: Any) -> None:
@@ -318,5 +318,5 @@ def _said(error: Exception) -> tuple[str, int]:
 
 
 def _is_network(text: str) -> bool:
-    signs = ("reqwest::Error", "HTTP error", "HttpError", "Got invalid")  # the last sign is an invalid response
+    signs = ("reqwest::Error", "HTTP error", "HttpError", "Got invalid")  # "Got invalid": an invalid response
     return any(sign in text for sign in signs)

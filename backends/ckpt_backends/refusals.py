@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.errors import AccessError, ExistsError, FullError, NotFoundError, StoreError
 
-_MISSING = "not there"  # not None, because a driver may use None
+_MISSING = "not there"  # a marker, because a driver may use None as a value
 
 
 class OutOfRangeError(StoreError):
@@ -48,7 +48,7 @@ _PASSING = {
     "RequestThrottled", "TooManyRequests", "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict",
     "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch", "ServerBusy",
 }  # fmt: skip
-"""Codes of transient errors. They include a wrong digest, because it was correct when we computed it."""
+"""S3 codes of transient errors. They include a wrong digest, because only the transfer can have damaged the bytes."""
 _UNKNOWN = {
     "NotImplemented", "MethodNotAllowed", "MalformedXML", "InvalidRequest", "MissingContentMD5", "InvalidDigest",
 }  # fmt: skip
@@ -56,7 +56,7 @@ _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdm
 
 
 def refusal(code: str, status: int, text: str) -> StoreError:
-    """Return the error for a failed response, from the error code of S3 or the HTTP status. `text`: the message."""
+    """Return the error for a failed response, by its S3 error code or HTTP status. `text`: the error's message."""
     advice = _ADVICE.get(code)
     if advice is None and status in (301, 307, 308):
         advice = _ADVICE["PermanentRedirect"]
@@ -84,7 +84,7 @@ def refusal(code: str, status: int, text: str) -> StoreError:
 
 
 def meaning(error: Exception, text: str) -> StoreError:
-    """Return the StoreError for an error of any driver. `text`: the message."""
+    """Return the StoreError that corresponds to a driver's error. `text`: message of the StoreError."""
     status = next((s for s in map(_status, (error, error.__cause__)) if s), 0)
     if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
         return ExistsError(text)
@@ -100,7 +100,7 @@ def meaning(error: Exception, text: str) -> StoreError:
 
 
 def _status(error: BaseException | None) -> int:
-    """Return the HTTP status from the attributes that drivers use for it."""
+    """Return the HTTP status from one of the attributes in which drivers store it, or 0."""
     for name in ("status", "status_code", "code"):
         value = getattr(error, name, _MISSING)
         if isinstance(value, str) and value.isdigit():
@@ -121,7 +121,7 @@ def _is_passing(error: Exception) -> bool:
 
 
 def without_secrets(text: str, *places: Mapping[str, Any]) -> str:
-    """Remove queries and passwords from URLs, and secrets that are in these mappings."""
+    """Remove queries and passwords from URLs, and the secrets in the mappings `places`, from a text."""
     text = re.sub(r"://[^/@\s]*@", "://", re.sub(r"\?[^\s\"'<>)]*=[^\s\"'<>)]*", "", text))
     for secret in set[str]().union(*map(_secrets_in, places)):
         text = text.replace(secret, "***")

@@ -1,10 +1,10 @@
 """Any store that fsspec supports: gs://, az://, memory:// and many more.
 
-Nothing is sent before the first request, which also determines the event loop of the store. Create-if-absent needs a
-file system that supports it. Callers that rely on it test it.
+The first request connects, and its event loop becomes the loop of the store. Create-if-absent needs a file system that
+supports it, so callers that rely on it test it.
 
-Errors of all drivers are converted by meaning (`ckpt_backends.refusals`). Messages contain no secrets: a driver's text
-is repeated without queries of URLs, which may be signed, and without keys and tokens in the options.
+Errors of all drivers are converted to the StoreError with the same meaning (`ckpt_backends.refusals`). Their messages
+contain the driver's text without secrets: URL queries, which may be signed, and keys and tokens of the options.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RemoteStore:
         with self.errors(f"cannot list {prefix or 'everything'}"), contextlib.suppress(FileNotFoundError):
             fs = await self.connected()
             found = await fs._find(f"{self._root}/{prefix}".rstrip("/"), detail=True)
-        base = f"{self._root}/"  # with its slash, because keys of run10 also begin with run1
+        base = f"{self._root}/"  # with a slash, because the keys of a run named run10 also begin with "run1"
         for name, info in found.items():
             key = name.removeprefix(base)
             hidden = key.rpartition("/")[2].startswith(".")
@@ -150,7 +150,7 @@ class RemoteStore:
     # -- large objects --
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Begin an upload. Keys of large objects are unique, so it does not check whether the object exists."""
+        """Begin an upload without checking whether the object exists, because keys of large objects are unique."""
         self.path(key)
         return FileUpload(self, key, size, replace=replace)
 
@@ -163,7 +163,7 @@ class RemoteStore:
 
     @property
     def endpoint(self) -> str:
-        """Return the endpoint in the options, or "" if they have none."""
+        """Return the endpoint in the options, or "" if the options contain none."""
         given = self.options.get("endpoint_url") or (self.options.get("client_kwargs") or {}).get("endpoint_url")
         return self.clean(str(given or ""))
 
@@ -189,7 +189,7 @@ class RemoteStore:
         except TypeError as error:
             if "use_listings_cache" not in str(error):
                 raise
-            return self._class(**self.options, **more, skip_instance_cache=True)  # for drivers without such a cache
+            return self._class(**self.options, **more, skip_instance_cache=True)  # for drivers without a listings cache
 
     def _quiet(self) -> dict[str, Any]:
         """Return options that disable cached listings."""
@@ -210,7 +210,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def errors(self, what: str) -> Iterator[None]:
-        """Convert the driver's errors by meaning. They are not chained, because their text may contain secrets."""
+        """Convert the driver's errors to StoreErrors. They are not chained, because their text may contain secrets."""
         try:
             yield
         except CheckpointError:
@@ -229,7 +229,7 @@ class RemoteStore:
 
 
 def _let_go(fs: Any) -> None:
-    """Prevent adlfs from closing again at exit in a loop that no longer exists, which would only print a traceback."""
+    """Prevent adlfs from closing a second time at exit, when its event loop is gone, which would print a traceback."""
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         held = finalizer.peek()
         if held is not None and held[0] is fs:

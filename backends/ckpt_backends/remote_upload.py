@@ -1,4 +1,4 @@
-"""Uploads of large objects to a remote store: common code, and uploads through fsspec."""
+"""Uploads of large objects to a remote store: the common base class, and uploads through fsspec."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PART = 16 << 20  # bytes; 64 MiB was not faster with a real server and needs mor
 
 
 class RemoteUpload(ABC):
-    """An upload. An object of up to one part is stored by one request at the end, if its name is free. A larger one is
-    stored part by part, by methods of the store: `_send`, `_complete`, `_drop`.
+    """Base class of uploads. An object of up to one part is stored by one request in `finish`, only if its name is
+    free. A larger object is stored part by part with the methods `_send`, `_complete` and `_drop` of a subclass.
 
-    `resumable`: each call may be repeated after an error (`ckpt_backends.retry`). `keeps`: the written memory is in use
-        until the end (`ckpt_backends.limit`).
+    `resumable`: True if each call may be repeated after an error (`ckpt_backends.retry`). `keeps`: True if the memory
+        that was written stays in use until the upload ends (`ckpt_backends.limit`).
     """
 
     def __init__(self, store: RemoteStore, key: str, size: int, part: int, *, replace: bool) -> None:
@@ -58,9 +58,9 @@ class RemoteUpload(ABC):
         over, self._over = self._over, True
         if over:
             return
-        with contextlib.suppress(StoreError):  # the store is unreachable, so a later clean-up deletes the upload
+        with contextlib.suppress(StoreError):  # if the store is unreachable, a later clean-up deletes the upload
             await self._drop()
-            if self._once.undecided and not self._replace:  # the upload may have been finished
+            if self._once.undecided and not self._replace:  # the object may exist, because a response was lost
                 await self._store.delete(self._key)
 
     async def _put(self) -> None:
@@ -77,8 +77,9 @@ class RemoteUpload(ABC):
 
 
 class FileUpload(RemoteUpload):
-    """An upload through fsspec's file object, in a thread. It holds a few parts in memory, whatever the size. An object
-    that replaces another is written under a hidden name and moved, because some file systems have no other way."""
+    """An upload through fsspec's file object, in a thread. It holds a few parts in memory, whatever the size. To
+    replace an object, it writes a hidden file and renames it, because some file systems cannot replace a file in
+    another way."""
 
     def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
         super().__init__(store, key, size, PART, replace=replace)
@@ -126,7 +127,7 @@ class FileUpload(RemoteUpload):
 
 
 class InOrder:
-    """Admits overlapping calls one after another, by offset. After a failure, it admits none."""
+    """Admits overlapping calls one after another, by offset. After a failure, every further call raises an error."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -156,15 +157,15 @@ class InOrder:
 
 
 class MaybeDone:
-    """The last request of an upload, which may have to be repeated because its response was lost. `replace`: an object
-    of that name and size existed before, so the result cannot be checked."""
+    """Sends the last request of an upload, which may be repeated because its response was lost. `replace`: an object of
+    that name and size may have existed before, so the existence of the object does not prove success."""
 
     def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
         self._store, self._key, self._size, self._replace = store, key, size, replace
         self.undecided = False  # True if the request may have been carried out without a response
 
     async def run(self, request: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the response, or None if an earlier try has already done the work."""
+        """Send the request. Return its response, or None if an earlier try has already created the object."""
         try:
             return await request()
         except (ExistsError, NotFoundError, GoneError):
@@ -179,18 +180,18 @@ class MaybeDone:
             raise
 
     async def check(self) -> None:
-        """Raise unless the object exists with its size. Its name is unique, so no further check is needed."""
+        """Raise StoreError unless the object exists with its size. The name is unique, so the size is enough."""
         if self._replace:
             raise StoreError(f"it is unknown whether {self._key} was replaced: write it again")
         found = (await self._store.head(self._key)).size
         if found != self._size:
-            self.undecided = False  # the object belongs to another writer
+            self.undecided = False  # another writer created the object that exists
             raise StoreError(f"{self._key} has {found} bytes, but {self._size} were written")
 
 
 def only_if_absent(fs: Any) -> dict[str, Any]:
-    """Return the arguments with which a file system creates an object only if it is absent, or {} if the file system
-    cannot. In that case, fsspec checks first and then writes, which guarantees nothing."""
+    """Return the arguments with which a file system creates an object only if it is absent, or {} if it has none.
+    Without them, fsspec checks first and then writes, so two writers may create the same object."""
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
 

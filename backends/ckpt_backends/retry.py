@@ -1,11 +1,11 @@
 """A store that retries transient errors: `Retry(S3Store(url))`.
 
-The pause before each retry is random with a growing upper limit, so that many processes that lost a store together do
-not return together. Errors that a retry cannot fix (`retryable` is False) are raised immediately.
+The pause before each retry is random, with a growing upper limit, so that many processes that lost a store at the same
+time do not all return at the same time. Errors that a retry cannot fix (`retryable` is False) are raised immediately.
 
-A request whose response was lost may have been carried out, or may be carried out later. So only idempotent requests
-are repeated. For create-if-absent, the bytes decide: a writer that finds its own bytes created the object. This needs
-bytes that no other writer could write, so log records name their writer.
+If the response to a request was lost, the request may have been carried out, or may be carried out later. So only
+idempotent requests are repeated. A create-if-absent succeeded if the object has exactly the writer's own bytes. This
+needs bytes that no other writer can write, so log records contain the name of their writer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ckpt.store import Buffer, ObjectInfo, Store, Upload
 from ckpt.units import count_of
 
 T = TypeVar("T")
-_DICE = SystemRandom()  # does not change the random state of the training
+_DICE = SystemRandom()  # a separate generator, so the random state of the training does not change
 
 
 class Retry:
-    """Implements `ckpt.store.Store`. Pauses grow from `base_s` to `most_s` seconds; a call fails after `budget_s`."""
+    """Implements `ckpt.store.Store`. Pauses grow from `base_s` to `most_s` seconds. A call fails after `budget_s` s."""
 
     def __init__(self, store: Store, *, base_s: float = 0.2, most_s: float = 20.0, budget_s: float = 300.0) -> None:
         self.store = store
@@ -56,15 +56,15 @@ class Retry:
         await self._repeat(attempt)
 
     async def _holds(self, key: str, data: Buffer) -> bool:
-        """Return True if an object has exactly these bytes."""
+        """Return True if the object `key` has exactly the bytes `data`."""
         try:
             found = await self.store.get(key, limit=memoryview(data).nbytes)
-        except (NotFoundError, CorruptError):  # the object was deleted, or is longer than ours
+        except (NotFoundError, CorruptError):  # the object was deleted, or is longer than `data`
             return False
         return bytes(found) == bytes(data)
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> RetryUpload:
-        # a third-party store may not support the argument, and may already contain checkpoints
+        # a third-party store may lack the `replace` parameter; then an upload must not pass it
         more = {"replace": True} if replace else {}
         return RetryUpload(self, await self._repeat(partial(self.store.upload, key, size=size, **more)))
 
@@ -83,7 +83,7 @@ class Retry:
         return await self._repeat(partial(self.store.head, key))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """List again from the start after an error, and yield each key once. Each new key renews the budget."""
+        """List again from the start after an error, and yield each key once. Each new key resets the time limit."""
         seen = set[str]()
         with self._calling() as call:
             while True:
@@ -130,7 +130,7 @@ class Retry:
             call.rest()
 
     def _is_down(self, why: CheckpointError) -> None:
-        """Log an outage once, no matter how many calls it affects."""
+        """Log an outage once, regardless of how many calls it affects."""
         if self._down_since is None:
             self._down_since = asyncio.get_running_loop().time()
             log.warning("retrying %s for up to %.0f s: %s", self.url, self.budget_s, why)
@@ -158,7 +158,7 @@ class _Call:
         """Wait before a retry, or raise the error if no retry is left."""
         retry = self._retry
         if not error.retryable:
-            if isinstance(error, (NotFoundError, ExistsError)):  # the store responded
+            if isinstance(error, (NotFoundError, ExistsError)):  # these errors prove that the store is reachable
                 self.answered()
             raise error
         if self._failures == 0:
@@ -182,14 +182,14 @@ class _Call:
         self._retry._is_back()
 
     def rest(self) -> None:
-        """End the retries, because the call has succeeded or failed."""
+        """Stop counting the call as waiting, because it has succeeded or failed."""
         if self._failures:
             self._retry._waiting -= 1
         self._failures = 0
 
 
 class RetryUpload:
-    """Retries the calls of an upload if it is `resumable`. Otherwise the caller writes the object under a new name."""
+    """Retries the calls of an upload if it is `resumable`. Otherwise the caller writes the object again."""
 
     def __init__(self, retry: Retry, upload: Upload) -> None:
         self._retry, self._upload = retry, upload

@@ -1,11 +1,11 @@
 """S3 and compatible stores: s3://bucket/prefix.
 
-botocore handles credentials, endpoint, region and profile by its own conventions, or by s3fs' `storage_options`.
-Requests use the client of s3fs with one attempt each, because only `ckpt_backends.retry` handles lost responses. This
+botocore configures credentials, endpoint, region and profile in its usual ways, or s3fs' `storage_options` do.
+Requests use the client of s3fs without its retries, because only `ckpt_backends.retry` handles lost responses. This
 module splits uploads into parts, because s3fs would hold the whole object in memory.
 
-A commit is one conditional PUT. Large objects have unique names, and are not checked first. If obstore is installed,
-data files use it (`ckpt_backends.obstore`) with a fraction of the CPU time.
+A commit is one conditional PUT. Large objects are written without a check, because their names are unique. If obstore
+is installed, data files use it (`ckpt_backends.obstore`), because it takes a fraction of the CPU time.
 
 Directory buckets (S3 Express, `s3://NAME--ZONE--x-s3`) are supported. They have conditional PUTs, and botocore creates
 their sessions. They list keys unordered, and only under prefixes that end in "/".
@@ -32,7 +32,7 @@ from ckpt_backends.s3_upload import S3Upload, body_of
 if TYPE_CHECKING:
     from ckpt_backends.obstore import DataPath
 
-DELETES = 1000  # maximum keys in one request by the protocol
+DELETES = 1000  # maximum keys in one DeleteObjects request, a limit of S3
 CONNECT_S, READ_S = 10, 60
 CONNECTIONS = 32
 Unfinished = list[tuple[str, str]]  # key and id of each upload
@@ -48,9 +48,8 @@ _PASSING = (
 
 
 class OneAttempt(AIOHTTPSession):  # type: ignore[misc]
-    """Connections without automatic retries of aiohttp. When a reused connection breaks, aiohttp would send a PUT
-    again. A conditional PUT would then fail because of the object that it had just created, and the retry would be
-    invisible."""
+    """Connections without aiohttp's automatic retries. When a reused connection breaks, aiohttp would send a PUT again
+    unnoticed. A conditional PUT that had succeeded would then fail, because its object exists."""
 
     async def _get_session(self, proxy_url: str | None) -> Any:
         session = await super()._get_session(proxy_url)
@@ -59,7 +58,7 @@ class OneAttempt(AIOHTTPSession):  # type: ignore[misc]
 
 
 class S3Store(RemoteStore):
-    """Implements `ckpt.store.Store`. An additional option, `engine`, selects "obstore" or "s3fs" for data files."""
+    """Implements `ckpt.store.Store`. The additional option `engine` selects "obstore" or "s3fs" for data files."""
 
     in_flight = 256 << 20  # maximum bytes in flight of one upload
 
@@ -71,13 +70,13 @@ class S3Store(RemoteStore):
         bucket, _, prefix = self._root.partition("/")
         if not bucket:
             raise UsageError(f"{url} has no bucket: use s3://BUCKET/FOLDER")
-        if self._root.startswith("arn:"):  # an access point, whose name has a slash or only colons
+        if self._root.startswith("arn:"):  # the ARN of an access point contains either a slash or only colons
             bucket, prefix = self._class(asynchronous=True, skip_instance_cache=True)._find_bucket_key(self._root)
         self.bucket, self.prefix = bucket, f"{prefix}/" if prefix else ""
         self.engine = self._engine()
 
     def _engine(self) -> str:
-        """Return the library for data files: obstore if it is installed and supports the options."""
+        """Return the name of the library for data files: obstore if it is installed and supports the options."""
         config = self.options.get("config_kwargs") or {}
         hindered = [
             name
@@ -132,7 +131,7 @@ class S3Store(RemoteStore):
         return await self._get_range(key, start, length)
 
     async def _nothing(self, key: str, start: int) -> memoryview:
-        """Return no bytes, because HTTP has no empty range. Raise an error if the position does not exist."""
+        """Return no bytes, because HTTP has no empty range. Raise TruncatedError if the object ends before `start`."""
         size = (await self.head(key)).size
         if start > size:
             raise TruncatedError(f"{key} has {size} bytes and ends before byte {start}")
@@ -203,7 +202,7 @@ class S3Store(RemoteStore):
                 await self.in_parallel(self.delete, keys[first : first + DELETES])
 
     async def _delete_batch(self, names: Sequence[str]) -> bool:
-        """Delete a batch. Return False if the server does not support this request; then nothing was deleted."""
+        """Delete a batch. Return False, with nothing deleted, if the server does not support this request."""
         what = f"cannot delete {count_of(len(names), 'object')}"
         objects = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         try:
@@ -213,7 +212,7 @@ class S3Store(RemoteStore):
         errors = [
             error for error in answer.get("Errors", ()) if error.get("Code") not in ("NoSuchKey", "NoSuchVersion")
         ]
-        for error in errors:  # with status 200, the server may still have failed to delete some objects
+        for error in errors:  # a response with status 200 may still list objects that were not deleted
             code, message = str(error.get("Code", "")), str(error.get("Message", ""))
             text = self.clean(f"cannot delete {error.get('Key')} in {self.url}: {code} {message}".rstrip())
             raise refusal(code, 0, f"{text} ({len(errors)} like it)")
@@ -222,7 +221,7 @@ class S3Store(RemoteStore):
     # -- large objects --
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Begin an upload. Names of data files are unique, so it does not check whether the object exists."""
+        """Begin an upload without checking whether the object exists, because names of data files are unique."""
         check_key(key)
         await self.connected()
         if self._data is not None and size:
@@ -240,7 +239,7 @@ class S3Store(RemoteStore):
         return dropped
 
     async def unfinished(self, prefix: str = "") -> Unfinished:
-        """Return key and id of each upload under the root that was begun, but neither finished nor aborted."""
+        """Return the key and id of each upload under the root that was begun, but neither finished nor aborted."""
         found: Unfinished = []
         more: dict[str, str] = {}
         while True:
@@ -271,7 +270,8 @@ class S3Store(RemoteStore):
         return self.prefix + check_key(key)
 
     async def call(self, method: str, what: str, **arguments: Any) -> Any:
-        """Send one request, once, with `s3_additional_kwargs` and `requester_pays` if the method supports them."""
+        """Send one request without retries. Add `s3_additional_kwargs` and `requester_pays` if the method supports
+        them."""
         with self.errors(what):
             fs = await self.connected()
             function = getattr(self._s3, method)
@@ -283,7 +283,7 @@ class S3Store(RemoteStore):
         with self.errors("cannot connect"):
             try:
                 await fs.set_session()
-            except TypeError as error:  # an unknown option reaches the session of the driver
+            except TypeError as error:  # s3fs passes an unknown option on to the botocore session, which rejects it
                 raise UsageError(
                     "storage_options have an option that s3fs does not support: "
                     f"{str(error).partition('()')[2].strip()}. "
@@ -304,11 +304,11 @@ class S3Store(RemoteStore):
 
     @property
     def endpoint(self) -> str:
-        """Return the endpoint, which is known once connected."""
+        """Return the endpoint. Before the first connection, only an endpoint in the options is known."""
         return super().endpoint if self._s3 is None else self.clean(str(self._s3.meta.endpoint_url))
 
     def _patient(self) -> dict[str, Any]:
-        """Return the user's options with our default timeouts and without retries."""
+        """Return the user's options with this module's default timeouts and without retries."""
         config: dict[str, Any] = {
             "connect_timeout": CONNECT_S,
             "read_timeout": READ_S,
@@ -316,7 +316,7 @@ class S3Store(RemoteStore):
             "http_session_cls": OneAttempt,
         }
         for name in ("request_checksum_calculation", "response_checksum_validation"):
-            if f"AWS_{name.upper()}" not in os.environ:  # we have our own digests; many servers support none
+            if f"AWS_{name.upper()}" not in os.environ:  # everystep has its own digests; many servers support none
                 config[name] = "when_required"
         config |= self.options.get("config_kwargs") or {}
         config["retries"] = {**(config.get("retries") or {}), "mode": "standard", "total_max_attempts": 1}
@@ -347,7 +347,7 @@ class S3Store(RemoteStore):
     def _answered(self, error: Any, what: str) -> StoreError:
         said, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
         code, status = str(said.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
-        if code.isdigit():  # the response to a HEAD has no document with an error code
+        if code.isdigit():  # the response to a HEAD has no body, so botocore uses the HTTP status as the error code
             code, status = "", status or int(code)
         text = self.clean(f"{what}: {code or status} {said.get('Message', '')}".rstrip())
         region = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
@@ -358,6 +358,6 @@ class S3Store(RemoteStore):
 
 
 def _do_not_redirect(context: dict[str, Any], **_: Any) -> None:
-    """Stop botocore from following redirects. It queries the bucket's region, and would loop if that query is
-    redirected too."""
+    """Stop botocore from following redirects. It would query the bucket's region first, and loop forever if the query
+    is redirected as well."""
     context.setdefault("s3_redirect", {})["redirected"] = True

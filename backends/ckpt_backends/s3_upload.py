@@ -16,19 +16,19 @@ MAX_PARTS = 10_000
 
 
 def part_size(size: int) -> int:
-    """Return the part size for an object in whole MiB, so that the number of parts does not exceed S3's limit."""
+    """Return a part size in bytes, in whole MiB, with which the number of parts does not exceed S3's limit."""
     mib = 1 << 20
     return max(PART, -(-size // MAX_PARTS // mib) * mib)
 
 
 def body_of(data: Buffer) -> Any:
-    """Return a body for botocore, with at most one copy."""
+    """Return a request body for botocore, with at most one copy of the data."""
     return data if isinstance(data, bytes) and len(data) < 1 << 20 else io.BytesIO(data)
 
 
 class S3Upload(RemoteUpload):
-    """An upload of parts in any order, several at a time if the caller wants. Each call may be repeated after an error,
-    including `finish`, because if its response was lost, the object exists."""
+    """A multipart upload. Parts may be written in any order and several at a time. Each call may be repeated after an
+    error. That includes `finish`: if its response was lost, the object exists already."""
 
     _store: S3Store
 
@@ -70,7 +70,7 @@ class S3Upload(RemoteUpload):
                 MultipartUpload={"Parts": parts},
             )
         )
-        if answer is not None and not answer.keys() & {"ETag", "Key", "Location"}:  # status 200 with an empty document
+        if answer is not None and not answer.keys() & {"ETag", "Key", "Location"}:  # status 200, but without a result
             await self._once.check()
 
     async def _drop(self) -> None:

@@ -1,7 +1,7 @@
-"""Adapters: read and restore kinds of state that the core does not know.
+"""Adapters: read and restore kinds of state that `ckpt.core` does not handle itself.
 
-Importing this package registers its adapters with the core (the interface is `ckpt.core.state.wrappers`). To add an
-adapter, add a file to this package and a line below.
+Importing this package registers its adapters with the core, through the interface in `ckpt.core.state.wrappers`. To
+add an adapter, add a module to this package and register it below.
 """
 
 from ckpt.adapters.modules import CustomModuleNode

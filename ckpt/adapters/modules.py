@@ -1,10 +1,10 @@
 """Reads and restores modules with their own `state_dict()` or loader, with state-dict hooks, or with extra state.
 
 State-dict hooks and methods mostly rename, divide or gather the tensors of the module. Saving the tensors as they are
-in memory restores the same state, and calls no user code between two steps of training. So the state_dict() of each
-module with such code is called once, with collectives refused, and the result is compared with its tensors. It is
-called again at every reading only if it has other contents. Extra state is requested separately. Whether a module's own
-loader accepts a saved state is tested on a copy whose tensors have no memory.
+in memory restores the same state, and runs no user code between two steps. So the state_dict() of each module with such
+code is called once, without collectives, and the result is compared with the module's tensors. Only if the result has
+more contents, state_dict() is called at every reading. Extra state is read separately. Whether a module's own loader
+accepts a saved state is tested on a copy whose tensors have no memory.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _warned: set[str] = set()
 
 @dataclass
 class OwnState:
-    """The own methods and hooks of modules, by prefix.
+    """The methods and hooks for saving and loading that modules define themselves, by the modules' prefix.
 
     `custom`: modules whose state_dict() is called at every reading. No tensor below them is read directly.
     `extras`: modules whose get_extra_state() is called.
-    `loaders`: modules with their own loaders, which get their state when it is restored. The own load_state_dict() of
-        a module inside another one does not count, because the outer load_state_dict() does not call it.
-    `names`: names of tensors that differ from those in the module. `left_out`: tensors that are not saved.
+    `loaders`: modules with their own load_state_dict() or hooks, which get their state when it is restored. The
+        load_state_dict() of a module inside another one does not count, because the outer one does not call it.
+    `names`: names in the state_dict(), if the module names the tensor differently. `left_out`: tensors not saved.
     """
 
     custom: dict[str, nn.Module] = field(default_factory=dict)
@@ -80,8 +80,8 @@ class OwnState:
         return any(prefix.startswith(inner) for inner in self.custom)
 
     def is_inner(self, prefix: str) -> bool:
-        """Return True if the own load_state_dict() of a module is not called, because the module is inside another one.
-        It is called if it belongs to an own state_dict(), whose result is saved."""
+        """Return True if the load_state_dict() of a module is not called because the module is inside another one. It
+        is called only for a module whose own state_dict() was saved."""
         custom = type(self.custom.get(prefix))
         return bool(prefix) and getattr(custom, "state_dict", nn.Module.state_dict) is nn.Module.state_dict
 
@@ -146,8 +146,8 @@ LOADING = ("load_state_dict", "_load_from_state_dict")
 
 
 def _own(module: nn.Module, loading: tuple[str, ...]) -> tuple[bool, bool]:
-    """Return whether a module has its own hooks or methods for saving, and for loading. `loading`: of LOADING, those
-    that are called."""
+    """Return two flags: the module has its own hooks or methods for saving, and for loading. `loading`: names from
+    LOADING of the methods that are called."""
 
     def has(methods: tuple[str, ...], hooks: Iterable[Any]) -> bool:
         owners = (next(c for c in type(module).__mro__ if name in vars(c)).__module__ for name in methods)
@@ -199,24 +199,24 @@ def _classify(module: nn.Module, prefix: str, own_state: OwnState, loads: bool) 
 
 
 def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Mapping[str, Any]) -> bool:
-    """Return True if the new tensors may be made of the missing ones: as many elements, in no other memory."""
+    """Return True if the new tensors may be copies of the missing ones: as many elements, but in other memory."""
     if not all(isinstance(value, Tensor) for value in new.values()):
         return False
     if any(isinstance(v := again.get(key), Tensor) and memory_id(v) == memory_id(value) for key, value in new.items()):
-        return False  # both results have it in the same memory, so it is stored there
+        return False  # both calls of state_dict() returned the same memory, so the module stores this tensor
     apart = {memory_id(tensor): tensor.numel() for tensor in missing.values()}
     return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
 
 
 def _rename(here: Mapping[str, Tensor], entries: Mapping[str, Tensor], own_state: OwnState) -> None:
-    """Record tensors with other names in the state_dict(), for example those of a wrapper that removes its part of the
-    name."""
+    """Record the names in the state_dict() that differ from the module's own names, for example because a wrapper
+    removes its part of the name."""
     other: dict[object, list[str]] = {}
     for key, tensor in entries.items():
         if key not in here:
             other.setdefault(view_id(tensor), []).append(key)
     for key, tensor in here.items():
-        if key not in entries and (called := other.get(view_id(tensor))):  # tied tensors have several names
+        if key not in entries and (called := other.get(view_id(tensor))):  # a tied tensor has several names
             own_state.names[key] = next((name for name in called if key.endswith(f".{name}")), called[0])
 
 
@@ -230,7 +230,7 @@ class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and any(issubclass(one, distributed.DTensor) for one in types):
-            return NotImplemented  # the operations that it runs are dispatched to this mode again
+            return NotImplemented  # torch then dispatches the inner operations of this one to this mode
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"):
             self.refused = True
             raise RuntimeError(f"{func} is a collective, but the other ranks do not take part")
@@ -250,8 +250,8 @@ def _state_dict_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 def hand_back(module: nn.Module, inner: bool) -> None:
-    """Call the loader of a module with its restored state, because its hooks may derive more from it. `inner`: see
-    `load_into`."""
+    """Call the loader of a module with its restored state, because its hooks may compute other values from this state.
+    `inner`: see `load_into`."""
     mode = Refusing()
     try:
         with mode:
@@ -264,14 +264,14 @@ def hand_back(module: nn.Module, inner: bool) -> None:
 def hand_resized(
     module: nn.Module, path: Path, tensors: Mapping[str, Tensor], strict: bool, inner: bool = False
 ) -> None:
-    """Load tensors whose shapes differ from those of the module with its own loader, which may resize its tensors.
-    Everything else has been restored already. `tensors`: tensors by their names in the module. `inner`: see
-    `load_into`. Raise MismatchError if the loader raises an error."""
+    """Load tensors whose shapes differ from those of the module through its own loader, which may resize its tensors.
+    Everything else has been restored already. `tensors`: by their names in the module. `inner`: see `load_into`. Raise
+    MismatchError if the loader raises an error."""
     state = module.state_dict()
     named = {plain_key(module, key): key for key in state}
     for key, value in state.items():
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            state[key] = value.clone()  # the loader may overwrite its own tensors before it copies
+            state[key] = value.clone()  # the loader may overwrite its own tensors before it copies from the state
     state.update((named.get(name, name), tensor) for name, tensor in tensors.items())
     try:
         load_into(module, state, strict=strict, inner=inner)
@@ -282,15 +282,14 @@ def hand_resized(
         )
         if strict:
             raise MismatchError(
-                f"{problem}. The rest was restored: create the module as it was, and restore again"
+                f"{problem}. Everything else was restored. Create the module with the saved shapes, and restore again"
             ) from error
-        logger.warning("%s. They were left as they are", problem)
+        logger.warning("%s. These tensors were not restored", problem)
 
 
 def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool, inner: bool = False) -> Any:
-    """Call load_state_dict(), without `strict` if the module's own method does not have this parameter. Return its
-    result. `inner`: load like the load_state_dict() of an enclosing module, which does not call this module's own
-    method."""
+    """Call load_state_dict() and return its result. Omit `strict` if the module's own method lacks this parameter.
+    `inner`: bypass the module's own load_state_dict(), as that of an enclosing module does."""
     if inner:
         return nn.Module.load_state_dict(module, state, strict=strict)
     parameters = inspect.signature(module.load_state_dict).parameters
@@ -298,17 +297,17 @@ def load_into(module: nn.Module, state: Mapping[str, Any], *, strict: bool, inne
     return module.load_state_dict(state) if strict or not takes else module.load_state_dict(state, strict=False)
 
 
-# -- whether its own loader accepts a saved state --
+# -- check whether a module's own loader accepts a saved state --
 
 
 def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool, inner: bool = False) -> bool:
     """Return True if `module.load_state_dict(state)` succeeds.
 
-    Accept keys that an own load_state_dict() returns as missing or unexpected without raising an error. The module does
-    not change. Raise Untried if this cannot be tested on a copy.
+    Keys that a load_state_dict() only returns as missing or unexpected, without an error, are accepted. The module
+    does not change. Raise Untried if the loader cannot be tested on a copy.
 
     state: tensors on the meta device, by their names in the module
-    plain: True if the names are those of `named_modules`, not the module's own; see `as_its_own`
+    plain: True if `state` has the names of `named_modules`, not those of the module's state_dict(); see `as_its_own`
     inner: as in `load_into`
     """
     mode = _Trial()
@@ -322,10 +321,10 @@ def accepts(module: nn.Module, state: Mapping[str, Any], *, plain: bool, inner: 
                 given = as_its_own(twin, state) if plain else dict(state)
                 names = _forms(given)
                 found = load_into(twin, given, strict=True, inner=inner)
-                # If the loader does not return missing keys, the module's names must equal the saved ones now.
+                # If the loader returns no list of missing keys, the module's names must now equal the saved names.
                 return not mode.refused and (found is not None or _forms(twin.state_dict()) == names)
         except Exception as error:
-            if "in loading state_dict for" in str(error) or mode.refused:  # torch refuses the keys
+            if "in loading state_dict for" in str(error) or mode.refused:  # torch rejected the keys
                 return False
             raise Untried(f"its loader failed on a copy of the module without memory: {error!r:.200}") from error
 
@@ -335,7 +334,7 @@ class Untried(Exception):
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy without memory. Its hooks for loading must not reach any part of the original."""
+    """Return a copy without memory. Its loading hooks must not be able to change the original."""
     if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
         raise TypeError("the copy of a ScriptModule has memory")
     memo: dict[int, Any] = {}
@@ -355,8 +354,8 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return the result of deepcopy(), but copy functions too, with the values that they capture. Raise TypeError for
-    values through which the original could be changed."""
+    """Return a deepcopy() in which functions are copied too, with the values that they capture. Raise TypeError for
+    a value through which the original could be changed."""
     if isinstance(value, partial):
         return partial(_copied(value.func, memo), *_copied(value.args, memo), **_copied(value.keywords, memo))
     if isinstance(value, MethodType):
@@ -386,7 +385,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def as_its_own(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state in the form of the module's own state_dict(), with its names and its version numbers."""
+    """Return a state as the module's own state_dict() would return it, with the same names and version numbers."""
     own = module.state_dict()
     named = {plain_key(module, key): key for key in own}
     found = OrderedDict((named.get(key, key), value) for key, value in state.items())
@@ -409,13 +408,13 @@ class _WithoutMemory(TorchFunctionMode):
     """Makes deepcopy() of a tensor return a tensor on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.__deepcopy__, Tensor.clone):  # a Parameter clones its data
+        if func in (Tensor.__deepcopy__, Tensor.clone):  # deepcopy() of a Parameter calls clone()
             return torch.empty_like(args[0], device="meta")
         return func(*args, **(kwargs or {}))
 
 
 class _Trial(Refusing):  # type: ignore[no-untyped-call]
-    """Also allows copies of tensors without memory to a device, and into the tensors that a loader creates."""
+    """Refuses collectives, but allows copies of tensors without memory to a device and into tensors of a loader."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
@@ -430,11 +429,11 @@ def _forms(state: Mapping[str, Any]) -> dict[str, object]:
     return {key: tuple(v.shape) if isinstance(v, Tensor) else type(v) for key, v in state.items()}
 
 
-# -- how it is read, and put back --
+# -- read and restore modules --
 
 
 class CustomModuleNode(ModuleNode):
-    """Any module. It is read like in the core, and with its own methods and hooks (`find_own_state`)."""
+    """Reads any module as in the core, and also with the module's own methods and hooks (`find_own_state`)."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         super().__init__(path, module)
@@ -479,7 +478,7 @@ class CustomModuleNode(ModuleNode):
 
     def _with_own_values(self, piece: Contents) -> Contents:
         """Collect all values of the module by key, like its state_dict()."""
-        collect, exact = Collector(), Collector(exact=True)  # set_extra_state() gets the exact values
+        collect, exact = Collector(), Collector(exact=True)  # set_extra_state() must get exactly the saved values
         state: dict[str, Json] = {}
         for key in self._order:
             if key in self._own.extras:
@@ -493,7 +492,7 @@ class CustomModuleNode(ModuleNode):
             else:
                 form = self._forms.get(key)
                 state[key] = {"$": "tensor", "name": self._name(key)} if form is None else form.to_json()
-        replicas = replicated_by_ddp(self.whole)  # modules with their own state_dict() may exchange tensors
+        replicas = replicated_by_ddp(self.whole)  # a module with its own state_dict() may replace tensors at any time
         loose = []
         for e in (*collect.entries, *exact.entries):
             of, whole = e.part_of, e.owner.tensor
@@ -512,7 +511,7 @@ class CustomModuleNode(ModuleNode):
         loose = {entry.name: entry for entry in piece.loose}
         state = self._saved_state(saved)
         problems, self._untried = len(placement.problems), []
-        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # extra state may change
+        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # extra state may differ
         extras = tuple(self._name(prefix + EXTRA) for prefix in self._own.extras)
         own = {name: entry for name, entry in (fixed | loose).items() if not name.startswith(extras)}
         theirs = [name for name in saved.names if name not in free]
@@ -540,7 +539,7 @@ class CustomModuleNode(ModuleNode):
             placement.problems += self._untried
 
     def _forget(self) -> None:
-        """Read the module completely again, because its state_dict() may have other keys now."""
+        """Discard the results of the last reading, because the state_dict() may have other keys after a restore."""
         self._piece, self._modules_read = None, []
 
     def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
@@ -575,10 +574,10 @@ class CustomModuleNode(ModuleNode):
         new: Mapping[str, Tensor],
         load: Callable[[], None],
     ) -> None:
-        """Run the loader of a module, and fill its tensors again, because the loader may have rounded or reset them.
+        """Run the loader of a module, then fill its tensors again, because the loader may have rounded or reset them.
 
-        filled: names of tensors that have their saved values.
-        new: tensors that the loader gets, by name.
+        filled: names of the tensors that already have their saved values.
+        new: the tensors that the loader receives, by name.
         """
         own = [entry for entry in self._tensors_in(prefix, module) if entry.name in filled]
         kept = {**{entry.name: local(entry.tensor).to("cpu", copy=True) for entry in own}, **new}
@@ -589,7 +588,7 @@ class CustomModuleNode(ModuleNode):
                 here.detach().copy_(saved)
 
     def _tensors_in(self, prefix: str, module: nn.Module) -> Iterator[StateEntry]:
-        """Yield the tensors of a module that are saved directly, and those inside wrappers."""
+        """Yield the entries of a module's tensors that are saved directly, including those inside wrapper tensors."""
         for key, tensor in plain_tensors(module, self._own, prefix):
             if (name := self._saved_as(key)) is not None:
                 yield from take_apart(self._entry(name, tensor))[0]
@@ -597,8 +596,8 @@ class CustomModuleNode(ModuleNode):
     def _resized(
         self, saved: SavedNode, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement
     ) -> dict[str, str]:
-        """Return the saved tensors that loaders of modules decide about, because their shapes differ from the live
-        shapes or the live tensor is None. By name: the prefix of the module with the loader."""
+        """Return the saved tensors that only a module's loader can restore, because the live tensor is None or has
+        another shape. The result maps each tensor's name to the prefix of the module with the loader."""
         found: dict[str, str] = {}
         if not self._own.loaders:
             return found
@@ -625,7 +624,7 @@ class CustomModuleNode(ModuleNode):
     def _created(
         self, resized: Mapping[str, str], own: Mapping[str, StateEntry], weights: Collection[str], placement: Placement
     ) -> dict[str, tuple[str, Tensor]]:
-        """Return the result of `_resized`, with new tensors that will be filled."""
+        """Create a tensor for each result of `_resized`, to be filled. Return prefix and tensor by name."""
         found: dict[str, tuple[str, Tensor]] = {}
         for name, prefix in resized.items():
             if (entry := own.get(name)) is None:
@@ -637,9 +636,9 @@ class CustomModuleNode(ModuleNode):
         return found
 
     def _weights(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
-        """Return the saved tensors that become parameters, for which all ranks must have saved the same values. A
-        tensor with an unknown name counts as a parameter if a live parameter was not saved and has the same last part
-        of its name, or else the same shape."""
+        """Return the names of saved tensors that become parameters. All ranks must have saved the same values for them.
+        An unknown name counts as a parameter if a live parameter that was not saved has the same last part of its name,
+        or otherwise the same shape."""
         parameters = {
             self._name(f"{name}.{key}" if name else key)
             for name, _, module in named_modules(self.whole)
@@ -658,9 +657,10 @@ class CustomModuleNode(ModuleNode):
         return {name for name in theirs if is_weight(name)}
 
     def _differing(self, theirs: Collection[str], own: Mapping[str, StateEntry], placement: Placement) -> set[str]:
-        """Return the names of tensors that exist on only one side, or have different shapes."""
+        """Return the names of tensors that exist only live or only in the checkpoint, or have different shapes
+        there."""
         if not (self._own.loaders or self._own.custom):
-            return set()  # no loader can handle them
+            return set()  # without a loader, no module can handle differences
         shared = (name for name in theirs if name in own and _has_other_shape(name, own[name], placement))
         return {*(own.keys() ^ set(theirs)), *shared}
 
@@ -672,8 +672,8 @@ class CustomModuleNode(ModuleNode):
         differing: Collection[str],
         placement: Placement,
     ) -> dict[str, nn.Module]:
-        """Return modules with differences, by prefix, whose own loaders accept all of their saved state. They get all
-        of it. No module of the result is inside another one."""
+        """Return the modules, by prefix, that have differences and whose own loaders accept all of their saved state.
+        The loaders then get all of it. No module of the result is inside another one."""
         own_state, found = self._own, dict[str, nn.Module]()
         keys = {self._key(name) for name in differing} | {key for key in state if self._is_unclaimed(key, state[key])}
         for prefix, module in (*own_state.custom.items(), *own_state.loaders.items()):
@@ -700,8 +700,8 @@ class CustomModuleNode(ModuleNode):
         return found
 
     def _is_plain(self, prefix: str, saved: SavedNode, own: Mapping[str, StateEntry]) -> bool:
-        """Return True if the saved state of a module is in the form that its loader takes: plain tensors, as in its
-        state_dict()."""
+        """Return True if the saved state of a module has the form that the module's loader takes, which is plain
+        tensors with the names of its state_dict()."""
         rearranged = [p for (verdict, _), ps in self._own.notes.items() if verdict in (GATHERS, REARRANGES) for p in ps]
         wrappers = (self._key(name) for name in forms_of(saved.facts))
         return (
@@ -765,12 +765,12 @@ class CustomModuleNode(ModuleNode):
 
 
 def _has_other_shape(name: str, entry: StateEntry, placement: Placement) -> bool:
-    """Return True for a plain tensor that was saved with another shape."""
+    """Return True for a plain tensor whose saved shape differs from the live shape."""
     return _is_plain(entry) and placement.spec(name).shape != tuple(entry.tensor.shape)
 
 
 def _is_plain(entry: StateEntry) -> bool:
-    """Return True unless a tensor is sharded, or is part of another tensor."""
+    """Return True for a tensor that is not sharded and is not part of another tensor."""
     return isinstance(entry.alike, Replicas | None) and entry.part_of is None and not is_dtensor(entry.tensor)
 
 

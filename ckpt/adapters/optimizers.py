@@ -1,10 +1,10 @@
 """Reads and restores optimizers with hooks, their own `state_dict()` or loader, or helper objects in their state.
 
-This module decides whose code is called, and which packages are trusted to add nothing (`TRUSTED`).
+This module decides which methods and hooks are called, and which packages' wrappers add no state (`TRUSTED`).
 
-Examples of helper objects are the projectors of GaLore. Their attributes are saved. A restore sets them on the object
-that already exists, or creates an object of the same class without calling any of its code. It can create only ordinary
-Python classes that the optimizer's own package defines or imports. It never imports a class that a file names.
+An example of a helper object is a projector of GaLore. Its attributes are saved. A restore sets them on the live
+object, or creates an object of the same class without calling any of its code. It creates only ordinary Python
+classes that the optimizer's own package defines or imports. It never imports a class that a file names.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from ckpt.core.state.wrappers import is_wrapped
 from ckpt.errors import CorruptError, MismatchError, StateError
 from ckpt.events import log
 
-PRE_HOOKS = "_optimizer_state_dict_pre_hooks"  # the attribute of torch's optimizers that has these hooks
+PRE_HOOKS = "_optimizer_state_dict_pre_hooks"  # the attribute in which torch's optimizers store these hooks
 
 
 class CustomOptimizerNode(OptimizerNode):
-    """Any optimizer whose state is in `.state` and `.param_groups`. If its `state_dict()` adds entries to torch's, they
-    are saved as `extra`, and a restore passes them to its `load_state_dict()`. A restore also calls this loader if the
-    loader or its hooks may derive values."""
+    """Any optimizer whose state is in `.state` and `.param_groups`. If its `state_dict()` adds entries to torch's, the
+    added entries are saved as `extra`, and a restore passes them to `load_state_dict()`. A restore also calls
+    `load_state_dict()` if the method or its hooks may compute further values."""
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(path, optimizer)
         self._objects = self._encoder = ObjectsOf(optimizer)
         self._adds_entries, self._same = has_own_state_dict(optimizer), all_of_one_state(optimizer)
-        self._extra: dict[str, Any] = {}  # entries that the state_dict() adds, in the current reading
+        self._extra: dict[str, Any] = {}  # entries that the state_dict() added at the current reading
 
     @staticmethod
     def owns(value: object) -> bool:
         return isinstance(value, torch.optim.Optimizer)
 
     def read(self, names: Names) -> Contents:
-        self._extra = self._own_entries()  # first, because its hooks may write into the groups and the state
+        self._extra = self._own_entries()  # called first, because the hooks may write into the groups and the state
         return super().read(names)
 
     def _values(self, collect: Collector) -> dict[str, Any]:
@@ -102,12 +102,12 @@ class CustomOptimizerNode(OptimizerNode):
     def _saved_extra(
         self, saved: SavedNode, placement: Placement, objects: ObjectDecoder | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Return a function that builds the entries that a `state_dict()` had added."""
+        """Return a function that builds the additional entries of the saved `state_dict()`."""
         found = saved.values.get("extra")
         if found is None:
             return None
         if not self._adds_entries:
-            placement.problem(f"{show(self.path)}: its state_dict() had additional entries, but has none here")
+            placement.problem(f"{show(self.path)}: its saved state_dict() has more entries than the one here")
             return None
         if self._differing([EXTRA], placement):
             return None
@@ -122,8 +122,8 @@ class CustomOptimizerNode(OptimizerNode):
         return ObjectsOf(self.optimizer)
 
     def _load(self, extra: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Call the optimizer's own loader, and undo changes by torch's loader, for example casts to the dtypes of
-        weights."""
+        """Call the optimizer's own loader. Undo the changes that torch's loader makes, for example casts to the dtypes
+        of the weights."""
         entries, groups = self._state_dict_of(state), self.optimizer.param_groups
         sharing = [vars(one) for one in self._same if vars(one).get("param_groups") is groups]
         try:
@@ -137,7 +137,7 @@ class CustomOptimizerNode(OptimizerNode):
                 show(self.path),
                 error,
             )
-        # torch's loader creates another list, and a wrapper that shares the groups would keep the old one.
+        # torch's loader creates another list, but a wrapper that shares the groups would keep the old one.
         groups = next((one["param_groups"] for one in sharing if one["param_groups"] is not groups), groups)
         for one in sharing:
             one["param_groups"] = groups
@@ -150,8 +150,8 @@ class CustomOptimizerNode(OptimizerNode):
         self._put(state)
 
     def _state_dict_of(self, state: dict[Any, Any]) -> dict[str, Any]:
-        """Return the `state_dict()` for the restored state. Discard values that hooks or the call write into the state,
-        because they are this process's."""
+        """Return the `state_dict()` for the restored state. Discard values that the call or hooks write into the state,
+        because they belong to this process, not to the checkpoint."""
         held = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         hooks = [(vars(one), vars(one).get(PRE_HOOKS)) for one in self._same]
@@ -202,13 +202,13 @@ class SeparateOptimizerNode(StatefulNode):
             return None
 
     def _load(self, state: Any) -> None:
-        """Call the loader, and undo the casts of moments to the dtypes of the weights by torch's own loader."""
+        """Call the loader. Undo the casts of moments to the dtypes of the weights, which torch's own loader makes."""
         self.target.load_state_dict(state)
-        _recast(self.target.state_dict(), state)  # its dicts of parameters are the dicts of the optimizer
+        _recast(self.target.state_dict(), state)  # a state_dict() has the optimizer's own dicts of parameters
 
 
 def _recast(live: Any, saved: Any) -> Any:
-    """Return a loaded value, with the saved tensors instead of those whose dtype the loader changed."""
+    """Return a loaded value in which each tensor that the loader has cast is replaced by the saved tensor."""
     if isinstance(live, Tensor):
         cast = isinstance(saved, Tensor) and saved.shape == live.shape and saved.dtype != live.dtype
         return saved.to(live.device) if cast else live
@@ -228,12 +228,12 @@ TRUSTED = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "
 
 
 def _is_trusted(owner: type) -> bool:
-    """Return True for torch's optimizers and `TRUSTED` packages, but not for the wrappers in `torch.distributed`."""
+    """Return True if a class is from torch.optim or a `TRUSTED` package. torch.distributed's wrappers are not."""
     return owner.__module__.startswith("torch.optim.") or owner.__module__.split(".")[0] in TRUSTED
 
 
 def has_own_state_dict(optimizer: Any) -> bool:
-    """Return True if `state_dict()` may have more than `.state` and `.param_groups`, because of a method or hooks."""
+    """Return True if a method or hook may make `state_dict()` return more than `.state` and `.param_groups`."""
     if vars(optimizer).get("_optimizer_state_dict_post_hooks") or "state_dict" in vars(optimizer):
         return True
     owner = next((one for one in type(optimizer).__mro__ if "state_dict" in vars(one)), None)
@@ -245,7 +245,7 @@ def has_own_state_dict(optimizer: Any) -> bool:
 
 
 def _derives_when_loaded(optimizer: Any) -> bool:
-    """Return True if loading may do more than set `.state` and `.param_groups`, because of hooks or a method."""
+    """Return True if a method or hook may make loading do more than set `.state` and `.param_groups`."""
     names = ("load_state_dict", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     if any(vars(optimizer).get(name) for name in names):
         return True
@@ -256,15 +256,15 @@ def _derives_when_loaded(optimizer: Any) -> bool:
 
 
 class _Groups(list[dict[str, Any]]):
-    """Groups that torch's loader takes unchanged, because its deep copy would replace parameters by copies."""
+    """A list of groups that deepcopy() returns unchanged. In torch's loader, deepcopy() would copy the parameters."""
 
     def __deepcopy__(self, memo: Any) -> list[dict[str, Any]]:
         return [dict(group) for group in self]
 
 
 def _is_derived(loaded: Any, saved: Any) -> bool:
-    """Return True if an optimizer's loader made another value of a saved one. A tensor of the same shape is not
-    derived: torch's loader casts to the dtype of the parameter, and hooks may round what the loader gets."""
+    """Return True if an optimizer's loader replaced a saved value by another one. A tensor of the same shape does not
+    count, because torch's loader casts to the dtype of the parameter, and hooks may round values."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         same_kind = type(loaded) is type(saved) and not (is_wrapped(saved) or is_dtensor(saved))
         return same_kind and loaded.shape != saved.shape
@@ -288,10 +288,10 @@ def keeps_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass
 class ObjectsOf:
-    """Encodes the objects of one optimizer, and fills or creates them in a restore.
+    """Encodes the helper objects of one optimizer. In a restore, it fills the live objects or creates them.
 
-    `params`: names of the optimizer's parameters, by id. `early`: names of the objects that existed at the first
-        reading; None during that reading. `live`: the objects of the last reading, by name.
+    `params`: names of the optimizer's parameters, by id. `early`: names of the objects at the first reading, None
+        during that reading. `live`: the objects of the last reading, by name.
     """
 
     optimizer: torch.optim.Optimizer
@@ -299,15 +299,15 @@ class ObjectsOf:
     early: set[str] | None = None
     live: dict[str, object] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
-    _bound: set[str] = field(default_factory=set)  # names of objects that can be filled, but not created
-    _forms: set[str] = field(default_factory=set)  # of the objects of the script, at the first reading
+    _bound: set[str] = field(default_factory=set)  # names of objects that a restore can fill, but not create
+    _forms: set[str] = field(default_factory=set)  # results of `_form_of` for the script's objects at the first reading
 
     def begin(self, params: Mapping[int, str]) -> None:
-        """Begin a reading of the optimizer."""
+        """Reset the records before the optimizer is read."""
         self.params, self.live, self._names, self._bound = params, {}, {}, set()
 
     def end(self) -> None:
-        """End a reading that raised no error."""
+        """Store the names of the objects after a reading that raised no error."""
         if self.early is None:
             self.early = set(self._bound)
 
@@ -332,7 +332,7 @@ class ObjectsOf:
         try:
             return self._by_attributes(value, path, extern)
         except StateError:
-            # Its attributes cannot be saved. Remove their collected parts, and try the object's own state_dict().
+            # The attributes cannot be saved. Remove their collected parts, and try the object's own state_dict().
             del extern.entries[entries:]
             extern.objects = {key: extern.objects[key] for key in objects}
             self._names = {key: self._names[key] for key in names}
@@ -354,8 +354,8 @@ class ObjectsOf:
         return {"$": "object", "name": name, "state": state}
 
     def _comes_from_script(self, value: object, path: Path) -> bool:
-        """Return True for an object among the settings without tensors, which a restarted script creates again.
-        StateError if it was created or changed since the first reading."""
+        """Return True for an object without tensors in `param_groups`, which a restarted script creates again. Raise
+        StateError if the object was created or changed since the first reading."""
         form = _form_of(value) if "param_groups" in path else None
         if form is None:
             return False
@@ -364,8 +364,8 @@ class ObjectsOf:
         if form not in self._forms:
             raise StateError(
                 f"{show(path)}: this {_name_of_class(value)} was created or changed during the training, and a "
-                "restarted process would have the script's one. Add state_dict() and load_state_dict() to it, or use "
-                "tensors and plain values instead"
+                "restarted process would have the script's object instead. Add state_dict() and load_state_dict(), "
+                "or use tensors and plain values instead"
             )
         return True
 
@@ -391,7 +391,7 @@ class ObjectsOf:
             )
 
     def _refusal(self, kind: type) -> str:
-        """Return why objects of a class cannot be created without calling its code, or "" if they can."""
+        """Return the reason why objects of a class cannot be created without calling its code, or "" if they can be."""
         if kind is SimpleNamespace:
             return ""
         if getattr(kind, "__new__", None) is not getattr(object, "__new__", None):
@@ -418,7 +418,8 @@ class ObjectsOf:
         return False
 
     def target(self, reference: dict[str, Any]) -> object:
-        """Return the object to fill: the live one, or a new one of its class. Raise MismatchError if impossible."""
+        """Return the object to fill, either the live one or a new one of its class. Raise MismatchError if neither
+        works."""
         name = reference["name"]
         live = self.live.get(name)
         if reference["$"] == "generator" and reference.get("kind") is not None:
@@ -429,7 +430,7 @@ class ObjectsOf:
             return live if isinstance(live, torch.Generator) else torch.Generator(device=reference["device"])
         if "attributes" not in reference:
             if not isinstance(adapt(live) or live, Stateful):
-                raise MismatchError(f"{name} has a state in the checkpoint, but the optimizer has no such object here")
+                raise MismatchError(f"{name} has a state in the checkpoint, but this optimizer has no such object")
             return live
         kind = class_of(reference)
         if why := self._refusal(kind):
@@ -449,8 +450,8 @@ class RestoredObjects:
         self._made: dict[str, object] = {}
 
     def check(self, values: Json) -> list[str]:
-        """Return the differences from the checkpoint. Raise MismatchError or CorruptError if an object cannot be
-        restored."""
+        """Return descriptions of differences between the live objects and the checkpoint. Raise MismatchError or
+        CorruptError if an object cannot be restored."""
         problems = []
         for one in _objects_in(values):
             tag, name = one["$"], one.get("name")
@@ -462,7 +463,7 @@ class RestoredObjects:
             elif tag == "given":
                 here = self._owner.live.get(name)
                 if here is None:
-                    raise MismatchError(f"{name} was {one.get('v')!r:.200} in the checkpoint, and is not here")
+                    raise MismatchError(f"{name} was {one.get('v')!r:.200} in the checkpoint, but does not exist here")
                 if (now := _name_of_given(here) or _name_of_class(here)) != one.get("v"):
                     problems.append(f"{name} was {one.get('v')!r:.200} in the checkpoint and is {now!r:.200} here")
             elif _defines(one):
@@ -474,7 +475,7 @@ class RestoredObjects:
         return decode(data, lambda one: self.decode(one) if one["$"] == "parameter" else decode_constant(one))
 
     def decode(self, reference: dict[str, Any]) -> object:
-        """Return the value of a reference. The reference with an object's contents fills the object."""
+        """Return the value of a reference. If the reference has an object's contents, fill that object first."""
         if reference["$"] == "parameter":
             number = self._params[reference["v"]]
             groups = self._owner.optimizer.param_groups
@@ -517,7 +518,7 @@ def _kind_of_generator(value: object) -> str | None:
 
 
 def _defines(reference: dict[str, Any]) -> bool:
-    """Return True if a reference has the contents of its object. Repeated references have only its name."""
+    """Return True if a reference has the contents of its object. Only an object's first reference has contents."""
     return "attributes" in reference or "state" in reference
 
 
@@ -536,7 +537,7 @@ _WITHOUT_STATE = (logging.Logger, re.Pattern, ModuleType)
 
 
 def _name_of_given(value: object) -> str | None:
-    """Return a name for a class, a function, a partial call of a function, or an object without state, else None."""
+    """Return a name for a class, function, partial call of a function, or object without state, otherwise None."""
     if isinstance(value, functools.partial):
         inner = _name_of_given(value.func)
         return None if inner is None else f"a partial call of {inner}"
@@ -557,10 +558,10 @@ _VALUES = (
 
 
 def _form_of(value: object) -> str | None:
-    """Return a text that changes with the plain values in an object. None if the object has tensors, is an iterator, or
-    is itself a value, like a text of another class.
+    """Return a text that changes with the plain values in an object. Return None if the object has tensors, is an
+    iterator, or is itself a value, for example of a subclass of str.
 
-    Process groups and meshes of torch.distributed have no values of a training.
+    The values of process groups and meshes of torch.distributed are ignored, because they are not training state.
     """
     if isinstance(value, (Iterator, *_VALUES)):
         return None
@@ -574,7 +575,7 @@ def _form_of(value: object) -> str | None:
     if not any(base.__module__.startswith("torch.distributed.") for base in type(value).__mro__):
         try:
             values = value.__reduce_ex__(4)
-        except Exception:  # it cannot be pickled
+        except Exception:  # the value cannot be pickled
             values = dict(value) if isinstance(value, Mapping) else _attributes(value)
     if isinstance(values, tuple):
         values = [list(one) if isinstance(one, Iterator) else one for one in values]

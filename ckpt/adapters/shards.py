@@ -1,7 +1,7 @@
-"""Reads and restores tensors that a trainer divides among its ranks in its own way, described by name and position.
+"""Reads and restores tensors that a trainer distributes among its ranks itself, described by name and position.
 
-A checkpoint has them as the tensors of a module of which each rank has some. So a saved `ckpt.state.Shards` can be
-restored as a module with the same names, and vice versa.
+A checkpoint stores them like a module whose tensors are distributed among the ranks. So a saved `ckpt.state.Shards`
+can be restored as a module with the same names, and vice versa.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Shard:
     - `Shard(tensor, shape, offsets)`: the box with the sizes of `tensor` that begins at these indices.
     - `Shard(tensor, shape, start=a)`: elements a, a + 1, … of the whole in row-major order, as in flat buffers;
       `tensor` has one dimension and no gaps. It may be empty if this rank has no part of the whole.
-    - `Shard(tensor, shape, offsets, within=sizes, start=a)`: such a range of the elements of a box of these sizes, as
-      in the flat buffer of a parameter that tensor parallelism has divided before.
+    - `Shard(tensor, shape, offsets, within=sizes, start=a)`: elements a, a + 1, … of the box that begins at `offsets`
+      and has these `sizes`, for example in the flat buffer of a parameter that is also sharded by tensor parallelism.
 
-    `replicas`: the ranks that have exactly this piece, including this rank; each rank stages a part of the piece. None:
-        only this rank has it. A restore writes into `tensor` in place.
+    `replicas`: the ranks that have exactly the same piece, including this rank. Each of them stages a part of it. None:
+        only this rank has the piece. A restore writes into `tensor` in place.
     """
 
     tensor: Tensor
@@ -52,17 +52,17 @@ class Shards:
     """Named tensors of which every rank has some pieces, as an entry of the state: `{"masters":
     ckpt.state.Shards(pieces)}`.
 
-    pieces: this rank's parts of each tensor by its name: one `Shard` or several, or an empty list for none. Or a
-        function that returns this dict. It is called at every step, so the memory may change (a dict that it returns
-        again is assumed to be unchanged). All ranks name the same tensors, and their pieces together cover each exactly
-        once, replicas counted once; otherwise the save fails. A plain tensor belongs to this rank, as elsewhere in the
-        state. Two names of one `Shard` object are one tensor.
-    optimizer: the only one whose `step()` changes them, so that their copy may overlap the next forward and backward.
-        None: they are copied before `cp.step()` returns.
-    restored: called without arguments when all tensors of the state have been filled, to compute dependent values.
-    ranks: the ranks that hold these tensors together, so that each pipeline stage can have its own names. None: all.
+    pieces: a dict from the name of each tensor to the parts of this rank: a `Shard`, a list of them, or an empty list.
+        Or a function that returns the dict. It is called at every step, so the memory may change; if it returns the
+        same dict object again, that is assumed to be unchanged. All ranks list the same names. Their pieces together
+        must cover each tensor exactly once, replicas counted once; otherwise the save fails. A plain tensor belongs to
+        this rank only. Two names for one `Shard` object are one tensor.
+    optimizer: the only optimizer whose `step()` changes the tensors, so that their copy may overlap the next forward
+        and backward. None: the tensors are copied before `cp.step()` returns.
+    restored: called without arguments after a restore has filled all tensors of the state, to compute dependent values.
+    ranks: the ranks that store these tensors together, so that each pipeline stage can have its own names. None: all.
 
-    `step()`, `save()` and `restore()` raise StateError with the tensor that cannot be saved, and the reason.
+    `step()`, `save()` and `restore()` raise StateError with the name of a tensor that cannot be saved, and the reason.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ShardsNode(StateNode):
         given = self.target.pieces()
         if self._contents is None or given is not self._last or self._memories.changed():
             pieces = self._checked(given)
-            owners: dict[tuple[int, ...], str] = {}  # the first name of each tensor, by its pieces
+            owners: dict[tuple[int, ...], str] = {}  # for the pieces of each tensor, its first name
             forms: list[object] = [
                 (name, owners.setdefault(tuple(map(id, own)), name), [_form(one) for one in own])
                 for name, own in pieces.items()
@@ -158,7 +158,7 @@ class ShardsNode(StateNode):
         for one in shards:
             if one.tensor.dtype != first.tensor.dtype or tuple(one.shape) != tuple(first.shape):
                 raise StateError(
-                    f"{show(path)}: pieces of this rank differ: {list(first.shape)} of {first.tensor.dtype}, and "
+                    f"{show(path)}: the pieces of this rank differ: {list(first.shape)} of {first.tensor.dtype}, and "
                     f"{list(one.shape)} of {one.tensor.dtype}: all must have the shape and dtype of the whole tensor"
                 )
         boxes = [(view, at, one.replicas) for one in shards for view, at in _boxes(one, path)]
@@ -181,7 +181,7 @@ class ShardsNode(StateNode):
             if (owner := owners.setdefault(id(division), name)) == name or division is None:
                 placement.fill(name, self._here[name])
             elif keys[name] != keys[owner]:
-                placement.problem(f"{owner} and {name} are one tensor here, and were not when they were saved")
+                placement.problem(f"{owner} and {name} are one tensor here, but were not when they were saved")
         if self.target.restored is not None:
             placement.finish(self.path, self.target.restored)
 
@@ -194,7 +194,7 @@ def _memory(one: Shard | Tensor) -> Tensor:
 
 
 def _form(one: Shard | Tensor) -> object:
-    """Return a value that is equal for the same part of the same memory."""
+    """Return a value that is equal for two pieces that are the same part of a tensor in the same memory."""
     tensor = _memory(one)
     memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     place = (one.shape, one.offsets, one.within, one.start, one.replicas) if isinstance(one, Shard) else None
@@ -202,7 +202,7 @@ def _form(one: Shard | Tensor) -> object:
 
 
 def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
-    """Yield a shard as boxes: views of its memory, and their positions in the whole. Raise StateError if impossible."""
+    """Yield a shard as boxes: views of its memory, and their positions in the whole. Raise StateError if it cannot."""
     whole, memory = tuple(one.shape), one.tensor
     view = memory.detach()
     offsets = (0,) * len(whole) if one.offsets is None else tuple(one.offsets)
@@ -229,7 +229,7 @@ def _boxes(one: Shard, path: Path) -> Iterator[tuple[Tensor, Dims]]:
         yield view[place : place + count].view(sizes), tuple(i + j for i, j in zip(offsets, at, strict=True))
         place += count
     if not place and whole:
-        yield view.new_empty((0,) * len(whole)), (0,) * len(whole)  # empty, with name, shape and dtype of the tensor
+        yield view.new_empty((0,) * len(whole)), (0,) * len(whole)  # an empty piece declares name, shape and dtype
 
 
 def _check_inside(offsets: Dims, sizes: Dims, whole: Dims, path: Path) -> None:

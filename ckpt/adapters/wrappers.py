@@ -1,8 +1,8 @@
 """Reads and creates traceable wrapper subclasses of torch, for example Float8 weights and moments of 8-bit optimizers.
 
-Their `__tensor_flatten__` returns the names of their inner tensors and a context with everything else. A wrapper is
-created again only by its class, if the class is already imported and the context is plain. Nothing that a file names is
-ever imported, and nothing is unpickled.
+`__tensor_flatten__` of a wrapper returns the names of its inner tensors, and a context with everything else. A restore
+creates a wrapper only if its class is already imported and its context is plain. It never imports anything that a file
+names, and never unpickles.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class WrapperSubclasses:
             with torch.no_grad():
                 made = kind.__tensor_unflatten__(dict(inner), context, torch.Size(form.size), form.stride)
         except Exception as error:  # code of other libraries, which may raise any error on data from a file
-            raise MismatchError(f"{form.name}: {form.shown} does not accept its saved parts: {error!r}") from error
+            raise MismatchError(f"{form.name}: {form.shown} does not accept its saved tensors: {error!r}") from error
         if not isinstance(made, Tensor):
-            raise MismatchError(f"{form.name}: {form.shown} does not return a tensor for its saved parts")
+            raise MismatchError(f"{form.name}: {form.shown} does not return a tensor for its saved tensors")
         return made
 
 
 def _as_json(context: Any) -> Json:
-    """Return a context as plain values as far as possible. Other values are replaced by descriptions, which suffice to
-    compare them, but not to create them."""
+    """Return a context as plain values if possible. Describe other values by text, which suffices to compare contexts,
+    but not to create them."""
     try:
         return encode(context, (), _described)
-    except StateError:  # for example, values nested without end
+    except StateError:  # for example, a value that contains itself
         return _named(context)
 
 
@@ -80,7 +80,7 @@ def _named(value: object) -> dict[str, Json]:
 
 
 def _parts_of(value: object) -> list[Any] | dict[str, Any]:
-    """Return the visible parts of an object."""
+    """Return the values inside an object: its items or its attributes."""
     if isinstance(value, tuple | list | set | frozenset):
         return list(value)
     if isinstance(value, Mapping):

@@ -206,7 +206,7 @@ class Thrower(Quantised):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Liar, "creates a different tensor"), (Thrower, "does not accept its saved parts")]
+    ("kind", "said"), [(Liar, "creates a different tensor"), (Thrower, "does not accept its saved tensors")]
 )
 def test_class_with_wrong_unflatten_is_rejected(kind: type[Quantised], said: str) -> None:
     """If the class creates unfilled tensors or raises, the restore fails by name, and nothing changes."""

@@ -1,10 +1,10 @@
-"""The class that users create: `Checkpointer`.
+"""`Checkpointer`, the class that users create. Its two main calls:
 
     step() -> capture the state -> stage it in memory -> seal the slot -> the writer stores it in the scheduled tiers
     restore() -> choose the newest checkpoint -> fill the state -> open a new term that continues from it
 
-No call waits for a disk unless the caller requests it. An error in the background is raised once, by the next call. The
-modules of `ckpt.core.run` (saver, restoring, closing, emergency) implement these calls on one `TrainingRun`.
+No call waits for a disk unless the caller requests it. An error in the background is raised once, by the next call.
+Modules of `ckpt.core.run` (saver, restoring, closing, emergency) implement these calls on one `TrainingRun`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ckpt.tiers import DEFAULT_MEMORY, Memory
 from ckpt.triggers import Trigger, as_triggers
 
 PINNED = "by training"
-STOP_S = 30.0  # seconds to wait for a fault that is being handled
+STOP_S = 30.0  # seconds to wait until a fault that is being handled has been reported
 T = TypeVar("T")
 
-# Open Checkpointers by URL. If some are still open when the interpreter exits, it closes them.
+# Open Checkpointers by URL. Those that are still open when the interpreter exits are closed at exit.
 _open: dict[str, Checkpointer] = {}
 _opening = threading.Lock()
 
@@ -52,16 +52,16 @@ class Checkpointer:
       what state_dict() returns is saved, even if load_state_dict() needs more.
     - `tiers`: folder, URL, `ckpt.Tier`, or a list of these, nearest first. Default None: snapshots stay in memory only,
       and `Options(name=)` names the run.
-    - `memory`: snapshots in host memory that outlive this process, see `ckpt.Memory`. By default every step, or as
-      often as 1 % of the training time allows if `every` is "auto". None: no memory.
-    - `every`: save interval of tiers given as strings: steps (default 100), a time ("10min"), or "auto" (see
+    - `memory`: snapshots in host memory that outlive this process, see `ckpt.Memory`. Default: a snapshot of every
+      step, or, if `every` is "auto", as often as 1 % of the training time allows. None: no snapshots in memory.
+    - `every`: save interval of tiers that are given as strings: steps (default 100), a time ("10min"), or "auto" (see
       `ckpt.Auto`).
-    - `keep`: how many checkpoints tiers given as strings keep, default "all"; see `ckpt.Tier`.
+    - `keep`: number of checkpoints that each tier given as a string keeps, default "all"; see `ckpt.Tier`.
     - `best`: score whose best checkpoints are kept regardless of age; see `ckpt.Best` and `score()`.
     - `triggers`: events that request an emergency save: "auto" (default) or a list like
       [ckpt.triggers.on_signal("SIGTERM")]; None for none.
-    - `takeover`: take the run from the process that trains it, at its newest checkpoint in a tier. That process is
-      fenced: it saves nothing more. An older Checkpointer of the run in this process is closed. Default False.
+    - `takeover`: take ownership of the run from the process that trains it, at the newest checkpoint in a tier. That
+      process is fenced, so it saves nothing more. An older Checkpointer of the run here is closed. Default False.
     - `options`: settings that few runs change, see `ckpt.Options`.
 
     Raises InvalidArgumentError if an argument is wrong, StateError if the state cannot be saved, FormatError or
@@ -85,7 +85,7 @@ class Checkpointer:
         armed = as_triggers(triggers)
         self._settings = Settings.checked(tiers, memory, every, keep, best, options)
         try:
-            with contextlib.ExitStack() as undo:  # undo every step if any of them fails, including on Ctrl-C
+            with contextlib.ExitStack() as undo:  # if any step fails, or on Ctrl-C, undo the completed steps
                 self._reserve(undo, takeover)
                 self._start(undo, TrainingRun(self._settings, state, takeover, undo), armed, options.on_fault)
                 undo.pop_all()
@@ -101,7 +101,7 @@ class Checkpointer:
     def _reserve(self, undo: contextlib.ExitStack, takeover: bool) -> None:
         """Register this Checkpointer as the only one of its run in this process, or raise UsageError.
 
-        With `takeover`, close an older one first, because a notebook may have lost the variable that referred to it.
+        With `takeover`, close an older Checkpointer first, because a notebook may have lost the variable that held it.
         """
         url = self._settings.url
         if takeover and (older := _open.get(url)) is not None and hasattr(older, "_closing"):
@@ -121,7 +121,7 @@ class Checkpointer:
         triggers: tuple[Trigger, ...],
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
-        """Create the parts that work on the run, and start them. `undo`: stops the started parts if one fails."""
+        """Create and start the objects that work on the run. `undo`: stops the started objects if a later one fails."""
         self._run, self._saver = run, Saver(run)
         self._kept = KeptSteps(run, self._saver)
         self._emergency = EmergencySaver(run, self._saver)
@@ -165,13 +165,13 @@ class Checkpointer:
     def step(self, step: int, *, finite: bool | torch.Tensor | None = None) -> Save | None:
         """Save this step if a save is scheduled. Call once after each optimizer step with the number of steps done.
 
-        Returns without waiting for a disk. The handle reports when the step is staged and committed; None if no save
-        was scheduled. The first save, and the first after the state has grown, wait until memory for it is allocated.
+        Returns without waiting for a disk. The handle reports when the step is staged and committed; None: no save was
+        scheduled. The first save, and the first save after the state has grown, wait until memory is allocated.
 
         - `step`: number of completed steps; it must increase from call to call.
-        - `finite`: False if training has diverged, for example `torch.isfinite(loss)`. Such a step is saved for
-          inspection. It never replaces the last finite step and is only restored by number. A tensor on an accelerator
-          makes the call wait for it.
+        - `finite`: False if training has diverged, for example `torch.isfinite(loss)`. The step is then saved for
+          inspection. It never replaces the last finite step, and only `restore(step=N)` restores it. If `finite` is a
+          tensor on an accelerator, the call waits for its value.
         """
         if step == 0:
             raise InvalidArgumentError(
@@ -182,7 +182,7 @@ class Checkpointer:
             return self._saver.step(step, None if finite is None else bool(finite))
 
     def request_save(self, why: str = "no reason given") -> None:
-        """Request a save of a coming step to every tier on all ranks. Any thread of any rank may call this.
+        """Request a save of a coming step to every tier on all ranks. Any thread of any rank may call this method.
 
         - `why`: reason, for the log and the report.
 
@@ -200,9 +200,9 @@ class Checkpointer:
         """Call this before modifying weights or optimizer state in a way that PyTorch cannot track (`.data`, replay of
         a CUDA graph).
 
-        The call counts as the start of an optimizer step. Work queued afterwards on the current streams runs after the
-        copies in progress; the host waits only for copies that it makes itself. Without the call no snapshot is torn
-        either, but such tensors are then copied inside `step()`. Raises UsageError while a graph is being captured.
+        The call counts as the start of an optimizer step. On the current streams, work that is queued later runs after
+        the copies in progress; the host waits only for copies that it makes itself. Without the call, snapshots are
+        still consistent, but the tensors are copied inside `step()`. Raises UsageError during a graph capture.
         """
         self._run.check_not_forked()
         self._run.capture.guard_again()
@@ -212,8 +212,8 @@ class Checkpointer:
     def not_training(self, *, changes_state: bool = False) -> Iterator[None]:
         """Suspend hang detection and step timing in a `with` block that does not train, for example an evaluation.
 
-        - `changes_state`: True if the block swaps the weights, for example for averaged ones. A fault inside the block
-          then saves no new copy. Default False.
+        - `changes_state`: True if the block replaces the weights, for example by averaged weights. A fault inside the
+          block then saves no new copy of the state. Default False.
         """
         self._run.check_not_forked()
         with self._run.pause(changes_state):
@@ -225,9 +225,9 @@ class Checkpointer:
 
         - `step`: number of the step, default that of the last `step()`.
 
-        Without a durable tier the step is only staged. If memory does not have that step, the current state is saved
-        under its number: call this right after `step()`. Raises UsageError if an optimizer has begun a further step, or
-        if the weights are swapped (see `not_training`).
+        Without a durable tier the step is only staged. If memory has no snapshot of the step, the current state is
+        saved with that step number, so call this right after `step()`. Raises UsageError if an optimizer has begun
+        another step, or if the weights are replaced (see `not_training`).
         """
         with self._run.in_turn():
             self._run.check_usable()
@@ -236,9 +236,9 @@ class Checkpointer:
             return save
 
     def stage(self) -> Save:
-        """Copy the last step into memory even if memory has not scheduled it, so that a later `save()` can write it.
+        """Copy the last step into memory even if no snapshot of it is scheduled, so that a later `save()` can write it.
 
-        Returns when the copy is made; a later failure is raised by the next call.
+        Returns when the copy is complete. If the copy fails later, the next call raises the error.
         """
         with self._run.in_turn():
             self._run.check_usable()
@@ -250,7 +250,7 @@ class Checkpointer:
         - `step`: number of the step. Pin it before the `save()` of the step, so that no later checkpoint can expire it.
         - `note`: reason that `ckpt ls` shows.
 
-        Earlier pins stay. All ranks must make the same call. Returns immediately; after `wait()`, the logs have it.
+        Earlier pins stay. All ranks must make the same call. Returns immediately; `wait()` waits for the pin.
         """
         with self._run.in_turn():
             self._run.check_usable()
@@ -261,23 +261,23 @@ class Checkpointer:
 
         - `step`: number of the step.
 
-        All ranks must make the same call. Does nothing if the step is not pinned. A pin set by `ckpt pin` or `Run.pin`
-        stays.
+        All ranks must make the same call. Does nothing if the step is not pinned. A pin that `ckpt pin` or `Run.pin`
+        set stays.
         """
         with self._run.in_turn():
             self._run.check_usable()
             self._kept.unpin(step)
 
     def score(self, step: int, value: float | torch.Tensor) -> bool:
-        """Record the score of a step, now or later. Return True if it is among the `best`, which stay in every tier.
+        """Record the score of a step. Return True if the step is among the `best`, which stay in every tier.
 
-        - `step`: number of the step, which was made and is saved or is the last one.
-        - `value`: the score; a tensor on an accelerator makes the call wait for it.
+        - `step`: number of the last step, or of an earlier step that is saved.
+        - `value`: the score. If it is a tensor on an accelerator, the call waits for its value.
 
         If the last `step()` is among the best, it is saved to every tier; an older step stays where it is stored. All
-        ranks must make the same call, and rank 0's value decides. A score is as durable as its step once `wait()`
-        returns; before that, a killed process may lose it. NaN never counts as best and logs a warning. Raises
-        UsageError and changes nothing if the step is in the future, or if it is past and stored nowhere.
+        ranks must make the same call, and rank 0's value decides. After `wait()` returns, a score is as durable as its
+        step; before that, a score is lost if the process is killed. NaN never counts as best and logs a warning. Raises
+        UsageError and changes nothing if the step is in the future, or is a past step that no tier or memory has.
         """
         with self._run.in_turn():
             self._run.check_usable()
@@ -298,13 +298,13 @@ class Checkpointer:
 
         Tensors are filled in place. Damaged checkpoints are skipped with a warning and listed in `last_restore`.
 
-        - `default`: value to return if every tier was read and none has a checkpoint; without it, NoCheckpointError.
-        - `step`: restore this step, which may be an older one, or "best" for the one with the best score. Later steps
-          are then no longer restored automatically.
-        - `strict`: False restores the entries that fit and casts those of another dtype. Default True.
+        - `default`: value to return if no tier has a checkpoint. If omitted, NoCheckpointError is raised instead.
+        - `step`: number of the step to restore, or "best" for the step with the best score. Later steps leave the
+          history: a later `restore()` without `step` does not return to them.
+        - `strict`: False restores the entries that fit, and casts entries of another dtype. Default True.
 
-        Raises NoCheckpointError, CorruptError if no checkpoint is intact, or MismatchError; the state is then
-        unchanged.
+        Raises NoCheckpointError, CorruptError if no checkpoint is intact, or MismatchError. After each of these errors,
+        the state is unchanged.
         """
         with self._run.in_turn(alone=True):
             self._run.check_usable(restoring=True)
@@ -335,20 +335,20 @@ class Checkpointer:
     def close(self, timeout_s: float | None = None) -> None:
         """Make the last step durable in every tier, wait for all saves and end the writer. Further calls do nothing.
 
-        If memory does not have the last step, the current state is saved. If an optimizer has begun a further step, an
-        exception is propagating, or another thread closes, the newest step in memory is saved and a warning is logged.
-        A run in memory only is released. If an exception is propagating, it is kept, so that a restart finds it.
+        If memory does not have the last step, the current state is saved. If an optimizer has begun another step, an
+        exception is propagating, or another thread calls this, the newest step in memory is saved instead, with a
+        warning. A run without tiers frees its memory, except after an exception: the memory then stays for a restart.
 
         Raises DeadlineError after `timeout_s` seconds (default: `Options.close_timeout_s`); the writer still finishes.
-        Raises DeadlineError or PeerError if other ranks do not close; the writer then keeps the memory as after a
-        crash.
+        Raises DeadlineError or PeerError if other ranks do not close. The writer then keeps the memory for a restart,
+        as after a crash.
         """
         self._closing.close_as_asked(timeout_s)
 
     def _after_fork(self) -> None:
         if not self._run.closed:
             self._run.forked = True
-            _open.pop(self._settings.url, None)  # the child may open the run itself after its parent has ended
+            _open.pop(self._settings.url, None)  # the child process may open the run itself once its parent has ended
             self._run.hook.silence()
             self._fault_handler.forget()
             self._run.supervisor.forget()

@@ -13,7 +13,7 @@
     │   └── SkippedError      a save was skipped because every slot was busy
     ├── WriterError           the writer process cannot be started
     │   └── NameTakenError    another writer of this run has started
-    ├── ProtocolError         a message between processes was not understood, or the versions differ
+        ├── ProtocolError         a message between processes cannot be decoded, or the versions of the processes differ
     ├── PeerError             another rank of the job failed, is gone, or disagrees
     ├── DeadlineError         a wait exceeded its timeout (also a TimeoutError)
     ├── CorruptError          stored bytes do not match their digest
@@ -27,12 +27,12 @@
         ├── AccessError       no such bucket, no permission, or invalid credentials
         ├── RunGoneError      the folder or bucket no longer contains the run that was opened
         ├── TransferError     bytes were not transferred from one rank to another
-        └── OutcomeUnknownError   a commit may or may not have been recorded
+            └── OutcomeUnknownError   no reply to a commit arrived: it may or may not be recorded
 
 A program checks two things: whether the user must fix the call (`UsageError`), and whether a retry may help
-(`retryable`). A person needs to know what is safe and what to do next. The message states the details; `advice` of the
-class states the rest. A traceback shows the advice below the message (as a note, PEP 678). Commands print it after the
-message, with the run they were given in place of RUN.
+(`retryable`). A person needs to know what is safe and what to do next. The message states the details, and the class
+attribute `advice` the rest. A traceback shows the advice below the message (as a note, PEP 678). Commands print the
+advice after the message, and replace RUN by the run that the user named.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ C = TypeVar("C", bound=type)
 
 
 class CheckpointError(Exception):
-    """Base class of all errors of this library. `advice`: what is safe and what to do next."""
+    """Base class of all errors of this library. `advice`: which data is safe, and what to do next."""
 
     retryable = False
     advice = ""
@@ -61,11 +61,11 @@ class CheckpointError(Exception):
 
 
 class UsageError(CheckpointError):
-    """The call is wrong, or comes at the wrong moment. The message explains how to correct it; nothing was done."""
+    """The call is wrong, or comes at the wrong moment, so nothing was done. The message explains how to correct it."""
 
 
 class InvalidArgumentError(UsageError, ValueError):
-    """An argument is wrong. The message names it, its value and the rule; nothing was done."""
+    """An argument is wrong, so nothing was done. The message has its name, its value and the rule."""
 
 
 class StateError(UsageError):
@@ -149,7 +149,7 @@ class NameTakenError(WriterError):
 
 
 class ProtocolError(CheckpointError):
-    """A message was not understood, or the writer that holds a run's memory is of another version of this library."""
+    """A message could not be decoded, or the writer that holds a run's memory is of another version of this library."""
 
     advice = (
         "Nothing was changed. A writer of the other version keeps running and keeps its memory. Use its version of "
@@ -199,7 +199,7 @@ class StoreError(CheckpointError):
 
     def __init__(self, message: str, *, retryable: bool = False, advice: str | None = None) -> None:
         if advice is not None:
-            self.advice = advice  # stores that do not contain a run give other advice
+            self.advice = advice  # for stores that do not contain a run
         super().__init__(message)
         self.retryable = retryable
 
@@ -213,7 +213,7 @@ class TruncatedError(StoreError):
 
 
 class UnreadableError(StoreError):
-    """A checkpoint cannot be read now, so nothing is known about its bytes. No other checkpoint is used instead."""
+    """A checkpoint cannot be read now, and may be intact. No older checkpoint is used in its place."""
 
     advice = (
         "Nothing was changed, and the checkpoint may be intact. Restore access to its files (mount, permissions, open "
@@ -256,7 +256,7 @@ class RunGoneError(StoreError):
 
 
 class TransferError(StoreError):
-    """Bytes that one rank had read could not be sent to another rank that needs them."""
+    """Bytes that one rank has read could not be sent to another rank that needs them."""
 
 
 class OutcomeUnknownError(StoreError):
@@ -269,9 +269,9 @@ class OutcomeUnknownError(StoreError):
 
 
 def is_unreadable(error: BaseException) -> bool:
-    """Return True if the store did not deliver the bytes, so that nothing is known about them.
+    """Return True if the store did not deliver the bytes, so that the bytes may be intact.
 
-    An object that is absent or too short is damage. Every other failure of a store, from EACCES to a timeout, may pass.
+    An object that is absent or too short is damaged. Any other failure of a store, from EACCES to a timeout, may pass.
     """
     return isinstance(error, StoreError) and not isinstance(error, (NotFoundError, TruncatedError))
 
@@ -284,11 +284,11 @@ USER_ERRORS = (
     SaveError,
     FormatError,
     StoreError,
-)  # the user can correct the cause
+)  # classes of errors whose cause the user can correct
 
 
 def public_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise errors that a user can correct without our frames and causes, so that the last line is the caller's.
+    """Raise errors that a user can correct without this library's frames, so that a traceback ends at the user's call.
 
     The logger "ckpt" records the full traceback at DEBUG.
     """
@@ -316,7 +316,7 @@ def public_class(kind: C) -> C:
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """Convert an error to JSON, to send it from the writer to the trainer or to another rank."""
+    """Convert an error to JSON, so that the writer can send it to the trainer or to another rank."""
     message = str(error) or type(error).__name__
     if not isinstance(error, CheckpointError):
         message = f"{type(error).__name__}: {message}"
@@ -324,7 +324,7 @@ def to_wire(error: BaseException) -> dict[str, Any]:
 
 
 def from_wire(message: dict[str, Any]) -> CheckpointError:
-    """Convert JSON of `to_wire` to an error. An unknown class becomes CheckpointError."""
+    """Convert the JSON of `to_wire` back to an error. An unknown class becomes CheckpointError."""
     kind = globals().get(message["error"])
     known = isinstance(kind, type) and issubclass(kind, CheckpointError)
     error: CheckpointError = (kind if known else CheckpointError)(message["message"])  # type: ignore[misc]

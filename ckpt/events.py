@@ -9,7 +9,7 @@ from ckpt.subscribers import Event, subscribe
 
 __all__ = ["Event", "log", "subscribe"]
 
-log = logging.getLogger("ckpt")  # no handler: the program configures logging, and Python prints warnings by default
+log = logging.getLogger("ckpt")  # without a handler: the program configures logging; Python prints warnings anyway
 
 
 def tell(text: str) -> None:

@@ -1,7 +1,7 @@
 """Named points at which a test can inject a failure.
 
-`point("file.written")` marks a moment that matters for safety. In normal runs it costs one comparison with None. In
-tests, the environment variable `CKPT_FAIL` arms points, each as `[process/]name:action[:nth]`, separated by commas:
+`point("file.written")` marks a moment at which a failure must not lose data. Normally it costs one comparison with
+None. In tests, the environment variable `CKPT_FAIL` arms points, each as `[process/]name:action[:nth]`, with commas:
 
     CKPT_FAIL=writer/data file.written:kill:2        SIGKILL the writer when it reaches the point the second time
     CKPT_FAIL=trainer/stage.copied:stop         SIGSTOP the trainer
@@ -21,12 +21,12 @@ from ckpt.events import log
 TRAINER_POINTS = (
     "stage.claimed",  # the slot is labelled FILLING
     "stage.eager",  # buffers and plain values are in the slot
-    "stage.copied",  # every byte is in the slot, not sealed yet
+    "stage.copied",  # every byte is in the slot, but it is not sealed yet
     "stage.sealed",  # the slot's state is SEALED
-    "save.requested",  # the writer has received the request
-    "restore.chosen",  # a checkpoint was chosen, the state is unchanged
-    "restore.filled",  # tensors are filled, plain values are not
-    "run.taken",  # the log names this job as owner, the writers are not notified
+    "save.requested",  # the writer has received a request to save
+    "restore.chosen",  # a checkpoint was chosen; the state is still unchanged
+    "restore.filled",  # tensors are filled, but plain values are not
+    "run.taken",  # the log names this job as owner, but the writers are not notified yet
 )
 WRITER_POINTS = (
     "data_file.opened",
@@ -35,7 +35,7 @@ WRITER_POINTS = (
     "manifest.stored",
     "index.stored",
     "log.synced",  # the record's temporary file is durable
-    "log.linked",  # the record has its name, the folder is not synced
+    "log.linked",  # the record has its name, but the folder is not synced yet
     "log.appended",
     "log.trimming",  # some of the old records are deleted
     "acquire.done",
@@ -43,15 +43,15 @@ WRITER_POINTS = (
     "plan.landed",
     "sweep.deleted",
     "drain.started",
-    "mirror.taken",  # another rank's snapshot is in this node's memory, not sealed yet
+    "mirror.taken",  # another rank's snapshot is in this node's memory, but it is not sealed yet
 )
 INCREMENT_POINTS = (  # points in a writer that stores an increment or compresses
     "data_files.stored",  # all data files of the increment are durable
 )
 OFFLINE_POINTS = (  # points in a command that converts a checkpoint
     "export.window",  # some bytes are about to be written
-    "export.whole",  # all files are complete and still have temporary names
-    "export.appeared",  # the files have their names, the temporary folder still exists
+    "export.whole",  # all files are complete, but still have temporary names
+    "export.appeared",  # the files have their final names, but the temporary folder still exists
 )
 POINTS = (
     *TRAINER_POINTS,
@@ -60,7 +60,7 @@ POINTS = (
     *OFFLINE_POINTS,
 )
 
-process = "trainer"  # in the writer, its start sets this to "writer"
+process = "trainer"  # name of this process in CKPT_FAIL; the writer sets it to "writer" when it starts
 
 
 def _parse(text: str) -> dict[str, list[object]]:
@@ -78,7 +78,7 @@ _armed = _parse(os.environ["CKPT_FAIL"]) if os.environ.get("CKPT_FAIL") else Non
 
 
 def point(name: str) -> None:
-    """Mark a moment that matters for safety. Does nothing unless a test armed it."""
+    """Mark a moment at which a failure must not lose data. Do nothing unless a test has armed the point."""
     if _armed is None:
         return
     rule = _armed.get(f"{process}/{name}") or _armed.get(name)

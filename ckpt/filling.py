@@ -1,4 +1,4 @@
-"""Fill a state from a run that is only read. Nothing is written to the run, and its own job can continue."""
+"""Fill a state from a run without writing to the run, so that the run's own job can continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.store import normalise
 
 
 def is_run(url: str) -> bool:
-    """Return True if there is a run at a URL, which may also name a step. Raise StoreError if it is unreadable."""
+    """Return True if a URL, which may also name a step, is that of a run. Raise StoreError if it is unreadable."""
     try:
         log = read.run(read.open_run(normalise(reference.split(url, None)[0])))
     except (FormatError, NoCheckpointError):
@@ -27,15 +27,15 @@ def is_run(url: str) -> bool:
 
 
 def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = True, subset: bool = False) -> Restored:
-    """Fill the state with the newest checkpoint of a run, or that of a step. All ranks take part and must see the run.
+    """Fill the state from a checkpoint of a run. All ranks must call this and must see the run.
 
     - `location`: URL of the run.
-    - `which`: step, "best", or None for the newest.
+    - `which`: number of the step, "best", or None for the newest.
     - `strict`: False restores entries that fit, as `Checkpointer.restore` does.
-    - `subset`: ignore top-level entries of the checkpoint that the state does not have.
+    - `subset`: True ignores top-level entries of the checkpoint that the state does not have. Default False.
 
-    Raises NoCheckpointError if there is no checkpoint, MismatchError if it does not fit (nothing was changed then), and
-    CorruptError if no checkpoint is intact.
+    Raises NoCheckpointError if there is no checkpoint, MismatchError if it does not fit (the state is then unchanged),
+    and CorruptError if no checkpoint is intact.
     """
     number = None if which == reference.BEST else reference.number(which)
     world = World.detect(channel.node_id())
@@ -44,7 +44,7 @@ def fill(state: dict[str, Any], location: str, which: Which, *, strict: bool = T
     capture = Capture(state, Seat(world.rank, world.size), subset=subset)
 
     def prepare() -> int | None:
-        """Read the state, so that an error on any rank ends the call on all of them. Return the step on rank 0."""
+        """Read the state. An error on any rank then ends the call on all ranks. Return the step on rank 0."""
         capture.read()
         return _step_of(location, which) if which == reference.BEST and world.rank == 0 else number
 

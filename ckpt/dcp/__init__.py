@@ -1,7 +1,7 @@
 """A storage writer and reader for torch's distributed checkpoint (DCP) that save into everystep runs.
 
-Input: DCP's plans. Output: checkpoints like those of any other run. torch's planners decide which rank saves and reads
-what.
+The input is DCP's plans; the output is checkpoints like those of any other run. torch's planners decide which rank
+saves and reads which tensors.
 """
 
 from ckpt.dcp.storage import StorageReader as StorageReader

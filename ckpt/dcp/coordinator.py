@@ -1,6 +1,6 @@
-"""The coordinator of torch's DCP on a run: take ownership, commit what the ranks wrote, clean up.
+"""The coordinator of torch's DCP on a run: it takes ownership, commits the files of the ranks, and cleans up.
 
-Nothing stays open between two saves. `ckpt.dcp.incarnation` has the identity of the job and what is remembered.
+No file stays open between two saves. `ckpt.dcp.incarnation` has the identity of the job and its state for each tier.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ckpt.events import log as logger
 from ckpt.store import Store, open_store, remember_options
 from ckpt.tiers import Tier
 
-PATIENCE_S = 60.0  # for each request to a remote store, during which all ranks wait
+PATIENCE_S = 60.0  # seconds for each request to a remote store, because all ranks wait for it
 
 
 # -- stores --
@@ -55,13 +55,13 @@ def store_of(tier: Tier) -> Store:
 
 @contextlib.asynccontextmanager
 async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
-    """Open the log of a run. Raises RunGoneError if another run is there than the one this process knows. If the run is
-    gone, files left by saves of this process are deleted: otherwise no run could be created there."""
+    """Open the log of a run. Raise RunGoneError if the tier contains another run than the one that this process opened
+    before. If the run is gone, delete the files that saves of this process left, because they would block a new run."""
     store, place = store_of(tier), known(tier.url)
     try:
         log = RunLog(store)
         if create and not place.trusted:
-            await _remove_rest(tier, log, place)  # other ranks may have written more of it since
+            await _remove_rest(tier, log, place)  # since the last removal, other ranks may have written more files
             await commits.create_run(store)
             place.trusted = True
         try:
@@ -71,7 +71,7 @@ async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
         except RunGoneError:
             await _remove_rest(tier, log, place)
             raise
-        except (FormatError, NoCheckpointError):  # it was deleted: the next save creates it again
+        except (FormatError, NoCheckpointError):  # the run was deleted: the next save creates it again
             gone = await _is_gone(log, place.root)
             if gone:
                 await _remove_rest(tier, log, place)
@@ -84,7 +84,7 @@ async def opened(tier: Tier, *, create: bool = False) -> AsyncIterator[RunLog]:
 
 
 async def _is_gone(log: RunLog, root: str) -> bool:
-    """Return True if it is certain that the run no longer exists."""
+    """Return True if the run certainly no longer exists. If its state cannot be read, return False."""
     log.root = root
     try:
         return not await log.same()
@@ -98,8 +98,8 @@ async def _remove_rest(tier: Tier, log: RunLog, place: Known) -> None:
 
 
 def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
-    """Return the tiers that have scheduled a step, nearest first; otherwise the nearest, because a save was
-    requested."""
+    """Return the tiers that have scheduled this step, nearest first. If none has, return the nearest tier, because the
+    user requested a save."""
     return [tier for tier in tiers if step % tier.steps == 0] or list(tiers[:1])
 
 
@@ -108,7 +108,8 @@ def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
 
 @dataclass
 class Saving:
-    """One save, from its plan to its end. `errors`: by URL, of tiers that cannot be written to now."""
+    """One save, from its plan to its commit. `errors`: for each tier that cannot be written to now, its error by
+    URL."""
 
     checkpoint: CheckpointId
     owner: Acquire
@@ -123,20 +124,17 @@ class Saving:
 
 
 async def begin(tiers: Sequence[Tier], job: Incarnation, step: int, world: int) -> Saving:
-    """Name the checkpoint. FencedError if another job owns the run, UsageError if this step cannot be saved now."""
+    """Name the checkpoint. Raise FencedError if another job owns the run, UsageError if the step cannot be saved."""
     urls = tuple(tier.url for tier in tiers)
     owner = owner_known(urls, job)
     try:
         if owner is None:
             raise FencedError("not known yet")
         saving = await _begin(tiers, owner, step, world)
-    except (
-        FencedError,
-        NoCheckpointError,
-    ):  # another process of this job has opened a term since, or no run exists yet
+    except (FencedError, NoCheckpointError):  # another process of this job opened a newer term, or no run exists yet
         owner = await _take_over(tiers, job, again=False)
         saving = await _begin(tiers, owner, step, world)
-    if saving is None:  # it was tried before and aborted
+    if saving is None:  # this term has tried to save the step before, and aborted it
         owner = await _take_over(tiers, job, again=True)
         saving = await _begin(tiers, owner, step, world)
         assert saving is not None, "no save was attempted in a new term"
@@ -147,42 +145,42 @@ async def begin(tiers: Sequence[Tier], job: Incarnation, step: int, world: int) 
     return saving
 
 
-async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -> Acquire:
-    """Take ownership of the run in all tiers, with the same term. `again`: with a new one."""
+async def _take_over(tiers: Sequence[Tier], job: Incarnation, *, again: bool) -> Acquire:
+    """Take ownership of the run in all tiers, with the same term. `again`: open a new term even if this job has one."""
     async with contextlib.AsyncExitStack() as stack:
         logs = [await stack.enter_async_context(opened(tier, create=True)) for tier in tiers]
         found = [{a.nonce: a for a in log.state.acquires} for log in logs]
-        names = {mine.name(turn): turn for turn in range(sum(map(len, found)) + 1)}
+        names = {job.name(turn): turn for turn in range(sum(map(len, found)) + 1)}
         turn = max((names[nonce] for each in found for nonce in each if nonce in names), default=-1)
         if turn >= 0:
-            nonce = mine.name(turn)
+            nonce = job.name(turn)
             there = [each[nonce] for each in found if nonce in each]
             for log, each in zip(logs, found, strict=True):
                 log.check_owner(each.get(nonce))
             if not again and len(there) == len(logs) and len({a.term for a in there}) == 1:
                 return there[0]
-        for log in logs:  # for a Checkpointer that trains there
+        for log in logs:  # raises InUseError if a Checkpointer trains the run
             await check_free(log, lambda text: logger.warning("%s", text))
         floor = max(log.state.term for log in logs)
         while True:
             turn += 1
             acquires = [
                 await commits.acquire(
-                    log, mine.name(turn), restored=None if mine.nonce in each else mine.restored, floor=floor
+                    log, job.name(turn), restored=None if job.nonce in each else job.restored, floor=floor
                 )
                 for log, each in zip(logs, found, strict=True)
             ]
             found = [{**each, a.nonce: a} for each, a in zip(found, acquires, strict=True)]
             if len({a.term for a in acquires}) == 1:
                 break
-            floor = max(a.term for a in acquires)  # another job came between: use one term for all tiers
+            floor = max(a.term for a in acquires)  # another job opened a term in between: use one term for all tiers
         for log, acquire in zip(logs, acquires, strict=True):
             await commits.recover(log, acquire)
         return acquires[0]
 
 
 async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -> Saving | None:
-    """Begin a save; return None if this step was aborted in this term."""
+    """Begin a save. Return None if this term has already aborted the step."""
     saving = Saving(CheckpointId(owner.term, step, owner.nonce), owner, world, cadence(tiers, step))
     read_back = []
     for tier in saving.tiers:
@@ -210,9 +208,9 @@ def _with_help(error: CheckpointError, url: str) -> CheckpointError:
     return FullError(f"{error}. `ckpt gc {url}` deletes unused files") if isinstance(error, FullError) else error
 
 
-async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
-    """Delete files of aborted checkpoints now: retention would do so only after the next checkpoint, for which their
-    space may be needed."""
+async def _clear(log: RunLog, owner: Acquire, place: Known) -> None:
+    """Delete the files of aborted checkpoints now. Retention would delete them only after the next checkpoint, which
+    may need their space."""
     if log.state.aborted <= place.cleared:
         return
     listed = [info.key async for info in log.store.list(STEPS)]
@@ -221,11 +219,11 @@ async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
 
     def decide(state: RunState) -> retention.Sweep | None:
         if state.damaged or not state.commits.keys() <= used.keys():
-            return None  # unreadable checkpoints may use them
+            return None  # unreadable checkpoints may use files of aborted ones
         live = live_files(state, listed, set[str]().union(*used.values()))
         return retention.Sweep(delete=tuple(key for key in listed if key not in live and owner_of(key) in aborted))
 
-    landed = await retention.land(log, mine, decide)
+    landed = await retention.land(log, owner, decide)
     if landed:
         await retention.delete_in_order(log.store, landed.delete)
     place.cleared |= aborted
@@ -245,7 +243,7 @@ def _check_step(log: RunLog, checkpoint: CheckpointId) -> None:
 
 
 def _wants_read_back(log: RunLog, tier: Tier, checkpoint: CheckpointId, world: int) -> bool:
-    """Return True if older checkpoints would expire after this save and no recent one was read back."""
+    """Return True if older checkpoints would expire after this save, but no recent checkpoint was read back."""
     fake = Commit(checkpoint, world, (), "")
     state = replace(log.state, commits={**log.state.commits, checkpoint: fake})
     recent = {c.checkpoint for c in state.lineage()[: READ_BACK_EVERY if log.store.remote else 1]}
@@ -253,9 +251,9 @@ def _wants_read_back(log: RunLog, tier: Tier, checkpoint: CheckpointId, world: i
 
 
 async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: CheckpointId | None) -> RankShare:
-    """Return the coordinator's data of this save for a rank whose planner kept an older share. `restored`: the
-    checkpoint that this process loaded since. The job then has another name, which only the coordinator knows.
-    Raises FencedError if another job owns the run."""
+    """Return this save's data from the coordinator for a rank whose planner cached the data of an older save.
+    `restored`: the checkpoint that this process has loaded since that save; a load changes the name of the job, which
+    only the coordinator knows. Raise FencedError if another job owns the run."""
     due, job = cadence(tiers, step), Incarnation(share.job, None, 0)
     owner: Acquire | None = None
     read_back = []
@@ -268,7 +266,7 @@ async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: 
                     read_back.append(tier.url)
                 owner = newest
         except StoreError:
-            continue  # writing there fails as well, and reports it
+            continue  # writing to this tier fails as well, and that error is reported
     if owner is None:
         raise SaveError(f"cannot read the owner of the run from {', '.join(tier.url for tier in due)}")
     checkpoint = CheckpointId(owner.term, step, owner.nonce)
@@ -277,7 +275,7 @@ async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: 
 
 
 def _own(log: RunLog, job: Incarnation, restored: CheckpointId | None) -> Acquire:
-    """Return the newest term if it belongs to this job."""
+    """Return the newest term if it belongs to this job. Raise FencedError if it belongs to another."""
     acquires = log.state.acquires
     if not acquires:
         raise SaveError(f"{log.store.url} has no owner")
@@ -292,8 +290,8 @@ def _own(log: RunLog, job: Incarnation, restored: CheckpointId | None) -> Acquir
 
 
 async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Receipt:
-    """Write a rank's share to all its tiers. A tier that fails does not stop the others; if none remains, or the state
-    cannot be saved at all, the checkpoint is aborted and the error raised."""
+    """Write a rank's share to all its tiers. If one tier fails, the others are still written. If all tiers fail, or the
+    state cannot be saved, abort the checkpoint and raise the error."""
     checkpoint = CheckpointId.parse(share.checkpoint)
     written: dict[str, WrittenManifest] = {}
     errors: dict[str, CheckpointError] = {}
@@ -328,7 +326,7 @@ async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Re
 
 
 async def give_up(tier: Tier, owner: Acquire, checkpoint: CheckpointId, reason: str) -> None:
-    """Abort a checkpoint in one tier if possible; otherwise the next save or job does."""
+    """Try to abort a checkpoint in one tier. If that fails, the next save or job aborts it."""
     try:
         async with opened(tier) as log:
             await commits.abort(log, owner, checkpoint, reason)
@@ -338,7 +336,7 @@ async def give_up(tier: Tier, owner: Acquire, checkpoint: CheckpointId, reason: 
 
 
 async def give_up_share(tiers: Sequence[Tier], share: RankShare, error: BaseException) -> None:
-    """Abort the checkpoint in all tiers, because a rank cannot write its share."""
+    """Abort the checkpoint in all tiers, because this rank cannot write its share."""
     checkpoint, reason = (
         CheckpointId.parse(share.checkpoint),
         f"rank {share.rank}: {str(error) or type(error).__name__}",
@@ -348,8 +346,8 @@ async def give_up_share(tiers: Sequence[Tier], share: RankShare, error: BaseExce
 
 
 async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:
-    """Commit what the ranks wrote in each tier that has all of it. Raises SaveError or FencedError for tiers that have
-    not."""
+    """Commit the checkpoint in each tier to which all ranks have written. Raise SaveError or FencedError if a tier
+    lacks files of a rank."""
     errors: dict[str, Exception] = dict(saving.errors)
     checkpoint = saving.checkpoint
     for tier in saving.tiers:
@@ -402,7 +400,7 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
 
 
 async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
-    """Apply retention like the writer of a `Checkpointer`. Files with readers are deleted at a later save."""
+    """Apply retention like the writer of a `Checkpointer`. Files that are being read are deleted at a later save."""
     await place.trimmer.step(log, mine)
     now = time.monotonic()
     expired = [key for when, keys in place.leaving if when <= now for key in keys]

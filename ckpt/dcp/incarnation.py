@@ -1,8 +1,8 @@
-"""The identity of this process as a job, and what it remembers of each tier.
+"""The identity of this process as a job, and the data that this process keeps for each tier.
 
-All processes that save for a job share its *incarnation*: the trainer, and the process that `dcp.async_save` may start,
-which receives it with the pickled writer. Loading a checkpoint begins a new one, which continues from there: later
-checkpoints then leave the history, as after `Checkpointer.restore`. All of this can be lost: the log has it too.
+All processes that save for one job have the same *incarnation*: the trainer, and the process that `dcp.async_save` may
+start, which receives the incarnation with the pickled writer. Loading a checkpoint begins a new incarnation that
+continues from it; later checkpoints leave the history, as after `Checkpointer.restore`. The log has these facts too.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from ckpt.core.log.run_log import Acquire, Trimmer
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """A job. `restored`: the checkpoint that it continues from, None: the newest. `number`: greater for newer ones."""
+    """One job. `restored`: the checkpoint that it continues from; None means the newest. `number`: higher if newer."""
 
     nonce: str
     restored: CheckpointId | None
     number: int = field(compare=False)
 
     def name(self, turn: int) -> str:
-        """Return the name of one of its terms: it opens another one to retry a step whose save failed."""
+        """Return the name of the job's term number `turn`. A job opens a new term to retry a failed step."""
         return hashlib.sha256(f"{self.nonce}:{turn}".encode()).hexdigest()[:8] if turn else self.nonce
 
 
 @dataclass
 class Known:
-    """The state that this process keeps for a tier. `root`: id of the run that was opened there, "" before that."""
+    """The data that this process keeps for a tier. `root`: id of the run that this process opened there, or ""."""
 
     root: str = ""
-    trusted: bool = False  # it was seen to create objects only if absent
-    open: set[CheckpointId] = field(default_factory=set)  # begun here, and neither committed nor aborted
+    trusted: bool = False  # True once the store has created an object only if it was absent
+    open: set[CheckpointId] = field(default_factory=set)  # begun by this process, but neither committed nor aborted
     verified: set[CheckpointId] = field(default_factory=set)
-    read_back: CheckpointId | None = None  # the last one whose share was read back here
-    cleared: set[CheckpointId] = field(default_factory=set)  # aborted, and all its files are deleted
+    read_back: CheckpointId | None = None  # the last checkpoint of which this process has read its share back
+    cleared: set[CheckpointId] = field(default_factory=set)  # aborted checkpoints whose files are all deleted
     sweeps: int = 0
-    leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # names, and when they may be deleted
+    leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # time of deletion, names of the files
     trimmer: Trimmer = field(default_factory=Trimmer)
 
 
@@ -53,7 +53,7 @@ _numbers = itertools.count(1)
 
 
 def incarnation_of(urls: Sequence[str]) -> Incarnation:
-    """Return this job, as these tiers know it."""
+    """Return the newest incarnation that is stored for these tiers, or a new one. Store it for all of these tiers."""
     with _lock:
         there = [_incarnations[url] for url in urls if url in _incarnations]
         newest = max(there, key=lambda i: i.number, default=None) or Incarnation(new_nonce(), None, next(_numbers))
@@ -62,8 +62,8 @@ def incarnation_of(urls: Sequence[str]) -> Incarnation:
 
 
 def went_back(roots: Mapping[str, str], checkpoint: CheckpointId) -> None:
-    """Record that a checkpoint was loaded: later saves continue from it. `roots`: ids of the runs that were read, by
-    URL; they may differ from the ones known."""
+    """Record that a checkpoint was loaded, so that later saves continue from it. `roots`: by URL, the id of the run
+    that was read; another run may have replaced the one that this process opened before."""
     with _lock:
         _incarnations.update(dict.fromkeys(roots, Incarnation(new_nonce(), checkpoint, next(_numbers))))
     for url, root in roots.items():
@@ -73,13 +73,13 @@ def went_back(roots: Mapping[str, str], checkpoint: CheckpointId) -> None:
 
 
 def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
-    """Adopt the job of another process, until this process loads a checkpoint itself."""
+    """Use the incarnation of another process for these tiers until this process loads a checkpoint itself."""
     with _lock:
         _incarnations.update(dict.fromkeys(urls, replace(incarnation, number=next(_numbers))))
 
 
 def forget(url: str, *, open: set[CheckpointId] | None = None) -> None:
-    """Forget a tier whose run is gone. `open`: checkpoints whose files may remain there."""
+    """Discard the data of a tier whose run is gone. `open`: checkpoints of which files may remain in the tier."""
     with _lock:
         _known[url] = Known(open=open or set())
         for urls in [urls for urls in _owners if url in urls]:

@@ -18,18 +18,18 @@ from ckpt.events import log as logger
 
 _T = TypeVar("_T")
 
-# In addition to torch's list. Not numpy's scalars: a dtype with forged fields makes numpy use bytes as addresses.
+# Allowed in addition to torch's list. numpy's scalars are not: with a forged dtype, numpy uses bytes as addresses.
 HARMLESS: list[Any] = [
     *(bytes, PosixPath),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
 ]
 
 
-# -- stand-ins: torch's restricted reader cannot create these objects, but it can check their pickles --
+# -- stand-ins for classes that torch's restricted reader cannot create; they only check the pickled arguments --
 
 
 def _stand_in(module: str, name: str) -> Callable[[_T], _T]:
-    """Make torch's reader use this object for what a pickle calls `module.name`."""
+    """Make torch's reader use the decorated object where a pickle names `module.name`."""
 
     def named(one: _T) -> _T:
         one.__module__, one.__name__, one.__qualname__ = module, name, name  # type: ignore[attr-defined]
@@ -40,14 +40,14 @@ def _stand_in(module: str, name: str) -> Callable[[_T], _T]:
 
 
 STAND_INS: list[Any] = []
-NUMBER = re.compile(r"[-+]?[0-9]{1,4000}(/[0-9]{1,4000})?")  # no exponent: the power of ten would be computed
+NUMBER = re.compile(r"[-+]?[0-9]{1,4000}(/[0-9]{1,4000})?")  # no exponents: Python would compute the power of ten
 DECIMAL = re.compile(r"[-+]?([0-9.]{1,4000}(E[-+]?[0-9]{1,18})?|Infinity|s?NaN[0-9]{0,4000})", re.IGNORECASE)
 
 
 @_stand_in("collections", "deque")
 def _deque(items: Any = (), maxlen: Any = None) -> list[Any]:
     _require(type(items) in (tuple, list) and (maxlen is None or type(maxlen) is int))
-    return list(items)  # following items are appended
+    return list(items)  # a list, because the reader appends the items that follow
 
 
 @_stand_in("decimal", "Decimal")
@@ -117,7 +117,7 @@ _lock = threading.Lock()  # torch's list of allowed classes is shared by all thr
 
 
 def check_object(what: str, raw: memoryview) -> None:
-    """Raise UsageError if torch cannot read the bytes of an object without running code."""
+    """Raise UsageError if torch cannot read a pickled object without running code. `what`: its name for the error."""
     why = _refusal(raw)
     if why is not None:
         raise UsageError(
@@ -128,7 +128,7 @@ def check_object(what: str, raw: memoryview) -> None:
 
 
 def warn_once(name: str, raw: memoryview) -> None:
-    """Warn once, during a save, that an object will be rejected when loading."""
+    """Log a warning once per name, during a save, if loading will reject the object."""
     if name in _said:
         return
     _said.add(name)
@@ -143,15 +143,15 @@ def warn_once(name: str, raw: memoryview) -> None:
 
 
 def _path(named: Any) -> str:
-    """Return the name under which torch's reader knows an entry of `get_safe_globals()`."""
+    """Return the name that torch's reader uses for an entry of `get_safe_globals()`."""
     return str(named[1]) if isinstance(named, tuple) else f"{named.__module__}.{named.__qualname__}"
 
 
 def _refusal(raw: memoryview) -> str | None:
     with _lock, contextlib.closing(io.BytesIO(raw)) as file:
-        named = torch.serialization.get_safe_globals()  # allowed by the user, so they must stay
+        named = torch.serialization.get_safe_globals()  # the user's entries stay allowed
         double = [one for one in named if _path(one) in {_path(stand_in) for stand_in in STAND_INS}]
-        if double:  # of two entries with one name torch's reader uses either
+        if double:  # if two entries have the same name, torch's reader uses either of them
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals([one for one in named if one not in double])
         try:

@@ -1,8 +1,8 @@
-"""Write one rank's share of a checkpoint of torch's DCP: the items of its plan become a data file, a table and a
-manifest.
+"""Write one rank's share of a checkpoint of torch's DCP: the items of its plan become a data file, a chunk table and
+a manifest.
 
-Nothing is copied as a whole: the data file is produced range by range, tensors in file order, and each chunk is
-digested while it is written. Tensors on an accelerator come to the host one at a time.
+The data file is never in memory as a whole. It is produced range by range, with the tensors in file order, and each
+chunk is digested while it is written. Tensors on an accelerator are copied to the host one at a time.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ckpt.dcp.objects import warn_once
 from ckpt.errors import SaveError, StateError
 from ckpt.store import PAGE, Store
 
-KIND = "dcp"  # kind of the single component of such a checkpoint
+KIND = "dcp"  # kind of component; a DCP checkpoint consists of one component of this kind
 PATH = ["dcp"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """A request to a rank. `tiers`: URLs to write to, nearest first; `read_back`: those to read back;
-    `names`: tensors that other ranks write; `token`: identifies this save; `job`: nonce of the job.
+    """The coordinator's request to one rank. `tiers`: URLs to write to, nearest first. `read_back`: URLs of the tiers
+    to read back afterwards. `names`: tensors that other ranks write. `token`: id of this save. `job`: nonce of the job.
     """
 
     token: str
@@ -52,8 +52,8 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A reply to the coordinator. `parts`: by URL, the digest of the manifest there; `errors`: by URL, why
-    there is none, as of `errors.to_wire`; `read_back`: tiers where everything was read back and is intact."""
+    """A rank's reply to the coordinator. `parts`: digest of its manifest in each tier, by URL. `errors`: by URL, the
+    error (as `errors.to_wire`) of each tier without a manifest. `read_back`: tiers read back without error."""
 
     checkpoint: str
     rank: int
@@ -64,14 +64,14 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Content:
-    """A rank's share as a layout, with the source of the bytes of each tensor."""
+    """A rank's share: its layout, and the source of the bytes of each tensor."""
 
     layout: Layout
     sources: list[WriteItem | memoryview]
     planner: SavePlanner
 
     def bytes_of(self, number: int) -> memoryview:
-        """Return all bytes of one tensor in host memory. Raises StateError if it differs from the plan."""
+        """Return all bytes of one tensor in host memory. Raise StateError if the tensor differs from the plan."""
         source = self.sources[number]
         if isinstance(source, memoryview):
             return source
@@ -88,17 +88,17 @@ class Content:
 
 
 def dense(tensor: Tensor, name: str) -> Tensor:
-    """Return the values in host memory, contiguous. Raises StateError if their bytes alone do not define the tensor."""
+    """Return contiguous values in host memory. Raise StateError if the bytes of the tensor do not define its values."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         check(tensor, (name,))
-    check_memory(tensor, (name,))  # expanded tensors are allowed
+    check_memory(tensor, (name,))  # accepts expanded tensors
     if tensor.device.type != "cpu":
-        torch.accelerator.synchronize(tensor.device)  # another stream than this thread's may be writing it
+        torch.accelerator.synchronize(tensor.device)  # a stream of another thread may still be writing the tensor
     return check(tensor.to("cpu").resolve_conj().resolve_neg().contiguous(), (name,))
 
 
 def content_of(plan: SavePlan, planner: SavePlanner, share: RankShare) -> Content:
-    """Return the contents for the items of a plan. The planner encodes objects that are not tensors, here and once."""
+    """Return the contents for the items of a plan. The planner pickles other objects than tensors here, only once."""
     pieces: list[tuple[TensorSpec, WriteItem | memoryview]] = []
     names, objects = dict[str, None](), list[str]()
     for item in plan.items:
@@ -118,7 +118,7 @@ def content_of(plan: SavePlan, planner: SavePlanner, share: RankShare) -> Conten
             pieces.append((spec, item))
     mappings = _mappings(plan.planner_data, names)
     order = [name for name in plan.planner_data if name in share.names or name in names] if mappings else list(names)
-    # in the state's order, because optimizers number parameters
+    # the order of the entries in the state, because optimizers number their parameters
     facts = {"objects": objects, "mappings": mappings, "order": order}
     known = sorted({*names, *share.names})
     component = {"path": PATH, "kind": KIND, "facts": facts, "names": known}
@@ -127,7 +127,7 @@ def content_of(plan: SavePlan, planner: SavePlanner, share: RankShare) -> Conten
 
 
 def _spec(item: WriteItem) -> TensorSpec | None:
-    """Return the piece of an item; None if it is empty while its tensor is not."""
+    """Return the tensor spec of an item. Return None if the item has no elements although its tensor has some."""
     data, name = item.tensor_data, item.index.fqn
     if data is None:
         raise StateError(f"{name}: the plan has no data for this tensor")
@@ -143,7 +143,7 @@ def _spec(item: WriteItem) -> TensorSpec | None:
 
 
 def _mappings(data: Any, names: Iterable[str]) -> dict[str, list[str | int]] | None:
-    """Return the nested paths of these flat names, from the default planner."""
+    """Return the nested path of each flat name, as the default planner recorded it."""
     if data is None:
         return None
     if not isinstance(data, dict) or not all(isinstance(path, tuple) for path in data.values()):
@@ -155,7 +155,7 @@ def _mappings(data: Any, names: Iterable[str]) -> dict[str, list[str | int]] | N
 
 
 class Stream:
-    """The bytes of a data file, requested range by range in order. `digests`: of the chunks, joined."""
+    """The bytes of a data file, requested range by range in order. `digests`: the digests of all chunks, joined."""
 
     def __init__(self, content: Content, header: bytes) -> None:
         self._content = content
@@ -164,7 +164,7 @@ class Stream:
         self._rest = memoryview(header)
         self._number, self._bytes = -1, memoryview(b"")
         self._position = 0
-        self._hash = chunk_hasher()  # of the current chunk
+        self._hash = chunk_hasher()  # digest of the current chunk so far
         self._lock = asyncio.Lock()
         self.digests = bytearray()
 
@@ -181,7 +181,7 @@ class Stream:
             size = min(len(self._rest), length - filled)
             copied = room[filled : filled + size]
             copied[:] = self._rest[:size]
-            self._hash.update(copied)  # of the stored copy, because the source may change
+            self._hash.update(copied)  # hash the copy that is stored, because the source may change
             filled, self._rest = filled + size, self._rest[size:]
             if not self._rest and self._number >= 0:
                 self.digests += self._hash.digest()
@@ -199,7 +199,7 @@ class Stream:
 
 
 def _room(length: int) -> memoryview:
-    """Return page-aligned memory for one range, as direct I/O requires."""
+    """Return page-aligned memory for one range, because direct I/O requires it."""
     made = mmap.mmap(-1, max(PAGE, length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         made.madvise(mmap.MADV_HUGEPAGE)
@@ -207,7 +207,7 @@ def _room(length: int) -> memoryview:
 
 
 async def write(store: Store, checkpoint: CheckpointId, content: Content, *, read_back: bool) -> WrittenManifest:
-    """Store a share, and read it back if requested. Raises CorruptError if it differs."""
+    """Store a share, and read it back if requested. Raise CorruptError if the bytes read back differ."""
     layout = content.layout
     key = data_key(checkpoint, layout.rank)
     header = layout.arrangement.header(metadata_of(key))
@@ -218,7 +218,7 @@ async def write(store: Store, checkpoint: CheckpointId, content: Content, *, rea
     table = build_table(layout, key, bytes(stream.digests))
     snapshot = RankSnapshot(
         checkpoint, layout, memoryview(b""), [None]
-    )  # its bytes are written, and it has no plain values
+    )  # manifest without plain values; the bytes are in the data file already
     written = await finish_manifest(store, snapshot, table, [file], reason="due")
     if read_back:
         await read.fetch(store, table, read.plan_reads(table, range(table.owned), far=store.remote), None)
@@ -226,7 +226,7 @@ async def write(store: Store, checkpoint: CheckpointId, content: Content, *, rea
 
 
 def check_alike(written: Sequence[WrittenManifest]) -> None:
-    """Raise SaveError unless all tiers got the same bytes: otherwise the state changed during the write."""
+    """Raise SaveError unless the bytes written to all tiers are equal. If they differ, the state changed meanwhile."""
     digests = {one.table.digest.tobytes() for one in written}
     if len(digests) > 1:
         raise SaveError(

@@ -1,4 +1,4 @@
-"""Read a checkpoint for torch's DCP: its `Metadata`, and the items of a load plan."""
+"""Read a checkpoint for torch's DCP: create its `Metadata`, and fill the items of a load plan."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from ckpt.store import folder_of
 
 T = TypeVar("T")
 
-SPARSE = 10_000  # elements of a list that may be empty and have no name
+SPARSE = 10_000  # maximum gap in a list: elements without a name, which may be empty
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to read. `others`: further tiers that may have it; `roots`: id of the run by URL, for each tier that
-    has it."""
+    """A checkpoint to read. `others`: further tiers that may have the checkpoint. `roots`: for each tier that has it,
+    the id of the run, by URL."""
 
     url: str
     checkpoint: CheckpointId
@@ -70,18 +70,18 @@ class Found:
         return key
 
 
-# -- which --
+# -- choose the checkpoint --
 
 
 async def find(urls: Sequence[str], step: int | None) -> Found:
-    """Find the newest readable checkpoint of the current history, or that of a step, in the nearest tier. Damage in one
-    tier is repaired from the others; without `step`, a damaged or lost checkpoint is replaced by an older one. Raises
-    StoreError if the newest, or a tier that may have it, cannot be read now: continuing from an older one is the user's
-    decision."""
+    """Find the checkpoint of a step, or the newest readable one of the current history, in the nearest tier. Damage in
+    one tier is repaired from the others. Without `step`, an older checkpoint replaces a damaged or lost one. Raise
+    StoreError if the newest checkpoint, or a tier that may have it, cannot be read now, because only the user can
+    decide to continue from an older one."""
     try:
         return await _find(urls, step)
     except NotFoundError:
-        return await _find(urls, step)  # it has just been retired, so there is a newer one
+        return await _find(urls, step)  # retention deleted the checkpoint in between, so a newer one exists
 
 
 async def _find(urls: Sequence[str], step: int | None) -> Found:
@@ -122,8 +122,8 @@ async def _find(urls: Sequence[str], step: int | None) -> Found:
 
 
 async def latest(urls: Sequence[str]) -> int | None:
-    """Return the newest step, None if there is no checkpoint or no run. Raises StoreError if a tier cannot be read
-    now."""
+    """Return the newest step, or None if there is no checkpoint or no run. Raise StoreError if a tier is temporarily
+    unreadable."""
     there = [url for url in urls if await _again(url, lambda url=url: _is_run(url))]  # type: ignore[misc]
     with contextlib.suppress(NoCheckpointError):
         if there:
@@ -141,7 +141,7 @@ async def _is_run(url: str) -> bool:
 
 
 async def _open_logs(urls: Sequence[str]) -> tuple[dict[str, RunLog], CheckpointError | None]:
-    """Return the logs, already closed, and the most important error: preferably that a tier cannot be read now."""
+    """Return the logs, already closed, and the most important error. An unreadable tier is the most important."""
     logs: dict[str, RunLog] = {}
     first: CheckpointError | None = None
     for url in urls:
@@ -165,7 +165,7 @@ async def _log(url: str) -> RunLog:
 
 
 async def _again(url: str, read_folder: Callable[[], Awaitable[T]]) -> T:
-    """Repeat a read of a folder briefly while it cannot be read. Remote stores retry for longer anyway."""
+    """Retry a read of a folder for a short time if it cannot be read. Remote stores retry by themselves for longer."""
     until = time.monotonic() + chunks.WINDOW_S
     while True:
         try:
@@ -177,7 +177,7 @@ async def _again(url: str, read_folder: Callable[[], Awaitable[T]]) -> T:
 
 
 def _candidates(states: dict[str, RunState], step: int | None) -> Iterator[CheckpointId]:
-    """Yield checkpoints in the order to try. A tier that was unreachable may lack a rollback that others have."""
+    """Yield checkpoints in the order to try. A tier that was unreachable may lack a rollback that the others record."""
     acquires: dict[int, Acquire] = {}
     for acquire in (a for state in states.values() for a in state.acquires):
         if acquires.get(acquire.term, acquire).restored is None:
@@ -198,7 +198,7 @@ def _nothing(states: dict[str, RunState], step: int | None) -> NoCheckpointError
     return NoCheckpointError(f"{' and '.join(states)} does not have {wanted} (available steps: {there})")
 
 
-# -- what it consists of --
+# -- metadata of the checkpoint --
 
 
 def metadata_of(saved: SavedState) -> Metadata:
@@ -212,7 +212,7 @@ def metadata_of(saved: SavedState) -> Metadata:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"the manifests' data on torch's names is damaged: {error!r}") from None
     entries: dict[str, STORAGE_TYPES] = {}
-    # shared by tensors with the same sharding, because there may be thousands of ranks
+    # Tensors with the same sharding share one list, because there may be thousands of ranks.
     chunks: dict[int, list[ChunkStorageMetadata]] = {}
     for name, key in saved.labels.items():
         spec = saved.tensors[key].spec
@@ -226,7 +226,7 @@ def metadata_of(saved: SavedState) -> Metadata:
 
 
 def _path(path: Any, longest: int) -> tuple[str | int, ...]:
-    """Check a path of names, and of list indexes, which determine the size of lists in torch."""
+    """Check a path of names and list indexes. `longest` limits the size of the lists that torch will create."""
     if type(path) is not list or not path or type(path[0]) is not str:
         raise TypeError(f"not a path: {path!r:.80}")
     for part in path:
@@ -241,12 +241,12 @@ def _entry(spec: TensorSpec, chunks: list[ChunkStorageMetadata]) -> TensorStorag
     return TensorStorageMetadata(TensorProperties(TORCH_DTYPE[spec.dtype]), torch.Size(spec.shape), chunks)
 
 
-# -- its bytes --
+# -- bytes of the checkpoint --
 
 
 def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -> None:
-    """Read the items of a plan, verified, into the planner's tensors. Objects come first: if one is rejected, nothing
-    was changed. CorruptError names a tensor without an intact copy; earlier tensors are then filled."""
+    """Read and verify the items of a plan into the planner's tensors. Objects are read first: if one is rejected, all
+    tensors are unchanged. CorruptError names a tensor without an intact copy; tensors before it are filled."""
     objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
     tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
     rooms = {name: empty(found.saved.tensors[found.key(name)].spec, "cpu") for name in _names(objects)}

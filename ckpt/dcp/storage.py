@@ -1,20 +1,20 @@
-"""torch's distributed checkpoint (DCP) on everystep runs: `dcp.save`, `dcp.async_save` and `dcp.load` with one more
-argument.
+"""torch's distributed checkpoint (DCP) on everystep runs: `dcp.save`, `dcp.async_save` and `dcp.load` with one
+additional argument.
 
     import torch.distributed.checkpoint as dcp
     import ckpt.dcp
 
     writer = ckpt.dcp.StorageWriter("runs/exp1")
     dcp.save(state, checkpoint_id="step-500", storage_writer=writer)
-    dcp.load(state, storage_reader=ckpt.dcp.StorageReader("runs/exp1"))      # the newest, or checkpoint_id="step-500"
+        dcp.load(state, storage_reader=ckpt.dcp.StorageReader("runs/exp1"))      # newest, or checkpoint_id="step-500"
 
 The result is a run: verified, atomic, fenced against a second job, pruned by `Tier(keep=)`, and readable by `ckpt.load`
-and the `ckpt` commands. torch's planners decide which rank saves and reads what. The step is the number at the end of
-`checkpoint_id`, as in ".../step-500". All ranks must see the same folders and buckets.
+and the `ckpt` commands. torch's planners decide which rank saves and reads which tensors. The step is the number at the
+end of `checkpoint_id`, for example ".../step-500". All ranks must see the same folders and buckets.
 
 DCP's planner pickles objects that are not tensors with `torch.save`, and reads them with `torch.load(...,
-weights_only=False)`, so that anyone who can write to the run can run code. Here they are first read with
-`weights_only=True`, and rejected if that fails, unless the reader has `trusted=True`. Nothing else is pickled.
+weights_only=False)`, so anyone who can write to the run could run code. This reader first reads them with
+`weights_only=True` and rejects them if that fails, unless it has `trusted=True`. Nothing else is pickled.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ ODD = re.compile(r"(?:^|/)[-+0-9]*[-+][0-9]+/*$|[0-9][.e+]+[-+]?[0-9]+/*$")  # -
 MAX_SPENT = 64
 _spent: dict[
     str, incarnation.Incarnation
-] = {}  # tokens of shares that were written: a plan that brings one again is old
+] = {}  # job by the token of each share that was written; a plan with a token in this dict is an old, cached plan
 _spending = threading.Lock()
 
 
 class _Now(threading.local):
-    """The save that the calling thread makes: torch makes each in one thread."""
+    """The save of the calling thread, because torch makes each save in one thread."""
 
     def __init__(self, default: int | None) -> None:
         self.clear(default)
@@ -76,17 +76,17 @@ class _Now(threading.local):
 
 
 class StorageWriter(storage.StorageWriter):
-    """Saves to one or several tiers, nearest first.
+    """Saves to one or several tiers, nearest first. Pass it to `dcp.save(..., storage_writer=)`.
 
-    - `tiers`: a folder or URL takes and keeps every save, like torch's own writer. A `Tier` takes the saves that its
-      `every` schedules (a step that none has scheduled goes to the nearest), and its `keep` is applied after each save.
-      Checkpoints are always complete: `full_every` and `compression` have no effect.
-    - `step`: for saves without a `checkpoint_id`.
+    - `tiers`: a folder or URL stores and keeps every save, like torch's own writer. A `Tier` stores the saves that its
+      `every` schedules, and its `keep` is applied after each save. A step that no tier has scheduled goes to the
+      nearest tier. Checkpoints are always complete: `full_every` and `compression` have no effect.
+    - `step`: step of the saves that have no `checkpoint_id`.
 
-    A failed save raises, and does not affect older or later ones; if one tier fails, the others still have it. Steps
-    must increase. `dcp.load` of the same tiers goes back: later steps then leave the history. Raises FencedError if a
-    newer job has taken ownership, so the same rank must coordinate all saves of a job. A save that begins while another
-    one of this process writes to the same tier is rejected.
+    A failed save raises an error, and does not affect other saves. If one tier fails, the other tiers still get the
+    checkpoint. Steps must increase. After `dcp.load` of an older step from the same tiers, later steps leave the
+    history. Raises FencedError if a newer job has taken ownership, so the same rank must coordinate all saves of a job.
+    A save is rejected while another save of this process writes to the same tier.
     """
 
     def __init__(self, tiers: Places, *, step: int | None = None) -> None:
@@ -95,7 +95,7 @@ class StorageWriter(storage.StorageWriter):
         self._now = _Now(self._default)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle for another process that saves for this job, which must have the same identity."""
+        """Return the state to pickle. It includes the job, so that the receiving process saves as the same job."""
         return {"tiers": self._tiers, "default": self._default, "job": incarnation.incarnation_of(self._urls)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class StorageWriter(storage.StorageWriter):
         in_flight.watch(self._default if checkpoint_id is None else checkpoint_id)
         if checkpoint_id is not None:
             self._now.step, self._now.id = step_of(checkpoint_id), checkpoint_id
-        self._now.job = incarnation.incarnation_of(self._urls)  # a later load does not affect this save
+        self._now.job = incarnation.incarnation_of(self._urls)  # fixed, so that a later load does not affect it
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=None if self._now.id is None else str(self._now.id))
@@ -140,7 +140,7 @@ class StorageWriter(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: name the checkpoint, and send each rank its share."""
+        """Name the checkpoint, and send each rank its share. Called on the coordinator only."""
         step = self._now.step
         assert step is not None
         job, self._now.job = self._now.job or incarnation.incarnation_of(self._urls), None
@@ -155,7 +155,7 @@ class StorageWriter(storage.StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write on every rank. The write is complete on return, so that staged memory is never used later."""
+        """Write this rank's share. The write is complete on return, because staged memory may be reused afterwards."""
         share = self._share(plan)
         tiers = [tier for tier in self._tiers if tier.url in share.tiers]
         try:
@@ -167,14 +167,14 @@ class StorageWriter(storage.StorageWriter):
         sizes = {spec.key: spec.nbytes for spec in content.layout.tensors}
         results = [WriteResult(MetadataIndex(RECEIPT), sum(sizes.values()), receipt)]
         results += [WriteResult(item.index, 0, None) for item in plan.items]
-        self._now.step = self._now.id = self._default  # for the next save
+        self._now.step = self._now.id = self._default  # reset for the next save
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def _share(self, plan: SavePlan) -> RankShare:
-        """Return the coordinator's data of this save. A planner that caches plans has that of an older one: then the
-        log decides."""
+        """Return the coordinator's data of this save. If the planner cached the plan of an older save, take the data
+        from the log instead."""
         share, step = plan.storage_data, self._now.step
         if not isinstance(share, RankShare) or step is None:
             raise SaveError("this plan was not made by this writer")
@@ -190,7 +190,7 @@ class StorageWriter(storage.StorageWriter):
         return share
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: commit. The checkpoint exists when this returns."""
+        """Commit the checkpoint, which exists on return. Called on the coordinator only."""
         saving, self._now.saving = self._now.saving, None
         if saving is None:
             raise SaveError("no save is in progress")
@@ -202,19 +202,19 @@ class StorageWriter(storage.StorageWriter):
 
 
 class StorageReader(storage.StorageReader):
-    """Reads a step, or the newest, from the nearest tier that has it.
+    """Reads the checkpoint of a step, by default the newest, from the nearest tier that has it.
 
-    Every byte is verified; damaged chunks are read from another tier or step, otherwise CorruptError names the tensor.
-    Waits for a `dcp.async_save` of this process to one of these tiers.
+    Every byte is verified. Damaged chunks are read from another tier or step; if there is no intact copy, CorruptError
+    names the tensor. Waits for a `dcp.async_save` of this process to one of these tiers.
 
     - `places`: folder, URL, `Tier`, or a list of them.
-    - `step`: default the newest.
-    - `trusted`: True unpickles objects that could run code, see above. Default False.
+    - `step`: number of the step, default the newest.
+    - `trusted`: True also unpickles objects that could run code, see the module's docstring. Default False.
     - `resume`: True (default) makes later saves of this process continue from the loaded checkpoint; False only reads
       it.
 
-    Checkpoints of a Checkpointer can be read too, with the tensor names of `ckpt show`. After an error, tensors may be
-    filled partly.
+    Checkpoints of a Checkpointer can be read too, with the tensor names that `ckpt show` lists. If a load raises an
+    error, some tensors may already have new values.
     """
 
     def __init__(self, places: Places, *, step: int | None = None, trusted: bool = False, resume: bool = True) -> None:
@@ -239,7 +239,7 @@ class StorageReader(storage.StorageReader):
         self._id = self._default if checkpoint_id is None else checkpoint_id
         self._load_id = str(uuid.uuid4())
 
-    # Without **kwargs: with them torch would treat an unreadable checkpoint as separate ones of each rank.
+    # No **kwargs: otherwise torch would treat an unreadable checkpoint as a separate checkpoint of each rank.
     def read_metadata(self) -> Metadata:
         in_flight.wait_for([tier.url for tier in self._tiers])
         self._found = read.run(dcp_source.find(_reachable(self._tiers), self._step))
@@ -259,7 +259,7 @@ class StorageReader(storage.StorageReader):
         return replace(plan, storage_data=str(self._found.checkpoint))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: check that all ranks found the same checkpoint, because a save may have just ended."""
+        """On the coordinator: check that all ranks found the same checkpoint, because a save may have ended."""
         chosen = sorted({str(plan.storage_data) for plan in plans})
         if len(chosen) > 1:
             raise PeerError(f"ranks found different newest checkpoints ({', '.join(chosen)}): pass a checkpoint_id")
@@ -279,14 +279,14 @@ class StorageReader(storage.StorageReader):
 
 
 def latest(places: Places) -> int | None:
-    """Return the newest step that `dcp.load` would find, None on a first start."""
+    """Return the newest step that `dcp.load` would find, or None if there is no checkpoint yet."""
     urls = _reachable(_tiers(places))
     in_flight.wait_for(urls)
     return read.run(dcp_source.latest(urls))
 
 
 def _spend(token: str, job: incarnation.Incarnation) -> incarnation.Incarnation | None:
-    """Record that a share was written. If it was written before, return the job of that time."""
+    """Record that a share was written. If its token was recorded before, return the job of that earlier write."""
     with _spending:
         then = _spent.pop(token, None)
         _spent[token] = then or job
@@ -296,15 +296,15 @@ def _spend(token: str, job: incarnation.Incarnation) -> incarnation.Incarnation 
 
 
 def _reachable(tiers: Sequence[Tier]) -> list[str]:
-    """Return the URLs, after registering the storage options of each."""
+    """Register the storage options of each tier. Return the URLs of the tiers."""
     for tier in tiers:
         remember_options(tier.url, tier.storage_options)
     return [tier.url for tier in tiers]
 
 
 def step_of(checkpoint_id: object) -> int:
-    """Return the number at the end of an id. Raises UsageError if it has none, or it may be part of a date, for
-    example."""
+    """Return the number at the end of an id. Raise InvalidArgumentError if there is none, or if it may be part of
+    something else, for example a date."""
     number: int | None = None
     with contextlib.suppress(TypeError):
         if isinstance(checkpoint_id, (str, os.PathLike)):
@@ -329,7 +329,7 @@ def _is_id(checkpoint_id: object) -> bool:
 
 
 def _tiers(places: object) -> list[Tier]:
-    """Convert the user's argument to tiers, nearest first. A plain folder or URL takes and keeps every save."""
+    """Convert the user's argument to tiers, nearest first. A plain folder or URL stores and keeps every save."""
     given = places if isinstance(places, (list, tuple)) else [places]
     if any(isinstance(one, Memory) for one in given):
         raise InvalidArgumentError(
@@ -340,7 +340,7 @@ def _tiers(places: object) -> list[Tier]:
         raise InvalidArgumentError(f"pass a folder, a URL, a Tier, or a list of these, not {places!r}")
     tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1) for one in given]
     for tier in tiers:
-        tier.steps  # noqa: B018 - rejects "auto", because step times are unknown here
+        tier.steps  # noqa: B018 - raises an error for every="auto", because step times are unknown here
     if len({tier.url for tier in tiers}) != len(tiers):
         raise InvalidArgumentError("a tier is listed twice")
     return tiers

@@ -1,8 +1,8 @@
 """The adapter for DeepSpeed: save every step of an engine, and resume with any ZeRO stage and any number of ranks.
 
-Input: an engine. Output: a `ckpt.Checkpointer` whose state has fp32 weights and moments by parameter name, as ranges of
-the flattened parameter (`ckpt.state.Shards`). Only `internals` depends on DeepSpeed's internals; nothing here depends
-on the internals of the writer or the trainer.
+The input is an engine. The output is a `ckpt.Checkpointer` whose state has fp32 weights and moments by parameter name,
+as ranges of the flattened parameter (`ckpt.state.Shards`). Only `internals` depends on DeepSpeed's internals. No module
+of this package depends on the internals of the writer or the trainer.
 """
 
 from ckpt.deepspeed.attach import EngineCheckpointer as EngineCheckpointer

@@ -1,11 +1,11 @@
 """A Checkpointer for a DeepSpeed engine.
 
-Its state has four entries, in addition to those of the user:
+Its state has four entries, in addition to those that the user passes:
 
-- `model`: the fp32 master weights of each parameter, under its name in the model, as a whole tensor for readers; frozen
-  parameters in their own dtype, buffers of each rank. So a plain model can restore it too.
-- `optim`: `state.NAME.exp_avg` and everything else that the optimizer keeps for each parameter.
-- `engine`: counters, the loss scale, settings of the optimizer's groups.
+- `model`: the fp32 master weights of each parameter, under its name in the model; a reader sees whole tensors, so a
+  plain model can restore them too. Frozen parameters keep their own dtype. Each rank has its own buffers.
+- `optim`: `state.NAME.exp_avg` and the other values that the optimizer has for each parameter NAME.
+- `engine`: the counters, the loss scale, and the settings of the optimizer's groups.
 - `sched`: the engine's learning rate schedule, if it has one.
 """
 
@@ -27,15 +27,15 @@ OURS = ("model", "optim", "engine", "sched")
 
 
 class EngineCheckpointer(Checkpointer):
-    """A Checkpointer that counts the engine's steps. Created by `attach`."""
+    """A Checkpointer that uses the engine's step counter. Created by `attach`."""
 
     def __init__(self, engine: Engine, state: dict[str, Any], tiers: object, **arguments: Any) -> None:
         self._engine = engine
         super().__init__(state, tiers, **arguments)
 
     def step(self, step: int | None = None, *, finite: bool | torch.Tensor | None = None) -> Save | None:
-        """Call this after every `engine.step()` (or `engine.train_batch()`). It does nothing while gradients are being
-        accumulated. `step`: `engine.global_steps` by default. For the rest see `ckpt.Checkpointer.step`."""
+        """Save like `ckpt.Checkpointer.step`. Call this after every `engine.step()` (or `engine.train_batch()`). It
+        does nothing while gradients are being accumulated. `step`: default `engine.global_steps`."""
         if not self._engine.between_steps:
             return None
         return super().step(self._engine.global_steps if step is None else step, finite=finite)
@@ -51,11 +51,11 @@ def attach(engine: Any, tiers: object, *, state: dict[str, Any] | None = None, *
             cp.step()
         cp.close()
 
-    `tiers`, `arguments`: see `ckpt.Checkpointer`. `state`: other parts of the training, such as loaders and random
-        numbers. Supported: ZeRO 0 to 3, bf16, fp16 with loss scaling, fp32, optimizer states offloaded to the host. A
-        run can be resumed with another stage, another precision and another number of ranks. Raises
-        InvalidArgumentError, with advice, for other engines. An unsupported version of DeepSpeed raises ImportError at
-        import.
+    `tiers`, `arguments`: see `ckpt.Checkpointer`. `state`: further objects to save, for example loaders and random
+        number states. Supported are ZeRO 0 to 3, bf16, fp16 with loss scaling, fp32, and optimizer states offloaded to
+        the host. A run can be resumed with another ZeRO stage, precision or number of ranks. Raises
+        InvalidArgumentError with advice for other engines. With an unsupported version of DeepSpeed, importing
+        `ckpt.deepspeed` raises ImportError.
     """
     own = dict(state or {})
     if taken := sorted(own.keys() & set(OURS)):
@@ -67,7 +67,7 @@ def attach(engine: Any, tiers: object, *, state: dict[str, Any] | None = None, *
 
 
 def entries(engine: Any) -> tuple[Engine, dict[str, Any]]:
-    """Return the wrapped engine and its own entries of a state. Raises InvalidArgumentError like `attach`."""
+    """Return the wrapped engine, and the entries that it adds to a state. Raise InvalidArgumentError like `attach`."""
     inside = made_together("attach", partial(Engine, engine))
     ours: dict[str, Any] = {
         "model": Shards(

@@ -1,8 +1,9 @@
-"""Everything that depends on DeepSpeed's internals: where fp32 weights and the optimizer's state of a parameter are.
+"""Everything that depends on DeepSpeed's internals: it finds each parameter's fp32 weights and optimizer state.
 
-Each of its optimizers keeps an fp32 copy of what it trains, in flat buffers or as whole tensors. `_fragments` finds
-which elements of each parameter this rank has, and where: by `_of_*`, one for each kind of optimizer. This was written
-for the versions `KNOWN`. Other versions are refused at import, and so is one without a name used here.
+Each optimizer of DeepSpeed keeps an fp32 copy of the trained parameters, in flat buffers or as whole tensors.
+`_fragments` finds which elements of each parameter this rank has, and their position in the copy. A function `_of_*`
+does this for each kind of optimizer. Importing this module raises ImportError unless
+the version is in the range `KNOWN` and DeepSpeed has every name that is used here.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ for _class, _names in USED.items():
         if not hasattr(_class, _name):
             raise ImportError(f"DeepSpeed {deepspeed.__version__} has no {_class.__name__}.{_name}")
 
-_SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # the values of a loss scaler that change
+_SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # attributes of a loss scaler that change
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """`count` elements of a flattened parameter, from `start` on. They begin at `at` in `master`, and so do the moments
-    in the optimizer's state of it. `alike`: every rank has these."""
+    """`count` elements of a flattened parameter, from `start` on. In the fp32 copy `master` they begin at `at`, as they
+    do in the optimizer's state of `master`. `alike`: True if every rank has the same elements."""
 
     master: Tensor
     at: int
@@ -67,8 +68,8 @@ class Fragment:
 
 
 class Engine:
-    """One DeepSpeed engine: what to save of it, and how to restore it. `optimizer`: the torch optimizer inside.
-    `ranks`: those that hold this stage's parameters together, None for all."""
+    """Reads and restores one DeepSpeed engine. `optimizer`: the torch optimizer inside. `ranks`: the ranks that
+    together hold the parameters of this pipeline stage, None for all ranks."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._zero = engine, engine.optimizer
@@ -84,21 +85,21 @@ class Engine:
         self._homes = [(f"{name}." if name else "", m) for name, m in engine.module.named_modules() if m._buffers]
         self._begin()
 
-    # -- what is to be saved --
+    # -- read the state to save --
 
     def weights(self) -> dict[str, Shard | Tensor]:
-        """Return the weights of every parameter and buffer by name."""
+        """Return the weights of every parameter, and the buffers, by name."""
         others = [self._untrained_memory(p) for p in self._names if not self._is_trained(p)]
         return self._unless_same("weights", [*self._masters, *others, *self._buffers().values()], self._all_weights)
 
     def moments(self) -> dict[str, Shard | Tensor]:
-        """Return the optimizer's values of every parameter, by `state.NAME.KEY`."""
+        """Return the optimizer's values for every parameter, by `state.NAME.KEY`."""
         keys = self._keys()
         there = [self.optimizer.state[master][key] for key in keys for master in self._masters]
         return self._unless_same("moments", [*self._masters, *there], lambda: self._all_moments(keys))
 
     def _unless_same(self, what: str, of: list[Tensor], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the previous dict if a new one would have the same memory, because creating one takes milliseconds."""
+        """Return the previous dict if the tensors `of` have not moved, because creating one takes milliseconds."""
         known, now = self._last.get(what), list(map(Tensor.data_ptr, of))
         same = known is not None and now == known[1] and all(map(is_, of, known[0]))
         if known is None or not same:
@@ -132,16 +133,16 @@ class Engine:
         }
 
     def _is_trained(self, p: Tensor) -> bool:
-        """Return True for a trained parameter, even if other ranks have all of it."""
+        """Return True for a trained parameter, even if this rank has no elements of it."""
         return p in self._fragments or hasattr(p, "_hp_mapping")
 
     def _shard(self, p: Any, memory: Callable[[Tensor], Tensor]) -> Shard:
-        one = self._fragments.get(p) or Fragment(self._masters[0], 0, 0, 0, False)  # other ranks have all of it
+        one = self._fragments.get(p) or Fragment(self._masters[0], 0, 0, 0, False)  # other ranks have all elements
         flat = memory(one.master).detach().view(-1)[one.at : one.at + one.count]
         return Shard(flat, _shape(p), start=one.start, replicas=self._every if one.alike else None)
 
     def _untrained(self, p: Any) -> Shard:
-        """Return a parameter that no optimizer trains, in its own precision."""
+        """Return a shard of a parameter that no optimizer trains, in its own precision."""
         if not hasattr(p, "ds_id"):
             return Shard(p.detach(), tuple(p.shape), replicas=self._every)
         start, count = _piece(p)
@@ -152,8 +153,8 @@ class Engine:
         return found
 
     def _keys(self) -> list[str]:
-        """Return the keys that the optimizer has per element. StateError for others, which cannot be divided among
-        ranks."""
+        """Return the keys of the optimizer's values that have one number per element. Raise StateError for other
+        tensors, because they cannot be divided among ranks."""
         found: dict[str, None] = {}
         for master in self._masters:
             for key, value in self.optimizer.state.get(master, {}).items():
@@ -168,7 +169,7 @@ class Engine:
         return [key for key in found if all(key in self.optimizer.state.get(m, {}) for m in self._masters)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is the same on all ranks: counters, scale, settings."""
+        """Return the state that is the same on all ranks: counters, loss scale, settings of groups."""
         engine = self._engine
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return {
@@ -198,13 +199,13 @@ class Engine:
                 own[key] = torch.full_like(live, value) if isinstance(live, Tensor) else type(live)(value)
 
     def _scaler(self) -> Any:
-        """Return the scaler with a changing scale; None if there is none."""
+        """Return the loss scaler if its scale changes during the training, otherwise None."""
         scaler = getattr(self._zero, "loss_scaler", None) or getattr(self._zero, "loss_scale_config", None)
         dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
         return scaler if dynamic else None
 
     def _counts(self) -> dict[str, float]:
-        """Return the optimizer's scalars, such as its step. StateError if they differ between parameters."""
+        """Return the optimizer's scalars, for example its step. Raise StateError if they differ between parameters."""
         found: dict[str, float] = {}
         for master in self._masters:
             for key, value in self.optimizer.state.get(master, {}).items():
@@ -215,7 +216,7 @@ class Engine:
                     raise StateError(f"the optimizer's {key} differs between parameters: {found[key]}, {number}")
         return found
 
-    # -- where training is --
+    # -- position in the training --
 
     @property
     def global_steps(self) -> int:
@@ -223,14 +224,14 @@ class Engine:
 
     @property
     def between_steps(self) -> bool:
-        """False while gradients are accumulated, because they are not saved."""
+        """True unless gradients are being accumulated. Accumulated gradients are not saved."""
         return bool(self._engine.micro_steps % self._engine.gradient_accumulation_steps() == 0)
 
-    # -- going on --
+    # -- resume --
 
     def _begin(self) -> None:
-        """Create the state that the optimizer would create in its first step. Then there is something to save and to
-        fill before that step, which may be skipped because of the loss scale."""
+        """Create the optimizer state that its first step would create, so that it can be saved and restored before the
+        first step. The loss scale may make the engine skip that step."""
         for master in self._masters:
             if not self.optimizer.state.get(master):
                 if any(group.get("dampening") for group in self.optimizer.param_groups):
@@ -240,8 +241,8 @@ class Engine:
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _example(self, master: Tensor) -> dict[str, Any]:
-        """Return the state of a parameter as the first step creates it, but empty. A small parameter is used to find
-        it."""
+        """Return the state of a parameter as the first step creates it, filled with zeros. It is found by a step of a
+        small parameter."""
         small = torch.zeros(8, dtype=master.dtype, device=master.device, requires_grad=True)
         small.grad = torch.zeros_like(small)
         trial = copy.copy(self.optimizer)
@@ -259,7 +260,7 @@ class Engine:
 
     @torch.no_grad()
     def weights_restored(self) -> None:
-        """Compute the weights of the model from the fp32 ones. All ranks take part."""
+        """Compute the weights of the model from the fp32 weights. All ranks must call this."""
         zero = self._zero
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             zero.checkpoint_event_prologue()
@@ -277,7 +278,7 @@ class Engine:
 
 
 def refuse(engine: Any) -> None:
-    """Raise UsageError for anything that this module cannot divide."""
+    """Raise UsageError for engines whose state this module cannot divide among ranks."""
     zero = engine.optimizer
     why = ""
     if zero is None or not hasattr(getattr(zero, "optimizer", zero), "param_groups"):
@@ -301,13 +302,13 @@ def refuse(engine: Any) -> None:
 
 
 def _slices(engine: Any) -> int:
-    """Return how many ranks share each tensor. Pipeline stages have other tensors, but count as model parallel."""
+    """Return the number of ranks that share each tensor, not counting pipeline stages, which share none."""
     pipeline = getattr(engine, "grid", None)
     return int(engine.mp_world_size if pipeline is None else pipeline.get_slice_parallel_world_size())
 
 
 def _tied_in_part(module: Any) -> str:
-    """Return a parameter that each stage has separately under one name; "" if there is none."""
+    """Return the name of a parameter of which each stage has a separate copy under the same name, or ""."""
     for key, tied in getattr(module, "tied_comms", {}).items():
         for name, _ in tied["module"].named_parameters():
             if len(tied["ranks"]) > 1 and name not in tied["weight_attr"]:
@@ -327,14 +328,14 @@ def _shape(p: Any) -> tuple[int, ...]:
 
 
 def _piece(p: Any) -> tuple[int, int]:
-    """Return the elements that this rank has of a parameter split by ZeRO-3: equal pieces, the last ones padded."""
+    """Return start and count of the elements that this rank has of a parameter of ZeRO-3, without the padding."""
     size = int(p.ds_tensor.ds_numel)
     start = min(size * int(dist.get_rank(p.ds_process_group)), int(p.ds_numel))
     return start, min(size, int(p.ds_numel) - start)
 
 
 def _fragments(engine: Any, zero: Any) -> dict[Tensor, Fragment]:
-    """Return the fragments by parameter, except of frozen parameters and of those that other ranks have as a whole."""
+    """Return this rank's fragments by parameter. Frozen parameters, and those entirely on other ranks, have none."""
     if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
         return dict(_of_stage_3(engine, zero))
     if isinstance(zero, DeepSpeedZeroOptimizer):
@@ -363,7 +364,7 @@ def _of_stage_3(engine: Any, zero: Any) -> Iterator[tuple[Tensor, Fragment]]:
 
 
 def _of_mapping(engine: Any, masters: list[Tensor]) -> Iterator[tuple[Tensor, Fragment]]:
-    """Handle any split of the flat buffer of a group."""
+    """Yield fragments for optimizers that divide the flat buffer of a group among the ranks in any way."""
     for p in engine.module.parameters():
         mapping = getattr(p, "_hp_mapping", None)
         if mapping is not None:
@@ -372,7 +373,7 @@ def _of_mapping(engine: Any, masters: list[Tensor]) -> Iterator[tuple[Tensor, Fr
 
 
 def _of_flat(zero: Any) -> Iterator[tuple[Tensor, Fragment]]:
-    """Handle one flat buffer per group, whole on every rank."""
+    """Yield fragments for optimizers with one flat buffer per group that is complete on every rank."""
     for params, master in zip(zero.fp16_groups, zero.fp32_groups_flat, strict=True):
         at = 0
         for p in params:

@@ -1,8 +1,8 @@
 """The fault handler in the trainer process. It receives faults, has the state saved, reports each fault, and ends the
 process if needed.
 
-One thread receives signals, notices, requests and notes of the writer, and never waits. Another thread handles one
-incident after the other (`ckpt.guard`):
+One thread receives signals, notices, requests and the writer's notes, and never blocks. Another thread handles the
+incidents one after the other (`ckpt.guard`):
 
     perceive -> EmergencySaver.request_save -> report -> leave, if requested
 
@@ -33,11 +33,11 @@ from ckpt.guard.perceive import Perception
 from ckpt.guard.report import Fault, SavedStep
 from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
 
-CRASHING_S = 0.5  # time for the newest step to become durable, in addition to memory
-OTHERS_S = 60.0  # time for other runs of this process to copy their last step into memory
+CRASHING_S = 0.5  # seconds for a crashing process to make the newest step durable, which memory has already
+OTHERS_S = 60.0  # seconds for other runs of this process to copy their last step into memory
 
 _armed: weakref.WeakSet[FaultHandler] = weakref.WeakSet()  # the armed fault handlers of this process
-_ending = threading.Lock()  # held by the thread that ends the process
+_ending = threading.Lock()  # acquired once, by the thread that ends the process
 
 
 class _Excepthook:
@@ -82,7 +82,7 @@ class FaultHandler:
     # -- life --
 
     def start(self) -> None:
-        """Install all triggers. If one fails, install none."""
+        """Install all triggers. If one trigger fails, uninstall the others and raise its error."""
         if not self._triggers:
             return
         _armed.add(self)
@@ -96,12 +96,12 @@ class FaultHandler:
                 self._threads.append(threading.Thread(target=target, name=name, daemon=True))
                 self._threads[-1].start()
             self._perception.notices.start()
-        except BaseException:  # also for Ctrl-C, so that the previous handlers are restored
+        except BaseException:  # includes Ctrl-C, so that the previous handlers are always restored
             self.stop()
             raise
 
     def stop(self, timeout_s: float = SOFT_S) -> None:
-        """Restore previous handlers. Finish a fault that is being handled first, within the timeout."""
+        """Restore the previous handlers. First wait up to `timeout_s` for a fault in progress."""
         if self._incidents.stopped:
             return
         self._incidents.stopped = True
@@ -120,7 +120,7 @@ class FaultHandler:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.1, end - time.monotonic()))
         with contextlib.suppress(queue.Empty):
-            while True:  # incidents that came too late for the handler thread
+            while True:  # drain incidents that arrived after the handler thread had ended
                 late = self._incidents.queue.get_nowait()
                 if isinstance(late, FaultCall) and late.leave is not None and late.signal:
                     perception.wakeup.miss(late.signal)
@@ -128,7 +128,7 @@ class FaultHandler:
         self._excepthook.put_back()
 
     def forget(self) -> None:
-        """Stop in a forked child, because its signals and crashes are not the trainer's."""
+        """Stop handling faults in a forked child, because its signals and crashes are not those of the trainer."""
         if self.armed:
             self._incidents.stopped = True
             _armed.discard(self)
@@ -138,7 +138,7 @@ class FaultHandler:
     def armed(self) -> bool:
         return bool(self._triggers) and not self._incidents.stopped
 
-    # -- the main thread --
+    # -- called in the main thread --
 
     @property
     def saw_exception(self) -> bool:
@@ -146,7 +146,7 @@ class FaultHandler:
         return self._incidents.error is not None
 
     def request(self, why: str) -> None:
-        """Request a save of all ranks soon. Returns immediately."""
+        """Request a save on all ranks at one of the next steps. Return immediately."""
         self._incidents.request(f"requested by the code of rank {self._world.rank}: {why}", how="call")
 
     def tell(self, fault: Fault) -> None:
@@ -154,14 +154,14 @@ class FaultHandler:
         self._incidents.queue.put(lambda: self._closer.tell(fault))
 
     def exception(self, error: BaseException) -> None:
-        """Handle an exception that leaves the training loop. The training thread calls it, and steps no more."""
+        """Handle an exception that leaves the training loop. The training thread calls it last."""
         incidents, oom = self._incidents, is_oom(error)
         if error is incidents.error:
             return
         incidents.error = error
         if incidents.leaving or incidents.stopped or not self._has(OnOom if oom else OnException):
             return
-        incidents.leaving = True  # later faults are consequences of this fault
+        incidents.leaving = True  # faults after this one are its consequences
         what = "ran out of memory" if oom else f"raised {type(error).__name__}"
         call = incidents.new("oom" if oom else "exception", "", how="exception", grace_s=CRASHING_S)
         fault = call.fault
@@ -185,7 +185,7 @@ class FaultHandler:
             except Exception:
                 log.exception("failed to handle the exception that ends the training")
 
-    # -- dealing with it --
+    # -- handle incidents --
 
     def _deal_with_all(self) -> None:
         """Handle one incident after the other; runs in its own thread."""
@@ -200,12 +200,12 @@ class FaultHandler:
             if isinstance(call, FaultCall) and call.leave is not None:
                 with contextlib.suppress(Exception):
                     self._emergency.await_copy()
-                if _ending.acquire(blocking=False):  # otherwise another run ends the process, after waiting for ours
+                if _ending.acquire(blocking=False):  # otherwise another run waits for this one and ends the process
                     self._wait_for_others(time.monotonic() + min(call.left_s, OTHERS_S))
                     leave(call.leave)
 
     def _wait_for_others(self, end: float) -> None:
-        """Wait until other runs of this process have handled their incidents and have their last step in memory."""
+        """Wait until other runs of this process have handled their incidents and copied their last step."""
         for other in list(_armed - {self}):
             done = threading.Event()
             other._incidents.queue.put(partial(other._await_copy, done))
@@ -228,13 +228,13 @@ class FaultHandler:
         self._closer.close_case(call, ends=call.leave is not None)
 
     def _free_memory(self, call: FaultCall) -> None:
-        """Free memory of this library on a host that is short of memory."""
+        """Release snapshots in memory on a host that is short of memory."""
         with contextlib.suppress(CheckpointError):
             freed = self._emergency.give_memory_back()
             call.fault.summary += f"; released {freed / 2**20:.0f} MiB of snapshots" if freed else ""
 
     def _save(self, call: FaultCall, *, leaving: bool, loop_ended: bool = False) -> None:
-        """Save the newest state that all ranks can save, and add the result to the report."""
+        """Save the newest state that all ranks can save, and add the outcome to the report."""
         fault = call.fault
         for summary in self._run.dead_ranks.values():
             fault.summary += f" (before that: {summary})"

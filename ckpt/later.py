@@ -15,7 +15,7 @@ _importing = threading.RLock()
 
 
 class _Later(ModuleType):
-    """A stand-in that imports the real module at the first attribute access, and then has all its attributes."""
+    """A stand-in for a module. At the first attribute access, it imports the module and then has its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         bring(self.__name__)
@@ -26,12 +26,12 @@ class _Later(ModuleType):
 
 
 def later(name: str) -> None:
-    """Import this module at its first use, unless it is imported already. During the call, no thread may import it."""
+    """Import this module at its first use, unless it is already imported. No thread may import it during this call."""
     sys.modules.setdefault(name, _Later(name))
 
 
 def bring(name: str) -> None:
-    """Import a postponed module now. Any thread may call this. The other threads wait."""
+    """Import a postponed module now. Any thread may call this; other threads that need the module wait."""
     with _importing:
         module = sys.modules.get(name)
         if isinstance(module, _Later):

@@ -1,5 +1,5 @@
-"""The guard in the writer process: reports the trainer's death, and faults detected while the trainer lives. The latter
-are sent to the fault handler in the trainer; if it does not respond, the writer handles them.
+"""The guard in the writer process: reports the trainer's death, and faults detected while the trainer lives. Faults
+of a live trainer are sent to its fault handler; if it does not respond, the writer handles them.
 
 The writer first saves, then records the fault, and only then acts. It also queries other writers on the node for the
 activity of their trainers, so that the report of a hang names the rank that the others wait for.
@@ -30,20 +30,20 @@ from ckpt.guard.watchdog import Stall, Watchdog
 from ckpt.triggers import RETRY_CODE
 from ckpt.units import duration
 
-SAVE_S = 10.0  # time for memory to become durable before a hung trainer is killed
-ASK_S = 2.0  # time for another writer of this node to reply
-TOLD_S = 20.0  # time for memory to become durable before a death is reported
-ECHO_S = 0.5  # time for the rest of faulthandler's output while a trainer crashes
+SAVE_S = 10.0  # seconds for memory to become durable before a hung trainer is killed
+ASK_S = 2.0  # seconds for another writer of this node to reply
+TOLD_S = 20.0  # seconds for memory to become durable before a death is reported
+ECHO_S = 0.5  # seconds after a crash in which the writer still reads faulthandler's output
 MAX_FAULTS = 16
-AWAKE_S = 0.25  # time for the trainer to take a signal that the writer has detected
-HEARD_S = 1.0  # time for the fault handler to respond
-GOING_S = 20.0  # time for the trainer to exit after announcing its exit
+AWAKE_S = 0.25  # seconds for the trainer to handle a signal that the writer has detected
+HEARD_S = 1.0  # seconds for the fault handler to respond to a hang
+GOING_S = 20.0  # seconds for a hung trainer to exit after its fault handler has responded
 
 
 @dataclass(eq=False)
 class FaultReporter:
     """The `TrainerWatch` of a writer, in its event loop. `faults`: faults not yet sent to a trainer. `seen`: number of
-    faults, without requested saves. `last`: the last fault."""
+    faults, not counting requested saves. `last`: the last fault."""
 
     key: str
     trainer: PresentTrainer
@@ -68,8 +68,8 @@ class FaultReporter:
         return fault
 
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
-        """Log the fault and write it into the nearest tier. Other tiers are not tried, because readers do not check
-        them."""
+        """Log the fault, and write its report into the nearest tier only, because readers do not check other tiers.
+        `untold`: True if the report must also be sent to the next trainer."""
         log.warning("%s", fault.line)
         self.books.fault(fault.pid, _seen(fault))
         if not fault.asked:
@@ -84,7 +84,7 @@ class FaultReporter:
                 log.warning("could not write the report of this fault: %s", error)
 
     def in_memory(self, fault: Fault, seconds: float) -> None:
-        """Add the steps in memory to the report. A restart will find them."""
+        """Add the steps in memory to the report, because a restart will find them there."""
         steps = {label.checkpoint.step for _, _, label in self.held_memory.ring() if label.checkpoint is not None}
         fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
 
@@ -115,7 +115,7 @@ class FaultReporter:
         return found
 
     async def _record_death(self, fault: Fault, watchdog: Watchdog, drained: asyncio.Event) -> None:
-        """Record a death once memory is durable, after a timeout, or when another process adopts the memory."""
+        """Record a death. Wait until memory is durable or another process adopts it, but at most `TOLD_S`."""
         began = time.monotonic()
         await self.tell_siblings(fault)
         with contextlib.suppress(TimeoutError):
@@ -128,7 +128,7 @@ class FaultReporter:
         await self.keep(fault, untold=False)
 
     def death(self, watchdog: Watchdog) -> Fault:
-        """Return the report of a death that was not announced. Durable steps are added later."""
+        """Return the report of a death that the trainer did not announce. Durable steps are added later."""
         how, what = watchdog.cause()
         fault = self.open(watchdog, "oom" if "OOM" in what else "death", how=how)
         beat = watchdog.heartbeat.read()
@@ -138,7 +138,7 @@ class FaultReporter:
         return fault
 
     async def tell_siblings(self, fault: Fault) -> None:
-        """Notify the other ranks of this node."""
+        """Send the fault to the writers of the other ranks of this node."""
         about = Report(fault.to_json(), peer=True)
         asked = [asyncio.to_thread(channel.ask_once, key, about, ASK_S) for key in self._others()]
         await asyncio.gather(*asked, return_exceptions=True)
@@ -159,7 +159,7 @@ class FaultReporter:
         found = [await self.watchdog.sample() if own is None else own]
         for reply in await replies:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if isinstance(reply, dict):  # otherwise the other writer is gone, or refuses
+                if isinstance(reply, dict):  # otherwise the other writer is gone, or refuses the request
                     found += map(Evidence.from_json, reply["evidence"])
         return found
 
@@ -173,23 +173,23 @@ class FaultReporter:
         leave = watchdog.hang is not None and watchdog.hang.action == "exit"
         fault.exit_code = 128 + signal.SIGKILL if leave else None
         await self.keep(fault)
-        if leave and watchdog.heartbeat.read().calls == stall.evidence.calls:  # no step in the meantime
+        if leave and watchdog.heartbeat.read().calls == stall.evidence.calls:  # no step has ended since the detection
             end(watchdog, "it hangs")
 
     def signal(self, watchdog: Watchdog, number: int) -> Fault:
-        """Return the report of a signal that the trainer has not taken."""
+        """Return the report of a signal that the trainer has not handled."""
         fault = self.open(watchdog, "signal", how="wakeup descriptor", advice="resubmit")
         name = signal.Signals(number).name
         fault.summary = f"{name} arrived at rank {watchdog.rank} on {fault.host}, whose interpreter is blocked"
         return fault
 
     async def held_up(self, fault: Fault, watchdog: Watchdog, began: float) -> None:
-        """Handle a signal for a trainer whose GIL is held."""
+        """Save and record a signal for a trainer that cannot handle it because another thread holds the GIL."""
         await self.save(fault, began, SAVE_S, far=True)
         fault.stacks[str(watchdog.rank)] = list(await watchdog.stack())
         await self.keep(fault)
 
-    # -- a trainer that lives --
+    # -- the live trainer --
 
     @handles(messages.Arm)
     def arm(self, request: messages.Arm, caller: Caller) -> None:
@@ -203,7 +203,7 @@ class FaultReporter:
             self.watchdog = None
 
     async def _notify_trainer(self, watchdog: Watchdog, note: FaultNote, within_s: float) -> bool:
-        """Send a note to the fault handler. Return True if it responds."""
+        """Send a note to the fault handler. Return True if it responds within `within_s` seconds."""
         handled, end = watchdog.heartbeat.handled, time.monotonic() + within_s
         self.trainer.tell(note)
         while time.monotonic() < end and watchdog.heartbeat.fd >= 0:
@@ -212,13 +212,13 @@ class FaultReporter:
             await asyncio.sleep(0.01)
         return False
 
-    # -- what is seen --
+    # -- what the watchdog detects --
 
     def _on_signals(self, numbers: list[int], raw: bytes) -> None:
         self.background.spawn(self._signals(numbers, list(raw)))
 
     async def _signals(self, numbers: list[int], raw: list[int]) -> None:
-        """Handle signals that the fault handler has not taken, because it is late or the GIL is held."""
+        """Handle signals that the fault handler has not read, because it is late or the GIL is held."""
         watchdog, began = self.watchdog, time.monotonic()
         if not numbers or watchdog is None or self.trainer.dead:
             self.trainer.tell(FaultNote("signal", raw=raw))
@@ -232,7 +232,7 @@ class FaultReporter:
         self.background.spawn(self._stall(stall))
 
     async def _stall(self, stall: Stall) -> None:
-        """Let the fault handler handle a hang, because it knows more. If it does not respond, handle it here."""
+        """Send a hang to the fault handler, which knows more about it. If it does not respond, handle the hang here."""
         watchdog = self.watchdog
         if watchdog is None or self.trainer.dead:
             return
@@ -245,7 +245,7 @@ class FaultReporter:
             if present and watchdog.heartbeat.read().calls == stall.evidence.calls:
                 end(watchdog, "it hangs and did not exit")
 
-    # -- what is asked --
+    # -- requests --
 
     @handles(Report)
     async def report(self, request: Report) -> str:
@@ -272,7 +272,7 @@ class FaultReporter:
 
 
 def _seen(fault: Fault) -> SeenFault:
-    """Return the fault as an entry of the run metrics."""
+    """Return the fault in the form in which the run metrics store it."""
     at = time.monotonic() - max(0.0, time.time() - fault.when)
     step = max(fault.steps.values(), default=-1)
     ends = fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
@@ -288,7 +288,7 @@ def stall_text(stall: Stall) -> str:
 
 
 def end(watchdog: Watchdog, why: str) -> None:
-    """Kill the trainer with SIGKILL, which also ends stopped processes, so that the launcher need not wait."""
+    """Kill the trainer, so that the launcher need not wait for it. SIGKILL ends stopped processes too."""
     log.warning("killed rank %d (%s); its exit code would have been %d", watchdog.rank, why, RETRY_CODE)
     with contextlib.suppress(OSError):
         if watchdog.process.alive:  # otherwise another process may have its process id

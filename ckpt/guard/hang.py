@@ -1,8 +1,8 @@
-"""Finds the rank that blocks the others in a hang, with plain values and rules. This module reads and queries nothing.
+"""Finds the rank that blocks the others in a hang, by rules on plain values. This module does no I/O.
 
 When a step exceeds its usual time (`ckpt.guard.pace`), `ckpt.guard.probe` collects an `Evidence` of each rank, which
-describes the rank's activity. `still` checks whether one rank does not move at all. `diagnose` compares all ranks and
-describes, as text, which ranks the others wait for.
+describes the rank's activity. `still` checks whether one rank makes no progress at all. `diagnose` compares the ranks
+and returns, as text, the ranks that the others wait for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from msgspec import Meta
 from ckpt.core.format.manifest import typed
 from ckpt.guard.report import Fault
 
-_LINE = 16  # bytes; background threads that wake each other write a few
-_IDLE_SHARE = 0.05  # share of one core that counts as idle
+_LINE = 16  # bytes; writing no more than this is not a line: background threads that wake each other write a few bytes
+_IDLE_SHARE = 0.05  # a process that uses less than this share of one core counts as idle
 
 RUNNING, SLEEPING, DISK, STOPPED, ZOMBIE, GONE, UNKNOWN = _STATES = (
     "running", "sleeping", "disk", "stopped", "zombie", "gone", "unknown",
@@ -37,8 +37,8 @@ _Seconds = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that a rank has called and that has not ended. `number`: its number in its process group, from 1.
-    `state`: "scheduled", or "started" if known."""
+    """A collective that a rank has called and that has not ended. `number`: its position in its process group, from 1.
+    `state`: "scheduled", or "started" if the recorder reports this."""
 
     operation: _Text
     number: Annotated[int, Meta(ge=-1, le=_MOST)]
@@ -54,11 +54,11 @@ class Collective:
 class Evidence:
     """The activity of the trainer of one rank.
 
-    `step`, `calls`: as in `Beat`. `idle_s`: seconds since its last sign of life. `state`: "running", "sleeping", "disk"
+    `step`, `calls`: as in `Beat`. `idle_s`: seconds since the last sign of life. `state`: "running", "sleeping", "disk"
         (uninterruptible), "stopped", "zombie", "gone" or "unknown". `cpu_s`: CPU seconds of the process; `written`:
-        bytes it has written, -1 if unreadable; `received`: bytes its host has received. `stack`: stack of the main
-        thread, innermost first, each frame as "function (file:line)". `collective`: the collective that it waits in,
-        "" if unknown. `pending`: unfinished collectives, oldest first, as the rank itself reports them.
+        bytes that it has written, -1 if unreadable; `received`: bytes that its host has received. `stack`: frames of
+        the main thread, innermost first, each as "function (file:line)". `collective`: the collective in which the main
+        thread waits, "" if unknown. `pending`: unfinished collectives as the rank itself reports them, oldest first.
     """
 
     rank: Annotated[int, Meta(ge=0, le=_MAX_RANK)]
@@ -81,12 +81,12 @@ class Evidence:
 
     @property
     def waits_in(self) -> str:
-        """Return the collective that the rank waits in as text, "" if unknown."""
+        """Return the collective in which the rank waits as text, or "" if it is unknown."""
         return self.pending[0].line if self.collective and self.pending else self.collective
 
     @classmethod
     def from_json(cls, data: object) -> Evidence:
-        """Parse evidence. Raise ValueError for impossible values. Ignore additions of newer versions."""
+        """Parse evidence. Raise ValueError for impossible values. Ignore fields that newer versions add."""
         evidence = typed(cls, data)
         if evidence.state not in _STATES:
             raise ValueError(f"unknown process state {evidence.state!r}")
@@ -97,14 +97,14 @@ class Evidence:
 
 
 def plain(text: str) -> str:
-    """Replace characters so that a text from any source fits into `Evidence`."""
+    """Replace unprintable characters and shorten a text from any source, so that `Evidence` accepts it."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_TEXT])
 
 
 def still(samples: Sequence[Evidence]) -> bool:
-    """Return True if a rank did not move between its samples, oldest first. A still rank does no step, writes nothing
-    (not even a log line), and stays in the same functions. It uses almost no CPU, or does not leave one line. A stopped
-    or dead process is always still. In any other state, a single sample is not enough."""
+    """Return True if a rank made no progress between its samples, which are sorted by time. Such a rank ends no step,
+    writes not even a log line, and stays in the same functions. It uses almost no CPU, or stays on one line of code. A
+    stopped or dead process is always still. In any other state, a single sample is not enough."""
     if not samples:
         return False
     if samples[-1].state in _HALTED:
@@ -133,9 +133,8 @@ Ranks = Mapping[int, Evidence]
 
 
 def diagnose(evidence: Sequence[Evidence], world: int) -> HangDiagnosis:
-    """Find the ranks that the others of a hanging job wait for. If a rank has several samples, the last is used. The
-    most reliable signs are checked first. Unless a process is stopped or dead, the result is a guess, and `why` gives
-    the reason."""
+    """Find the ranks that the others of a hanging job wait for. Only the last sample of each rank is used. The most
+    reliable signs are checked first. Unless a process is stopped or dead, the result is a guess that `why` explains."""
     last = {one.rank: one for one in evidence if 0 <= one.rank < world}
     ranks = {rank: last[rank] for rank in sorted(last)}
     if not ranks:
@@ -167,7 +166,7 @@ def _alone(one: Evidence) -> HangDiagnosis:
 
 
 def _not_there(ranks: Ranks) -> HangDiagnosis | None:
-    """Find ranks outside the collective that others wait in."""
+    """Find the ranks that have not reached the collective in which others wait."""
     waiting = [one for one in ranks.values() if one.collective]
     suspects = [one for one in ranks.values() if not one.collective]
     if not waiting or not suspects:
@@ -181,7 +180,7 @@ def _not_there(ranks: Ranks) -> HangDiagnosis | None:
 
 def _nothing_heard(ranks: Ranks, unseen: tuple[int, ...]) -> HangDiagnosis:
     where = {one.collective for one in ranks.values()}
-    if "" in where:  # then no rank waits, because `_not_there` found no rank that does
+    if "" in where:  # no rank waits in a collective: otherwise `_not_there` would have found a suspect
         said = [f"No response from {_names(unseen)}.", *_where(list(ranks.values()))]
         return HangDiagnosis(unseen, " ".join(said), "unknown")
     shown = ", ".join(sorted({one.waits_in for one in ranks.values()}))
@@ -199,7 +198,7 @@ def _steps_behind(ranks: Ranks) -> HangDiagnosis | None:
     return HangDiagnosis(_of(suspects), " ".join([why, *_where(suspects)]), "behind")
 
 
-_VAGUE = ("wait", "backward")  # names that fit any collective
+_VAGUE = ("wait", "backward")  # names in a stack that may belong to any collective
 
 
 def _in_different(ranks: Ranks) -> HangDiagnosis | None:
@@ -211,7 +210,7 @@ def _in_different(ranks: Ranks) -> HangDiagnosis | None:
 
 
 def _all_in_one(ranks: Ranks) -> HangDiagnosis | None:
-    """Describe a hang in which all ranks wait. `_not_there` has excluded hangs in which only some ranks wait."""
+    """Describe a hang in which all ranks wait in collectives. `_not_there` handles hangs in which only some do."""
     where = sorted({one.waits_in for one in ranks.values()})
     if where == [""]:
         return None
@@ -237,7 +236,7 @@ def _elsewhere(ranks: Ranks) -> HangDiagnosis:
     return HangDiagnosis(_of(suspects), " ".join([*said, *_where(suspects)]), kind)
 
 
-# -- words --
+# -- format as text --
 
 
 def _of(some: Iterable[Evidence]) -> tuple[int, ...]:
@@ -245,7 +244,7 @@ def _of(some: Iterable[Evidence]) -> tuple[int, ...]:
 
 
 def _odd(values: Mapping[int, Hashable]) -> tuple[int, ...]:
-    """Return the ranks whose value differs from the majority's value, or all ranks if there is no majority."""
+    """Return the ranks whose value differs from that of the majority. Without a majority, return all ranks."""
     [(usual, count)] = Counter(values.values()).most_common(1)
     return tuple(rank for rank, value in values.items() if value != usual or 2 * count <= len(values))
 
@@ -313,7 +312,7 @@ def _own_frame(stack: Sequence[str]) -> str:
 
 
 def _function(frame: str) -> str:
-    """Remove the line number from a frame."""
+    """Return a frame without its line number."""
     return frame.rpartition(":")[0] or frame
 
 

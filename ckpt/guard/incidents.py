@@ -1,4 +1,4 @@
-"""A queue of detected faults, and the end of each: it is recorded and reported, and the process may end."""
+"""The queue of detected faults, and the last steps of handling one: record, report, and end the process if needed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ckpt.events import log
 from ckpt.guard.report import Fault, tell_launcher
 from ckpt.subscribers import publish
 
-SOFT_S = 600.0  # timeout for a save without a deadline
+SOFT_S = 600.0  # seconds allowed for a save that has no deadline
 _PEER = re.compile("closed by peer|reset by peer|broken pipe|remote process exited|socket closed", re.IGNORECASE)
 
 
 @dataclass
 class FaultCall:
-    """A detected fault. `grace_s`: seconds from `seen` until it takes effect. `leave`: exit code, None to continue."""
+    """A detected fault. `grace_s`: seconds from `seen` until it takes effect. `leave`: exit code, or None to go on."""
 
     fault: Fault
     grace_s: float
     leave: int | None = None
-    far: bool = False  # True if the machine may disappear, so tiers beyond the nearest get the save too
+    far: bool = False  # True if the machine may disappear: the save then also goes to the tiers beyond the nearest
     signal: int = 0
-    note: Hang | None = None  # details of a hang
+    note: Hang | None = None  # details, if the fault is a hang
     seen: float = field(default_factory=time.monotonic)
 
     @property
@@ -50,8 +50,8 @@ class FaultCall:
 
 
 class Incidents:
-    """The faults of one trainer, in order. `leaving`: True if a fault ends the process, so that later faults are its
-    consequences. `stopped`: True if no more faults are handled. `error`: the exception that ends the training."""
+    """The faults of one trainer, in order. `leaving`: True once a fault ends the process; later faults are then its
+    consequences. `stopped`: True once no more faults are handled. `error`: the exception that ends the training."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.world, self.supervisor, self.heartbeat = run.world, run.supervisor, run.heartbeat
@@ -76,12 +76,12 @@ class Incidents:
         self.queue.put(call)
 
 
-REPORT_S = 2.0  # time to write the report
+REPORT_S = 2.0  # seconds for the writer to record the report
 FLUSH_S = 0.5
 
 
 class CaseCloser:
-    """Completes the faults of one trainer. `decides`: returns True if a signal ends the process unless we act."""
+    """Completes the faults of one trainer. `decides`: returns True if a signal would end the process by itself."""
 
     def __init__(
         self, incidents: Incidents, decides: Callable[[int], bool], on_fault: Callable[[Fault], None] | None
@@ -93,10 +93,10 @@ class CaseCloser:
         fault = call.fault
         if call.leave is not None:
             if call.signal and not self._decides(call.signal):
-                call.leave = None  # a handler that was installed later decides
+                call.leave = None  # a handler that was installed after ours decides whether the process ends
             if call.note is not None and self._incidents.heartbeat.read().calls != call.note.evidence["calls"]:
                 call.leave = None  # the trainer has done a step, so the hang has ended
-            self._incidents.leaving = ends = call.leave is not None  # otherwise a later death is a separate fault
+            self._incidents.leaving = ends = call.leave is not None  # if False, a later death is a new fault
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)
@@ -107,12 +107,12 @@ class CaseCloser:
         self.tell(fault)
 
     def tell(self, fault: Fault) -> None:
-        """Notify subscribers and `on_fault`."""
+        """Pass a fault to the subscribers and to `on_fault`."""
         publish("fault", max(fault.steps.values(), default=None), fault=fault.kind, account=fault.line)
         if self._on_fault is not None:
             try:
                 self._on_fault(fault)
-            except BaseException:  # also sys.exit(), which would only end this thread
+            except BaseException:  # including SystemExit, because sys.exit() would end only this thread
                 log.exception("on_fault failed")
 
 
@@ -126,12 +126,12 @@ def is_oom(error: BaseException) -> bool:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Return True if the error is a lost connection to another process. The cause is then the end of that process."""
+    """Return True if the error is a lost connection to another process, whose end is then the cause."""
     return isinstance(error, (OSError, RuntimeError)) and _PEER.search(str(error)) is not None
 
 
 def leave(code: int) -> None:
-    """End the process from any thread, no matter what the main thread does."""
+    """End the process from any thread, whatever the main thread is doing."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -142,6 +142,6 @@ def leave(code: int) -> None:
     try:
         flushing.start()
         flushing.join(FLUSH_S)
-    except RuntimeError:  # the interpreter is exiting; from Python 3.12 on no thread can start then
+    except RuntimeError:  # the interpreter is exiting; since Python 3.12, no thread can be started then
         flush()
     os._exit(code)

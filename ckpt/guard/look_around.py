@@ -18,7 +18,7 @@ from ckpt.guard.hang import Collective, Evidence, note_evidence, plain
 from ckpt.guard.incidents import FaultCall, Incidents
 from ckpt.units import duration
 
-NODES_S = 2.0  # time for other ranks to report
+NODES_S = 2.0  # seconds for the other ranks to post their reports
 EVIDENCE_S = 5.0
 
 
@@ -42,7 +42,7 @@ def look_around(call: FaultCall, note: Hang, incidents: Incidents) -> None:
 
 
 def _of_our_own(seen: Evidence) -> Evidence:
-    """Add facts that only this process knows about itself."""
+    """Add the facts that this process alone can find out about itself."""
     frames = probe.own_stack(threading.main_thread().ident or 0)
     pending = recorded() if "torch.distributed" in sys.modules else ()
     waits = probe.collective_of(frames) or (pending[0].operation if pending else "")
@@ -51,8 +51,8 @@ def _of_our_own(seen: Evidence) -> Evidence:
 
 
 def _ask_ranks(world: World, seen: dict[int, Evidence], step: int) -> dict[int, Evidence]:
-    """Collect the reports of other ranks about themselves and their nodes. A rank that can post a report may be in a
-    collective that only it knows. A rank that cannot post is not waited for long."""
+    """Collect the reports of other ranks about themselves and their nodes. A rank may be in a collective that only the
+    rank itself can report. Ranks that cannot post a report delay the result for `NODES_S` seconds at most."""
     reported: dict[int, Evidence] = {}
     observed: dict[int, Evidence] = {}
     try:
@@ -75,19 +75,19 @@ def _ask_ranks(world: World, seen: dict[int, Evidence], step: int) -> dict[int, 
     return observed | seen | reported
 
 
-NAMES = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the first works for all backends, the second for NCCL only
-ASK_S = 1.0  # a hanging thread may hold the recorder's lock
+NAMES = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the first exists for all backends, the second for NCCL
+ASK_S = 1.0  # seconds to wait for a dump, because a hanging thread may hold the recorder's lock
 MOST = 8  # maximum number of collectives to report
 
 
-# -- entries of torch's flight recorder for this process --
+# -- torch's flight recorder of this process --
 
 
 def recorded() -> tuple[Collective, ...]:
     """Return the unfinished collectives, oldest first; () if unknown. Waits for one second at most. With NCCL, a rank
-    waits for a collective only when it next needs a result, so its stack does not show the collective. torch's flight
-    recorder (`TORCH_FR_BUFFER_SIZE`, in older versions `TORCH_NCCL_TRACE_BUFFER_SIZE`; 0 turns it off) lists the calls
-    of every process group. It is read as JSON, because its other form is a pickle."""
+    waits for a collective only when it needs a result, so its stack does not show the collective. torch's flight
+    recorder lists the calls of every process group (`TORCH_FR_BUFFER_SIZE`, formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`; 0
+    turns it off). It is read as JSON, because its other form is a pickle."""
     found: list[Collective] = []
     asking = threading.Thread(target=lambda: found.extend(_ask()), name="ckpt-recorder", daemon=True)
     asking.start()
@@ -102,12 +102,12 @@ def _ask() -> list[Collective]:
     dump = next((one for name in NAMES if (one := getattr(binding, name, None)) is not None), None)
     try:
         return [] if dump is None else parse(dump(includeCollectives=True, onlyActive=True))
-    except Exception:  # another version, or a destroyed communicator; the report is complete without it
+    except Exception:  # another version of torch, or a destroyed communicator; the report works without collectives
         return []
 
 
 def parse(dump: bytes) -> list[Collective]:
-    """Parse a dump into collectives, oldest first. Raise ValueError, KeyError or TypeError for an invalid dump."""
+    """Parse a recorder's dump into collectives, oldest first. Raise ValueError, KeyError or TypeError if invalid."""
     entries = json.loads(dump)["entries"]
     waiting = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
     return [_collective(entry) for entry in sorted(waiting, key=lambda entry: int(entry["record_id"]))]

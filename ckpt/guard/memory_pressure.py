@@ -1,6 +1,6 @@
-"""Detects kills by the kernel's OOM killer, and watches for a shortage of memory.
+"""Detects kills by the kernel's OOM killer, and shortages of memory.
 
-Both read kernel files like `ckpt.core.ipc.arena`. No function of this module raises an error.
+Both are read from kernel files, as in `ckpt.core.ipc.arena`. No function of this module raises an error.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 from ckpt.core.ipc.arena import PROC, SYS, MemoryRoom, cgroup_chains, read, read_number, read_table, room
 from ckpt.events import log
 
-PLENTY = 0.5  # share of free memory; above it, stalls come from huge pages and not from a shortage
+PLENTY = 0.5  # share of free memory above which stalls come from huge pages, not from a shortage
 
 
 @dataclass(frozen=True, slots=True)
 class OomKills:
-    """The number of processes that the OOM killer has killed, in the cgroup `where` and on the whole machine. A
-    container can read both. A number is None if the kernel does not report it. The counters grow before the kill."""
+    """How many processes the OOM killer has killed, in the cgroup `where` and on the whole machine. A container can
+    read both counters. A counter is None if the kernel lacks it. The kernel increments it before the kill."""
 
     cgroup: int | None
     machine: int | None
     where: str = ""
 
     def since(self, earlier: OomKills) -> str:
-        """Return "cgroup" or "machine", whichever had a kill by the OOM killer since `earlier`, or "". The machine's
-        counter is used only if the cgroup has no own counter."""
+        """Return "cgroup" or "machine", whichever has had a kill by the OOM killer since `earlier`, or "". The counter
+        of the machine is used only if the cgroup has none."""
         if self.where == earlier.where and self.cgroup is not None and earlier.cgroup is not None:
             return "cgroup" if self.cgroup > earlier.cgroup else ""
         if self.machine is None or earlier.machine is None:
@@ -38,8 +38,8 @@ class OomKills:
 
 
 def oom_kills(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self", *, where: str = "") -> OomKills:
-    """Read the counters of a process's cgroup. `where`: cgroup of an earlier result, for a dead process, which has no
-    cgroup."""
+    """Read the counters for a process. `where`: cgroup from an earlier result; needed for a dead process, because it
+    has no cgroup any longer."""
     machine = read_table(proc / "vmstat").get("oom_kill")
     for folder in [Path(where)] if where else [chain[0] for chain in cgroup_chains(proc, sys, pid)]:
         for name in ("memory.events", "memory.oom_control"):
@@ -49,15 +49,15 @@ def oom_kills(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self", *, wh
 
 
 class PressureWatch:
-    """Calls `on_pressure(room, why)` in its own thread when memory becomes short, once per episode:
+    """Calls `on_pressure(room, why)` in its own thread, once per episode, when memory becomes short. This means that
 
-    - less than `share` of the total is available;
-    - processes wait for memory for `share` of the time, or a cgroup is held at its limit repeatedly. This counts only
-      while memory is scarce, because a file cache that fills a cgroup and the search for huge pages look the same;
+    - less than `share` of the total memory is available;
+    - processes wait for memory for `share` of the time, or a cgroup is repeatedly stopped at its limit. Both count only
+      while little memory is free, because a file cache that fills a cgroup, or a search for huge pages, looks the same;
     - a cgroup has run out of memory.
 
-    An episode ends after `fine_s` seconds without any of these and with twice the share available. Everything is
-    checked every `poll_s` seconds; stalls are averages over ten seconds.
+    An episode ends after `fine_s` seconds without any of these, if twice the share is available. Memory is checked
+    every `poll_s` seconds; stalls are averages over ten seconds.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PressureWatch:
         self._call, self._poll_s, self._fine_s = on_pressure, poll_s, fine_s
         self._proc, self._sys, self._clock = proc, sys, clock
         self._room = room
-        self._held: tuple[int, int] | None = None  # counters at the last check: times at a limit, times out of memory
+        self._held: tuple[int, int] | None = None  # counters at the last check: times at the limit, times out of memory
         self._fine_since: float | None = None
         self.pressed = False  # True during an episode
         self._ended: threading.Event | None = None
@@ -87,13 +87,13 @@ class PressureWatch:
             threading.Thread(target=self._run, args=(self._ended,), name="ckpt-pressure", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop. Any thread may call this. Return immediately, while a check or call in progress continues."""
+        """Stop watching. Any thread may call this. Returns immediately; a check or call in progress still ends."""
         ended, self._ended = self._ended, None
         if ended is not None:
             ended.set()
 
     def check(self, stalled: bool = False) -> None:
-        """Check once. `stalled`: the kernel reported that processes wait for memory."""
+        """Check once. `stalled`: True if the kernel reported that processes wait for memory."""
         now = self._room() if self._room else room(self._proc, self._sys)
         why = self._why(now, stalled)
         if why or now.share < self._enough:
@@ -131,7 +131,7 @@ class PressureWatch:
 
 
 def _stalled(file: Path) -> float | None:
-    """Return the share of the last ten seconds in which a process waited for memory."""
+    """Return the share of the last ten seconds in which at least one process waited for memory."""
     for line in read(file).splitlines():
         if line.startswith(b"some avg10="):
             with contextlib.suppress(ValueError):
@@ -140,10 +140,10 @@ def _stalled(file: Path) -> float | None:
 
 
 def _held(chains: list[list[Path]]) -> tuple[int, int]:
-    """Return how often these cgroups were held at their own limits, and how often they ran out of memory."""
+    """Return how often these cgroups were stopped at their own limits, and how often they ran out of memory."""
     limit = out = 0
     for folder in (folder for chain in chains for folder in chain):
-        # The "local" file excludes events of child cgroups, which belong to other jobs.
+        # The "local" file excludes the events of child cgroups, because those belong to other jobs.
         found = read_table(folder / "memory.events.local") or read_table(folder / "memory.events")
         limit += found.get("high", 0) + found.get("max", 0) + (read_number(folder / "memory.failcnt") or 0)
         out += found.get("oom", 0) + read_table(folder / "memory.oom_control").get("oom_kill", 0)

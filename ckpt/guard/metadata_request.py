@@ -1,4 +1,4 @@
-"""Sends a request to a cloud's metadata service, without proxy or redirect, with a limit of 64 KiB and a timeout."""
+"""Sends requests to a cloud's metadata service, without proxy or redirect, for at most 64 KiB and with a timeout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ckpt.errors import UsageError
 
-BASE_URL = "http://169.254.169.254"  # an address, because a name would need DNS; the same in all three clouds
+BASE_URL = "http://169.254.169.254"  # the address is the same in all three clouds; a name would need DNS
 MAX_ANSWER = 64 << 10
 
 
@@ -23,13 +23,13 @@ class MetadataService:
     def __init__(self, base_url: str, timeout_s: float, hold_s: float, stopped: threading.Event) -> None:
         self._host, self._port, self._prefix = address_of(base_url)
         self.timeout_s, self.hold_s, self._stopped = timeout_s, max(1, int(hold_s)), stopped
-        self._lock = threading.Lock()  # prevents closing a descriptor number that was reused
+        self._lock = threading.Lock()  # prevents `cut` from closing a descriptor number that is in use by another file
         self._sock: socket.socket | None = None
 
     def ask(
         self, path: str, headers: dict[str, str], *, method: str = "GET", within_s: float | None = None
     ) -> tuple[int, str, str]:
-        """Return status, text and ETag. Raise OSError, HTTPException or ValueError without a valid response in time."""
+        """Return status, text and ETag. Raise OSError, HTTPException or ValueError if no valid response arrives."""
         within_s = self.timeout_s if within_s is None else within_s
         end = time.monotonic() + within_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=within_s)
@@ -79,7 +79,7 @@ class _Until(io.RawIOBase):
 
 
 def address_of(base_url: str) -> tuple[str, int, str]:
-    """Return host, port and the common prefix of all paths."""
+    """Split a URL into host, port and the common prefix of all paths. Raise UsageError if it is not an http address."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(base_url)
         if parts.scheme == "http" and parts.hostname and not parts.query and not parts.username:

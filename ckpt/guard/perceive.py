@@ -1,6 +1,6 @@
-"""Receives faults from signals, preemption notices, and notes of the writer.
+"""Receives faults from signals, preemption notices, and the writer's notes.
 
-One thread receives them and never waits. It queues a `FaultCall` for the thread that handles them.
+One thread receives them and never blocks. It queues a `FaultCall` for the thread that handles faults.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ckpt.guard.incidents import SOFT_S, Incidents
 from ckpt.guard.signals import Wakeup
 from ckpt.triggers import RESUBMIT_CODE, OnDeadline, OnHang, OnMemoryPressure, OnPreemption, OnSignal, Trigger
 
-# SIGUSR1 and SIGUSR2 are not in this list, because they mean "save and continue"
+# SIGUSR1 and SIGUSR2 are not in this list, because the training continues after they request a save.
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)
-LAST_S = 20.0  # seconds before a preemption at which the state is saved again
+LAST_S = 20.0  # seconds before a preemption at which the state is saved a second time
 
 
 class CrashOutput:
-    """Sends crash output to the writer, which passes it on to stderr if it would have gone to stderr (`echo`). If a
-    process has several instances, the writer of the last open instance receives the output."""
+    """Sends faulthandler's crash output to the writer. If the output would have gone to stderr (`echo`), the writer
+    copies it to stderr. If a process has several instances, the writer of the last open instance gets the output."""
 
     _open: ClassVar[list[CrashOutput]] = []
 
@@ -36,10 +36,10 @@ class CrashOutput:
         self._pipe: tuple[int, int] | None = None
 
     def enable(self) -> int:
-        """Redirect crash output. Return the descriptor that the writer reads it from."""
+        """Redirect crash output to a pipe. Return the descriptor from which the writer reads it."""
         self.echo = self._open[-1].echo if self._open else faulthandler.is_enabled()
         reader, writer = self._pipe = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(writer, False)  # a crash must not wait for a reader
+        os.set_blocking(writer, False)  # a crashing process must not wait until the pipe is read
         self._open.append(self)
         self._direct(writer)
         return reader
@@ -63,13 +63,13 @@ class CrashOutput:
 
     def _put_back(self) -> None:
         faulthandler.unregister(probe.DUMP_SIGNAL)
-        # The default action of that signal would end the process, and the writer may just have sent the signal.
+        # By default, DUMP_SIGNAL would end the process, and the writer may just have sent one.
         with contextlib.suppress(ValueError):
             signal.signal(probe.DUMP_SIGNAL, signal.SIG_IGN)
         faulthandler.disable()
         if self.echo:
             for stream in (sys.stderr, sys.__stderr__):
-                with contextlib.suppress(Exception):  # a stream without a descriptor
+                with contextlib.suppress(Exception):  # sys.stderr may have no descriptor
                     faulthandler.enable(file=stream or 2)
                     break
 
@@ -83,7 +83,7 @@ class Perception:
         self.wakeup = Wakeup(self._signals)
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._crash_output = CrashOutput()
-        self._again: list[preemption.Notice] = []  # preemptions before which the state is saved again
+        self._again: list[preemption.Notice] = []  # preemptions before which the state is saved a second time
         self.notices = preemption.NoticeWatch(
             [t for t in triggers if isinstance(t, (OnPreemption, OnDeadline))], self._on_notice
         )
@@ -101,12 +101,12 @@ class Perception:
             share=None if pressure is None else pressure.share,
             echo=self._crash_output.echo,
         )
-        stderr = 2 if self._crash_output.echo else self._stop_reader  # if nothing is echoed, any descriptor is valid
+        stderr = 2 if self._crash_output.echo else self._stop_reader  # without `echo` any open descriptor will do
         self._supervisor.tell(request, (self._incidents.heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr))
         self._supervisor.hear(FaultNote, self._on_note)
 
     def stop(self) -> None:
-        """Stop receiving. A signal that would have ended the process ends it after the handlers are restored."""
+        """Stop receiving faults. A signal that would end the process ends it once the handlers are restored."""
         self.wakeup.deaf = True
         self.notices.stop()
         with contextlib.suppress(OSError):
@@ -122,20 +122,20 @@ class Perception:
             os.close(fd)
 
     def forget(self) -> None:
-        """Stop in a forked child."""
+        """Stop in a forked child, because its signals are not the trainer's."""
         self.wakeup.forget()
         self._crash_output.disable()
 
     def decides(self, number: int) -> bool:
-        """Return True if this signal ends the process unless we prevent it. If False, a handler installed later
-        decides."""
+        """Return True if this signal ends the process unless we prevent it. Return False if a handler that was
+        installed after ours decides."""
         trigger = self._signals[signal.Signals(number)]
         return bool(trigger.leave) or self.wakeup.would_end(number)
 
     # -- signals and notices --
 
     def receive(self) -> None:
-        """Receive signals; runs in its own thread."""
+        """Receive signals. Runs in its own thread until the handler stops."""
         while not self._incidents.stopped:
             self.wakeup.wait(self._stop_reader, None)
             for number in self.wakeup.read():
@@ -144,7 +144,7 @@ class Perception:
     def _on_signal(self, number: int, how: str) -> None:
         trigger, incidents = self._signals.get(signal.Signals(number)), self._incidents
         if incidents.leaving and incidents.error is not None and self.wakeup.would_end(number):
-            # An exception is propagating and the state is safe, so the signal may end the process afterwards.
+            # An exception is propagating and the state is already safe, so the signal may end the process later.
             self.wakeup.miss(number)
         if trigger is None or incidents.leaving:
             return
@@ -156,7 +156,7 @@ class Perception:
         call = incidents.new("signal", what, how=how, grace_s=grace_s)
         call.signal, call.far = number, True
         if ends:
-            incidents.leaving = True  # a second signal does not make it faster
+            incidents.leaving = True  # ignore further signals, because they cannot end the process sooner
             call.leave, call.fault.advice = 128 + number, "resubmit"
         else:
             call.fault.advice = "none"
@@ -166,7 +166,7 @@ class Perception:
         left_s = SOFT_S if notice.at is None else max(1.0, notice.at - time.time())
         soft = notice.kind == "rebalance"
         if notice.kind == "preemption" and LAST_S < left_s < SOFT_S and notice not in self._again:
-            self._again.append(notice)  # save again shortly before the preemption
+            self._again.append(notice)  # saves a second time shortly before the preemption
             later = threading.Timer(
                 left_s - LAST_S, lambda: None if self._incidents.stopped else self._on_notice(notice)
             )
@@ -198,7 +198,7 @@ class Perception:
         elif note.hang is not None:
             self._incidents.heartbeat.handle()
             if note.hang.evidence["state"] == "stopped":
-                return  # it came while the handler was stopped, and the writer has reported it
+                return  # the note arrived after the fault handler had stopped, and the writer has reported it already
             call = self._incidents.new("hang", "", how="step counter", grace_s=SOFT_S - 1)
             call.note = note.hang
             self._incidents.queue.put(call)

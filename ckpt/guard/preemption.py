@@ -1,9 +1,9 @@
-"""Receives notices that this machine or job will be ended, from the cloud and from the clock.
+"""Receives notices that this machine or job will end, from the cloud's metadata service and from the clock.
 
-A cloud notifies its machines through a metadata service at a link-local address: EC2 two minutes ahead, GCE and Azure
-half a minute ahead. Daemon threads query it directly, without proxy or redirect, for at most 64 KiB per response, with
-a timeout for every request. A thread continues to query after any response. It never acknowledges an Azure event,
-because an acknowledged event would begin immediately.
+A cloud notifies its machines through a metadata service at a link-local address: EC2 two minutes before the end, GCE
+and Azure half a minute before it. Daemon threads query the service directly, without proxy or redirect, for at most
+64 KiB per response, with a timeout for every request. They continue after any response. They never acknowledge an
+Azure event, because Azure starts an acknowledged event immediately.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ckpt.triggers import OnDeadline, OnPreemption
 DMI = Path("/sys/class/dmi/id")
 MAX_PAUSE_S = 60.0
 TOKEN_S = 300  # seconds that an EC2 token is valid
-AZURE_FIRST_S = 150.0  # the first request enables events, which takes Azure up to two minutes
-RECHECK_S = 1.0  # seconds until a changed wall clock is detected
+AZURE_FIRST_S = 150.0  # timeout of the first request: it makes Azure enable events, which takes up to two minutes
+RECHECK_S = 1.0  # seconds after which a change of the wall clock is detected at the latest
 
-_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # chassis; plain Hyper-V shares only the vendor
+_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # chassis tag of Azure; plain Hyper-V has only the same vendor
 _AZURE_STOPS = {"Preempt": "evict", "Terminate": "delete", "Reboot": "reboot", "Redeploy": "redeploy"}
 _wall = time.time
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A notice. `kind`: "preemption", "rebalance" or "deadline". `what`: a sentence for people. `at`: time in seconds
-    since 1970, or None."""
+    """A notice that a machine or job will end. `kind`: "preemption", "rebalance" or "deadline". `what`: a sentence for
+    people. `at`: time of the end in seconds since 1970, or None if unknown."""
 
     kind: str
     what: str
@@ -48,7 +48,7 @@ class Notice:
 
 
 Found = tuple[Hashable, Notice]
-"""A notice, with a key that distinguishes it from earlier notices."""
+"""A notice with a key. A notice with a key that was seen before is not reported again."""
 
 
 def detect(dmi: Path = DMI) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ def detect(dmi: Path = DMI) -> tuple[str, ...]:
     names = ("sys_vendor", "bios_vendor", "bios_version", "product_name", "chassis_asset_tag")
     vendor, bios, version, product, tag = (_text(dmi / name) for name in names)
     is_cloud = {
-        "ec2": "Amazon EC2" in (vendor, bios) or "amazon" in version,  # the second check is for older machines with Xen
+        "ec2": "Amazon EC2" in (vendor, bios) or "amazon" in version,  # older machines with Xen have only the version
         "gce": product == "Google Compute Engine",
         "azure": tag == _AZURE_TAG,
     }
@@ -64,7 +64,7 @@ def detect(dmi: Path = DMI) -> tuple[str, ...]:
 
 
 def slurm_end(environ: Mapping[str, str]) -> float | None:
-    """Return the end of the Slurm job in seconds since 1970. Return None outside Slurm, or if it is unknown."""
+    """Return the end of the Slurm job in seconds since 1970. Return None outside Slurm, or if the end is unknown."""
     text = environ.get("SLURM_JOB_END_TIME")
     if text is None:
         return None
@@ -75,9 +75,9 @@ def slurm_end(environ: Mapping[str, str]) -> float | None:
 
 
 class NoticeWatch:
-    """Watches for the notices of the triggers, and calls `on_notice` in its own thread once per notice. `on_notice`
-    must be quick, because the next notice waits for it. `timeout_s`: timeout of one request. `hold_s`: how long GCE may
-    delay a response until a value changes. Raises UsageError for an invalid `base_url`."""
+    """Watches for the notices of the triggers. Calls `on_notice` in its own thread, once per notice. `on_notice` must
+    return quickly, because the next notice waits for it. `timeout_s`: timeout of one request. `hold_s`: time for which
+    GCE may delay a response until a value changes. Raises UsageError for an invalid `base_url`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class NoticeWatch:
             address_of(base_url)
 
     def start(self) -> None:
-        """Start watching. Start no thread if there is nothing to watch."""
+        """Start the threads that the triggers need, which may be none."""
         if self._threads or self._stopped.is_set():
             return
         for (source, base_url), poll_s in self._clouds.items():
@@ -123,11 +123,11 @@ class NoticeWatch:
                 self._spawn("ckpt-deadline", self._await, at, before_s, what)
 
     def stop(self) -> None:
-        """Stop reporting. Return within a second, even if a metadata service hangs."""
+        """Stop reporting notices. Return within a second, even if a metadata service hangs."""
         self._stopped.set()
         for service in self._services:
             service.cut()
-        if self._reporting.acquire(timeout=0.5):  # a report in progress ends first, if it is quick
+        if self._reporting.acquire(timeout=0.5):  # wait up to 0.5 s for a report in progress
             self._reporting.release()
 
     def _spawn(self, name: str, target: Callable[..., None], *arguments: object) -> None:
@@ -142,7 +142,7 @@ class NoticeWatch:
                 for key, notice in feed.look():
                     self._report(key, notice)
                 failures, pause = 0, feed.pause_s
-            except Exception as error:  # a service can cause any error, and this thread must continue
+            except Exception as error:  # a service may return anything, and this thread must not end
                 if self._stopped.is_set():
                     return
                 log_failure("cannot query %s for preemption notices, retrying: %.200r", feed.cloud, error)
@@ -158,7 +158,7 @@ class NoticeWatch:
                 yield end, deadline.before_s, f"the Slurm job ends{_when(end)}"
 
     def _await(self, at: float, before_s: float, what: str) -> None:
-        # Read the clock again and again, because it may be set while this thread waits.
+        # Read the clock repeatedly, because it may be changed while this thread waits.
         while (left := at - before_s - _wall()) > 0:
             if self._stopped.wait(min(left, RECHECK_S)):
                 return
@@ -175,12 +175,12 @@ class NoticeWatch:
                 log.exception("failed to handle a notice: %s", notice.what)
 
 
-# -- the clouds --
+# -- one class for each cloud --
 
 
 class _Feed(ABC):
-    """The notices of one kind from a cloud. `look` queries once and yields current notices. `pause_s`: seconds until
-    the next query."""
+    """Receives one kind of notice from a cloud. `look` queries the service once and yields the current notices.
+    `pause_s`: seconds until the next query."""
 
     cloud = ""
 
@@ -201,7 +201,7 @@ class _Ec2(_Feed):
             at = _moment(action.get("time"))
             verb = action["action"] if action["action"] in ("terminate", "stop", "hibernate") else "interrupt"
             yield ("ec2", verb, at), Notice("preemption", f"EC2 will {verb} this instance{_when(at)}", at)
-        # noticeTime is when the notice was sent, not when an event happens
+        # noticeTime is the time when the notice was sent, not the time of an interruption
         if not self._rebalance and "noticeTime" in (self._get("events/recommendations/rebalance") or {}):
             self._rebalance = True
             yield ("ec2", "rebalance"), Notice("rebalance", "EC2 may interrupt this instance before long", None)
@@ -222,14 +222,14 @@ class _Ec2(_Feed):
 
 
 class _Gce(_Feed):
-    """Watches one key. With `last_etag`, the service replies immediately if the value has changed since that ETag."""
+    """Queries one key. With `last_etag`, the service responds as soon as the value differs from that ETag's."""
 
     cloud = "GCE"
     _key, _alarm, _what = "preempted", "TRUE", "GCE will preempt this instance within 30 s"
-    _etag, _calm = "", 0  # number of times that the value was harmless, so that a later alarm is a new notice
+    _etag, _calm = "", 0  # `_calm`: number of harmless values so far, so that an alarm after one is a new notice
 
     def __init__(self, service: MetadataService, pause_s: float) -> None:
-        super().__init__(service, min(pause_s, 1.0))  # pause if the service does not delay its response
+        super().__init__(service, min(pause_s, 1.0))  # a short pause, because the service itself delays its response
 
     def look(self) -> Iterator[Found]:
         path, within_s = f"/computeMetadata/v1/instance/{self._key}", self._service.timeout_s
@@ -255,7 +255,7 @@ class _GceMaintenance(_Gce):
 
 
 class _Azure(_Feed):
-    """Events reach every machine of a scale set. All events count, because a job usually uses several machines."""
+    """Azure sends an event to every machine of a scale set. All events count, because a job uses several machines."""
 
     cloud = "Azure"
     _answered = False
@@ -271,7 +271,7 @@ class _Azure(_Feed):
             kind = str(event.get("EventType")) if isinstance(event, dict) else ""
             if kind not in _AZURE_STOPS or event.get("EventStatus") in ("Completed", "Canceled"):
                 continue
-            at = _moment(event.get("NotBefore"))  # empty once the event has begun
+            at = _moment(event.get("NotBefore"))  # Azure leaves it empty once the event has begun
             what = f"Azure will {_AZURE_STOPS[kind]} {_machines(event.get('Resources'))}{_when(at)}"
             yield ("azure", str(event.get("EventId") or (kind, at))), Notice("preemption", what, at)
 
@@ -279,7 +279,7 @@ class _Azure(_Feed):
 _FEEDS: dict[str, tuple[type[_Feed], ...]] = {"ec2": (_Ec2,), "gce": (_Gce, _GceMaintenance), "azure": (_Azure,)}
 
 
-# -- words and numbers from outside --
+# -- parse and format values --
 
 
 def _text(path: Path) -> str:
@@ -302,7 +302,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _moment(text: object) -> float | None:
-    """Parse a time in the formats of EC2 and Azure to seconds since 1970; None for anything else."""
+    """Parse a time in the formats of EC2 and Azure. Return seconds since 1970, or None if the text is not a time."""
     if not isinstance(text, str):
         return None
     for parse in (datetime.fromisoformat, parsedate_to_datetime):

@@ -1,7 +1,7 @@
 """Inspects a trainer from outside, because a hanging trainer does not respond.
 
-`sample` and `parse_dump` are for the writer, and `own_stack` is for a live thread inside the trainer. The results
-become an `Evidence` (ckpt/guard/hang.py, which also judges them).
+`sample` and `parse_dump` are used by the writer, `own_stack` inside the trainer. `ckpt.guard.hang` collects their
+results in an `Evidence` and evaluates them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt.core.ipc.heartbeat import Beat, number_in_proc
 from ckpt.guard import hang
 from ckpt.guard.hang import MAX_ITEMS, Evidence, plain
 
-DUMP_SIGNAL = signal.SIGRTMIN + 6  # faulthandler handles this signal; it has no other default
+DUMP_SIGNAL = signal.SIGRTMIN + 6  # makes faulthandler write all stacks; no standard use conflicts with it
 _STATES = {
     psutil.STATUS_RUNNING: hang.RUNNING,
     psutil.STATUS_SLEEPING: hang.SLEEPING,
@@ -35,10 +35,10 @@ _STATES = {
 
 
 def sample(pid: int, rank: int, beat: Beat, *, ours: int = 0) -> Evidence:
-    """Inspect a process once from outside, without its stack (see `dataclasses.replace`). Takes about a millisecond.
+    """Inspect a process once from outside. The caller adds the stack. Takes about a millisecond.
 
-    `ours`: bytes that the process wrote for this library, for example stack dumps, which are not a sign of life. The
-        caller must ensure that `pid` is still the same process.
+    `ours`: bytes that the process wrote for this library, for example stack dumps; they are subtracted because they
+        are not a sign of life. The caller must ensure that `pid` is still the same process.
     """
     state, cpu_s, written = hang.GONE, 0.0, -1
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -64,7 +64,7 @@ def sample(pid: int, rank: int, beat: Beat, *, ours: int = 0) -> Evidence:
 
 
 def _received() -> int:
-    """Return the bytes received by the whole host, including loopback, because the kernel has no count per process."""
+    """Return the bytes received by the whole host, including loopback. The kernel does not count them per process."""
     with contextlib.suppress(OSError):
         return sum(one.bytes_recv for one in psutil.net_io_counters(pernic=True, nowrap=False).values())
     return 0
@@ -78,7 +78,7 @@ def _frame(function: str, file: str, line: object) -> str:
 
 
 def own_stack(thread_id: int) -> tuple[str, ...]:
-    """Return the stack of a thread of this process, innermost first; () if there is no such thread."""
+    """Return the stack of a thread of this process, innermost frame first; () if the thread does not exist."""
     frame, frames = sys._current_frames().get(thread_id), list[str]()
     while frame is not None and len(frames) < MAX_ITEMS:
         frames.append(_frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
@@ -93,7 +93,7 @@ class _Thread:
 
     @property
     def started(self) -> bool:
-        """Return True if another thread started this thread, so that it is not the main thread."""
+        """Return True if another thread started this one, which is then not the main thread."""
         return bool(self.frames) and self.frames[-1].startswith("_bootstrap (")
 
 
@@ -102,9 +102,9 @@ _LINE = re.compile(r'  File (?:"(.*)"|\?\?\?), line ([0-9]+|\?\?\?) in (.*)')
 
 
 def parse_dump(text: str) -> tuple[str, ...]:
-    """Return the main thread's frames in the last dump of a text, innermost first; () if they are missing. faulthandler
-    writes the dump, from any thread. The dump begins with the newest thread, so the main thread comes last. If there
-    are more than a hundred threads, the main thread is missing (a line "..."), unless it is the current thread."""
+    """Return the main thread's frames in the last dump of a text, innermost first; () if they are missing. Any thread
+    may have made faulthandler write the dump. It begins with the newest thread, so the main thread comes last. With
+    more than a hundred threads, faulthandler omits the main thread (and writes "...") unless it is current."""
     threads, cut = _last_dump(text.splitlines())
     if threads and not cut and (not threads[-1].started or len(threads) == 1):
         return tuple(threads[-1].frames)
@@ -112,7 +112,7 @@ def parse_dump(text: str) -> tuple[str, ...]:
 
 
 def _last_dump(lines: Iterable[str]) -> tuple[list[_Thread], bool]:
-    """Return the threads of the last dump, and whether threads are missing. An empty line separates two threads."""
+    """Return the threads of the last dump. Return also True if threads are missing. Empty lines separate threads."""
     threads, cut, joined, before = list[_Thread](), False, False, "-"
     for line in lines:
         if header := _HEADER.fullmatch(line):
@@ -144,13 +144,13 @@ _WAITS = re.compile(
 
 
 def collective_of(stack: Iterable[str]) -> str:
-    """Return the collective, or other wait for other ranks, that a stack is in; "" if none is visible. The reduction of
-    DistributedDataParallel is not visible in Python, so "backward" may be a collective or not. A user's own wait() for
-    an asynchronous collective is not visible either."""
+    """Return the collective, or another wait for other ranks, in which a stack is; "" if none is visible. The
+    collectives of DistributedDataParallel are not visible in Python, so "backward" may or may not be one. A wait() for
+    an asynchronous collective in the user's code is not visible either."""
     for frame in stack:
         match = _IN.fullmatch(frame)
         if match is None or not _LIBRARY.search(match[2]):
-            break  # the user's own code, which does something else inside
+            break  # frames of the user's code inside the call: it does not wait for a collective
         if _DISTRIBUTED.search(match[2]) and _WAITS.search(match[1]):
             return match[1].lstrip("_")
         if match[1] == "_engine_run_backward" and _TORCH.search(match[2]):

@@ -1,8 +1,8 @@
-"""The report of a fault: one line for people, and `faults/<time>.<rank>.json` in the run for programs.
+"""The report of a fault: one line of text for people, and `faults/<time>.<rank>.json` in the run for programs.
 
-A `Fault` is one rank's report of one incident. It has the first detected fault and its detector, the step of every
-rank, the saved steps, the duration of each part, and the advice to a launcher or scheduler (a key of `ADVICE`). Ranks
-write their reports independently; `incidents` groups reports of the same incident.
+A `Fault` is one rank's report of one incident. It has the fault that was detected first and its detector, the step of
+every rank, the saved steps, the duration of each phase, and the advice to a launcher or scheduler (a key of `ADVICE`).
+Ranks write their reports independently; `incidents` groups the reports about one incident.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ADVICE = {
     "none": "nothing to do",
 }
 
-KINDS = {  # text for people; programs use the keys, and the keys of goodput.breakdown.Interruption
+KINDS = {  # texts for people, by the kinds in reports and in goodput.breakdown.Interruption, which programs use
     "signal": "stop signal",
     "preemption": "preemption notice",
     "deadline": "time limit",
@@ -68,23 +68,23 @@ LAUNCHER = (
 
 
 def in_words(kind: str, *, asked: bool = False) -> str:
-    """Return the name of a kind of fault or interruption, as text for people."""
+    """Return the text for people of a kind of fault or interruption. `asked`: True for a requested save."""
     return (ASKED if asked else KINDS).get(kind, kind)
 
 
 def was_asked(kind: str, by: str, *, ends: bool) -> bool:
-    """Return True for a requested save, or a save before a time limit, because neither is a fault. A signal that only
-    the writer detected is a fault, because the trainer was blocked."""
+    """Return True for a requested save, or a save before a time limit, because neither is a fault. A signal detected
+    only by the writer is a fault, because the trainer was blocked."""
     return kind == "request" or (kind in ASKED and by != "writer" and not ends)
 
 
 @dataclass
 class SavedStep:
-    """A step that was saved because of an incident. `tier`: "memory" or a URL. `seconds`: time since the detection."""
+    """A step saved because of an incident. `tier`: "memory" or a URL. `seconds`: time since the detection."""
 
     step: int
     tier: str
-    how: str  # "ring": from memory; "live": staged after an exception in step(); "agreed": by the training loop
+    how: str  # "ring": from a snapshot in memory; "live": staged after an exception in step(); "agreed": by all loops
     seconds: float
     error: str = ""
 
@@ -96,8 +96,8 @@ class Fault:
     `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: the
         process that detected it first, "writer" or "fault handler"; `how`: the means of detection; `time`: UTC;
         `term`: "<term>.<nonce>" of the job attempt; `steps`: the last known step of each rank;
-    `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be inspected; `timings`: seconds since
-        the detection; `exit_code`: None if the process continues.
+    `stacks`: frames by rank, innermost first; `evidence`: activity of each rank that could be inspected; `timings`:
+        seconds since the detection; `exit_code`: exit code of the process, None if it continues.
     """
 
     kind: str
@@ -122,12 +122,12 @@ class Fault:
 
     @property
     def key(self) -> str:
-        """Return the report's name in a store."""
+        """Return the key of the report in a store."""
         return f"{PREFIX}{re.sub('[^0-9T]', '', self.time[:26])}.{self.rank}.json"
 
     @property
     def line(self) -> str:
-        """Return the report as a line for the log."""
+        """Return the report as one line of the log."""
         durable = [s for s in self.saved if s.tier != "memory" and not s.error]
         held = [s for s in self.saved if s.tier == "memory" and not s.error]
         if durable:
@@ -152,7 +152,7 @@ class Fault:
         """Parse a report. Raise CorruptError if it is invalid."""
         try:
             fault = typed(cls, data)
-            fault.when  # noqa: B018 - raises if it is not a time
+            fault.when  # noqa: B018 - raises ValueError if `time` is not a time
             return fault
         except (OverflowError, ValueError) as error:
             raise CorruptError(f"not the report of a fault: {error}") from None
@@ -164,7 +164,7 @@ class Fault:
 
     @property
     def ending(self) -> bool:
-        """Return True if it may end this job attempt. Several such faults at the same time have one cause."""
+        """Return True if the fault may end this job attempt. Several such faults at the same time have one cause."""
         return self.exit_code is not None or self.kind in ("death", "hang", "exception", "oom")
 
     @property
@@ -174,8 +174,8 @@ class Fault:
 
 
 def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
-    """Group the reports of several ranks about the same incident, or about saves before the same time limit. Each
-    group is sorted by time, but consequences of a peer's end come after their cause."""
+    """Group reports of several ranks about the same incident, or about saves before the same time limit. Each group is
+    sorted by time, except that a lost connection to another rank comes after the end of that rank."""
     found: list[list[Fault]] = []
     for fault in sorted(faults, key=lambda one: one.when):
         last = found[-1] if found else []
@@ -192,8 +192,8 @@ def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
 
 
 def explain_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
-    """Prepare for an error that ends this process while a run is opened, before the guard watches. Then torchrun
-    receives the reason, and the traceback ends at the caller's code."""
+    """Report an error that ends this process while a run is being opened, because the guard does not run yet. torchrun
+    then gets the reason, and the traceback ends at the caller's code."""
     before, known = sys.excepthook, weakref.ref(error)
 
     def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
@@ -213,7 +213,7 @@ def explain_if_uncaught(error: CheckpointError, rank: int, world: int) -> None:
 
 
 def tell_launcher(fault: Fault, stack: Sequence[str] = ()) -> None:
-    """Write the reason of a failure to the file that torchrun prints."""
+    """Write the reason of a failure to the error file, which torchrun prints."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

@@ -1,15 +1,15 @@
-"""Detects signals within a millisecond, whatever the main thread does.
+"""Detects signals within a millisecond, whatever the main thread is doing.
 
-A Python handler runs in the main thread between two bytecodes, and never while that thread is in a collective. But the
-interpreter's own handler immediately writes the signal's number to a descriptor (`signal.set_wakeup_fd`). `Wakeup`
-installs a socket as this descriptor. Two processes share the socket's other end. The fault handler thread reads it, and
-if that thread cannot run because the GIL is held, the writer reads it.
+A Python handler runs in the main thread between two bytecodes, so it cannot run while the main thread is inside a
+collective. But the interpreter's C handler writes the signal's number to a descriptor immediately
+(`signal.set_wakeup_fd`). `Wakeup` installs a socket as this descriptor. The fault handler thread reads the other end.
+If it cannot run because another thread holds the GIL, the writer process, which shares the socket, reads it.
 
-Handlers of other code keep working. Our handlers call the previous ones. Later handlers replace ours, but the
-descriptor does not depend on our handlers. `put_back` restores the previous handlers.
+Handlers of other code keep working, because ours call the previous handlers. A handler that is installed later
+replaces ours, but the descriptor still works. `put_back` restores the previous handlers.
 
 A process may have several instances, but one handler per signal and one descriptor. The last armed instance owns the
-descriptor. Each instance passes the bytes that it reads to the previous one, and the first to the original owner.
+descriptor. Each instance passes the bytes that it reads on to the previous one, the first to the original owner.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Handler = Any  # result of signal.getsignal: a callable, SIG_DFL or SIG_IGN
 
 
 class _Descriptors:
-    """The wakeup descriptors of this process. `ours`: armed instances in order. `others`: descriptor that other code
-    installed before or between ours. `left`: our descriptors that the interpreter may still use, but nothing reads."""
+    """The wakeup descriptors of this process. `ours`: armed instances in order. `others`: descriptor of other code that
+    was installed before ours. `left`: our unread descriptors that the interpreter may still use."""
 
     ours: ClassVar[list[Wakeup]] = []
     left: ClassVar[set[int]] = set()
@@ -38,7 +38,7 @@ class _Descriptors:
 
 
 class Wakeup:
-    """Detects signals. Arm it in the main thread, and read it in any other thread."""
+    """Detects signals. Arm it in the main thread. Any thread may read it."""
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
         self.numbers = tuple(numbers)
@@ -47,15 +47,15 @@ class Wakeup:
         self._writer.setblocking(False)
         self._before: dict[int, Handler] = {}
         self._armed = False
-        # True once reading has stopped: signals that would end the process do so after the handlers are restored
+        # True after reading has stopped. A signal that would end the process then does so after `put_back`.
         self.deaf = False
         self._missed: list[int] = []
-        self._taken = False  # True if the interpreter has our descriptor
-        # Bound once, because each access creates a new method object and handlers are compared by identity.
+        self._taken = False  # True once the interpreter has written to our descriptor
+        # Stored once, because each access to a method creates a new object, and handlers are compared by identity.
         self._ours: Callable[[int, Any], None] = self._handle
 
     def arm(self) -> None:
-        """Install the handlers if called in the main thread. Otherwise only log that signals are not handled."""
+        """Install the handlers. In a thread other than the main thread, only log that signals are not handled."""
         if not self.numbers:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -68,7 +68,7 @@ class Wakeup:
             return
         try:
             self._take()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # for example Ctrl-C
             self._armed = True
             self.put_back()
             raise
@@ -76,7 +76,7 @@ class Wakeup:
     def _take(self) -> None:
         for number in self.numbers:
             before = signal.getsignal(number)
-            if before is None or (before == signal.SIG_DFL and _caught(number)):  # it could not be restored
+            if before is None or (before == signal.SIG_DFL and _caught(number)):  # Python could not restore it
                 log.warning("%s is not a trigger, because code outside Python handles it", number.name)
                 continue
             self._before[number] = before
@@ -86,11 +86,11 @@ class Wakeup:
         _take_descriptor()
 
     def put_back(self) -> None:
-        """Restore the previous handlers if ours are still installed. In other threads, only deactivate ours."""
+        """Restore the previous handlers if ours are still installed. Outside the main thread, only deactivate ours."""
         armed, self._armed = self._armed, False
         if self in _Descriptors.ours:
             _Descriptors.ours.remove(self)
-        for later in _Descriptors.ours:  # the later handlers chain to the one we replaced
+        for later in _Descriptors.ours:  # handlers installed after ours now call the handler that ours replaced
             later._before = {n: self._before[n] if h is self._ours else h for n, h in later._before.items()}
         if not armed or threading.current_thread() is not threading.main_thread():
             return
@@ -102,18 +102,18 @@ class Wakeup:
             os.kill(os.getpid(), number)
 
     def _give_descriptor_back(self) -> None:
-        """Give the descriptor to the previously armed instance, or to the original owner."""
+        """Give the descriptor back to the instance armed before this one, or to the original owner."""
         ours = [one._writer.fileno() for one in _Descriptors.ours]
         try:
             found = signal.set_wakeup_fd([_Descriptors.others, *ours][-1], warn_on_full_buffer=False)
-        except (OSError, ValueError):  # its owner has closed it
+        except (OSError, ValueError):  # the owner has closed that descriptor
             found = signal.set_wakeup_fd(-1)
         self._taken = False
         if found not in (-1, self._writer.fileno(), *ours, *_Descriptors.left):
-            signal.set_wakeup_fd(found, warn_on_full_buffer=False)  # other code has installed this one after ours
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)  # other code installed it after ours
 
     def close(self) -> None:
-        if self._taken:  # the interpreter may still write to that number, so no other file may get it
+        if self._taken:  # the interpreter may still write to this number, so no other file may get it
             _Descriptors.left.add(self._writer.detach())
             self.reader.detach()
         else:
@@ -121,30 +121,30 @@ class Wakeup:
             self.reader.close()
 
     def forget(self) -> None:
-        """Remove everything in a forked child, whose signals are not the trainer's."""
+        """Remove the handlers and descriptors in a forked child, because its signals are not the trainer's."""
         self.put_back()
         self.close()
 
     def would_end(self, number: int) -> bool:
-        """Return True if this signal would end the process without our handler, because nothing else handles it."""
+        """Return True if no other handler exists for this signal, so that it would end the process without ours."""
         handler, ours_found = signal.getsignal(number), False
         while isinstance(owner := getattr(handler, "__self__", None), Wakeup) and handler is owner._ours:
             handler, ours_found = owner._before[number], ours_found or owner is self
         return ours_found and handler == signal.SIG_DFL
 
     def miss(self, number: int) -> None:
-        """Record a signal, to send it again after the handlers are restored."""
+        """Record a signal that is sent again once the previous handlers are restored."""
         self._missed.append(number)
 
     def pass_on(self, raw: bytes) -> None:
         """Send bytes to the previous owner of the descriptor."""
         armed = list(_Descriptors.ours)
-        # Ignore errors: a full or closed descriptor is its owner's concern, and we may not be armed.
+        # Ignore errors: a full or closed descriptor is a matter of its owner, and this instance may not be armed.
         with contextlib.suppress(OSError, ValueError):
             if at := armed.index(self):
                 armed[at - 1]._writer.send(raw)
             elif _Descriptors.others >= 0:
-                os.write(_Descriptors.others, raw)  # the descriptor is a pipe or a socket
+                os.write(_Descriptors.others, raw)  # the original owner's descriptor is a pipe or a socket
 
     def read(self) -> list[int]:
         """Return our signals that have arrived since the last call. Pass other signals on to their owner."""
@@ -156,14 +156,14 @@ class Wakeup:
         return [number for number in raw if number in self._before]
 
     def wait(self, also: int, timeout_s: float | None) -> None:
-        """Wait for a signal, or until the descriptor `also` is readable."""
+        """Wait until a signal arrives or the descriptor `also` is readable, at most `timeout_s` seconds."""
         poll = select.poll()
         poll.register(self.reader, select.POLLIN)
         poll.register(also, select.POLLIN)
         poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Handle a signal in the main thread."""
+        """Handle a signal in the main thread, and call the previous handler."""
         if _Descriptors.ours and _take_descriptor():
             with contextlib.suppress(OSError):
                 _Descriptors.ours[-1]._writer.send(bytes([number]))
@@ -178,8 +178,8 @@ class Wakeup:
 
 
 def _take_descriptor() -> bool:
-    """Install the descriptor of the last instance. Return True if it replaced another one. An asyncio loop, for
-    example, installs its own descriptor, and removes it at its end."""
+    """Install the descriptor of the last instance. Return True if it replaced the descriptor of other code. For
+    example, an asyncio loop installs its own descriptor, and removes it when it ends."""
     ours = [one._writer.fileno() for one in _Descriptors.ours]
     found = signal.set_wakeup_fd(ours[-1], warn_on_full_buffer=False)
     if found in ours:
@@ -189,7 +189,7 @@ def _take_descriptor() -> bool:
 
 
 def _caught(number: int) -> bool:
-    """Return True if this process has a handler for a signal, in Python or not, according to the kernel."""
+    """Return True if the kernel reports that this process has a handler for a signal, in Python or other code."""
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
         for line in file:
             if line.startswith("SigCgt:"):

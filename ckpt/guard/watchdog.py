@@ -1,13 +1,13 @@
 """Watches a trainer from its writer process, so that detection works when the trainer cannot run.
 
-    the wakeup socket    signals not taken in the trainer within `LATE_S`, because the GIL is held
-    a pipe               output of Python's faulthandler at a crash, or when the writer requests its stacks
+        the wakeup socket    signals that the trainer has not read within `LATE_S`, because the GIL is held
+        a pipe               faulthandler's output, after a crash or when the writer has requested stacks
     the heartbeat        the current step, compared with the usual pace
     counters             kills by the kernel's OOM killer
     memory               a shortage of memory
 
-Watching costs the trainer nothing. Only if no step has come for too long, the writer requests the trainer's stack by a
-signal, which faulthandler handles without the GIL.
+Watching costs the trainer nothing. Only after too long a time without a step, the writer requests the trainer's stack
+by a signal, which faulthandler handles without the GIL.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ckpt.guard.pace import StepPace
 from ckpt.triggers import OnHang
 
 LOOK_S = 0.5
-LATE_S = 0.02  # seconds after which the writer handles a signal that the fault handler has not taken
+LATE_S = 0.02  # seconds after which the writer handles a signal that the fault handler has not read
 SAMPLES, BETWEEN_S = 3, 0.3
-SURELY = 3.0  # multiple of the limit after which a step is a hang, even if it looks busy
+SURELY = 3.0  # a step that takes this multiple of the limit is a hang, even if the trainer looks busy
 DUMP_S, QUIET_S = 1.0, 0.05
 FATAL = "Fatal Python error"
 MAX_TEXT = 1 << 20
@@ -41,7 +41,7 @@ MAX_TEXT = 1 << 20
 
 @dataclass(frozen=True)
 class Stall:
-    """No step has come for `idle_s` seconds, which is longer than `limit_s`."""
+    """No step has ended for `idle_s` seconds, which is longer than `limit_s`."""
 
     idle_s: float
     limit_s: float
@@ -55,10 +55,10 @@ class Stall:
 
 
 class Watchdog:
-    """Watches one trainer. Created in the event loop. `fds`: descriptors that come with an `Arm`.
+    """Watches one trainer. Create it in the event loop. `fds`: descriptors that the trainer sends with an `Arm`.
 
-    `on_signals`: called in the loop with the signals that are triggers, and with all bytes. `on_stall`: called when no
-        step has come for too long.
+    `on_signals`: called in the loop with the signals that are triggers, and with all bytes that were read.
+    `on_stall`: called when no step has ended for too long.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Watchdog:
         self._on_signals, self._on_stall, self._loop = on_signals, on_stall, asyncio.get_running_loop()
         self._text = ""
         self._crashed = trainer.crashed
-        self._dumped = 0  # bytes of stack dumps that the trainer has written at our request
+        self._dumped = 0  # bytes of stack dumps that the trainer has written because the writer requested them
         self._changed = asyncio.Event()
         self._asking = asyncio.Lock()
         self._stopped = False
@@ -97,7 +97,7 @@ class Watchdog:
         self._task = self._loop.create_task(self._look())
 
     def stop(self) -> None:
-        """Stop the calls, and close the trainer's descriptors."""
+        """Stop calling the callbacks, and close the trainer's descriptors."""
         if self._stopped:
             return
         self._stopped = True
@@ -114,7 +114,7 @@ class Watchdog:
     # -- signals --
 
     def _on_readable(self) -> None:
-        """Give the fault handler a moment to read signals. Then handle the rest in the writer."""
+        """Wait a moment for the fault handler to read the signals. Then handle the remaining signals in the writer."""
         self._loop.remove_reader(self._wakeup)
         self._loop.call_later(LATE_S, self._take_signals)
 
@@ -127,15 +127,15 @@ class Watchdog:
             if not raw:
                 return  # the trainer is gone
         except OSError:
-            pass  # the fault handler was faster
+            pass  # the fault handler has read the signals
         if raw:
             self._on_signals([n for n in dict.fromkeys(raw) if n in self.signals], raw)
         self._loop.add_reader(self._wakeup, self._on_readable)
 
-    # -- crashes, and stacks --
+    # -- crashes and stacks --
 
     def _read_pipe(self) -> None:
-        """Read all available bytes of the pipe."""
+        """Read all available bytes from the pipe."""
         while self._pipe >= 0:
             try:
                 raw = os.read(self._pipe, 1 << 16)
@@ -160,13 +160,13 @@ class Watchdog:
 
     @property
     def crash(self) -> str:
-        """Return the output of faulthandler at a crash so far, "" if there is none."""
+        """Return faulthandler's output about a crash so far, or "" if there is none."""
         start = self._text.find(FATAL)
         return self._text[start:] if start >= 0 else ""
 
     async def sample(self) -> Evidence:
         """Inspect the trainer from outside, including the stack of its main thread."""
-        async with self._asking:  # so that its output for one sample is not a log line to another
+        async with self._asking:  # otherwise one sample would log the stacks that another has requested
             found = probe.sample(self.pid, self.rank, self.heartbeat.read(), ours=self._dumped)
             if found.state in ("stopped", "zombie", "gone"):
                 return found
@@ -174,7 +174,7 @@ class Watchdog:
             return replace(found, stack=stack, collective=probe.collective_of(stack))
 
     async def stack(self) -> tuple[str, ...]:
-        """Return the stack of the trainer's main thread, innermost frame first; () if it does not respond."""
+        """Return the stack of the trainer's main thread, innermost frame first. Return () if it does not respond."""
         async with self._asking:
             return await self._stack()
 
@@ -222,10 +222,10 @@ class Watchdog:
                 told = beat.calls
                 self._on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
             elif samples:
-                patience = idle_s + limit_s / 2  # the trainer is slow, but working
+                patience = idle_s + limit_s / 2  # the trainer is slow but works: check again after half the limit
 
     async def _samples(self, calls: int) -> list[Evidence]:
-        """Sample one standstill several times. Return [] if a step came in between."""
+        """Take several samples of the trainer while it is in the same step. Return [] if the step has ended."""
         samples: list[Evidence] = []
         for number in range(SAMPLES):
             if number:
@@ -241,11 +241,11 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._trainer.tell, FaultNote("memory", why))
 
-    # -- afterwards --
+    # -- after the death --
 
     def cause(self) -> tuple[str, str]:
-        """Return how the trainer's death was detected, and its cause."""
-        self._read_pipe()  # a crash is reported in the pipe before the death is otherwise visible
+        """Return how the trainer's death was detected, and its cause as text."""
+        self._read_pipe()  # the pipe may have the output of a crash that has not been read yet
         if crash := self.crash:
             return "faulthandler", crash.partition("\n")[0].removeprefix(f"{FATAL}: ")
         if where := memory_pressure.oom_kills(pid="self", where=self._kills.where).since(self._kills):

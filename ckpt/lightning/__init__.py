@@ -1,7 +1,7 @@
 """Save every step of a Lightning training and restore it: a callback, and a CheckpointIO plugin.
 
-Input: a Trainer and its hooks. Output: calls of `ckpt.Checkpointer`. It does not depend on internals of the writer or
-the core.
+The input is a Trainer and its hooks. The output is calls of `ckpt.Checkpointer`. This package does not depend on
+internals of the writer or the core.
 """
 
 from ckpt.lightning.callback import CheckpointCallback as CheckpointCallback

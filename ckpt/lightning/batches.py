@@ -1,7 +1,7 @@
-"""Where the batches of a Lightning training come from, so that a restored run sees the same ones.
+"""Records how the batches of a Lightning training were drawn, so that a restored run sees the same batches.
 
-The order of a plain loader follows from the random state at a few moments. `BatchFeed` records these states, and
-repeats them when a run is restored.
+The order of a plain loader follows from the random state at a few moments. `BatchFeed` records these random states,
+and sets them again when a run is restored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ckpt.units import count_of
 State = dict[str, Any]
 PLAIN = (bool, int, float, str, type(None))
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-PARTS = {"sampler", "batch_sampler", "dataset", "loader", "dataloader"}  # attributes that hold parts of a loader
+PARTS = {"sampler", "batch_sampler", "dataset", "loader", "dataloader"}  # names of attributes with parts of a loader
 MAX_OBJECTS, MAX_ITEMS = 64, 32
-MAX_DRAWS = 512  # batches of an epoch, at about 5 KB each
+MAX_DRAWS = 512  # maximum recorded batches of an epoch, at about 5 KB each
 AT_ONCE = (
     data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler,
     data.DistributedSampler,
@@ -48,19 +48,18 @@ def _logger(trainer: Any) -> logging.Logger:
 
 
 class BatchFeed:
-    """Records where batches come from, and comes back to a batch.
+    """Records how batches are drawn, and brings a restored training back to the same batch.
 
-    Lightning restores loaders that have a state (all loaders of a training, or none counts). With other
-    loaders, the order of an epoch, and what their workers draw, follow from the random state at two moments: when the
-    iterator was created, and when the first batch was requested. So the iterator is created again from those, the
-    batches that are done are fetched again and dropped, and then the random state is set to that of the step.
+    Lightning restores loaders that have a state, but only if all loaders of the training have one. With other loaders,
+    the order of an epoch and the random numbers of workers follow from the random state at two moments: when the
+    iterator was created, and when the first batch was requested. So a restore creates the iterator again from these
+    states, fetches the completed batches again and drops them, and then sets the random state of the restored step.
+    Three more cases need records. Loaders are created again in the epoch, and from the random state, in which the run
+    created them. With several loaders, a shorter one starts again within the epoch. And samplers, streams and
+    generators of unknown classes may draw from the shared generators at each batch. The state of such a generator is
+    recorded before the batch, unless nothing has drawn from it since the batch before.
 
-    Three more moments count. Loaders are created in the epoch, and from the random state, in which the run created
-    them. A shorter loader of several starts again within the epoch. And samplers, streams and generators without a
-    known class may draw from the shared generators at each batch: each such state is recorded before the batch, unless
-    nothing has drawn from that generator since the batch before.
-
-    Counters and generators in samplers and data sets count as a part of the random state.
+    Counters and generators in samplers and data sets are treated like the random state.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -69,30 +68,30 @@ class BatchFeed:
         self.made: State = {}  # the epoch and the random state in which the loaders were created
         self.val_made: State = {}  # the same for validation
         self.epoch_started: State = {}  # random state before on_train_epoch_start
-        self._begun: State = {}  # before the iterator was created
-        self._fetch: State = {}  # before its first batch
-        self._was_made = False  # by the epoch; else by what was set up before it
-        self._first = 0  # batches of this epoch that were done before
+        self._begun: State = {}  # random state before the iterator was created
+        self._fetch: State = {}  # random state before the iterator's first batch
+        self._was_made = False  # True if the epoch created its iterator, False if the iterator existed before
+        self._first = 0  # batches of this epoch that were completed before the iterator's first batch
         self._ahead: list[State] | None = None  # states of the loaders before the batch that was fetched in advance
-        self._step: State = {}  # what was restored
+        self._step: State = {}  # restored state of the step, to be set when training is back at the batch
         self._saved_world = self._world
-        self._base: list[State] = []  # counters of samplers and data sets as the script made them
-        self._orders: list[State] = []  # their lists and arrays
+        self._base: list[State] = []  # counters of samplers and data sets as the script created them
+        self._orders: list[State] = []  # lists and arrays of samplers and data sets as the script created them
         self._left_out: set[str] = set()
         self._objects: list[Any] = []  # loaders, samplers and data sets
-        self._lazy = self._several = False  # which batches may draw: any; those in which a loader starts again
+        self._lazy = self._several = False  # any batch may draw; a loader may start again in an epoch
         self._draws = Draws()
         self._count = 0  # batches fetched since the first of this epoch
         self._before: State = {}  # random state before the batch that is being fetched
-        self._after: State = {}  # and after the one before it
+        self._after: State = {}  # random state after the previous batch was fetched
         self._iterators: list[tuple[int, int]] = []
         self._replaying = False
-        self._returning = False  # restored, and not back at the batch yet
+        self._returning = False  # True after a restore, until training is back at the batch
 
     # -- random states --
 
     def now(self) -> State:
-        """Return every random state that the order of batches may depend on."""
+        """Return every random state on which the order of batches may depend."""
         return {"rng": RNG().state_dict(), "objects": self._counted(), "orders": self._ordered()}
 
     def _put(self, state: State) -> None:
@@ -118,7 +117,7 @@ class BatchFeed:
     # -- counters and generators in loaders --
 
     def loaders_made(self, loaders: list[Any]) -> None:
-        """Note the parts of the loaders and their counters, before an iterator is created."""
+        """Record the parts of the loaders and their counters, before an iterator is created."""
         self._objects = _parts(loaders)
         self._base = [_scalars(one) for one in self._objects]
         self._orders = [{k: orders.base_of(v) for k, v in _sequences(one).items()} for one in self._objects]
@@ -127,7 +126,7 @@ class BatchFeed:
         self._several = not stateful and len(loaders) > 1
 
     def _counted(self) -> list[Any]:
-        """Return the counters that differ from what the script set, and the state of each generator."""
+        """Return the counters that differ from the script's initial values, and the state of each generator."""
         found: list[Any] = []
         for number, (one, base) in enumerate(zip(self._objects, self._base, strict=True)):
             changed = {k: v for k, v in _scalars(one).items() if k not in base or base[k] != v}
@@ -140,7 +139,7 @@ class BatchFeed:
         by_number = {number: rest for number, *rest in saved}
         for number, (one, base) in enumerate(zip(self._objects, self._base, strict=True)):
             kind, changed, generators = by_number.get(number, (type(one).__qualname__, {}, {}))
-            if kind != type(one).__qualname__:  # the script has other loaders now
+            if kind != type(one).__qualname__:  # the script uses other loaders than when it was saved
                 continue
             for key, value in _scalars(one).items():
                 wanted = changed.get(key, base.get(key, value))
@@ -152,7 +151,7 @@ class BatchFeed:
                     _set_state(vars(one)[key], state)
 
     def _ordered(self) -> list[Any]:
-        """Return the lists and arrays that differ from what the script made."""
+        """Return the lists and arrays that differ from those that the script created."""
         found: list[Any] = []
         for number, (one, base) in enumerate(zip(self._objects, self._orders, strict=True)):
             changes = {key: orders.change(value, base.get(key)) for key, value in _sequences(one).items()}
@@ -182,15 +181,15 @@ class BatchFeed:
                 for key in {**_sequences(one), **changed}:
                     orders.put(vars(one), key, base.get(key), changed.get(key))
 
-    # -- as training goes on --
+    # -- during the training --
 
     def making(self) -> State:
-        """Return what loaders that are created now may depend on."""
+        """Return the state on which loaders that are created now may depend."""
         return {"epoch": self._trainer.current_epoch, "rng": RNG().state_dict()}
 
     @contextlib.contextmanager
     def as_made(self, made: State) -> Iterator[None]:
-        """Set the epoch and the random state in which the loaders were created; afterwards, the epoch of now."""
+        """Set the epoch and the random state in which the loaders were created. Finally, restore the epoch."""
         current = self._trainer.fit_loop.epoch_progress.current
         epoch, current.completed = current.completed, made["epoch"]
         RNG().load_state_dict(made["rng"])
@@ -200,7 +199,7 @@ class BatchFeed:
             current.completed = epoch
 
     def epoch_ends(self) -> None:
-        """Batches that are fetched from now on belong to the next epoch."""
+        """Begin a new record, because batches that are fetched from now on belong to the next epoch."""
         self._fetch = {}
 
     def epoch_begins(self, before: State, *, made: bool) -> None:
@@ -211,7 +210,7 @@ class BatchFeed:
             self._check(fetcher)
             self._fetch, self._first = self.now(), self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
             self._draws, self._count, self._after = Draws(), 0, self._fetch["rng"]
-        if fetcher.length is None and self._stateful:  # such are fetched one ahead
+        if fetcher.length is None and self._stateful:  # without a length, Lightning fetches one batch in advance
             self._ahead = self._trainer.fit_loop._combined_loader._state_dicts()
 
     def before_fetch(self) -> None:
@@ -245,7 +244,7 @@ class BatchFeed:
         return [(id(one), getattr(one, "_num_yielded", 0)) for one in getattr(inner, "iterators", ())]
 
     def _has_restarted(self) -> bool:
-        """Return True if a loader of several started again in this fetch."""
+        """Return True if one of several loaders started again during this fetch."""
         pairs = zip(self._iterators, self._iterated(), strict=False)
         return any(old != new or now <= then for (old, then), (new, now) in pairs)
 
@@ -257,10 +256,10 @@ class BatchFeed:
                 "`batch` instead"
             )
 
-    # -- saved and restored --
+    # -- save and restore --
 
     def fix(self, loop: State) -> None:
-        """Correct what Lightning's loop saves of its loaders."""
+        """Correct the state of the loaders in the state of Lightning's loop."""
         if not self._stateful:
             loop.pop("combined_loader", None)
         elif self._ahead is not None and "combined_loader" in loop:
@@ -269,7 +268,7 @@ class BatchFeed:
     def state_dict(self) -> State:
         ended = self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         return {
-            "orders": self._ordered() if ended else [],  # else those of the epoch's beginning tell it
+            "orders": self._ordered() if ended else [],  # within an epoch, the orders at its beginning suffice
             "begun": self._begun,
             "fetch": self._fetch,
             "was_made": self._was_made,
@@ -291,11 +290,11 @@ class BatchFeed:
         self._step, self._returning = {"objects": state["objects"], "orders": state.get("orders") or None}, True
 
     def resume(self) -> None:
-        """Everything is restored, random numbers too: keep these for later."""
+        """Record the random numbers once everything is restored, to set them again in `come_back`."""
         self._step["rng"] = RNG().state_dict()
 
     def come_back(self, fetcher: Any) -> None:
-        """The batches of this epoch that are done will not come again, those that come are the ones that would have."""
+        """Continue an epoch after its completed batches, so that the next batches are those of the interrupted run."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         done = progress.current.ready
         self._check(fetcher)
@@ -303,9 +302,9 @@ class BatchFeed:
             self._warn_what_differs()
             if self._was_made:
                 self._put(self._begun)
-                iter(fetcher)  # makes a new one inside
+                iter(fetcher)  # creates a new iterator inside the fetcher
             else:
-                fetcher.fetched -= done  # it counts on, and these are yet to be fetched
+                fetcher.fetched -= done  # the batches that are fetched again below will count again
             self._put(self._fetch)
             self._count, self._replaying = 0, True
             try:
@@ -320,7 +319,7 @@ class BatchFeed:
         if self._saved_world != self._world:
             warn(
                 self._trainer,
-                "saved by %s and restored by %d in the middle of an epoch: the batches of its rest are divided "
+                "saved by %s and restored by %d in the middle of an epoch: the remaining batches are divided "
                 "again, so that some samples may come twice and some not at all in this epoch",
                 count_of(self._saved_world, "rank"),
                 self._world,
@@ -328,22 +327,22 @@ class BatchFeed:
         if any(getattr(loader, "persistent_workers", False) for loader in self._loaders()):
             warn(
                 self._trainer,
-                "persistent_workers=True: the batches are the same again, but what workers draw at random goes on from "
-                "other numbers than in the run that was interrupted",
+                "persistent_workers=True: the batches are the same again, but the random numbers that workers draw "
+                "differ from those of the interrupted run",
             )
 
 
 class Draws:
-    """Random states before single batches of an epoch, by the number of the batch. The states are the rows of one array
-    for each generator, so that a save has few entries, and new ones rarely."""
+    """Random states before single batches of an epoch, by the number of the batch. For each generator, one array has a
+    state per row. So a save has few entries, and adding a state rarely adds an entry."""
 
     def __init__(self) -> None:
         self._rows: dict[str, np.ndarray[Any, Any]] = {}
-        self._marks: list[list[Any]] = []  # number of the batch; of each generator its row, and what is no array
+        self._marks: list[list[Any]] = []  # number of the batch; each generator's row and plain values
         self._full = False
 
     def add(self, count: int, state: State) -> bool:
-        """Record a state. Return False the first time there is no room for it."""
+        """Record a state. Return False the first time that there is no room for it, so that the caller warns once."""
         if len(self._marks) >= MAX_DRAWS:
             first, self._full = not self._full, True
             return not first
@@ -363,7 +362,7 @@ class Draws:
         return True
 
     def repeat(self, count: int) -> None:
-        """Set the state that was recorded before this batch, if there is one."""
+        """Set the random state that was recorded before this batch, if one was recorded."""
         for marked, mark in self._marks:
             if marked == count:
                 whole = {name: _join(name, self._rows[name][row], rest) for name, (row, rest) in mark.items()}
@@ -378,7 +377,7 @@ class Draws:
 
 
 def _split(name: str, value: Any) -> tuple[np.ndarray[Any, Any], Any]:
-    """Take the state of one of the generators of `RNG` apart into one array and plain values."""
+    """Split the state of one of the generators of `RNG` into one array and plain values."""
     if name == "torch":
         return value.numpy(), None
     if name == "accelerator":
@@ -410,20 +409,20 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _draws_at_once(loader: Any) -> bool:
-    """Return True if the order of an epoch is known to be drawn when its iteration begins."""
+    """Return True if the whole order of an epoch is drawn when its iteration begins."""
     if _is_stateful(loader):
         return True
     if not isinstance(loader, data.DataLoader):
         return False
     if isinstance(loader.dataset, data.IterableDataset):
-        return loader.num_workers > 0  # they draw, from seeds that were drawn then
+        return loader.num_workers > 0  # workers draw from seeds that were drawn at the beginning
     batches = loader.batch_sampler
     samplers = [loader.sampler] if batches is None else [batches, getattr(batches, "sampler", None)]
     return all(type(one) in (*AT_ONCE, data.BatchSampler) for one in samplers)
 
 
 def _parts(loaders: list[Any]) -> list[Any]:
-    """Return the loaders and the samplers and data sets in them, each once, always in the same order."""
+    """Return the loaders, and the samplers and data sets in them, each once, in a reproducible order."""
     found: dict[int, Any] = {}
     pending = list(loaders)
     while pending and len(found) < MAX_OBJECTS:
@@ -445,7 +444,7 @@ _OF_TORCH = frozenset(vars(data.DataLoader(data.TensorDataset(torch.zeros(1)))))
 
 
 def _scalars(one: Any) -> State:
-    """Return the plain attributes of a loader, sampler or data set that its user may count in."""
+    """Return the plain attributes of a loader, sampler or data set, in which user code may count."""
     if _is_stateful(one):
         return {}
     skipped = _OF_TORCH if isinstance(one, data.DataLoader) else frozenset[str]()
@@ -453,7 +452,7 @@ def _scalars(one: Any) -> State:
 
 
 def _sequences(one: Any) -> State:
-    """Return the lists and arrays of a sampler or data set that hold an order, perhaps."""
+    """Return the lists and arrays of a sampler or data set, because they may hold an order."""
     return {} if _is_stateful(one) or isinstance(one, data.DataLoader) else orders.sequences(vars(one))
 
 

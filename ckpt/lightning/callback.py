@@ -3,23 +3,23 @@
     from ckpt.lightning import CheckpointCallback
 
     trainer = Trainer(..., callbacks=[CheckpointCallback("s3://bucket/run1", every=200)])
-    trainer.fit(model, data)              # after a crash, the same script continues where it was
+        trainer.fit(model, data)              # after a crash, run the same script again: it continues
 
-It is a callback and not a `CheckpointIO`, because strategies that shard the model bypass the latter. A
-`ckpt.Checkpointer` does the saving: every optimizer step is staged in memory that survives the process, every 200th is
-written to the bucket, and signals, deadlines, hangs and preemption notices trigger emergency saves. All commands (`ckpt
-ls`, `report`, `doctor`, ...) work on the run.
+It is a callback and not a `CheckpointIO`, because strategies that shard the model bypass a `CheckpointIO`. It saves
+with a `ckpt.Checkpointer`: every optimizer step is staged in memory that survives the process, every 200th step is
+written to the bucket, and signals, deadlines, hangs and preemption notices trigger emergency saves. All commands
+(`ckpt ls`, `report`, `doctor`, ...) work on the run.
 
 **What is restored**: model, optimizers, schedulers, the AMP scaler, loops, callbacks, the data module, values added in
 `on_save_checkpoint`, random numbers, the remaining batches, values logged in the epoch so far, and torchmetrics in the
-model. Accumulated gradients are not kept: a step is an optimizer step, and batches since the last one are repeated. A
-validation that was interrupted runs again from its beginning. Losses, weights and metrics are then bit for bit those of
-an uninterrupted run.
+model. Accumulated gradients are not saved: a step is an optimizer step, and the batches after the last step are
+repeated. An interrupted validation starts again. Losses, weights and metrics are then bit for bit those of a run
+without the interruption.
 
 **Batches.** A loader with `state_dict()` (torchdata's `StatefulDataLoader`) restores its own state. With other loaders,
-the epoch begins again with its original random numbers, fetches the batches it has had before and drops them. This is
-exact, also with `shuffle=True`, workers, and loaders that start again within an epoch, and takes as long as loading the
-batches does. Three cases are not exact, and a warning is logged for each: random numbers of workers that outlive an
+the epoch begins again with its original random numbers, fetches the completed batches again and drops them. This is
+exact, also with `shuffle=True`, workers, and loaders that start again within an epoch. It takes as long as loading
+these batches. Three cases are not exact, and a warning is logged for each: random numbers of workers that outlive an
 epoch (`persistent_workers=True`), more than 512 batches of an epoch that draw from the shared generators, and an epoch
 that is resumed on another number of ranks.
 
@@ -65,20 +65,20 @@ class CheckpointCallback(Base):
 
     - `tiers`: folder, URL, `ckpt.Tier`, or a list of these, nearest first. None keeps steps in memory only.
     - `memory`: see `ckpt.Checkpointer`.
-    - `every`, `keep`: for tiers given as strings: optimizer steps between checkpoints, a time ("10min") or "auto"; and
-      how many to keep.
-    - `monitor`: logged metric, for example "val_loss". The `top_k` best steps at which it was measured (smallest with
-      `mode="min"`, or "max") are saved to every tier and kept regardless of age; see `best_step`, `best_score` and
-      `best_model`. It is read at the end of a validation and of an epoch. A metric of single training batches counts
-      only if the last step logged it. In distributed training, log it with `sync_dist=True`; rank 0's value decides.
-    - `strict`: False restores the entries that fit a changed model; the restored step then gets no score. Default
-      True: MismatchError lists what does not fit.
+    - `every`: save interval of tiers given as strings: optimizer steps, a time ("10min") or "auto". `keep`: number of
+      checkpoints that each of these tiers keeps.
+    - `monitor`: name of a logged metric, for example "val_loss". The `top_k` steps with the best values (smallest with
+      `mode="min"`, largest with "max") are saved to every tier and kept regardless of age; see `best_step`,
+      `best_score` and `best_model`. The metric is read at the end of each validation and epoch. If training batches log
+      it, it counts only if the last step logged it. In distributed runs, use `sync_dist=True`; rank 0's value decides.
+    - `strict`: False restores the entries that fit a changed model, and the restored step then gets no score. Default
+      True: raises MismatchError with the entries that do not fit.
     - All other keywords are those of `ckpt.Checkpointer`: `triggers`, `takeover` and `options`.
 
     Supports a single device, DDP, and FSDP2 or tensor parallelism (`ModelParallelStrategy`). FSDPStrategy hides its
     parameters, so it raises StateError. Lightning's ModelCheckpoint is optional (`enable_checkpointing=False`).
-    `trainer.fit(ckpt_path=...)` is the initial state of the first start. Once the run has checkpoints, it continues
-    from them; a ckpt_path other than the one it began with then raises UsageError, unless it is the "last" file.
+    `trainer.fit(ckpt_path=...)` sets the initial state of the first start. Once the run has checkpoints, it continues
+    from them. Another ckpt_path than that of the first start then raises UsageError, unless it is the "last" file.
     """
 
     def __new__(cls, *args: Any, **arguments: Any) -> CheckpointCallback:
@@ -107,10 +107,10 @@ class CheckpointCallback(Base):
         self._arguments, self._strict = arguments, strict
         self._best = None if monitor is None else Best(monitor, mode, top_k)
         self._began_from = ""  # the ckpt_path of the first start
-        self._limits: list[Any] = []  # limits of this script, and those that the run was saved with
+        self._limits: list[Any] = []  # limits of the training in this script, compared with those in the saved state
         self._saved: State = {}
         self._missed = False
-        self._count: StepCount | None = None  # also read by saves while `fit` ends
+        self._count: StepCount | None = None  # not reset by `_close`, because saves while `fit` ends still read it
         self._close()
 
     def _close(self) -> None:
@@ -120,14 +120,14 @@ class CheckpointCallback(Base):
         self._monitored: Monitored | None = None
         self._save: Save | None = None
         self._step = 0
-        self._has_step = False  # True if the step can be saved under its number
+        self._has_step = False  # True if the model has the state of `_step`, so that a score belongs to it
         self._pause = contextlib.ExitStack()
 
-    def __reduce__(self) -> Any:  # for launchers that spawn: nothing is open then
+    def __reduce__(self) -> Any:  # for launchers that spawn processes: they pickle the callback before `fit`
         kept = {k: v for k, v in vars(self).items() if k in ("_memory", "_durable", "_arguments", "_strict", "_best")}
         return _again, (kept,)
 
-    # -- what users ask --
+    # -- properties for users --
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -136,7 +136,7 @@ class CheckpointCallback(Base):
 
     @property
     def best_step(self) -> int | None:
-        """The step with the best score so far, None without one."""
+        """The step with the best score so far, or None if no step has a score."""
         return self._best.scores[0][1] if self._best is not None and self._best.scores else None
 
     @property
@@ -145,8 +145,8 @@ class CheckpointCallback(Base):
 
     @property
     def best_model(self) -> Loaded | None:
-        """The model of the best step, read when used: `model.load_state_dict(callback.best_model.all())`. While `fit`
-        runs, this waits until the best step is saved."""
+        """The model of the best step, read on access: `model.load_state_dict(callback.best_model.all())`. While `fit`
+        runs, an access waits until the best step is saved."""
         if self.best_step is None:
             return None
         if not self._durable:
@@ -168,7 +168,7 @@ class CheckpointCallback(Base):
         kind = type(trainer.strategy).__name__
         if kind in NOT_OURS:
             raise UsageError(f"{kind} hides the state: use ModelParallelStrategy or DDP")
-        trainer.callbacks = [*others, self]  # called last, after the changes of other callbacks
+        trainer.callbacks = [*others, self]  # last, so that it sees the changes of other callbacks
         self._limits = limits(trainer, others)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -180,7 +180,7 @@ class CheckpointCallback(Base):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
-            self._settle()  # weights may be swapped for averages
+            self._settle()  # a callback may now replace the weights by averaged ones
             self._pause.enter_context(self._cp.not_training(changes_state=True))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -194,7 +194,7 @@ class CheckpointCallback(Base):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
-            self._settle()  # training may end now, with other weights
+            self._settle()  # training may end now, and a callback may replace the weights
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end(finished=self._seams is not None and bool(self._seams.reached or trainer.should_stop))
@@ -215,13 +215,13 @@ class CheckpointCallback(Base):
         finally:
             shorten(exception)
             if type(exception).__name__ == "SIGTERMException" and isinstance(exception, SystemExit):
-                # otherwise Lightning would exit with 0, as if it had finished
+                # otherwise Lightning would exit with code 0, as if training had finished
                 exception.code = exception.code or 128 + 15
 
-    # -- beginning --
+    # -- begin --
 
     def _begin(self) -> None:
-        """Open the run and restore its newest step, before a loop's first line, on all ranks."""
+        """Open the run and restore its newest step, on all ranks, before a loop starts."""
         trainer, seams = self._trainer, self._seams
         assert seams is not None
         self._rest = TrainerState(trainer, seams, self, self._own, self._put_own)
@@ -230,7 +230,7 @@ class CheckpointCallback(Base):
         self._cp = Checkpointer(state, tiers, memory=self._memory, best=self._best, **self._arguments)
         try:
             self._come_back(trainer, seams, self._cp, self._count)
-        except CheckpointError:  # fit() raises it, and it is not a fault of the training
+        except CheckpointError:  # raised by fit(), but not a fault of the training
             with contextlib.suppress(CheckpointError):
                 self._cp.close()
             self._cp = None
@@ -241,8 +241,8 @@ class CheckpointCallback(Base):
         cp.restore(default=None, strict=self._strict)
         count.begin(cp)
         found = cp.last_restore
-        # With strict=False, the stored weights of the restored step may not be those of this model. The validation that
-        # is repeated there must not score it.
+        # With strict=False, the model may differ from the weights that are stored for the restored step. So when a
+        # validation is repeated after the restore, it must not give that step a score.
         self._has_step = self._strict and found is not None and found.step is not None
         if self._best is not None:
             self._monitored = Monitored(trainer, self._best.monitor)
@@ -254,11 +254,11 @@ class CheckpointCallback(Base):
         if not self._is_finished(trainer, seams):
             if trainer.is_global_zero:
                 report_resume(trainer, found.tier or self._where(), self._step, last, before)
-            cp.unpin(self._step)  # training that ended at this step continues now
+            cp.unpin(self._step)  # training had ended at this step, and continues now
             seams.resume(self._log_again)
 
     def _is_finished(self, trainer: Any, seams: LoopHooks) -> bool:
-        """Return True if nothing is left to train, and report that."""
+        """Return True if training has finished already, and log that."""
         limit, durable = seams.reached, self._durable
         look = bool(durable and (limit or self._saved.get("limits") == self._limits) and trainer.is_global_zero)
         kept = trainer.strategy.broadcast(best.kept(durable[0].url) if look else {})
@@ -282,7 +282,7 @@ class CheckpointCallback(Base):
         name = self._arguments.get("options", DEFAULT_OPTIONS).name
         return self._durable[0].url if self._durable else f"memory ({name})"
 
-    # -- what of this object is saved --
+    # -- state of this callback --
 
     def _own(self) -> State:
         assert self._count is not None
@@ -290,13 +290,13 @@ class CheckpointCallback(Base):
 
     def _put_own(self, saved: State) -> None:
         self._saved, self._began_from = saved, saved["began_from"]
-        if self._count is not None and "count" in saved:  # older runs do not have it
+        if self._count is not None and "count" in saved:  # older versions did not save a count
             self._count.load_state_dict(saved["count"])
 
     # -- training --
 
     def _done(self, *, again: bool) -> None:
-        """Save after a batch if an optimizer has stepped. `again`: the batch was done before a restore."""
+        """Save after a batch if an optimizer has stepped. `again`: True if the batch was completed before a restore."""
         if self._cp is None or self._count is None or not (again or self._count.batch_done(self._step)):
             return
         if not again:
@@ -305,17 +305,17 @@ class CheckpointCallback(Base):
         if self._monitored is not None:
             self._monitored.step_done()
             if self._has_step and self._seams is not None and self._seams.measured_next:
-                self._save = self._cp.stage()  # if it is one of the best, this snapshot is written
+                self._save = self._cp.stage()  # if its score is among the best, this snapshot is written
 
     def _settle(self) -> None:
-        """Wait for the copy, because code other than optimizers may write to the model now."""
+        """Wait until the last step is copied, because code other than optimizers may write to the model now."""
         if self._save is not None:
-            self._save._wait_copied()  # the next step raises an error
+            self._save._wait_copied()  # if the copy fails, the next step raises the error
 
-    # -- the best --
+    # -- best steps --
 
     def _score(self) -> None:
-        """Score the last step at the end of a validation or an epoch."""
+        """Give the last step a score at the end of a validation or an epoch."""
         if self._monitored is None or self._cp is None or not self._has_step:
             return
         trainer = self._trainer
@@ -332,10 +332,10 @@ class CheckpointCallback(Base):
             there = ", ".join(sorted(trainer.callback_metrics)) or "none"
             warn(trainer, "monitor=%r is not a logged metric so far; the metrics are: %s", self._best.monitor, there)
 
-    # -- the end --
+    # -- end --
 
     def _end(self, *, finished: bool = False) -> None:
-        """Close everything; may be called again."""
+        """Close the Checkpointer and remove all hooks. May be called more than once."""
         cp, seams = self._cp, self._seams
         try:
             if cp is not None:

@@ -3,9 +3,9 @@
     trainer = Trainer(plugins=[CheckpointIO()], callbacks=[ModelCheckpoint(every_n_train_steps=1000)])
 
 Every path used by ModelCheckpoint, `trainer.save_checkpoint` or a user becomes a folder (or prefix of a bucket) with a
-run of one checkpoint: every byte has a digest, and there is no pickle. The folder exists when `save_checkpoint` returns
-and can be read when the save is complete. All commands and `ckpt.load(path)` read it. It is for trainings that save
-through Lightning; `CheckpointCallback` saves more, automatically.
+run of one checkpoint, in which every byte has a digest and nothing is pickled. The folder exists when
+`save_checkpoint` returns, and can be read when the save is complete. All commands and `ckpt.load(path)` read it. Use
+this plugin if a training saves through Lightning; `CheckpointCallback` saves more, and automatically.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one project under two names with separate classes
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # two names of one project, with separate classes
 _made: dict[tuple[type, ...], type] = {}
 
 
@@ -78,17 +78,17 @@ def _import_one() -> str:
 
 
 class CheckpointIO(Base):
-    """Writes in the background while a Trainer runs: `save_checkpoint` returns when everything is copied and the path
+    """Writes in the background while a Trainer runs: `save_checkpoint` returns when the tensors are copied and the path
     exists.
 
-    The next call raises an error of the write, and the Trainer waits at its end. Outside a Trainer, and inside an
-    `AsyncCheckpointIO`, which has its own thread, it returns when everything is written. Values that need pickle raise
-    StateError with their path.
+    An error of the write is raised by the next call, and the Trainer waits for the write when it ends. Outside a
+    Trainer, or inside an `AsyncCheckpointIO`, which has its own thread, `save_checkpoint` returns when everything is
+    written. A value that needs pickle raises StateError with its path in the state.
 
-    `AsyncCheckpointIO` returns before its thread has created the path, so two ModelCheckpoints in one folder overwrite
-    each other's files. Do not use it: this plugin writes in the background without a wrapper.
+    Do not wrap this plugin in an `AsyncCheckpointIO`. That wrapper returns before its thread has created the path, so
+    two ModelCheckpoints in one folder overwrite each other's files.
 
-    Files of Lightning can be loaded too, if they contain only tensors and plain values.
+    Checkpoint files of Lightning can be loaded too, if they contain only tensors and plain values.
     """
 
     def __new__(cls, *args: Any, **arguments: Any) -> CheckpointIO:
@@ -97,15 +97,15 @@ class CheckpointIO(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.RLock()  # an AsyncCheckpointIO saves in its thread and removes in the Trainer's
+        self._lock = threading.RLock()  # AsyncCheckpointIO saves in its thread, but removes in the Trainer's
         self._writing: tuple[ThreadPoolExecutor, Future[None]] | None = None
 
     def __reduce__(self) -> Any:
         return CheckpointIO, ()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save a checkpoint, after the previous save has ended. `storage_options`: dict as in `ckpt.Tier`. Raises
-        UsageError for other options, and StateError for values that cannot be stored."""
+        """Save a checkpoint, after the previous save has ended. `storage_options`: a dict as in `ckpt.Tier`. Raises
+        UsageError for other kinds of options, and StateError for values that cannot be stored."""
         url = normalise(path)
         remember_options(url, storage_options)
         if storage_options and urlsplit(url).scheme == "file":
@@ -117,22 +117,22 @@ class CheckpointIO(Base):
             writing = _write(url, _freeze(to_plain(checkpoint)), int(checkpoint.get("global_step", 0)))
             if _in_a_run():
                 try:
-                    read.run(_create(url))  # ModelCheckpoint chooses the next name by the paths that exist
+                    read.run(_create(url))  # now, because ModelCheckpoint avoids names of paths that exist
                 except BaseException:
                     writing.close()
                     raise
                 _forget_listing(url)
                 pool = ThreadPoolExecutor(1, "ckpt-lightning")
                 self._writing = pool, pool.submit(asyncio.run, writing)
-                pool.shutdown(wait=False)  # its thread ends with this work
+                pool.shutdown(wait=False)  # its thread ends when the write is complete
             else:
                 read.run(writing)
                 _forget_listing(url)
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        """Return the dict, verified. Tensors are on the CPU unless `map_location` is given, as in `torch.load`. Files
-        of Lightning are read without executing code, whatever `weights_only` is. Raises FileNotFoundError if nothing is
-        at the path, or only an unfinished save."""
+        """Return the verified checkpoint. Tensors are on the CPU unless `map_location` is given, as in `torch.load`.
+        Files of Lightning are read without executing code, whatever `weights_only` is. Raises FileNotFoundError if the
+        path has no checkpoint, or only an unfinished one."""
         with self._lock:
             self._finish()
         url = normalise(path)
@@ -156,7 +156,7 @@ class CheckpointIO(Base):
         return checkpoint if device is None else to_device(checkpoint, device)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a run of ours, a file or a link, if it exists."""
+        """Delete a run of this plugin, a file or a link, if it exists."""
         with self._lock:
             self._finish()
             local = None if folder_of(normalise(path)) is None else Path(path)
@@ -180,7 +180,7 @@ class CheckpointIO(Base):
 
 
 def _in_a_run() -> bool:
-    """Return True if a Trainer is in its loops in this thread: only then teardown() will be called."""
+    """Return True if a Trainer runs its loops in this thread, because only then it will call teardown()."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "_run_stage":
@@ -191,11 +191,11 @@ def _in_a_run() -> bool:
     return False
 
 
-NAME = "checkpoint"  # the single entry of the state
+NAME = "checkpoint"  # name of the only entry in the state
 
 
 def _freeze(checkpoint: dict[str, Any]) -> Any:
-    """Return layout, bytes and values of this moment."""
+    """Return the layout, the bytes and the values of the checkpoint, copied now."""
     reading = Capture({NAME: checkpoint}).read()
     layout = reading.layout
     data = page_aligned(layout.arrangement.data_size)
@@ -208,7 +208,7 @@ def _freeze(checkpoint: dict[str, Any]) -> Any:
 
 
 async def _create(url: str) -> None:
-    """Create the run in the folder, or its first object in the bucket."""
+    """Create the run, so that its folder, or its first object in a bucket, exists."""
     store = open_store(url, writable=True)
     try:
         await create_run(store)
@@ -217,17 +217,17 @@ async def _create(url: str) -> None:
 
 
 def _forget_listing(url: str) -> None:
-    """Clear the listings that fsspec has cached: ModelCheckpoint looks for existing paths through fsspec, and our
-    stores write without it."""
+    """Clear the listings that fsspec has cached. ModelCheckpoint looks for existing paths through fsspec, but this
+    plugin writes without fsspec."""
     scheme = urlsplit(url).scheme
-    if scheme != "file" and scheme in fsspec.registry:  # otherwise nothing in this process has used it
+    if scheme != "file" and scheme in fsspec.registry:  # only a scheme that this process has used has cached listings
         fsspec.core.url_to_fs(url)[0].invalidate_cache()
 
 
 async def _write(url: str, frozen: Any, step: int) -> None:
     layout, data, values = frozen
     async with written_run(url) as log:
-        await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train there
+        await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train the run
         mine = await acquire(log, new_nonce())
         checkpoint = CheckpointId(mine.term, step, mine.nonce)
         try:
@@ -236,7 +236,7 @@ async def _write(url: str, frozen: Any, step: int) -> None:
         except RunGoneError:
             await OpenTier(url, retention.Keep(1), log).remove_rest(checkpoint)
             raise
-        if len(log.state.commits) > retention.ALWAYS:  # a path that is written repeatedly, for example last.ckpt
+        if len(log.state.commits) > retention.ALWAYS:  # only for a path that is saved repeatedly, for example last.ckpt
             await retention.retire(log, mine, retention.Keep(last=1), {checkpoint})
 
 
@@ -267,7 +267,7 @@ async def _remove(url: str) -> None:
 
 
 def _device(map_location: Any) -> Any:
-    """Return the device for CPU tensors, None to keep them."""
+    """Return the device to which tensors are moved, or None to keep them on the CPU."""
     if callable(map_location):
         found = map_location(torch.empty(0).untyped_storage(), "cpu")
         return None if found is None else found.device

@@ -1,4 +1,4 @@
-"""`ckpt.Loader`: a data loader that continues at its position on any number of ranks, without repeating or losing
+"""`ckpt.Loader`: a data loader that continues at its position on any number of ranks, without repeating or skipping
 samples.
 
     loader = ckpt.Loader(dataset, batch_size=8, seed=0, num_workers=4)
@@ -8,10 +8,10 @@ samples.
         for batch in loader:
             ...
 
-A loader that counts batches per rank cannot continue with another number of ranks. `Loader` keeps a single position for
-the whole job. Each epoch has one order of the dataset, computed from the seed and the number of the epoch. From the
-position on, rank r of w takes every w-th sample. The position after a step is therefore the same on every rank, and the
-rest of the epoch can be divided over any number of ranks.
+A loader that counts batches per rank cannot continue with another number of ranks. `Loader` has one position for the
+whole job. The order of the dataset in an epoch depends only on the seed and the number of the epoch. From the position
+on, rank r of w takes every w-th sample. So the position after a step is the same on every rank, and the rest of the
+epoch can be divided among any number of ranks.
 
 Samples must not depend on the number of ranks either. If the dataset draws random numbers (augmentation), they come
 from streams seeded with the epoch and the number of the sample, no matter which worker makes the sample. The loader
@@ -34,18 +34,18 @@ OURS = ("sampler", "batch_sampler", "generator", "shuffle")
 
 
 class Loader:
-    """A DataLoader over a map-style dataset that can be part of the state. Iterating it yields the rest of its epoch.
+    """A DataLoader over a map-style dataset, for the state of a Checkpointer. Iterating it yields the rest of an epoch.
 
     - `batch_size`: samples per batch on one rank, default 1.
     - `shuffle`, `seed`: order of the samples in an epoch, default True and 0.
     - `drop_last`: False (default) ends an epoch like torch's DistributedSampler: the last ranks may repeat samples from
-      the beginning, so that all have equally many. True drops the last, incomplete round of batches.
-    - `rank`, `world`: default those of torch.distributed.
-    - `seed_samples`: False saves about 0.1 ms per sample if the dataset draws no random numbers. Default True.
-    - `make`: function that makes the loader, for example torchdata's StatefulDataLoader. Default DataLoader.
-    - `options`: passed to `make`.
+      the beginning, so that all ranks yield equally many. True drops the last, incomplete round of batches.
+    - `rank`, `world`: rank and number of ranks, default those of torch.distributed.
+    - `seed_samples`: False saves about 0.1 ms per sample. Use it only if the dataset draws no random numbers.
+    - `make`: function that creates the inner loader, for example torchdata's StatefulDataLoader. Default DataLoader.
+    - `options`: further keyword arguments for `make`.
 
-    `epoch` is the epoch of the next iteration. If an iteration is left early, the next one continues at its position.
+    `epoch` is the epoch of the next iteration, which continues at the position where the last iteration was left.
     Raises UsageError for a dataset that cannot be continued, for example an IterableDataset.
     """
 
@@ -79,7 +79,7 @@ class Loader:
         self._batches = 0  # batches that this rank yielded since the current division
         self._sampler = _Numbers(self)
         inner = _Seeded(dataset, seed) if seed_samples else _Plain(dataset)
-        generator = torch.Generator()  # otherwise every iteration would draw from the global one
+        generator = torch.Generator()  # without it, every iteration would draw from the global generator
         self._loader = make(
             inner, batch_size=batch_size, sampler=self._sampler, drop_last=False, generator=generator, **options
         )
@@ -88,8 +88,7 @@ class Loader:
         if self._asked and (now := _who()) != (self._rank, self._world):
             raise UsageError(
                 f"this loader was created as rank {self._rank} of {self._world}, but this is now rank {now[0]} of "
-                f"{now[1]}: "
-                "create it after torch.distributed.init_process_group(), or every rank would see all samples"
+                f"{now[1]}: create it after torch.distributed.init_process_group(), or every rank would see all samples"
             )
         if self._batches:  # iteration stopped early, or the state was restored, so divide the remaining samples
             self._from, self._batches = self._position(), 0
@@ -111,15 +110,15 @@ class Loader:
         return self._rounds(self._position())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the whole job after the last batch yielded, without batches that workers have
-        prefetched."""
+        """Return the position of the whole job after the last batch that was yielded. Batches that workers have only
+        prefetched do not count."""
         return {"epoch": self.epoch, "position": self._position(), "order": self._order.facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_state_dicts([state], self._rank, self._world)
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """Continue at the position in `states`, saved by any number of ranks."""
+        """Continue at the position in `states`, which any number of ranks may have saved."""
         try:
             positions = {(int(state["epoch"]), int(state["position"])) for state in states}
             orders = [dict(state["order"]) for state in states]
@@ -143,7 +142,7 @@ class Loader:
         self._batches = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch, unless the loader is already in it."""
+        """Begin this epoch. Do nothing if the loader is in it already."""
         if epoch != self.epoch:
             self.epoch, self._from, self._batches = epoch, 0, 0
 
@@ -156,7 +155,7 @@ class Loader:
         return left // round_ if self.drop_last else -(-left // round_)
 
     def _mine(self) -> list[int]:
-        """Return the numbers of this rank's samples after the position. Each number includes the epoch."""
+        """Return the numbers of this rank's samples after the position, as `_Numbers` defines them."""
         order, size = self._order.of(self.epoch), self._order.size
         rest = order[self._from :]
         if self.drop_last:
@@ -167,7 +166,7 @@ class Loader:
 
 
 class _Order:
-    """The order of the samples in each epoch, computed from the seed and the number of the epoch."""
+    """The order of the samples in each epoch. It depends only on the seed and the number of the epoch."""
 
     def __init__(self, size: int, shuffle: bool, seed: int) -> None:
         self.size, self._shuffle, self._seed = size, shuffle, seed
@@ -182,7 +181,7 @@ class _Order:
 
 
 class _Numbers(Sampler[int]):
-    """The sampler of a rank. Each number is epoch * size + sample, so that workers know the epoch."""
+    """The sampler of a rank. It yields epoch * size + sample, so that workers can compute the epoch from the number."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -210,7 +209,7 @@ class _Plain(Dataset[Any]):
 
 
 class _Seeded(Dataset[Any]):
-    """Like `_Plain`, but seeds the random generators from the sample and the epoch before making each sample."""
+    """Like `_Plain`, but seeds the random generators by the sample and the epoch before it creates each sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self._seed = dataset, seed
@@ -221,7 +220,7 @@ class _Seeded(Dataset[Any]):
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
             return self._make(number)
-        finally:  # in the trainer process, its generators must stay unchanged
+        finally:  # without workers this is the trainer process, whose generators must stay unchanged
             random.setstate(before[0])
             np.random.set_state(before[1])
             torch.set_rng_state(before[2])
@@ -230,7 +229,7 @@ class _Seeded(Dataset[Any]):
         first, second = np.random.SeedSequence([self._seed, number]).generate_state(2).tolist()
         random.seed(first)
         np.random.seed(second)
-        torch.default_generator.manual_seed(first << 31 ^ second)  # seeds only the CPU generator
+        torch.default_generator.manual_seed(first << 31 ^ second)  # unlike torch.manual_seed(), seeds only the CPU
         return self.dataset[number % len(self.dataset)]
 
 

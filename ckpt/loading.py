@@ -1,4 +1,4 @@
-"""`ckpt.load`: read whole tensors of a checkpoint in one process, each at its first use, or fill a state."""
+"""`ckpt.load`: read whole tensors of a checkpoint in one process, each when it is first used, or fill a state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckpt.filling import fill
 from ckpt.store import normalise, remember_options
 from ckpt.units import count_of
 
-MOST_NAMES = 20  # in a message
+MOST_NAMES = 20  # maximum names in an error message
 
 
 @public_class
@@ -38,7 +38,7 @@ class Loaded(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name. Each is read and verified on first use, kept, and stays on the CPU.
 
     `step` and `url` identify the checkpoint. `skipped` lists newer checkpoints that were lost with a damaged log
-    record. `values()` is the method of Mapping; plain values are returned by `plain(path)`.
+    record. `values()` returns tensors, as in any Mapping; `plain(path)` returns plain values.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Loaded(Mapping[str, Tensor]):
         return self._read([self._names[name]])[self._names[name]]
 
     def all(self) -> dict[str, Tensor]:
-        """Read all tensors together. Names that shared memory when they were saved share it again."""
+        """Read all tensors together. Tensors that shared memory when they were saved share it again."""
         tensors = self._read(list(dict.fromkeys(self._names.values())))
         return {name: tensors[key] for name, key in self._names.items()}
 
@@ -81,9 +81,9 @@ class Loaded(Mapping[str, Tensor]):
         """Read a part of a tensor: `loaded.slice("w", slice(0, 8))`. Only chunks that overlap the part are read.
 
         - `name`: name of the tensor.
-        - `index`: one index per dimension, starting with the first; missing ones mean all.
+        - `index`: one index per dimension, beginning with the first dimension; missing ones mean the whole dimension.
 
-        A step other than 1 raises InvalidArgumentError.
+        Raises InvalidArgumentError for a slice with a step other than 1.
         """
         if name not in self._names:
             raise KeyError(self._unknown(name))
@@ -96,7 +96,7 @@ class Loaded(Mapping[str, Tensor]):
         return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:
-        """Return the tensors under a prefix, without it: `load(url).sub("model")` fits `model.load_state_dict`."""
+        """Return the tensors below a prefix, without it: `load(url).sub("model")` fits `model.load_state_dict`."""
         start = prefix.rstrip(".") + "."
         names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
@@ -106,9 +106,9 @@ class Loaded(Mapping[str, Tensor]):
     def plain(self, path: str, *, rank: int = 0) -> Any:
         """Return the plain values that one rank saved under an entry of the state, for example `plain("epoch")`.
 
-        Tensor subclasses made of other tensors are returned as dicts of those, objects of optimizers as dicts of their
-        attributes, and enum members as names, because their classes may not be installed. Raises KeyError with the
-        names of all entries if nothing is there.
+        Three kinds of values are replaced, because their classes may not be installed: tensor subclasses by dicts of
+        their inner tensors, objects of optimizers by dicts of their attributes, and enum members by their names. Raises
+        KeyError with the names of all entries if there is no such entry.
         """
         if not 0 <= rank < self._saved.world:
             raise InvalidArgumentError(
@@ -155,7 +155,7 @@ class Loaded(Mapping[str, Tensor]):
 
 
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
-    """Return the box that an index selects, and the set of dimensions that an int removes."""
+    """Return the box that an index selects, and the set of the dimensions that an int index removes."""
     if len(index) > len(shape):
         raise InvalidArgumentError(f"{name} has {count_of(len(shape), 'dimension')}, not {len(index)}")
     starts, sizes, dropped = [], [], set()
@@ -204,23 +204,23 @@ def load(
     only: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Loaded | Restored:
-    """Open the newest checkpoint of a run, or that of `step`, as whole tensors by name, whatever number of ranks saved
-    it. With `into`, fill a state instead.
+    """Open the newest checkpoint of a run, or that of `step`, as whole tensors by name, regardless of the number of
+    ranks that saved it. With `into`, fill a state instead.
 
     - `url`: the run, or one of its checkpoints as `RUN@STEP`.
     - `into`: dict of modules, optimizers, tensors and plain values, as for `ckpt.Checkpointer`. It is filled in place,
-      bit for bit, and the result is a `Restored`. Every entry must be in the checkpoint and fit; otherwise
-      MismatchError is raised and nothing is changed. Other entries of the checkpoint are ignored. With several ranks,
-      all make the same call.
+      bit for bit, and the result is a `Restored`. Every entry must be in the checkpoint and must fit; otherwise
+      MismatchError is raised and nothing is changed. Other entries of the checkpoint are ignored. In a multi-rank job,
+      all ranks must make the same call.
     - `step`: number of the step, default the newest.
     - `best`: True opens the checkpoint with the best score; see `ckpt.Best`.
     - `only`: shell pattern of tensor names, for example "model.*.weight", or the name of an entry, for example "model",
-      for all tensors below it. Not with `into`.
+      which selects all tensors below it. Not allowed with `into`.
     - `storage_options`: as in `ckpt.Tier`.
 
-    The run is only read, so its job can continue. Without `into`, a tensor that ranks hold separately, with different
-    values, is called `name#rank`. Newer checkpoints lost to damage are logged and listed in `skipped`. Raises
-    NoCheckpointError if there is no run or no such checkpoint, and CorruptError if the bytes read are damaged.
+    The run is only read, so its job can continue. Without `into`, a tensor of which ranks saved separate copies with
+    different values is named `name#rank`. Newer checkpoints that are lost to damage are logged and listed in `skipped`.
+    Raises NoCheckpointError if there is no run or no such checkpoint, and CorruptError if the bytes read are damaged.
     """
     if into is not None and only is not None:
         raise InvalidArgumentError("only= selects tensors by name, but the entries of into= select what is loaded")

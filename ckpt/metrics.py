@@ -1,4 +1,4 @@
-"""The metrics that users configure: `Checkpointer(..., metrics=ckpt.Metrics(...))`."""
+"""`ckpt.Metrics`: which metrics of a run are published, and where. Pass it in `ckpt.Options(metrics=)`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTALL = "pip install 'everystep[metrics]'"
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Publishes metrics of a run while it trains. The writer process does all the work, so training is not slowed down.
+    """Publishes metrics of a run during the training. The writer process does this, so it does not slow the training.
 
     - `prometheus_port`: each rank's writer serves http://HOST:PORT/metrics, where PORT is `prometheus_port` plus the
       local rank: 8 ranks use 8 ports. Default None: no server.
@@ -26,10 +26,10 @@ class Metrics:
     - `every_s`: interval between writes, seconds, default 10.
     - `samples_per_step`: samples per step on this rank, for samples per second.
     - `flops_per_step`: floating point operations per step on this rank (forward and backward, all micro-batches).
-    - `peak_flops`: peak of its device, floating point operations per second. Together with `flops_per_step` it gives
-      the MFU.
+    - `peak_flops`: peak of the rank's device, floating point operations per second. The MFU needs `flops_per_step` and
+      `peak_flops`.
 
-    Instead of `Metrics(prometheus_port=N)`, the number N alone is accepted. Raises InvalidArgumentError for wrong
+    A number N instead of a `Metrics` is short for `Metrics(prometheus_port=N)`. Raises InvalidArgumentError for wrong
     values.
     """
 
@@ -93,8 +93,8 @@ class Metrics:
 
 
 def as_metrics(given: object) -> Metrics | None:
-    """Convert the argument `metrics=` of a Checkpointer. Raises InvalidArgumentError if it is wrong or a package is
-    missing.
+    """Convert the option `metrics=` to a Metrics. Raise InvalidArgumentError if the value is wrong, or if a required
+    package is not installed.
     """
     if given is None:
         return None

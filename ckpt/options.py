@@ -18,14 +18,14 @@ TIMEOUTS = ("busy_timeout_s", "close_timeout_s", "agree_timeout_s")
 class Options:
     """Settings that few runs change: `Checkpointer(..., options=ckpt.Options(on_error="warn"))`.
 
-    - `name`: name of a run that has memory but no folder or URL. The same name finds it again.
-    - `on_busy`: when every slot in memory is busy, "wait" (default) blocks the step; "skip" skips the save.
+    - `name`: name of a run that has memory but no folder or URL. A restart with the same name finds its snapshots.
+    - `on_busy`: behaviour if every slot in memory is busy: "wait" (default) blocks the step; "skip" skips the save.
     - `on_error`: "raise" (default) raises a background error in the next call; "warn" only logs it.
     - `busy_timeout_s`: longest wait for a slot, seconds, default 600.
     - `close_timeout_s`: longest wait in close(), seconds, default 300.
     - `agree_timeout_s`: longest wait for other ranks when opening, restoring and closing, seconds, default 300.
-    - `on_fault`: function called in a background thread with each `Fault`, also with those that ended earlier job
-      attempts on this machine. `Checkpointer.faults` lists the latter.
+    - `on_fault`: function called in a background thread with each `Fault`, including faults that ended earlier job
+      attempts on this machine. `Checkpointer.faults` lists these earlier faults.
     - `metrics`: port for Prometheus, or `ckpt.Metrics`, which also supports TensorBoard. Default None: no metrics.
 
     Raises InvalidArgumentError for wrong values.

@@ -26,18 +26,18 @@ from ckpt.tools.maintain.remove import plan_removal, remove
 
 T = TypeVar("T")
 BY_HAND = "by hand"
-WINDOW = 16 << 20  # bytes of a tensor in memory at a time
+WINDOW = 16 << 20  # maximum bytes of a tensor that are in memory at the same time
 
 
 @public_class
 class Run:
-    """A run in one tier: `Run("runs/exp1")`, or a URL. A job may train in it. Nothing is locked between calls.
+    """A run in one tier: `Run("runs/exp1")`, or a URL. A job may train in the run. Nothing is locked between calls.
 
     - `url`: folder or URL of the run.
     - `storage_options`: as in `ckpt.Tier`.
 
-    A step is a number or "latest". Deleting methods first record the names in the run's log, then wait `grace_s`
-    seconds for readers (default 600 in object stores, 0 in folders).
+    A step is a number or "latest". Methods that delete first record in the run's log which files they will delete, then
+    wait `grace_s` seconds for readers (default 600 in object stores, 0 in folders).
 
     Raises NoCheckpointError if there is no run or no such checkpoint, CorruptError if it is damaged, and
     InvalidArgumentError if the operation is not allowed.
@@ -68,7 +68,7 @@ class Run:
         self._set_pin(step, note)
 
     def unpin(self, step: int | str) -> None:
-        """Remove the protection of `pin`: retention applies to this checkpoint again.
+        """Remove the protection of `pin`, so that retention applies to this checkpoint again.
 
         - `step`: number of the step, or "latest".
         """
@@ -77,8 +77,8 @@ class Run:
     def prune(self, keep: Keep | int | str, *, grace_s: float | None = None) -> tuple[int, ...]:
         """Delete the checkpoints that `keep` does not retain, and return their steps.
 
-        - `keep`: a number of newest checkpoints, or a `Keep`.
-        - `grace_s`: seconds between the record and the deletion, for readers.
+        - `keep`: how many of the newest checkpoints to keep, or a `Keep`.
+        - `grace_s`: seconds between the log record and the deletion, for readers; see the class.
 
         The newest checkpoint is read back first. If it is damaged, CorruptError is raised and nothing is deleted.
         """
@@ -98,11 +98,11 @@ class Run:
         """Delete this checkpoint.
 
         - `step`: number of the step, or "latest".
-        - `grace_s`: seconds between the record and the deletion, for readers.
+        - `grace_s`: seconds between the log record and the deletion, for readers; see the class.
 
-        The newest other checkpoint is read back first; if that is damaged, CorruptError is raised and nothing is
-        deleted. Raises InvalidArgumentError if this one is protected, is the last that can be restored, or is the base
-        of a save in progress.
+        The newest other checkpoint is read back first. If it is damaged, CorruptError is raised and nothing is deleted.
+        Raises InvalidArgumentError if the checkpoint to delete is pinned, is the last one that can be restored, or is
+        the base of a save in progress.
         """
 
         async def do(log: RunLog) -> None:
@@ -115,10 +115,10 @@ class Run:
         self._do(do)
 
     def verify(self, step: int | str | None = None, *, data: bool = True) -> tuple[Verdict, ...]:
-        """Read every byte of one checkpoint, or of all, newest first.
+        """Read every byte of one checkpoint, or of all checkpoints, newest first.
 
         - `step`: number of the step, or "latest"; None for all checkpoints.
-        - `data`: False reads only their metadata. Default True.
+        - `data`: False reads only the metadata. Default True.
         """
 
         async def do(log: RunLog) -> tuple[Verdict, ...]:
@@ -138,15 +138,15 @@ class Run:
         dtype: str | None = None,
         world: int | None = None,
     ) -> Exported:
-        """Write a checkpoint in another format. Every byte is verified; the output appears only when complete.
+        """Write a checkpoint in another format. Every byte is verified. The output appears only when it is complete.
 
         - `to`: file or folder to create.
         - `step`: number of the step, "latest" or "best"; None for the newest.
         - `form`: "safetensors", "torch", "lightning", "dcp" or "run". Default: by the ending of `to`, otherwise a
           folder of safetensors files.
         - `only`: shell patterns of tensor names, default all.
-        - `dtype`: "bf16", "fp16", "fp32" or "fp64" for weights, default unchanged.
-        - `world`: number of ranks for the form "run", default 1.
+        - `dtype`: "bf16", "fp16", "fp32" or "fp64" to cast the weights; default unchanged.
+        - `world`: number of ranks of the checkpoint in the form "run", default 1.
         """
         path = local_path(str(to))
         wanted = Wanted(path, form_for(path, form, world), world or 1, tuple(only), dtype)

@@ -19,8 +19,8 @@ COPY_S = 600.0
 class Checkpoint:
     """A step that is stored at `tier`.
 
-    A step in "memory" survives the trainer, and a step at a URL survives a power failure. A step in "trainer" survives
-    neither; it is in memory with `Memory(linger_s=0)` and no durable tier.
+    A step in "memory" survives the trainer, and a step at a URL survives a power failure. A step in "trainer" ends with
+    the trainer; this happens only with `Memory(linger_s=0)` and no durable tier.
     """
 
     step: int
@@ -33,9 +33,9 @@ class Save:
 
     def __init__(self, step: int, id: str, durable: list[str]) -> None:
         self.step, self.id = step, id
-        self._raised = False  # True if an error of this save was raised to the user
-        self._began = 0.0  # time of perf_counter() when the save began
-        self._stalled_s: float | None = None  # seconds that step() took for this save, once it has returned
+        self._raised = False  # True once an error of this save was raised to the user
+        self._began = 0.0  # perf_counter() when the save began
+        self._stalled_s: float | None = None  # seconds that step() took for this save; None until it has returned
         self._staged: Future[Checkpoint] = Future()
         self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
 
@@ -65,11 +65,11 @@ class Save:
         return self._wait(self._staged, timeout_s, f"staging step {self.step}")
 
     def wait_durable(self, timeout_s: float | None = None, *, tier: str | Path | None = None) -> Checkpoint:
-        """Wait until the step is a checkpoint in a durable tier, and return that checkpoint.
+        """Wait until the step is committed in a durable tier, and return its checkpoint there.
 
         - `timeout_s`: longest wait, seconds, default no limit.
-        - `tier`: folder or URL of a tier. Default: the nearest one. "all": every tier that has scheduled the step;
-          returns the checkpoint in the furthest.
+        - `tier`: folder or URL of the tier to wait for, default the nearest. "all" waits for every tier that has
+          scheduled the step, and returns the checkpoint in the furthest.
 
         Raises SaveError if the step is not scheduled for that tier.
         """
@@ -100,9 +100,9 @@ class Save:
             raise
 
     def _wait_copied(self, timeout_s: float = COPY_S) -> None:
-        """Wait until no copy of this save is in progress, even if the copy fails.
+        """Wait until the copy of this save has ended, even if it has failed.
 
-        After that, code other than optimizers may write to the state.
+        Afterwards, code other than optimizers may write to the state.
         """
         with contextlib.suppress(TimeoutError):
             self._staged.exception(timeout_s)
@@ -110,11 +110,11 @@ class Save:
     # -- for the Checkpointer --
 
     def _set_staged(self, where: str = "memory") -> None:
-        """Record where the step is: "memory", "trainer" if the memory ends with this process, or the URL of a tier."""
+        """Record where the step is: "memory", "trainer" (memory that ends with this process), or a tier's URL."""
         _settle(self._staged, Checkpoint(self.step, self.id, where))
 
     def _set_unstaged(self, error: CheckpointError) -> None:
-        """Record that only the trainer holds the step; durable tiers may still store it."""
+        """Record that the step could not be staged in memory; durable tiers may still store it."""
         _settle(self._staged, error)
 
     def _set_committed(self, url: str) -> None:

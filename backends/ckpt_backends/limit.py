@@ -1,6 +1,6 @@
 """A store with limits for bytes per second, bytes in flight, and concurrent requests.
 
-        Retry(Limit(S3Store(url), bytes_per_s=200e6))      a call that waits for its retry occupies no slot of the limit
+    Retry(Limit(S3Store(url), bytes_per_s=200e6))      a call that waits for its retry occupies no slot of the limit
 
 Requests are served in order, so that small requests cannot starve a large range. The only exception is the lease of a
 run, which is stored immediately.
@@ -22,8 +22,8 @@ class Limit:
 
     `bytes_per_s`: limit for bytes sent and received, None for no limit. `in_flight`: maximum bytes in flight.
         `requests`: maximum number of requests. A range larger than `in_flight` is sent alone. A whole object of unknown
-            size is charged against `bytes_per_s` after it is read. An upload that keeps its memory (attribute `keeps`)
-            counts as in flight until it ends. Meanwhile, ranges that would exceed the limit are sent alone.
+        size is charged against `bytes_per_s` after it is read. An upload that keeps its memory (attribute `keeps`)
+        counts as in flight until it ends. Meanwhile, ranges that would exceed the limit are sent alone.
     """
 
     def __init__(

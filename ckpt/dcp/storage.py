@@ -6,7 +6,7 @@ additional argument.
 
     writer = ckpt.dcp.StorageWriter("runs/exp1")
     dcp.save(state, checkpoint_id="step-500", storage_writer=writer)
-        dcp.load(state, storage_reader=ckpt.dcp.StorageReader("runs/exp1"))      # newest, or checkpoint_id="step-500"
+    dcp.load(state, storage_reader=ckpt.dcp.StorageReader("runs/exp1"))      # newest, or checkpoint_id="step-500"
 
 The result is a run: verified, atomic, fenced against a second job, pruned by `Tier(keep=)`, and readable by `ckpt.load`
 and the `ckpt` commands. torch's planners decide which rank saves and reads which tensors. The step is the number at the

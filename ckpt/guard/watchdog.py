@@ -1,7 +1,7 @@
 """Watches a trainer from its writer process, so that detection works when the trainer cannot run.
 
-        the wakeup socket    signals that the trainer has not read within `LATE_S`, because the GIL is held
-        a pipe               faulthandler's output, after a crash or when the writer has requested stacks
+    the wakeup socket    signals that the trainer has not read within `LATE_S`, because the GIL is held
+    a pipe               faulthandler's output, after a crash or when the writer has requested stacks
     the heartbeat        the current step, compared with the usual pace
     counters             kills by the kernel's OOM killer
     memory               a shortage of memory

@@ -3,7 +3,7 @@
     from ckpt.lightning import CheckpointCallback
 
     trainer = Trainer(..., callbacks=[CheckpointCallback("s3://bucket/run1", every=200)])
-        trainer.fit(model, data)              # after a crash, run the same script again: it continues
+    trainer.fit(model, data)              # after a crash, run the same script again: it continues
 
 It is a callback and not a `CheckpointIO`, because strategies that shard the model bypass a `CheckpointIO`. It saves
 with a `ckpt.Checkpointer`: every optimizer step is staged in memory that survives the process, every 200th step is

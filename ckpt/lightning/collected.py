@@ -1,7 +1,7 @@
-"""State that a Lightning training collects outside its state_dict: metrics, outputs of steps, and flags of parameters.
+"""State that a Lightning training keeps outside its state_dict: metrics, outputs of steps, and flags of parameters.
 
-Each class here reads and restores one of them. The script decides the initial values: only differences from the
-beginning of the training are stored.
+Each class reads and restores one kind of this state. The script sets the initial values, so only the differences from
+the beginning of the training are stored.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckpt.errors import StateError
 
 State = dict[str, Any]
 NUMBERS = (bool, int, float)
-MAX_ITEMS = 8192  # items of a list that is read at the end of an epoch
+MAX_ITEMS = 8192  # maximum items of a list that is read at the end of an epoch; longer lists are not saved
 MAX_RUNS = 64
 
 
 class Flags:
     """requires_grad of parameters, and the training mode and track_running_stats of modules. Callbacks and hooks change
-    them as training goes on, to freeze and unfreeze layers by the epoch."""
+    these flags during the training, for example to freeze and unfreeze layers in certain epochs."""
 
     def __init__(self, module: Any) -> None:
         self._places = [(f"{name}.requires_grad", p, "requires_grad") for name, p in module.named_parameters()]
@@ -40,13 +40,13 @@ class Flags:
         return [getattr(owner, key) for _, owner, key in self._places]
 
     def set(self, flags: list[bool]) -> None:
-        """Set all flags to what `now` has returned."""
+        """Set all flags to values that `now` has returned."""
         for (_, owner, key), flag in zip(self._places, flags, strict=True):
             if getattr(owner, key) != flag:
                 setattr(owner, key, flag)
 
     def read(self) -> State:
-        """Return the flags that have changed since the beginning."""
+        """Return the flags that differ from the beginning of the training."""
         now = self.now()
         if now == self._begun:
             return {}
@@ -60,7 +60,7 @@ class Flags:
 
 
 class CollectedMetrics:
-    """torchmetrics in a module or a callback: as submodules, in plain attributes, lists and dicts."""
+    """Metrics of torchmetrics in a module or a callback: submodules, attributes, and items of lists and dicts."""
 
     def __init__(self, trainer: Any, callbacks: list[Any]) -> None:
         self._owners = [("", trainer.lightning_module)]
@@ -73,7 +73,7 @@ class CollectedMetrics:
         self.find()
 
     def find(self) -> None:
-        """Look for metrics again: scripts also create them in hooks."""
+        """Find all metrics again, because scripts may have created more of them in hooks."""
         found: dict[int, tuple[str, Any]] = {}
         for prefix, owner in self._owners:
             for name, one in _metrics(owner):
@@ -87,7 +87,7 @@ class CollectedMetrics:
     def read(self) -> State:
         if any(len(one) != known for one, known in self._growing):
             self.find()
-        for _, one in self._found:  # other metrics of a group are updated when they are read
+        for _, one in self._found:  # reading a metric updates the other metrics of its group
             if getattr(one, "_groups_checked", False) and getattr(one, "_enable_compute_groups", False):
                 one._compute_groups_create_state_ref()
         return {name: self._read(name, one) for name, one in self._found}
@@ -101,7 +101,7 @@ class CollectedMetrics:
         return {"values": values, "updates": getattr(metric, "_update_count", 0), "more": more}
 
     def put(self, saved: State) -> None:
-        """Restore the metrics that the script has created by now."""
+        """Restore the metrics that exist already."""
         self.find()
         for name, one in self._found:
             if name in saved and _grows(one):
@@ -123,7 +123,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def _metrics(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Metrics of an object by name, collections and trackers of metrics included."""
+    """Yield the metrics of an object by name, including collections and trackers of metrics."""
     modules = list(owner.named_modules()) if isinstance(owner, torch.nn.Module) else [("", owner)]
     for name, module in modules:
         if is_metric(module) or _grows(module) or hasattr(module, "_groups_checked"):
@@ -149,15 +149,15 @@ def _of_metrics(one: object) -> bool:
 
 
 def _grows(one: object) -> bool:
-    return hasattr(one, "_increment_called") and hasattr(one, "_base_metric")  # a MetricTracker
+    return hasattr(one, "_increment_called") and hasattr(one, "_base_metric")  # is a MetricTracker
 
 
 def _grow(tracker: Any, count: int) -> None:
-    """Give a MetricTracker as many steps as were saved."""
+    """Give a MetricTracker as many steps as it had when it was saved."""
     while len(tracker) < count:
         tracker.increment()
     while len(tracker) > count:
-        tracker._modules.popitem()  # `del` would give its metrics other names
+        tracker._modules.popitem()  # `del` would rename the remaining metrics
 
 
 def _state(metric: Any) -> State:
@@ -168,7 +168,7 @@ _PASSING = {"_computed", "_forward_cache", "_update_count", "_cache", "training"
 
 
 def _attributes(metric: Any) -> State:
-    """Return numbers and tensors that a metric keeps besides its state, as wrappers do."""
+    """Return the numbers and tensors that a metric has in addition to its state, as wrappers of metrics do."""
     states = getattr(metric, "_defaults", {})
     return {
         key: value
@@ -201,9 +201,9 @@ def _put(metric: Any, saved: State) -> None:
 
 
 class Outputs:
-    """Lists that the module, or a callback, fills at each step and reads in on_train_epoch_end. For example
-    `self.training_step_outputs`, or `pl_module.training_step_outputs` in a callback. Only lists that this hook, or a
-    method that it calls, names in its code."""
+    """Lists that the module, or a callback, fills at each step and reads in on_train_epoch_end, for example
+    `self.training_step_outputs`, or `pl_module.training_step_outputs` in a callback. Only lists are included whose
+    names occur in the code of this hook, or of a method that it calls."""
 
     def __init__(self, trainer: Any, callbacks: list[Any]) -> None:
         module = trainer.lightning_module
@@ -221,7 +221,7 @@ class Outputs:
             yield from ((name, k, v) for k, v in lists.items() if isinstance(v, list) and type(k) in KEYS)
 
     def read(self) -> State:
-        """Return the lists that have changed since the beginning. Those that cannot be stored are in `left_out`."""
+        """Return the lists that differ from the beginning. `left_out` gets the names of lists that cannot be stored."""
         found: State = {}
         for name, key, items in self._lists():
             begun, length = self._begun.get((name, key), (None, 0))
@@ -243,8 +243,8 @@ class Outputs:
 
 
 class ModelStructure:
-    """Parameter groups that were added after the beginning, and parameters that are pruned. BaseFinetuning and scripts
-    add groups when they unfreeze layers; ModelPruning replaces parameters."""
+    """Parameter groups that were added during the training, and pruned parameters. BaseFinetuning and scripts add
+    groups when they unfreeze layers; ModelPruning replaces parameters."""
 
     def __init__(self, trainer: Any, callbacks: list[Any]) -> None:
         self._module = trainer.lightning_module
@@ -252,8 +252,8 @@ class ModelStructure:
         self._pruners = [c for c in callbacks if any(cls.__name__ == "ModelPruning" for cls in type(c).__mro__)]
 
     def read(self) -> State:
-        """Return how many groups each optimizer began with, and the pruned parameters. With each, its value in the last
-        forward: the next pruning goes by that."""
+        """Return the initial number of groups of each optimizer, and the pruned parameters, each with its value in the
+        last forward, because the next pruning uses this value."""
         pruned = [[name, key, getattr(module, key).detach()] for name, module, key in self._pruned()]
         shared = [number for number, old, new in self._originals() if old.data_ptr() == new.data_ptr()]
         copies = [[number, old.detach()] for number, old, _ in self._originals() if number not in shared]
@@ -261,8 +261,8 @@ class ModelStructure:
         return {"groups": groups, "pruned": pruned, "shared": shared, "copies": copies}
 
     def _originals(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each tensor that ModelPruning has copied for the lottery ticket, and the parameter itself. From the first
-        pruning on they share their memory, so that the second one resets nothing."""
+        """Yield each tensor that ModelPruning has copied for the lottery ticket, with the parameter itself. From the
+        first pruning on, both share their memory, so that the second pruning resets nothing."""
         layers = [(c, layer) for c in self._pruners for layer in (getattr(c, "_original_layers", None) or {}).values()]
         pairs = [(c, layer["data"], i, name) for c, layer in layers for i, name in layer["names"]]
         for number, (callback, copy, i, name) in enumerate(pairs):
@@ -282,7 +282,7 @@ class ModelStructure:
         for name, module, key in self._pruned():
             if (value := values.get((name, key))) is not None:
                 setattr(module, key, to_device(value, device))
-        copies = dict(saved.get("copies", ()))  # older runs do not have them
+        copies = dict(saved.get("copies", ()))  # older versions did not save copies
         for number, old, new in self._originals():
             if number in saved["shared"]:
                 old.data = new.data
@@ -290,7 +290,7 @@ class ModelStructure:
                 old.data.copy_(copies[number])
 
     def match(self, saved: dict[Any, Any]) -> None:
-        """Give the optimizers and the model the structure of a saved state."""
+        """Add groups to the optimizers and prune parameters of the model, so that both match a saved state."""
         structure = decode(saved[("trainer",)].values, lambda tensor: None)["structure"]
         params = {f"model.{name}": param for name, param in self._module.named_parameters()}
         there = {(name, key) for name, _, key in self._pruned()}
@@ -298,7 +298,7 @@ class ModelStructure:
             if (name, key) not in there:
                 prune.identity(self._module.get_submodule(name), key)  # type: ignore[no-untyped-call]
         for number, (optimizer, groups) in enumerate(self._groups):
-            optimizer.param_groups[:] = groups  # a state that was tried before may have had more
+            optimizer.param_groups[:] = groups  # remove groups that an earlier try with another state may have added
             node = saved.get(("optim", number))
             if node is None or "params" not in node.facts or structure["groups"][number : number + 1] != [len(groups)]:
                 continue
@@ -314,7 +314,7 @@ EMPTY = CellType()
 
 
 def read_by(owner: Any, method: str) -> set[str]:
-    """Return the names of attributes in the code of a method, and of the methods of the same object that it calls."""
+    """Return the names of attributes in the code of a method, and in the object's methods that it calls."""
     classes = [c for c in type(owner).__mro__ if c.__module__.partition(".")[0] not in (*LIGHTNING, "torch")]
     names: set[str] = set()
     pending, seen = [method], set[str]()
@@ -323,7 +323,7 @@ def read_by(owner: Any, method: str) -> set[str]:
         if name in seen:
             continue
         seen.add(name)
-        for one in (owner, *classes):  # each may call the next one by super()
+        for one in (owner, *classes):  # the method of each class may call that of the next class by super()
             used = {used for code in _codes(vars(one).get(name)) for used in _names(code)}
             names |= used
             pending += used
@@ -331,7 +331,7 @@ def read_by(owner: Any, method: str) -> set[str]:
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
-    """Yield the code of a method, of a property, and of functions in a decorator's closure."""
+    """Yield the code of a method or property, and of functions in the closure of its decorator."""
     pending, seen = [function], set[int]()
     while pending:
         one = pending.pop()
@@ -353,7 +353,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _runs(items: list[Any]) -> list[State] | None:
-    """Return the items in runs of one form: tensors as one stacked tensor. None if they cannot be stored."""
+    """Return the items in groups of the same form, tensors stacked into one. Return None if they cannot be stored."""
     if len(items) > MAX_ITEMS:
         return None
     forms = [_form(item) for item in items]
@@ -371,7 +371,7 @@ def _runs(items: list[Any]) -> list[State] | None:
 
 
 def _form(item: Any) -> Any:
-    """Return what two items have in common if they can be stacked; None if the item cannot be stored."""
+    """Return a value that is equal for two items that can be stacked. Return None if the item cannot be stored."""
     if isinstance(item, Tensor):
         plain = type(item) in (Tensor, torch.nn.Parameter) and item.layout is torch.strided
         return ("tensor", item.dtype, item.shape, item.device) if plain else None
@@ -390,7 +390,7 @@ def _form(item: Any) -> Any:
 
 def _run(items: list[Any]) -> State:
     first = items[0]
-    room = 1 << (len(items) - 1).bit_length()  # the shape changes rarely
+    room = 1 << (len(items) - 1).bit_length()  # a power of two, so that the stored shape changes rarely
     if type(first) is float:
         numbers = torch.zeros(room, dtype=torch.float64)
         numbers[: len(items)] = torch.tensor(items, dtype=torch.float64)
@@ -421,7 +421,7 @@ def _items(run: State) -> list[Any]:
 
 
 def to_device(value: Any, device: Any) -> Any:
-    """The same with all tensors in it on a device."""
+    """Return a value with all tensors in it moved to a device."""
     from lightning_utilities.core.apply_func import apply_to_collection
 
     return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device))

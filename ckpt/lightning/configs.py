@@ -1,6 +1,6 @@
-"""Convert OmegaConf containers to plain values and back. Lightning keeps hyper-parameters as they were given.
+"""Convert OmegaConf containers to plain values and back, because Lightning stores hyper-parameters as they are.
 
-OmegaConf is never imported here first: without it there are no such containers.
+This module never imports OmegaConf: if nothing else has imported it, there are no OmegaConf containers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import importlib
 import sys
 from typing import Any
 
-MARK = "everystep.omegaconf"  # the key that marks a stored container; its value is the name of the class
+MARK = "everystep.omegaconf"  # key that marks a dict as a stored container; its value is the container's class
 FLAGS = ("readonly", "struct")
 
 
 def to_plain(value: Any, *, marked: bool = True) -> Any:
-    """Return the value with each OmegaConf container in dicts, lists and tuples replaced by plain ones. marked: store
-    the class as well, so that `from_plain` creates the container again."""
+    """Return the value with each OmegaConf container, also in dicts, lists and tuples, replaced by plain values.
+    marked: store the class as well, so that `from_plain` creates the container again."""
     module = sys.modules.get("omegaconf")
     if module is None:
         return value
@@ -36,7 +36,7 @@ def to_plain(value: Any, *, marked: bool = True) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return the value with the containers that `to_plain` has marked; without OmegaConf, with their plain content."""
+    """Return the value with the containers that `to_plain` has marked. Without OmegaConf, use their plain content."""
     if type(value) is dict and MARK in value:
         try:
             module = importlib.import_module("omegaconf")
@@ -56,7 +56,7 @@ def from_plain(value: Any) -> Any:
 
 
 def _content(omegaconf: Any, value: Any) -> Any:
-    """Keep interpolations, unless they may refer to a parent, which is not stored."""
+    """Return the content with its interpolations, or resolved if they may refer to a parent, which is not stored."""
     if value._get_parent() is not None:
         with contextlib.suppress(Exception):
             return omegaconf.to_container(value, resolve=True)

@@ -1,8 +1,8 @@
-"""on_train_epoch_start of an epoch that is resumed in its middle.
+"""Runs on_train_epoch_start again when an epoch is resumed in its middle.
 
-Lightning does not call it then. But scripts use it to set what holds for the whole epoch: frozen layers, weights of
-losses, the epoch of a data set. So it runs again, and its changes to the restored state are undone: a learning rate
-that it halves was halved before the save.
+Lightning does not call the hook in that case. But scripts use it for settings of the whole epoch: frozen layers,
+weights of losses, the epoch of a data set. So it runs again, and its changes to the restored state are undone. For
+example, a learning rate that the hook halves had already been halved before the save.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckpt.lightning.batches import warn
 from ckpt.lightning.collected import LIGHTNING
 
 HOOK = "on_train_epoch_start"
-# These keep all of their state themselves, or would train.
+# These callbacks restore all of their state themselves, or their hook would train.
 NOT_AGAIN = {"BaseFinetuning", "LearningRateFinder", "BatchSizeFinder", "StochasticWeightAveraging"}
 
 
 def run_again(trainer: Any, callbacks: list[Any], groups: list[int]) -> bool:
-    """Run the hook of the module and of the user's callbacks. Return False if none has one. `groups`: number of
-    parameter groups of each optimizer before the hook."""
+    """Run the hook of the module and of the user's callbacks. Return False if none of them has this hook. `groups`:
+    number of parameter groups of each optimizer before the hook."""
     module = trainer.lightning_module
     owners = [one for one in (*callbacks, module) if _is_own(one)]
     if not owners:
@@ -37,10 +37,10 @@ def run_again(trainer: Any, callbacks: list[Any], groups: list[int]) -> bool:
     try:
         with _put_back(trainer):
             for optimizer, count in zip(trainer.optimizers, groups, strict=False):
-                del optimizer.param_groups[count:]  # the hook may add them
+                del optimizer.param_groups[count:]  # the hook may add these groups again
             for one in owners:
                 getattr(one, HOOK)(*(() if one is module else (trainer, module)))
-    except Exception as error:  # a hook that cannot run twice must not end the run
+    except Exception as error:  # a hook that cannot run twice must not stop the training
         warn(
             trainer,
             "%s.%s failed when it ran again for the resumed epoch, so attributes that it sets may be missing until the "
@@ -55,7 +55,7 @@ def run_again(trainer: Any, callbacks: list[Any], groups: list[int]) -> bool:
 
 
 def _is_own(one: Any) -> bool:
-    """Return True if a user has written the hook."""
+    """Return True if a user has overridden the hook."""
     if any(cls.__name__ in NOT_AGAIN for cls in type(one).__mro__):
         return False
     return str(getattr(getattr(one, HOOK), "__module__", "")).partition(".")[0] not in LIGHTNING
@@ -63,7 +63,7 @@ def _is_own(one: Any) -> bool:
 
 @contextlib.contextmanager
 def _put_back(trainer: Any) -> Iterator[None]:
-    """Keep the tensors of the model and the optimizers, their settings, and the schedules as they are."""
+    """Undo changes of the block to tensors of the model, to optimizers with their settings, and to schedules."""
     tensors = [t for t in trainer.lightning_module.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
     undo: list[Callable[[], None]] = []
     for optimizer in trainer.optimizers:
@@ -108,7 +108,7 @@ def _undo(optimizer: Any) -> Callable[[], None]:
 
 
 class _CopyBeforeWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps a copy of the memory of these tensors before it is written to."""
+    """Copies the memory of these tensors before the first write to it, so that `put_back` can restore it."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,20 +1,20 @@
-"""Hooks into Lightning's loops for moments without a callback: the start of training, iterators, batches.
+"""Hooks into Lightning's loops at moments without a callback: start of training, iterators, batches.
 
-Everything here uses undocumented names of Lightning, because no callback is called when training begins, when an
-epoch's iterator is created, before a batch is fetched, or when a batch is completely done. `LoopHooks` adds a call at
-each of these moments to the loops of one trainer, and removes them at the end.
+This module uses undocumented names of Lightning, because Lightning has no callback for these moments: training begins,
+an epoch's iterator is created, a batch is about to be fetched, a batch is completely done. `LoopHooks` adds a call at
+each of these moments to the loops of one trainer, and removes the calls at the end.
 
     fit_loop.run                   <- open the run and restore, before a loader is requested
       setup_data (fit, validation) <- loaders are created: record or repeat the epoch and the random state
-      fit_loop.on_advance_start    <- after a restore: run on_train_epoch_start of the resumed epoch again
-      epoch_loop.on_run_start      <- an epoch begins: record the random state that its order is drawn from
-        epoch_loop.advance         <- a batch is about to be fetched; after a restore, come back to the batch instead
-          _on_before/after_fetch   <- record random states that the order of later batches depends on, or repeat them
-        epoch_loop.on_advance_end  <- the batch is done, the validation after it has not begun: save
-      update_train_epoch_metrics   <- all values that the epoch logs are there, and are reset next: check the metric
+      fit_loop.on_advance_start    <- after a restore: run the resumed epoch's on_train_epoch_start again
+      epoch_loop.on_run_start      <- an epoch begins: record the random state from which its order is drawn
+        epoch_loop.advance         <- a batch is about to be fetched; after a restore, return to the batch first
+          _on_before/after_fetch   <- record, or repeat, random states on which the order of later batches depends
+        epoch_loop.on_advance_end  <- the batch is done, but the validation after it has not begun: save
+      update_train_epoch_metrics   <- all values logged in the epoch exist, and are reset next: check the metric
 
-A restored run thus continues in the middle of an iteration, after a batch. A scheduled validation runs again from its
-beginning, and all other state is as in the run that was killed.
+So a restored run continues in the middle of an epoch, after a batch. A scheduled validation runs again from its
+beginning. All other state is as in the run that was killed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ckpt.lightning.batches import State as State
 from ckpt.lightning.batches import inform as inform
 from ckpt.lightning.batches import warn as warn
 
-# Lightning's warning; with `BatchFeed` the resume is exact
+# the beginning of a Lightning warning that is suppressed, because `BatchFeed` makes the resume exact
 NOT_EXACT = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class LoopHooks:
-    """The loops of a trainer with additional calls. `begin`, `done`, `epoch_logged`, `epoch_started`: functions of the
-    callback; `epoch_started` runs the hooks of a resumed epoch again."""
+    """Adds calls to the loops of a trainer. `begin`, `done`, `epoch_logged`, `epoch_started`: functions of the callback
+    that are called; `epoch_started` runs the hooks of a resumed epoch again."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class LoopHooks:
         self._trainer, self._begin, self._done, self._epoch_logged = trainer, begin, done, epoch_logged
         self._epoch_started = epoch_started
         self.feed = BatchFeed(trainer)
-        self._groups: list[int] = []  # parameter groups of each optimizer, before on_train_epoch_start
-        self._resumed = self._behind = False  # the next batch is done already
+        self._groups: list[int] = []  # number of parameter groups of each optimizer before on_train_epoch_start
+        self._resumed = self._behind = False  # True if the next batch was completed before the restore
         self._should_stop = False
         self._max_steps: int | None = None
         self._accumulate = [1, 1]  # batches per step: as the trainer was created, and in the current epoch
@@ -76,7 +76,7 @@ class LoopHooks:
             setattr(loop, name, lambda *args, mine=mine, theirs=theirs: mine(theirs, *args))
 
     def detach(self) -> None:
-        """Restore the original loops."""
+        """Remove the calls from the loops."""
         self._lift_limit()
         for loop, name in self._names:
             vars(loop).pop(name, None)
@@ -97,7 +97,7 @@ class LoopHooks:
 
     @property
     def reached(self) -> str:
-        """The limit of the trainer that the last batch has reached, "" if none."""
+        """The limit of the trainer that the last batch has reached, or "" if it has reached none."""
         fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         if epoch.max_steps != -1 and epoch.global_step >= epoch.max_steps:
             return f"max_steps={epoch.max_steps}"
@@ -107,16 +107,16 @@ class LoopHooks:
         return ""
 
     def skip(self) -> None:
-        """Skip training: the loops were restored to the last batch of a training that has ended."""
+        """Skip the training, because the loops were restored to the last batch of a training that has ended."""
         current = self._trainer.fit_loop.epoch_progress.current
         current.processed = current.completed = current.started
         self._trainer.should_stop = True
 
     def resume(self, again: Callable[[], None]) -> None:
-        """Continue after the last batch of the restored loops. `again`: called there."""
+        """Continue after the last batch of the restored loops. `again`: called at that point."""
         epoch = self._trainer.fit_loop.epoch_loop
         self._resumed, self._again = True, again
-        epoch.val_loop._has_run = False  # left by an earlier fit() of this trainer
+        epoch.val_loop._has_run = False  # an earlier fit() of this trainer may have set it
         if epoch.max_steps != -1 and epoch.global_step >= epoch.max_steps:
             self._max_steps = epoch.max_steps  # the last step is done, but not what follows it
             epoch.max_steps = epoch.global_step + 1
@@ -125,7 +125,7 @@ class LoopHooks:
         self._reload_val_data()
 
     def _reload_val_data(self) -> None:
-        """Create the validation loaders in the epoch in which the run that was saved created them."""
+        """Create the validation loaders in the same epoch in which the saved run created them."""
         trainer, val = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
         made = self.feed.val_made
         if made and (val._combined_loader is None or val._last_val_dl_reload_epoch != made["epoch"]):
@@ -141,7 +141,7 @@ class LoopHooks:
 
     @property
     def measured_next(self) -> bool:
-        """True if a validation or the end of the epoch may come before the next step."""
+        """True if a validation, or the end of the epoch, may come before the next step."""
         epoch, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
         if epoch.batch_progress.is_last_batch or epoch._num_ready_batches_reached():
             return True
@@ -149,11 +149,11 @@ class LoopHooks:
             return True
         ahead = trainer.accumulate_grad_batches - 1
         if not ahead or not epoch._should_check_val_epoch() or trainer.val_check_batch is None:
-            return bool(ahead and trainer.val_check_batch is None)  # by time
+            return bool(ahead and trainer.val_check_batch is None)  # validation is scheduled by time
         done = 1 + (epoch.total_batch_idx if trainer.check_val_every_n_epoch is None else epoch.batch_idx)
         return any((done + more) % trainer.val_check_batch == 0 for more in range(1, ahead + 1))
 
-    # -- the moments --
+    # -- the added calls --
 
     def _run(self, run: Callable[[], None]) -> None:
         self._begin()
@@ -169,7 +169,7 @@ class LoopHooks:
             self.feed.made = self.feed.making()
         setup_data()
         if not self._resumed:
-            self.feed.epoch_started = self.feed.now()  # on_advance_start runs next, with its hooks
+            self.feed.epoch_started = self.feed.now()  # on_advance_start runs next, with the hooks of the epoch
             self._groups = [len(optimizer.param_groups) for optimizer in self._trainer.optimizers]
 
     def _loaders_made(self, load_states: Callable[[], None]) -> None:
@@ -210,8 +210,8 @@ class LoopHooks:
             advance(fetcher)
             return
         fit = self._trainer.fit_loop
-        fit._restarting = False  # otherwise its end would skip schedulers that use metrics, which we have
-        fit.epoch_loop.val_loop.restarting = False  # it begins again
+        fit._restarting = False  # otherwise the end of the epoch would skip schedulers that use metrics
+        fit.epoch_loop.val_loop.restarting = False  # the validation begins again
         if self._accumulate[0] == self._trainer.accumulate_grad_batches:
             self._trainer.accumulate_grad_batches = self._accumulate[1]
         self._trainer.should_stop = self._trainer.should_stop or self._should_stop

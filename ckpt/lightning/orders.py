@@ -1,6 +1,6 @@
-"""Lists and arrays in samplers and data sets, which scripts shuffle or replace from epoch to epoch.
+"""Lists and arrays in samplers and data sets that scripts shuffle or replace from epoch to epoch.
 
-The script's own order is copied once, and only differences from it are stored.
+The order that the script created is copied once, and only differences from it are stored.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MAX_NUMBERS = 1 << 16  # of a list or array that is stored
-SAMPLE = 16  # items of each dimension by which changes of a longer one are noticed
+MAX_NUMBERS = 1 << 16  # maximum items of a list or array that is stored
+SAMPLE = 16  # items of each dimension that are compared to detect changes of a longer list or array
 LEFT_OUT = "left out"
 
 
 def sequences(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that may be such an order."""
+    """Return the attributes that may be an order of samples."""
     return {key: value for key, value in values.items() if _is_sequence(value)}
 
 
@@ -41,15 +41,15 @@ def _head(value: Any) -> Any:
 
 
 def base_of(value: Any) -> Any:
-    """Return a copy that later changes are compared with; of a long one only the beginning."""
+    """Return a copy, with which later values are compared. For a long value, copy only its beginning."""
     head = _head(value)
     return list(head) if isinstance(head, list) else head.clone() if isinstance(head, Tensor) else head.copy()
 
 
 def change(value: Any, base: Any) -> Any:
-    """Return how an order differs from its base, None if it does not, LEFT_OUT if it is too long to be stored. base:
-    None if the script made the attribute later. An item that was 0 or None and gets a value is taken for a cache, and
-    is no reason to return LEFT_OUT."""
+    """Return the difference of an order from its base, None if there is none, or LEFT_OUT if it is too long to store.
+    base: None if the script has added the attribute later. In a long value, an item that was 0 or None counts as a
+    cache that was filled, so it does not lead to LEFT_OUT."""
     if type(value) is not type(base):
         if _is_long(value):
             return None
@@ -58,7 +58,7 @@ def change(value: Any, base: Any) -> Any:
     if isinstance(value, list):
         return _list_change(value, head, base)
     if same_shape := head.shape == base.shape:
-        differs = (head != base) & ((head == head) | (base == base))  # NaN is like NaN
+        differs = (head != base) & ((head == head) | (base == base))  # NaN counts as equal to NaN
         if not bool(differs.any()):
             return None
     if not _is_long(value):
@@ -91,12 +91,12 @@ def _kinds(items: list[Any]) -> set[type]:
 
 
 def put(values: dict[str, Any], key: str, base: Any, saved: Any) -> None:
-    """Set an attribute to the order that `change` has returned, or to its base if that was None."""
+    """Set an attribute to the order that `change` has returned, or to its base if `change` has returned None."""
     live: Any = values.get(key)
     if live is not None and saved is None and (base is None or change(live, base) in (None, LEFT_OUT)):
         return
     kind, size, items = ("base", len(base), base) if saved is None else saved
-    if size != (0 if base is None else len(base)):  # the script has other data now
+    if size != (0 if base is None else len(base)):  # the script has other data than when it was saved
         return
     if kind == "order":
         items = [base[number] for number in items.tolist()]
@@ -113,7 +113,7 @@ def put(values: dict[str, Any], key: str, base: Any, saved: Any) -> None:
 
 
 def _fits(live: Any, items: Any) -> bool:
-    """Return True if the items of an array can be written into another one."""
+    """Return True if the items of an array can be written into the live array."""
     if type(live) is not type(items) or live.shape != items.shape or live.dtype != items.dtype:
         return False
     return isinstance(live, Tensor) or bool(live.flags.writeable)

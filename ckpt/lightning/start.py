@@ -1,4 +1,4 @@
-"""The start of a Lightning training: a file given to `fit()`, a run that may be finished, and errors that leave it."""
+"""The start of a Lightning training: a file passed to `fit()`, a run that may have finished, and errors of `fit()`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 from ckpt.errors import USER_ERRORS, UsageError
 from ckpt.lightning.loop_hooks import inform, warn
 
-ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of searches for settings
-FRAMES = ("lightning", "pytorch_lightning")  # packages
+ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of Lightning's requeue and of its tuner
+FRAMES = ("lightning", "pytorch_lightning")  # packages whose frames are removed from errors
 
 
 def given(trainer: Any) -> str:
-    """Return the checkpoint file that the user wants to begin from, but not a file that Lightning makes for itself."""
+    """Return the checkpoint file from which the user wants to begin, or "". Files of Lightning's own do not count."""
     path = str(trainer.ckpt_path or "")
     return "" if Path(path).name.startswith(ITS_OWN) else path
 
 
 def last_file(trainer: Any, path: str, began_from: str, place: str, step: int) -> str:
-    """Return the file given to `fit()` if it is the "last" one, "" if there is none. Raises UsageError for another file
-    than the one that the run in `place` (at `step`) began from."""
+    """Return the file passed to `fit()` if it is the "last" file, "" if no file was passed. Raise UsageError for a file
+    other than the one from which the run in `place` (at `step`) began."""
     last = bool(path) and _is_last(trainer, path)
     if path and not last and path != began_from:
         began = f"from {began_from}" if began_from else "without ckpt_path"
@@ -38,13 +38,12 @@ def last_file(trainer: Any, path: str, began_from: str, place: str, step: int) -
 
 
 def report_resume(trainer: Any, place: str, step: int, last: str, theirs: int) -> None:
-    """Report the restored step. `last`: a skipped file, which has step `theirs`."""
+    """Log the restored step. `last`: a file that was passed to `fit()` but not used; it has step `theirs`."""
     if theirs > step and last:
         warn(
             trainer,
             "%s has step %d, but everystep continues at step %d, the newest in %s: to continue from that file, give "
-            "the "
-            "callback another location",
+            "the callback another location",
             *(last, theirs, step, place),
         )
     else:
@@ -52,7 +51,7 @@ def report_resume(trainer: Any, place: str, step: int, last: str, theirs: int) -
 
 
 def report_finished(trainer: Any, place: str, step: int, limit: str) -> None:
-    """Report a finished run. `limit`: limit of the trainer that it has reached."""
+    """Log that the run has finished. `limit`: the trainer's limit that the run has reached."""
     if trainer.is_global_zero:
         warn(
             trainer,
@@ -63,9 +62,9 @@ def report_finished(trainer: Any, place: str, step: int, limit: str) -> None:
 
 
 def _is_last(trainer: Any, path: str) -> bool:
-    """Return True if the path is what `fit(ckpt_path="last")` finds, or what Lightning uses itself after an exception.
-    The user then wants to continue, which we do. Savers are recognised by their attributes, because two packages have
-    classes of these names; folders by their real path, because Lightning makes relative ones absolute."""
+    """Return True if the path is the result of `fit(ckpt_path="last")`, or the file that Lightning saves after an
+    exception, because the user then wants to continue the run. Savers are recognised by attributes, since two packages
+    have classes of these names, and folders by their real path, since Lightning makes relative paths absolute."""
     folder, name = _real(Path(path).parent), Path(path).name
     for saver in trainer.checkpoint_callbacks:
         of_exception, last = getattr(saver, "ckpt_path", ""), getattr(saver, "CHECKPOINT_NAME_LAST", "")
@@ -81,8 +80,8 @@ def _real(folder: object) -> str:
 
 
 def limits(trainer: Any, others: list[Any]) -> list[Any]:
-    """Return the limits of the training in this script. While all are unchanged, a finished run stays finished."""
-    fit, words = trainer.fit_loop, ("patience", "_duration")  # of EarlyStopping and Timer
+    """Return the limits of the training in this script. While they are unchanged, a finished run stays finished."""
+    fit, words = trainer.fit_loop, ("patience", "_duration")  # attributes of EarlyStopping and Timer
     stops = [[one.state_key, *(getattr(one, word, None) for word in words)] for one in others if _stops(one, words)]
     return [fit.max_epochs, fit.epoch_loop.max_steps, stops]
 
@@ -92,8 +91,8 @@ def _stops(one: Any, words: tuple[str, ...]) -> bool:
 
 
 def shorten(error: BaseException) -> None:
-    """Remove our frames from an error that leaves `fit()`, and Lightning's too from one that a user can correct. Such
-    an error keeps all frames if it passed through the user's code, whose line they need to see."""
+    """Remove this library's frames from an error that leaves `fit()`. From an error that a user can correct, remove
+    Lightning's frames too, unless the error passed through the user's code, whose line the user needs."""
     frames = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     others = [package for package in frames if package != "ckpt"]
     if isinstance(error, USER_ERRORS) and others and others[-1] in FRAMES:

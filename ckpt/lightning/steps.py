@@ -1,7 +1,7 @@
-"""The number of a step, which is `trainer.global_step` plus steps that Lightning does not count.
+"""The number of a step: `trainer.global_step` plus the steps that Lightning does not count.
 
-In manual optimization, Lightning counts only steps of the optimizers that it wraps. It omits those of
-`self.optimizers(use_pl_optimizer=False)`, of an optimizer that the module creates itself, and updates by hand.
+In manual optimization, Lightning counts only the steps of optimizers that it wraps. It does not count steps of
+`self.optimizers(use_pl_optimizer=False)`, of optimizers that the module creates itself, or updates by hand.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NOTHING_SAVED = (
 
 
 class StepCount:
-    """Decides after each batch whether a step was made. `extra`: steps that `trainer.global_step` omits."""
+    """Decides after each batch whether it made a step. `extra`: number of steps that `trainer.global_step` omits."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._module = trainer, trainer.lightning_module
         self.extra = 0
-        self._by_batch = False  # no optimizer has stepped in the first epoch: each batch counts
-        self._some = self._none = False  # this training has saved a step; it has done a batch that was not saved
+        self._by_batch = False  # True if no optimizer has stepped in the first epoch: each batch is a step
+        self._some = self._none = False  # True if a batch of this training was saved; True if a batch was not saved
 
     def state_dict(self) -> State:
         return {"extra": self.extra, "by_batch": self._by_batch}
@@ -36,7 +36,7 @@ class StepCount:
         self.extra, self._by_batch = saved["extra"], saved["by_batch"]
 
     def begin(self, cp: Checkpointer) -> None:
-        """Count from now on, after the restore, which writes to parameters."""
+        """Begin counting after the restore, because the restore writes to parameters."""
         self._run, self._writes = cp._run, self._count_writes()
 
     @property
@@ -44,7 +44,7 @@ class StepCount:
         return int(self._trainer.global_step) + self.extra
 
     def batch_done(self, last: int) -> bool:
-        """Return True if the batch made a step. `last`: the number of the last step."""
+        """Return True if the batch made a step. `last`: number of the last step that was saved."""
         if self.now <= last and not self._module.automatic_optimization and self._is_step():
             self.extra += 1
         found = self.now > last
@@ -67,11 +67,11 @@ class StepCount:
         return self._by_batch
 
     def _count_writes(self) -> int:
-        """Return how often parameters were written to. Writes to `parameter.data` do not count."""
+        """Return the number of writes to all parameters so far. Writes to `parameter.data` do not count."""
         return sum(parameter._version for parameter in self._module.parameters())
 
     def check_any(self, options: Options) -> None:
-        """Raise SaveError if batches were done and none of them was saved."""
+        """Raise SaveError if batches were completed, but none of them was saved."""
         if self._none and not self._some and not self._module.automatic_optimization:
             if options.on_error != "warn":
                 raise SaveError(NOTHING_SAVED)

@@ -1,7 +1,7 @@
-"""The state of a Lightning run besides model, optimizers and schedulers, as one entry of the state.
+"""The state of a Lightning run other than model, optimizers and schedulers, as one entry of the state.
 
-`TrainerState` collects it like Lightning's own checkpoints: callbacks, the data module, the precision plugin, and every
-`on_save_checkpoint`. It adds what Lightning omits: values logged in this epoch so far, and its metrics.
+`TrainerState` collects the same state as Lightning's own checkpoints: callbacks, the data module, the precision plugin,
+and every `on_save_checkpoint`. It adds state that Lightning omits: metrics, and values logged in this epoch so far.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ckpt.lightning.collected import MAX_ITEMS, CollectedMetrics, Flags, ModelSt
 from ckpt.lightning.configs import from_plain, to_plain
 from ckpt.lightning.loop_hooks import LoopHooks, State
 
-OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"}  # their methods do nothing
+OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"}  # base classes with empty methods
 
 
 def overrides(one: object, method: str) -> bool:
-    """Return True if the user has overridden this method of a Lightning object."""
+    """Return True if a subclass overrides this method of a Lightning object."""
     return next(c for c in type(one).__mro__ if method in vars(c)).__name__ not in OWN
 
 
 def constructed(one: Any) -> State:
-    """Return plain hyper-parameters noted by `save_hyperparameters()`, in the form of Lightning's files. An export
-    needs them so that `load_from_checkpoint` can create the object; others must be passed there."""
+    """Return the plain hyper-parameters that `save_hyperparameters()` recorded, in the form of Lightning's files. An
+    export needs them, so that `load_from_checkpoint` can create the object; others must be passed to it."""
     found: State = {}
     for name, value in dict(to_plain(getattr(one, "hparams", None) or {}, marked=False)).items():
         with contextlib.suppress(StateError):
@@ -47,7 +47,7 @@ def constructed(one: Any) -> State:
 
 
 def hyper_parameters(one: Any) -> State:
-    """Return the hyper-parameters of a module or data module under the keys of Lightning's files."""
+    """Return the hyper-parameters of a module or data module under the keys that Lightning's files use."""
     if not (given := getattr(one, "hparams", None)):
         return {}
     found = {one.CHECKPOINT_HYPER_PARAMS_NAME: one._hparams_name} if hasattr(one, "_hparams_name") else {}
@@ -62,7 +62,7 @@ def scaler_of(trainer: Any) -> GradScaler | None:
 
 
 def state_of(trainer: Any, rest: TrainerState) -> State:
-    """Return what a `Checkpointer` saves of a trainer."""
+    """Return the state dict of a trainer for a `Checkpointer`."""
     scaler = scaler_of(trainer)
     return {
         "model": trainer.strategy.model,
@@ -75,7 +75,7 @@ def state_of(trainer: Any, rest: TrainerState) -> State:
 
 
 class TrainerState:
-    """Reads and restores the state. `own`: plain values of the callback, which `put_own` sets."""
+    """Reads and restores the state of a trainer. `own`: plain values of the callback, which `put_own` restores."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class TrainerState:
         self._logged: State = {}
         self._constructed = constructed(trainer.lightning_module) | constructed(trainer.datamodule)
 
-    # -- reading --
+    # -- read --
 
     def state_dict(self) -> State:
         trainer = self._trainer
@@ -129,8 +129,7 @@ class TrainerState:
             warn(
                 self._trainer,
                 "%s is not saved, because it has more than %d items, or items that cannot be stored: after a restart "
-                "in "
-                "the middle of an epoch, on_train_epoch_end sees only the items of later batches. Use "
+                "in the middle of an epoch, on_train_epoch_end sees only the items of later batches. Use "
                 "self.log(on_epoch=True) or a metric of torchmetrics",
                 ", ".join(sorted(self._outputs.left_out)),
                 MAX_ITEMS,
@@ -142,7 +141,7 @@ class TrainerState:
         return {key: state for key, state in found.items() if state}
 
     def _checkpoint(self, loops: State, callbacks: State, of_data: State) -> State:
-        """Return the dict that hooks receive, with Lightning's keys and the live tensors, not copies."""
+        """Return the dict that hooks receive: Lightning's keys, with the live tensors instead of copies."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
@@ -159,7 +158,7 @@ class TrainerState:
         }
 
     def _from_hooks(self, loops: State, callbacks: State, of_data: State) -> State:
-        """Return values that on_save_checkpoint hooks add or replace."""
+        """Return the values that on_save_checkpoint hooks add to the checkpoint or replace in it."""
         if not self._savers and not self._module_saves:
             return {}
         checkpoint = self._checkpoint(loops, callbacks, of_data)
@@ -170,11 +169,11 @@ class TrainerState:
             self._trainer.lightning_module.on_save_checkpoint(checkpoint)
         return {key: value for key, value in checkpoint.items() if value is not before.get(key)}
 
-    # -- putting back --
+    # -- restore --
 
     def match_structure(self, saved: dict[Any, Any]) -> None:
-        """Change the model and its optimizers as callbacks had changed them when this state was saved. saved: each
-        entry of the state by its path. Called before anything is restored."""
+        """Change the structure of the model and its optimizers as callbacks had changed it before the save. saved: the
+        entries of the saved state by path. Called before any entry is restored."""
         self._structure.match(saved)
 
     def load_state_dict(self, state: State) -> None:
@@ -196,10 +195,10 @@ class TrainerState:
         self._logged = state["logged"]
 
     def _load_hooks(self, state: State, callbacks: list[Any]) -> None:
-        """Pass the saved values of the module and the callbacks back to them."""
+        """Pass the saved values of the module and the callbacks to their hooks for loading."""
         trainer = self._trainer
         checkpoint = self._checkpoint(state["loops"], state["callbacks"], state["datamodule"])
-        for key, value in state.get("constructed", {}).items():  # values that the run was saved with, if they are plain
+        for key, value in state.get("constructed", {}).items():  # plain hyper-parameters of the run that was saved
             if type(value) is dict and type(checkpoint.get(key)) is dict:
                 checkpoint[key] |= value
         checkpoint |= state["hooks"]
@@ -211,31 +210,31 @@ class TrainerState:
             if saved := state["callbacks"].get(callback.state_key):
                 patience = getattr(callback, "patience", None)
                 callback.load_state_dict(deepcopy(saved))
-                if patience is not None:  # EarlyStopping saves it as state, but it belongs to the script
+                if patience is not None:  # EarlyStopping restores it from its state, but the script's value must win
                     callback.patience = patience
-                if hasattr(callback, "_internal_optimizer_metadata"):  # BaseFinetuning: the groups exist already
+                if hasattr(callback, "_internal_optimizer_metadata"):  # BaseFinetuning: its groups were already added
                     callback._restarting = False
 
     def epoch_started(self, put_random_state: Callable[[], None], groups: list[int]) -> None:
-        """Run on_train_epoch_start of the resumed epoch again, without a change to the restored state.
-        put_random_state: sets the random state in which the hook ran before. groups: how many parameter groups each
-        optimizer had then."""
+        """Run on_train_epoch_start of the resumed epoch again, without changing the restored state. put_random_state:
+        sets the random state in which the hook originally ran. groups: number of parameter groups of each optimizer at
+        that time."""
         state, self._restored = self._restored, {}
         flags = self._flags.now()
         put_random_state()
         if epoch_start.run_again(self._trainer, self._others, groups):
             self._flags.set(flags)
             self._load_hooks(state, self._others)
-            self._trainer.fit_loop.epoch_loop._results.clear()  # its values were logged before
-        self._metrics.put(state["metrics"])  # hooks of the start may have created or reset them
+            self._trainer.fit_loop.epoch_loop._results.clear()  # the hook has logged values a second time
+        self._metrics.put(state["metrics"])  # hooks at the start of the epoch may have created or reset metrics
         self._outputs.put(state["outputs"], self._trainer.strategy.root_device)
 
     def epoch_begins(self) -> None:
-        """Look for metrics that hooks have created."""
+        """Find the metrics that hooks have created at the start of the epoch."""
         self._metrics.find()
 
     def log_again(self) -> None:
-        """Restore values logged earlier in this epoch, after the loops are restored."""
+        """Restore the values logged earlier in this epoch. Called once the loops are restored."""
         if self._logged:
             _log_again(self._trainer, to_device(self._logged, self._trainer.strategy.root_device))
         self._logged = {}
@@ -244,8 +243,8 @@ class TrainerState:
                 self._average_again(callback)
 
     def _average_again(self, callback: Any) -> None:
-        """Let a callback that averages weights resume within an epoch: with its own schedule, without changing the
-        optimizer."""
+        """Resume a callback that averages weights in the middle of an epoch: create its schedule again, but undo its
+        changes to the optimizer."""
         trainer = self._trainer
         if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
             groups = trainer.optimizers[0].param_groups
@@ -255,24 +254,24 @@ class TrainerState:
                 group.update(saved)
 
 
-VERSION = "2.0.0"  # version of Lightning's format, by which its hooks recognise old dicts
+VERSION = "2.0.0"  # version of Lightning's checkpoint format; hooks of modules may migrate older formats
 
 
 class Monitored:
-    """A logged metric, and whether it was measured at the last step. Lightning's `callback_metrics` keeps all logged
-    values. The results that its loops collect show which are new: those of a validation or an epoch count at its end,
-    and values logged per batch count if the batches of the last step logged them. A value that the user has put there
-    without logging counts once."""
+    """A logged metric, and whether it was measured at the last step. Lightning's `callback_metrics` keeps all values
+    ever logged. The results in its loops show which values are new: a value logged by a validation or an epoch counts
+    at its end, and a value logged per batch counts if a batch of the last step logged it. A value that the user has
+    written into `callback_metrics` counts once."""
 
     def __init__(self, trainer: Any, name: str) -> None:
         self._trainer, self._name = trainer, name
-        self._older: object = None  # value logged by the step before the last
+        self._older: object = None  # value that batches had logged by the step before the last
         self._newer: object = None
         self._seen: object = None
         self.forget()
 
     def forget(self) -> None:
-        """Mark the current value as old, because it was restored."""
+        """Mark the current values as old, because they were restored or logged before the restore."""
         self._older = self._newer = self._in_batches()
         self._seen = self._trainer.callback_metrics.get(self._name)
 
@@ -280,7 +279,7 @@ class Monitored:
         self._older, self._newer = self._newer, self._in_batches()
 
     def score(self) -> float | None:
-        """Return the value measured at this step, at the end of a validation or an epoch; None if there is none."""
+        """Return the value measured at this step, at the end of a validation or an epoch, or None if it is not new."""
         value = self._trainer.callback_metrics.get(self._name)
         seen, self._seen = self._seen, value
         train, now = self._trainer.fit_loop.epoch_loop._results, self._trainer._results
@@ -294,14 +293,14 @@ class Monitored:
         return float(value) if ended or (in_batches is not None and in_batches is not self._older) else None
 
     def _in_batches(self) -> object:
-        """Return the value last logged in a training batch, a new object each time."""
+        """Return the value that a training batch logged last. Each time a batch logs, it is a new object."""
         results = self._trainer.fit_loop.epoch_loop._results
         named = (r for r in results.values() if r.meta.on_step and self._name == results._forked_name(r, True)[1])
         return next((r._forward_cache for r in named), None)
 
 
 def _epoch_names(results: Any, one: Any) -> tuple[str, ...]:
-    """Return the names under which callbacks find it at the end of the epoch."""
+    """Return the names under which callbacks find a result at the end of the epoch."""
     return tuple(results._forked_name(one, False)) if one.meta.on_epoch else ()
 
 
@@ -309,7 +308,7 @@ def _names(results: Any, one: Any) -> tuple[str, ...]:
     return (*_epoch_names(results, one), *results._forked_name(one, True))
 
 
-# -- what was logged on the way to the end of an epoch --
+# -- values logged for the end of an epoch --
 
 SAID = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute",
@@ -317,7 +316,7 @@ SAID = (
 
 
 def _logged(trainer: Any) -> State:
-    """Return Lightning's own sums by name, with the arguments of `log`."""
+    """Return the sums that Lightning has accumulated in this epoch, by name, with the arguments of `log`."""
     connector, found = trainer._logger_connector, {}
     for key, one in trainer.fit_loop.epoch_loop._results.items():
         meta = one.meta

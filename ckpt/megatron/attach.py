@@ -1,11 +1,11 @@
 """A Checkpointer for Megatron-core.
 
-Its state has four entries, in addition to those of the user:
+Its state has four entries, in addition to those that the user passes:
 
-- `model`: the fp32 master weights of each parameter, under its name in the whole model, as a whole tensor for readers;
-  frozen parameters in their own dtype.
+- `model`: the fp32 master weights of each parameter, under its name in the whole model; a reader sees whole tensors.
+  Frozen parameters keep their own dtype.
 - `optim`: `state.NAME.exp_avg` and `state.NAME.exp_avg_sq`.
-- `megatron`: the optimizer's step, settings of its groups, the loss scale.
+- `megatron`: the optimizer's step, the settings of its groups, and the loss scale.
 - `rng`: random states, including those of Megatron's tracker.
 """
 
@@ -29,8 +29,8 @@ OURS = ("model", "optim", "megatron", "rng")
 def attach(
     model_chunks: Sequence[Any], optimizer: Any, tiers: object, *, state: dict[str, Any] | None = None, **arguments: Any
 ) -> Checkpointer:
-    """Return a Checkpointer for Megatron's DDP-wrapped model chunks and what `get_megatron_optimizer` returned for
-    them.
+    """Return a Checkpointer for Megatron's DDP-wrapped model chunks and for the optimizer that `get_megatron_optimizer`
+    returned for them.
 
         cp = ckpt.megatron.attach(model, optimizer, "runs/exp1", state={"sched": opt_param_scheduler})
         for iteration in range(cp.restore(default=0), iterations):
@@ -38,10 +38,10 @@ def attach(
             cp.step(iteration + 1)
         cp.close()
 
-    Call it on all ranks before the first step. `tiers`, `arguments`: see `ckpt.Checkpointer`. `state`: other parts of
-    the training, such as loaders and the learning rate schedule. Random states are always saved. A run can be resumed
-    with other sizes of tensor, pipeline and data parallelism. Raises InvalidArgumentError, with advice, for anything
-    unsupported, on all ranks if it occurs on one. An unsupported version of megatron-core raises ImportError at import.
+    Call it on all ranks before the first step. `tiers`, `arguments`: see `ckpt.Checkpointer`. `state`: further objects
+    to save, for example loaders and the learning rate schedule. Random states are always saved. A run can be resumed
+    with other sizes of tensor, pipeline and data parallelism. If one rank finds something unsupported, all ranks raise
+    InvalidArgumentError with advice. With an unsupported version of megatron-core, the import raises ImportError.
     """
     own = dict(state or {})
     if taken := sorted(own.keys() & set(OURS)):
@@ -63,7 +63,7 @@ def attach(
 
 
 class _Schedule:
-    """Megatron's learning rate schedule, which adds a loaded step to its current one."""
+    """Megatron's learning rate schedule. Megatron adds a loaded step to the current one, so this wrapper resets it."""
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
@@ -77,5 +77,5 @@ class _Schedule:
 
 
 def _reloadable(value: Any) -> Any:
-    """Return the value, or a wrapper that can be restored more than once."""
+    """Return an object that can be restored more than once: the value itself, or a wrapper of it."""
     return _Schedule(value) if isinstance(value, OptimizerParamScheduler) else value

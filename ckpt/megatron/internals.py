@@ -1,9 +1,9 @@
-"""Everything that depends on Megatron's internals: where the fp32 weights and the moments of a parameter are.
+"""Everything that depends on Megatron's internals: it finds each parameter's fp32 weights and moments.
 
-Its distributed optimizer keeps, of every parameter, the range of elements of this data parallel rank. The model's
-`ShardedTensor`s give the box of the whole tensor that the parameter is. Together they determine which elements of the
-whole a rank has. This was written for the versions `KNOWN`. Other versions are refused at import, and so is one without
-a name used here.
+For each parameter, Megatron's distributed optimizer keeps the range of elements that belongs to this data parallel
+rank. The model's `ShardedTensor`s give the box of the whole tensor that the parameter is. Together they determine which
+elements of the whole tensor this rank has. Importing this module raises ImportError unless the version is in the range
+`KNOWN` and Megatron has every name that is used here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ USED: dict[Any, tuple[str, ...]] = {
         "get_tensor_and_data_parallel_group",
     ),
 }
-GROUPS = (  # attributes of an optimizer: parameters, and the ranges of them that it steps
+GROUPS = (  # attributes of an optimizer: its parameters, and the ranges of the parameters that it steps
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
 )
@@ -61,10 +61,10 @@ for _owner, _names in USED.items():
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements `start` to `stop` of a flattened parameter are this box of the tensor `name`, of the given shape.
+    """Elements `start` to `stop` of a flattened parameter are a box of the tensor `name`, which has the given shape.
 
-    `alike`: the tensor parallel ranks with the same elements; `everybody`: all ranks with them. `copied`: another stage
-        of the pipeline has the tensor as well, and saves it.
+    `alike`: the tensor parallel ranks with the same elements. `everybody`: all ranks with the same elements. `copied`:
+        True if another stage of the pipeline also has the tensor and saves it.
     """
 
     name: str
@@ -80,17 +80,17 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """This rank steps elements from `start` on of a flattened parameter: those in `master`."""
+    """This rank steps the elements from `start` on of a flattened parameter; their fp32 weights are in `master`."""
 
     master: Tensor
     start: int
 
 
 class Megatron:
-    """Model chunks and their optimizer: what to save of them, and how to restore it.
+    """Reads and restores model chunks and their optimizer.
 
-    `optimizer`: the torch optimizer inside, None if there are several or it may skip steps. `ranks`: those that hold
-        this stage of the pipeline together, None for all.
+    `optimizer`: the torch optimizer inside, None if there are several or it may skip steps. `ranks`: the ranks that
+        together hold the parameters of this pipeline stage, None for all ranks.
     """
 
     def __init__(self, model_chunks: Sequence[Any], optimizer: Any) -> None:
@@ -100,7 +100,7 @@ class Megatron:
         stage = _ranks(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         self.ranks = None if len(stage) == dist.get_world_size() else stage
         self._scaler = self._parts[0].grad_scaler
-        skips = self._scaler is not None and bool(self._scaler.state_dict())  # it skips steps while its scale changes
+        skips = self._scaler is not None and bool(self._scaler.state_dict())  # it skips steps if its scale changes
         self.optimizer = self._parts[0].optimizer if len(self._parts) == 1 and not skips else None
         boxes = {p: boxes for chunk in self._chunks for p, boxes in _boxes_of(chunk, stage)}
         self._held = {p: held for part in self._parts for p, held in _held_by(part)}
@@ -116,10 +116,10 @@ class Megatron:
         self._last: dict[str, tuple[list[Tensor], list[int], dict[str, list[Shard]]]] = {}
         self._begin()
 
-    # -- what is to be saved --
+    # -- read the state to save --
 
     def weights(self) -> dict[str, list[Shard]]:
-        """Return the weights of every parameter, by its name in the whole model."""
+        """Return the weights of every parameter by its name in the whole model."""
         memory = [*(held.master for held in self._held.values()), *self._frozen]
         return self._unless_same("weights", memory, self._all_weights)
 
@@ -131,7 +131,7 @@ class Megatron:
     def _unless_same(
         self, what: str, memory: list[Tensor], make: Callable[[], dict[str, list[Shard]]]
     ) -> dict[str, list[Shard]]:
-        """Return the previous dict if a new one would have the same memory, because creating one takes milliseconds."""
+        """Return the previous dict if the tensors have not moved, because creating one takes milliseconds."""
         known, now = self._last.get(what), list(map(Tensor.data_ptr, memory))
         same = known is not None and now == known[1] and all(map(is_, memory, known[0]))
         if known is None or not same:
@@ -166,7 +166,7 @@ class Megatron:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is the same on all ranks: the step, settings, the loss scale."""
+        """Return the state that is the same on all ranks: the step, settings of groups, the loss scale."""
         scale = dict(self._scaler.state_dict()) if self._scaler is not None else {}
         if isinstance(scale.get("scale"), Tensor):
             scale["scale"] = scale["scale"].item()
@@ -197,7 +197,7 @@ class Megatron:
                 own["step"] = torch.full_like(own["step"], step)
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """Called when the number of ranks has changed: load the state of any rank that trained parameters."""
+        """Load the state of any rank that trained parameters. Called if the number of ranks has changed."""
         self.load_state_dict(next((state for state in states if state["step"] is not None), states[0]))
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -205,11 +205,11 @@ class Megatron:
 
     @property
     def _counts_by_parameter(self) -> bool:
-        """True for torch's Adam; fused ones count by group."""
+        """True for torch's Adam, which counts steps by parameter. Fused optimizers count them by group."""
         return any(isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) for part in self._parts)
 
     def _step(self) -> float | None:
-        """Return the optimizer's step; None if this rank steps nothing. StateError if it differs between parameters."""
+        """Return the optimizer's step, None if this rank steps nothing. Raise StateError if parameters differ in it."""
         if self._counts_by_parameter:
             steps = {float(self._state(held.master)["step"]) for held in self._held.values()}
         else:
@@ -218,11 +218,11 @@ class Megatron:
             raise StateError(f"the number of optimizer steps differs between parameters: {sorted(steps)}")
         return steps.pop() if steps else None if not self._held else 0.0
 
-    # -- going on --
+    # -- resume --
 
     def _begin(self) -> None:
-        """Create the moments that the optimizer would create in its first step, so that they can be saved and filled
-        before it."""
+        """Create the moments that the optimizer would create in its first step, so that they can be saved and restored
+        before the first step."""
         for part in self._parts:
             part.init_state_fn(part.optimizer, part.config)
             for group in part.optimizer.param_groups:
@@ -234,19 +234,19 @@ class Megatron:
 
     @torch.no_grad()
     def weights_restored(self) -> None:
-        """Compute the weights of the model from the fp32 ones. All ranks take part."""
+        """Compute the weights of the model from the fp32 weights. All ranks must call this."""
         if self._tied is not None:
             self._send_embedding(self._tied)
         for part in self._parts:
             part._copy_main_params_to_model_params()
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)  # wait for one in progress, if any; it does nothing else
+                chunk.start_param_sync(force_sync=True)  # only waits for a synchronization in progress
             chunk.start_param_sync(force_sync=True)
 
     def _send_embedding(self, weight: Tensor) -> None:
-        """Send the first stage's embedding to the last stage, whose output layer has a copy of it with another
-        division. Its bits are added to zeros."""
+        """Send the first stage's embedding to the last stage, whose output layer has a copy that is divided in another
+        way. The ranks of the last stage add it to zeros, which keeps its bits."""
         first, held = weight in self._boxes, self._held.get(weight)
         for key in (None, *MOMENTS):
             whole = torch.zeros(weight.numel(), dtype=torch.int32, device=weight.device)
@@ -264,7 +264,7 @@ class Megatron:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a schedule changes in a group of the optimizer, and its other plain values."""
+    """Return the settings of an optimizer's group that a schedule changes, and the group's other plain values."""
     return {
         key: value
         for key, value in group.items()
@@ -273,7 +273,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(memory: Tensor, first: int, box: Box, replicas: tuple[int, ...] | None = None) -> list[Shard]:
-    """Return the part of a box that is in flat memory, which begins with element `first` of a parameter."""
+    """Return the part of a box that is in flat memory. The memory begins with element `first` of a parameter."""
     flat = memory.detach().view(-1)
     start, stop = max(first, box.start), min(first + flat.numel(), box.stop)
     if start >= stop:
@@ -291,7 +291,7 @@ def _held_by(part: Any) -> Iterator[tuple[Tensor, Stepped]]:
 
 
 def _tied_embedding(chunks: list[Any]) -> Tensor | None:
-    """Return this stage's embedding, or its copy, if the first and the last stage of a pipeline share it."""
+    """Return this stage's embedding, or its copy of it, if the pipeline's first and last stage share the embedding."""
     group = parallel_state.get_embedding_group(check_initialized=False)
     if group is None or group.size() == 1:
         return None
@@ -304,7 +304,7 @@ def _tied_embedding(chunks: list[Any]) -> Tensor | None:
 
 
 def _boxes_of(chunk: Any, stage: tuple[int, ...]) -> Iterator[tuple[Tensor, list[Box]]]:
-    """Yield the boxes of the whole model that each parameter of a chunk is. Each layer has its own name."""
+    """Yield each parameter of a chunk with the boxes of the whole model that it consists of. Layers differ in name."""
     said = chunk.module.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for one in nested_values(said):
         if isinstance(one, ShardedTensor | ShardedTensorFactory) and not isinstance(one.data, torch.nn.Parameter):
@@ -313,12 +313,12 @@ def _boxes_of(chunk: Any, stage: tuple[int, ...]) -> Iterator[tuple[Tensor, list
             yield one.data, _boxes(one, [one], stage)
         elif isinstance(one, ShardedTensorFactory):
             yield one.data, _boxes(one, [part for part in nested_values(one.build()) if part is not None], stage)
-        elif not one.key.endswith("_extra_state"):  # from Transformer Engine: empty without fp8
+        elif not one.key.endswith("_extra_state"):  # extra state of Transformer Engine is empty without fp8
             raise UsageError(f"ckpt.megatron: {one.key} is not a tensor: not supported yet")
 
 
 def _boxes(one: Any, parts: list[Any], stage: tuple[int, ...]) -> list[Box]:
-    """Return a tensor as boxes of the whole one. UsageError if its memory is not a sequence of them."""
+    """Return a tensor as boxes of the whole tensor. Raise UsageError if its memory is not a sequence of boxes."""
     tp = _ranks(parallel_state.get_tensor_model_parallel_group())
     count, total = one.data.numel(), math.prod(parts[0].global_shape)
     if total not in (count, count * len(tp)):
@@ -347,7 +347,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 
 def refuse(chunks: list[Any], parts: list[Any]) -> None:
-    """Raise UsageError for anything that this module cannot divide."""
+    """Raise UsageError for models and optimizers whose state this module cannot divide among ranks."""
     why = _of_models(chunks) or _of_optimizers(parts)
     if why:
         raise UsageError(f"ckpt.megatron: {why}")

@@ -1,4 +1,4 @@
-"""Random states of a rank of Megatron: what `ckpt.RNG` saves, and the streams of the tracker."""
+"""Random states of a rank of Megatron: those that `ckpt.RNG` saves, and the streams of Megatron's tracker."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckpt.core.state.nodes import RNG
 
 
 class RandomNumbers(RNG):
-    """Outside the tracker's regions, all ranks of a tensor parallel group draw the same numbers. So a rank must not
-    take over the streams of any other rank: if the sizes of tensor or pipeline parallelism have changed since the
-    save, all keep what Megatron has seeded."""
+    """Outside the tracker's regions, all ranks of a tensor parallel group must draw the same numbers. So a rank must
+    never get the streams of another rank. If the size of tensor or pipeline parallelism has changed since the save, all
+    ranks keep the streams that Megatron has seeded."""
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: _get(stream) for name, stream in get_cuda_rng_tracker().get_states().items()}
@@ -25,7 +25,7 @@ class RandomNumbers(RNG):
             self._take(state)
 
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
-        """Called when the number of ranks has changed: additional data parallel ranks use the saved states again."""
+        """Restore after the number of ranks has changed: additional data parallel ranks reuse the saved states."""
         *here, replica = place_of_rank()
         alike = [state for state in states if state["place"][:4] == here]
         if alike:
@@ -44,13 +44,13 @@ class RandomNumbers(RNG):
 
 
 def _get(stream: Any) -> torch.Tensor:
-    """Return the state of a stream, which is a generator if CUDA graphs are used."""
+    """Return the state of a stream, which may already be a tensor. With CUDA graphs, a stream is a generator."""
     found: torch.Tensor = stream.get_state() if isinstance(stream, torch.Generator) else stream
     return found
 
 
 def place_of_rank() -> tuple[int, int, int, int, int]:
-    """Return the sizes of tensor and pipeline parallelism, and the rank's position in them and in data parallelism."""
+    """Return the sizes of tensor and pipeline parallelism, and the rank's position in them and among replicas."""
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),

@@ -1,1 +1,1 @@
-"""Optional parts that use public messages of the core. The core does not depend on them."""
+"""Optional modules that communicate with the core by its public messages. The core does not depend on them."""

@@ -1,14 +1,14 @@
 """A second copy of the memory on another node, so that a snapshot survives the loss of a node.
 
 Each writer sends every new snapshot of its trainer to the writer of one rank on another node (`Memory(replicas=2)`).
-That writer keeps the copy in a separate arena, labelled like the original. Training is not affected, because only
-sealed snapshots are sent. If the network is slower than the steps, some steps are skipped; the newest is sent next.
+The receiving writer stores the copy in a separate arena, labelled like the original. Training is not affected, because
+only sealed snapshots are sent. If the network is too slow for every step, only the newest snapshot is sent next.
 
-This is a plug-in: `ckpt.writer_process` creates a `Replicator` next to the core's writer. It handles its own requests
-(`Partner`), and, like the core, `Retract`. The core receives the copies only as `HeldMemory.copies`, which a restore
-may read.
+This is a plug-in: `ckpt.writer_process` creates a `Replicator` next to the core's writer. The `Replicator` handles its
+own request `Partner`, and `Retract` in addition to the core. The core knows the copies only as `HeldMemory.copies`,
+from which a restore may read.
 
-    push:   token, then for each snapshot: header (JSON), data, plain values, one byte: complete, or overwritten
+    push:   token, then for each snapshot: header (JSON), data, plain values, and one byte: 1 complete, 0 overwritten
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ CHUNK = 4 << 20
 CONNECT_S = 5.0
 RETRY_S = 2.0
 POLL_S = 0.02  # interval between two checks for a new snapshot
-SILENCE_S = 120.0  # a peer that neither sends nor receives a byte for this long is considered lost
+SILENCE_S = 120.0  # seconds without a byte in either direction after which a peer is considered lost
 MAX_HEADER = 64 << 20
-OLD_AFTER = 64  # snapshots of this rank; another rank that sent none in this time is gone
+OLD_AFTER = 64  # received snapshots between two checks; a rank that sent none of them is considered gone
 _SIZE = struct.Struct("!I")
 
 
 class Replicator:
-    """Both ends of replication: receives copies of another rank's snapshots, and sends this rank's to a partner."""
+    """Both ends of replication: receives another rank's snapshots, and sends this rank's snapshots to a partner."""
 
     def __init__(self, memory: HeldMemory) -> None:
         self._memory, self.arenas = memory, memory.copies
-        self._fresh: set[int] = set()  # ranks that have sent a snapshot since the last check
+        self._fresh: set[int] = set()  # ranks that have sent a snapshot since the last `_drop_old`
         self._pushed = 0
         self._token = secrets.token_hex(16)
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._partner: dict[str, Any] | None = None
         self._rank = 0
-        self._sent = -1  # order of the last snapshot that was sent
+        self._sent = -1  # order number of the last snapshot that was sent
         self._withdrawn: list[CheckpointId] = []
         self._warned = False
 
-    # -- taking --
+    # -- receive --
 
     @handles(messages.Partner)
     def partner(self, request: messages.Partner) -> messages.Json:
-        """Listen, and return how others can connect. With a contact, send our snapshots to it from now on."""
+        """Listen, and return the address for other writers. Send our snapshots to `contact` from now on, if given."""
         if request.contact is not None:
             started = self._partner is not None
             self._partner, self._rank = request.contact, request.rank
@@ -86,7 +86,7 @@ class Replicator:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
-            except OSError:  # for example, no free descriptors; the partner tries again
+            except OSError:  # for example, no free descriptors; the partner will connect again
                 await asyncio.sleep(RETRY_S)
                 continue
             sock.setblocking(False)
@@ -135,7 +135,7 @@ class Replicator:
         self._fresh.add(rank)
 
     def _discard(self, rank: int, checkpoint: CheckpointId) -> None:
-        """Drop a snapshot that its sender has withdrawn."""
+        """Drop a snapshot that its sender has retracted."""
         arena = self.arenas.get(rank)
         for slot, label in arena.sealed() if arena is not None else ():
             if arena is not None and label.checkpoint == checkpoint:
@@ -152,15 +152,15 @@ class Replicator:
         return arena
 
     def _drop_old(self) -> None:
-        """Drop the copies of ranks that are gone, which sent nothing while our trainer sealed many steps."""
+        """Drop the copies of ranks that have sent no snapshot since the last call, because these ranks are gone."""
         for rank in self.arenas.keys() - self._fresh:
             self.arenas.pop(rank).close()
         self._fresh.clear()
 
-    # -- sending --
+    # -- send --
 
     def _newest(self) -> tuple[Arena, int, Label, Layout] | None:
-        """Return the newest snapshot of our trainer if the partner does not have it yet."""
+        """Return the newest snapshot of our trainer, or None if the partner already has it."""
         memory = self._memory
         for arena, slot, label in memory.ring():
             if label.checkpoint in memory.retracted or arena.id.hex() in memory.foreign:
@@ -172,7 +172,7 @@ class Replicator:
 
     @handles(messages.Retract)
     def take_back(self, request: messages.Retract) -> None:
-        """Drop a snapshot that turned out to be inconsistent, and its copy."""
+        """Drop a snapshot of our trainer that turned out to be inconsistent, and the partner's copy of it."""
         if self._partner is not None:
             self._withdrawn.append(CheckpointId.parse(request.checkpoint))
 
@@ -198,7 +198,7 @@ class Replicator:
                 self._warned = True
                 warn("memory is currently not copied to another node: %s", error)
                 await asyncio.sleep(RETRY_S)
-                self._sent = -1  # the partner may be another process, or may have restarted
+                self._sent = -1  # send the newest again, because the partner may have been replaced or restarted
 
     async def _send_drop(self, sock: socket.socket, checkpoint: CheckpointId) -> None:
         header = json.dumps({"rank": self._rank, "drop": str(checkpoint)}).encode()
@@ -242,7 +242,7 @@ class Replicator:
             for start in range(0, len(part), CHUNK):
                 await asyncio.wait_for(loop.sock_sendall(sock, part[start : start + CHUNK]), SILENCE_S)
         await asyncio.wait_for(loop.sock_sendall(sock, arena.values(slot, label)), SILENCE_S)
-        whole = arena.label(slot) == label  # false if the trainer has overwritten the slot in the meantime
+        whole = arena.label(slot) == label  # False if the trainer has overwritten the slot while it was sent
         await loop.sock_sendall(sock, b"\x01" if whole else b"\x00")
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The adapter for Ray Train: save every step of a worker, restore it from memory when Ray restarts it, report to Ray.
+"""The adapter for Ray Train: save every step of a worker, restore it from memory after a restart, and report to Ray.
 
-Input: a training function under `TorchTrainer`. Output: a `ckpt.Checkpointer` whose run is in the storage of the
-experiment. Only public names of Ray are used.
+It is used in a training function under `TorchTrainer`, and creates a `ckpt.Checkpointer` whose run is in the storage of
+the experiment. Only public names of Ray are used.
 """
 
 from ckpt.ray.worker import WorkerCheckpointer as WorkerCheckpointer

@@ -1,7 +1,7 @@
 """A Checkpointer in a worker of Ray Train.
 
-Ray stores what is reported to it, and deletes it by its `num_to_keep`. So the reported checkpoint is a folder with one
-small file that names the run and the step (`POINTER`). The run itself is next to it, and Ray never changes it.
+Ray copies each reported checkpoint, and deletes old ones by its `num_to_keep`. So a reported checkpoint is a folder
+with one small file that names the run and the step (`POINTER`). The run is next to it, and Ray never changes the run.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ckpt.version import check_known
 
 KNOWN = ((2, 60), (2, 70))  # the first supported version, and the first unsupported one
 POINTER = "everystep.json"
-MAX_POINTER = 1 << 20  # bytes
-SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # of pyarrow's file systems
+MAX_POINTER = 1 << 20  # maximum bytes of a POINTER file
+SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}  # by the type names of pyarrow's file systems
 
 
 check_known("ckpt.ray", "Ray", ray.__version__, KNOWN)
 
 
 class WorkerCheckpointer(Checkpointer):
-    """A Checkpointer that reports to Ray. Created by `attach`. `place`: the folder or URL of its run."""
+    """A Checkpointer that reports to Ray. Created by `attach`. `place`: folder or URL of the run."""
 
     def __init__(self, state: dict[str, Any], tiers: list[Tier], place: str, **arguments: Any) -> None:
         self.place = place
         super().__init__(state, tiers, **arguments)
 
     def report(self, metrics: dict[str, Any], **options: Any) -> None:
-        """Call `ray.train.report`, on all workers, with a checkpoint that names the step that was just done. That step
-        is saved to every tier. Ray waits here for all workers, as usual, but not for the save. `options`: of
-        `report`."""
+        """Call `ray.train.report` on all workers, with a checkpoint that names the last step, and save that step to
+        every tier. Ray waits here for all workers, as usual, but not for the save. `options`: further arguments of
+        `ray.train.report`."""
         step = self.save().step
         if ray.train.get_context().get_world_rank() > 0:
             ray.train.report(metrics, checkpoint=None, **options)
@@ -76,11 +76,11 @@ def attach(
                 if (step + 1) % 500 == 0:
                     cp.report({"loss": float(loss)})
 
-    Every step is saved to `memory`, and every `every`-th one to `also` and to `place`. The default of `place` is the
-    folder `everystep` in the storage of the experiment (`RunConfig(storage_path=, name=)`). Workers that Ray restarts
-    (`FailureConfig`) resume at the last step in memory. A later `fit` with the same name resumes at the newest step in
-    `place`, with any number of workers. `state`, `keep`, `arguments`: see `ckpt.Checkpointer`. Raises
-    InvalidArgumentError for storage that everystep does not support.
+    Every step is saved to `memory`, and every step that `every` schedules also to `place` and to the tiers in `also`.
+    `place` is by default the folder `everystep` in the storage of the experiment (`RunConfig(storage_path=, name=)`).
+    Workers that Ray restarts (`FailureConfig`) resume at the last step in memory. A later `fit` with the same name
+    resumes at the newest step in `place`, with any number of workers. `state`, `keep`, `arguments`: see
+    `ckpt.Checkpointer`. Raises InvalidArgumentError for storage that everystep does not support.
     """
     place = place or _experiments_place()
     tiers = [*also, Tier(place, every=every, keep=keep)]
@@ -99,8 +99,8 @@ def _experiments_place() -> str:
 
 
 def place_of(checkpoint: Any) -> str:
-    """Return `RUN@STEP`, for `ckpt.load` and the commands, of a reported checkpoint such as `result.checkpoint`. Raises
-    UnreadableError if its file cannot be read now, CorruptError if it is lost or damaged."""
+    """Return the `RUN@STEP` of a reported checkpoint, for example of `result.checkpoint`, for `ckpt.load` and the
+    commands. Raise UnreadableError if its file cannot be read now, CorruptError if it is lost or damaged."""
     with checkpoint.as_directory() as folder:
         try:
             said = json.loads(run(chunks.files(read_regular, Path(folder, POINTER), MAX_POINTER)))

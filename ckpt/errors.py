@@ -27,7 +27,7 @@
         ├── AccessError       no such bucket, no permission, or invalid credentials
         ├── RunGoneError      the folder or bucket no longer contains the run that was opened
         ├── TransferError     bytes were not transferred from one rank to another
-    └── OutcomeUnknownError   no reply to a commit arrived: it may or may not be recorded
+        └── OutcomeUnknownError   no reply to a commit arrived: it may or may not be recorded
 
 A program checks two things: whether the user must fix the call (`UsageError`), and whether a retry may help
 (`retryable`). A person needs to know what is safe and what to do next. The message states the details, and the class

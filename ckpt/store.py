@@ -23,7 +23,7 @@ UNLOCKABLE = (
     errno.ENOSYS,
     errno.ENOLCK,
     errno.EINVAL,
-)  # errors of flock on file systems without locks
+)  # error numbers of flock on file systems without locks
 _NEARLY = re.compile(r"(s3a?|gs|gcs|az|abfss?|https?|sftp|file|memory)(?::|//)", re.IGNORECASE)
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
@@ -39,15 +39,15 @@ class ObjectInfo:
 class Upload(Protocol):
     """A large object that is being written. Do not read it before `finish`, although a store may already list it.
 
-    `part`: size of the ranges [k * part, (k + 1) * part) in which the object is written, bytes; the last range is
-        shorter. 0 allows any ranges. Each range is written once. Ranges may arrive out of order, but a store may delay
-        a later range until an earlier one has arrived.
+    `part`: size in bytes of the ranges [k * part, (k + 1) * part) in which the object must be written; only the last
+        range is shorter. 0 allows any ranges. Each range is written once. Ranges may be passed in any order, but a
+        store may delay a later range until an earlier one has arrived.
     """
 
     part: int
 
     async def write_at(self, offset: int, view: memoryview) -> None:
-        """Write bytes at an offset and return when the next range may be written. Calls may overlap in time.
+        """Write bytes at an offset. Return when the next range may be written. Calls may run concurrently.
 
         The bytes must not change until `finish` or `abort` has returned.
         """
@@ -55,37 +55,36 @@ class Upload(Protocol):
     async def finish(self) -> None:
         """Make the object durable and visible.
 
-        After an error, write the object again under a new name. If it replaces another object, write it again under the
-        same name.
+        After an error, the caller must write the object again: under a new name, or under the same name if it replaces
+        another object.
         """
 
     async def abort(self) -> None:
-        """Discard the written ranges. May be called at any time. Never raises if there is nothing to discard."""
+        """Discard the written ranges. May be called at any time. Raises no error if there is nothing to discard."""
 
 
 class Store(Protocol):
-    """The contract of a store, created as `Class(url, writable=False)`. Its errors are `ckpt.errors.StoreError` and
-    subclasses, never those of a driver.
+    """The contract of a store, which is created as `Class(url, writable=False)`. It raises only
+    `ckpt.errors.StoreError` and its subclasses, never errors of a driver.
 
-    `remote`: True if requests are slow and cost money, and readers lose an object when it is deleted.
+    `remote`: True if requests are slow and cost money, and if deleting an object makes it unreadable for open readers.
 
-    Two optional methods make restores faster. `scatter(key, start, views)` of a store that is not remote fills these
+    Two optional methods make restores faster. `scatter(key, start, views)`, for stores that are not remote, fills the
     views one after another with the bytes from `start` on, in the calling thread, through the page cache. `soon(key,
-    start, length)` announces that `scatter` will soon request these bytes. It never fails.
+    start, length)` announces that `scatter` will soon request these bytes, and never raises an error.
     """
 
     url: str
     remote: bool
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        """Store a small object completely or not at all, durable on return. `create=True`: ExistsError if it exists."""
+        """Store a small object completely or not at all, durable on return. `create`: ExistsError if it exists."""
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
-        """Begin a large object of exactly `size` bytes under an unused name. Not every store checks that it is unused.
+        """Begin to write a large object of exactly `size` bytes under an unused name. A store need not check the name.
 
-        `replace`: an existing object under this name stays unchanged until `finish` has replaced it, completely and
-            durably. It stays forever if `finish` is never called. Concurrent writers of one object must write the same
-            bytes.
+        `replace`: allow a name that is in use. The old object stays unchanged until `finish` replaces it completely and
+            durably; without `finish` it stays forever. Concurrent writers of one object must write the same bytes.
         """
 
     async def get(
@@ -99,33 +98,32 @@ class Store(Protocol):
     ) -> memoryview:
         """Return bytes [start, start + length), or all bytes from `start` on if `length` is None.
 
-        TruncatedError if the object ends before the range does. `into`: scratch memory that may contain the result at
-        any offset; with page-aligned memory of `length + 2 * PAGE` bytes, a store that reads whole pages needs no copy.
-        `limit`: for whole objects; CorruptError if the object has more bytes, and nothing of it is kept.
+        Raise TruncatedError if the object ends before the range. `into`: scratch memory in which the result may be
+        returned at any offset; with page-aligned memory of `length + 2 * PAGE` bytes, a store that reads whole pages
+        needs no copy. `limit`: if a whole object has more bytes, raise CorruptError and keep nothing of the object.
         """
 
     async def head(self, key: str) -> ObjectInfo:
-        """Return key and size. Raise NotFoundError if there is no such object."""
+        """Return the key and the size of an object. Raise NotFoundError if it does not exist."""
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """List each object whose key starts with `prefix` once, in any order. Unfinished objects may not be listed.
 
-        `prefix`: a folder with its slash, `log/`, or empty for all objects. InvalidArgumentError for anything else.
-        Objects that
-            are created or deleted while a listing runs may be missing from it.
+        `prefix`: a folder with its slash, for example `log/`, or empty for all objects. Anything else raises
+            InvalidArgumentError. A listing may lack objects that are created or deleted while it runs.
         """
 
     async def delete(self, key: str) -> None:
         """Delete an object. Deleting an absent object succeeds."""
 
     async def delete_many(self, keys: Sequence[str]) -> None:
-        """Delete several objects in as few requests as possible."""
+        """Delete several objects with as few requests as possible."""
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
-        """Abort unfinished uploads of dead processes, unless `wanted` returns True for their key. Return their number.
+        """Abort unfinished uploads of dead processes, except if `wanted(key)` is True. Return their number.
 
-        A store that lists unfinished objects like all others has no uploads to abort. A folder also passes the names of
-        temporary files that crashed writers left (`is_temporary`).
+        A store that lists unfinished objects like complete ones has no uploads to abort. A store for folders also
+        passes the names of temporary files that crashed writers left (`is_temporary`) to `wanted`.
         """
 
     async def aclose(self) -> None:
@@ -133,7 +131,7 @@ class Store(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Raise InvalidArgumentError for a key that could leave the root, because names from data must not become paths."""
+    """Raise InvalidArgumentError for a key that could leave the root, because keys may come from data in files."""
     if not _KEY.fullmatch(key) or len(key) > 512:
         raise InvalidArgumentError(f"not a valid object key: {key!r}")
     return key
@@ -154,7 +152,7 @@ def is_temporary(key: str) -> bool:
 
 
 async def get_small(store: Store, key: str, limit: int) -> memoryview:
-    """Return a whole object. Raise CorruptError if it is larger than `limit`, and keep nothing of it."""
+    """Return a whole object. If it is larger than `limit`, raise CorruptError and keep nothing of it."""
     return await store.get(key, limit=limit)
 
 
@@ -167,7 +165,7 @@ async def exists(store: Store, key: str) -> bool:
     return True
 
 
-LEASE = "lease.json"  # names the process that trains a run: see `ckpt.core.checkpoint.lease`
+LEASE = "lease.json"  # key of the object that names the process that trains a run: `ckpt.core.checkpoint.lease`
 _FSSPEC = "ckpt_backends.remote:RemoteStore"
 _BUILT_IN = {
     "file": "ckpt_backends.local:LocalStore",
@@ -177,7 +175,7 @@ _BUILT_IN = {
 _LIMIT, _RETRY = "ckpt_backends.limit:Limit", "ckpt_backends.retry:Retry"
 _options: dict[str, Mapping[str, Any]] = {}
 _FILE = "file://"
-_ANYWHERE = ""  # key in `_options` for the options of all tiers
+_ANYWHERE = ""  # key in `_options` for options that apply to every URL
 
 
 def folder_of(url: str) -> Path | None:
@@ -214,7 +212,7 @@ def normalise(url: str | Path) -> str:
         if separator and rest.partition("/")[0] == "localhost":
             rest = rest.removeprefix("localhost")
         try:
-            return url_of(Path(rest).expanduser().resolve())  # resolve links, so that one folder has one name
+            return url_of(Path(rest).expanduser().resolve())  # links are resolved, so that a folder has only one URL
         except RuntimeError as error:
             raise InvalidArgumentError(f"{text!r}: {error}") from None
     user, at, _ = rest.partition("/")[0].rpartition("@")
@@ -237,9 +235,8 @@ def normalise(url: str | Path) -> str:
 def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) -> None:
     """Remember fsspec's `storage_options` for a URL, in addition to the environment and configuration files.
 
-    `url`: None applies them to every URL. They hold for this process and are never written to a file. Raises
-    InvalidArgumentError
-        if they are not a dict.
+    `url`: None applies the options to every URL. They apply to this process and are never written to a file. Raises
+        InvalidArgumentError if they are not a dict.
     """
     if options is not None and not isinstance(options, Mapping):
         raise InvalidArgumentError(
@@ -251,18 +248,18 @@ def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) 
 
 
 def options_of(url: str | Path) -> Mapping[str, Any]:
-    """Return the options that `remember_options` has stored for a URL."""
+    """Return the options that `remember_options` has stored for a URL and for every URL."""
     return {**_options.get(_ANYWHERE, {}), **_options.get(normalise(url), {})}
 
 
 def open_store(
     url: str | Path, *, writable: bool = False, limits: Mapping[str, Any] | None = None, patience_s: float = 60.0
 ) -> Store:
-    """Open the store of a URL: a built-in scheme, otherwise the entry-point group `ckpt.stores`, otherwise fsspec.
+    """Open the store of a URL: by a built-in scheme, by the entry-point group `ckpt.stores`, or otherwise by fsspec.
 
     - `writable`: True creates a missing folder; buckets are never created.
-    - `limits`: limits for remote stores, see `ckpt_backends.limit`.
-    - `patience_s`: how long transient errors of remote stores are retried, seconds; 0 disables retries.
+    - `limits`: arguments of `ckpt_backends.limit.Limit` for remote stores.
+    - `patience_s`: seconds for which transient errors of remote stores are retried; 0 disables retries.
 
     Raises InvalidArgumentError for an unknown scheme, StoreError if the folder or bucket cannot be used.
     """
@@ -277,7 +274,7 @@ def open_store(
 def _class_of(scheme: str) -> str:
     if scheme in _BUILT_IN:
         return _BUILT_IN[scheme]
-    from importlib.metadata import entry_points  # slow to import, and rarely needed
+    from importlib.metadata import entry_points  # imported here, because it is slow and rarely needed
 
     for entry in entry_points(group="ckpt.stores", name=scheme):
         return entry.value

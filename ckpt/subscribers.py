@@ -2,7 +2,7 @@
 
     training loop, staging thread, messages of the writer -> publish -> a bounded queue -> one thread -> functions
 
-Only close() waits for a subscriber, and only briefly.
+Training never waits for a subscriber, except for up to 5 s in close().
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 log = logging.getLogger("ckpt")
 
 KINDS = ("staged", "committed", "failed", "restored", "fault", "decided", "closed")
-MOST = 1024  # maximum events queued for a slow subscriber; then the oldest are dropped
-FLUSH_S = 5.0  # seconds that close() waits for the last events
+MOST = 1024  # maximum events queued for a slow subscriber; beyond it, the oldest events are dropped
+FLUSH_S = 5.0  # maximum seconds that close() waits until the last events are delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class Event:
     """An event in this process. Fields that its kind does not use are None.
 
     - `at`: seconds since 1970. `dropped`: number of events lost before this one because a subscriber was too slow.
-    - "staged": `step` is in memory. `stall_s`: how long training waited for it; `nbytes`: size of this rank's state.
-    - "committed": the step is durable in `tier`, a URL. `seconds` since the request; `nbytes`, of which `stored` were
-      written.
-    - "failed": the step is not in `tier` ("memory" or a URL). `error`: the reason.
-    - "restored": `step` from `source`, "memory" or a URL; `seconds`; `repaired`: chunks read from a further tier.
-    - "fault": a fault of this job attempt or the one before. `account`: a line for people; `fault`: its kind.
-    - "decided": from `step` on, `every` maps each tier to its interval in steps (0: never). `why`: reason by tier.
+    - "staged": `step` is in memory. `stall_s`: seconds that training waited; `nbytes`: size of this rank's state.
+    - "committed": the step is durable in `tier`, a URL. `seconds`: time since the request. `nbytes`: size of the state;
+      `stored`: bytes that were written.
+    - "failed": the step is not stored in `tier` ("memory" or a URL). `error`: the reason.
+    - "restored": `step` from `source`, "memory" or a URL; `seconds`: duration; `repaired`: chunks from another tier.
+    - "fault": a fault of this job attempt or of the previous one. `account`: a line for people; `fault`: its kind.
+    - "decided": from `step` on, `every` has the save interval of each tier in steps (0: never). `why`: reason by tier.
     - "closed": the last event of a Checkpointer.
     """
 
@@ -56,7 +56,7 @@ class Event:
     dropped: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, without the fields that this kind does not use."""
+        """Return the fields that this kind of event uses, as plain values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None and (name != "dropped" or value)}
 
@@ -107,7 +107,7 @@ class Subscribers:
             log.warning("a subscriber of ckpt.events is too slow: the oldest events are dropped")
 
     def flush(self, timeout_s: float) -> bool:
-        """Return True if subscribers received all events published before, or if there are no subscribers."""
+        """Wait until the subscribers have received all events published so far. Return False after a timeout."""
         if self._thread is None or threading.current_thread() is self._thread:
             return not self._queue
         with self._changed:
@@ -129,7 +129,7 @@ class Subscribers:
     def _tell(self, number: int, function: Subscriber, event: Event) -> None:
         try:
             function(event)
-        except BaseException:  # also sys.exit(); the thread continues and logs one error per kind of event
+        except BaseException:  # including SystemExit; the thread continues, and logs one error per kind of event
             if (number, event.kind) not in self._complained:
                 self._complained.add((number, event.kind))
                 log.exception('a subscriber of ckpt.events failed on a "%s" event', event.kind)
@@ -139,13 +139,13 @@ _board = Subscribers()
 
 
 def subscribe(function: Subscriber) -> Callable[[], None]:
-    """Call a function with each `Event` of this process from now on. Returns a function that unsubscribes.
+    """Call a function with each `Event` of this process from now on. Return a function that ends this subscription.
 
-    Subscribe before or after creating a Checkpointer; events of all of them are delivered. In a distributed job, each
-    rank delivers its own events. A background thread calls the function in the order of the events. An exception that
-    it raises is logged once per kind of event, and later events are still delivered. If the function is slow, the
-    oldest of 1,024 queued events are dropped, and the next event reports how many. close() waits up to 5 s for the last
-    ones.
+    Subscribe before or after creating a Checkpointer; the events of all Checkpointers are delivered. In a distributed
+    job, each rank delivers its own events. A background thread calls the function, in the order of the events. If the
+    function raises an exception, it is logged once per kind of event, and later events are still delivered. For a slow
+    function, 1,024 events are queued, then the oldest are dropped; the next event has their number in `dropped`.
+    close() waits up to 5 s until the last events are delivered.
 
     For Weights & Biases:
 
@@ -171,7 +171,7 @@ def publish(kind: str, step: int | None, **facts: Any) -> None:
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Wait until subscribers have received all published events. Return False after a timeout."""
+    """Wait until the subscribers have received all published events. Return False after a timeout."""
     return _board.flush(timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""The user's configuration of memory and durable tiers, in which snapshots and checkpoints are stored."""
+"""The user's configuration of memory and durable tiers, where snapshots and checkpoints are stored."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.store import normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
-CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # prefixes of environment variables with credentials
+CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # prefixes of the environment variables that may contain credentials
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Host memory of the writer process, so that snapshots survive the trainer: `Checkpointer(..., memory=)`.
+    """Host memory of the writer process, which stores snapshots that survive the trainer: `Checkpointer(memory=)`.
 
-    - `every`: steps between snapshots, default 1; or a time ("30s", "10min", "2h"); or "auto": as often as 1 % of the
-      training time allows. See `ckpt.Auto`.
-    - `keep`: number of snapshots, 2 to 12, with the one being taken; default 2, with several ranks at least 3. Each
-      takes as much memory as the state. If a write to a tier outlives the next step, one more is added; fewer if memory
-      is short.
-    - `linger_s`: how long the writer keeps the memory after the trainer has died and every tier has the newest step,
-      seconds, default 120.
-    - `replicas`: 2 keeps a copy of each snapshot on another node, sent in the background, so that memory survives the
-      loss of a node. Default 1.
+    - `every`: number of steps between snapshots, default 1; a time ("30s", "10min", "2h"); or "auto": as often as 1 %
+      of the training time allows. See `ckpt.Auto`.
+    - `keep`: number of snapshots, 2 to 12, including the one in progress. Default 2, or at least 3 in a multi-rank job.
+      Each takes as much memory as the state. One more is added if a write to a tier takes longer than a step. Fewer are
+      kept if memory is short.
+    - `linger_s`: seconds for which the writer keeps the memory after the trainer has died and every tier has the newest
+      step. Default 120.
+    - `replicas`: 2 also copies each snapshot to the memory of another node, in the background, so that snapshots
+      survive the loss of a node. Default 1.
     """
 
     every: int | str | Auto = 1
@@ -58,19 +58,19 @@ class Tier:
     """A durable tier: a folder or a bucket.
 
     - `url`: folder, or URL of a bucket and prefix.
-    - `every`: steps between checkpoints, default 100; or a time ("30s", "10min", "2h"); or "auto": the interval that
-      loses least time, computed from the cost of a save and the rate of failures. See `ckpt.Auto`.
-    - `keep`: "all" (default), a number of newest checkpoints, or a `Keep`.
+    - `every`: number of steps between checkpoints, default 100; a time ("30s", "10min", "2h"); or "auto": the interval
+      that loses the least time, computed from the cost of a save and the rate of failures. See `ckpt.Auto`.
+    - `keep`: "all" (default), the number of newest checkpoints to keep, or a `Keep`.
     - `storage_options`: fsspec options for object stores (`endpoint_url`, `key`, `profile`, ...), in addition to the
       environment and configuration files.
-    - `max_mib_s`: limit for the bytes sent and read, MiB per second, default none.
-    - `max_inflight_mib`: most bytes in transit at any moment, MiB, default 256.
-    - `reader_grace_s`: how long expired files stay for processes that still read them, seconds. Default 600 in object
-      stores and 0 in folders, where an open file survives its deletion.
-    - `compression`: "zstd" stores each tensor in its smallest lossless form, also as a difference to an older
-      checkpoint; "none" stores raw bytes; "auto" (default) compresses if the store is slower than idle cores compress.
-    - `full_every`: the first two checkpoints and every such one are stored completely, so that one bad file cannot
-      damage them all; the others store only what has changed. Default 10. With 1, all are stored completely.
+    - `max_mib_s`: limit for bytes sent and received, MiB per second, default no limit.
+    - `max_inflight_mib`: limit for bytes in flight at the same time, MiB, default 256.
+    - `reader_grace_s`: seconds for which expired files stay, because other processes may be reading them. Default 600
+      in object stores, and 0 in folders, because there an open file survives its deletion.
+    - `compression`: "zstd" stores each tensor in its smallest lossless form, which may be the difference from an older
+      checkpoint; "none" stores raw bytes; "auto" (default) compresses if the store is slower than idle cores.
+    - `full_every`: the first two checkpoints, and then one of every `full_every`, are complete, so that a bad file
+      cannot damage all checkpoints. The others store only changes. Default 10; 1 makes all checkpoints complete.
     """
 
     url: str
@@ -117,7 +117,7 @@ class Tier:
             ) from None
 
     def spec(self) -> dict[str, Any]:
-        """Return the data that the writer needs to open the tier, with this trainer's credentials."""
+        """Return the data from which the writer opens the tier, including this trainer's credentials."""
         return {
             "url": self.url,
             "keep": asdict(self.keeping),
@@ -134,7 +134,7 @@ class Tier:
 
     @property
     def steps(self) -> int:
-        """Return the steps between two checkpoints. Raise InvalidArgumentError if the interval is a time or "auto"."""
+        """Return the number of steps between checkpoints. Raise InvalidArgumentError if `every` is a time or "auto"."""
         if not isinstance(self.every, int):
             raise InvalidArgumentError(
                 f"{self.url}: every= must be a number of steps here, because only a Checkpointer measures how long "
@@ -151,7 +151,7 @@ class Tier:
 def as_tiers(
     tiers: object, memory: object = DEFAULT_MEMORY, every: object = None, keep: object = None
 ) -> tuple[Memory | None, list[Tier]]:
-    """Convert the user's arguments to memory and the durable tiers, nearest first.
+    """Convert the user's arguments to the memory and the durable tiers, nearest first.
 
     `every` and `keep` apply to tiers given as strings. With every="auto", the default memory is "auto" too. Raises
     InvalidArgumentError if an argument is wrong.
@@ -162,7 +162,7 @@ def as_tiers(
         raise InvalidArgumentError("Memory is not a tier: pass it as memory=ckpt.Memory(...)")
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Tier, str, Path)) for t in given):
         hint = ". The state comes first: Checkpointer(state, tiers)" if isinstance(tiers, dict) else ""
-        shown = reprlib.repr(tiers)  # shortened, because it may be a whole state passed by mistake
+        shown = reprlib.repr(tiers)  # a shortened text, because the user may have passed a whole state by mistake
         raise InvalidArgumentError(f"tiers must be a folder, a URL, a Tier, or a list of these, not {shown}{hint}")
     if not (memory is None or isinstance(memory, Memory)):
         raise InvalidArgumentError(f"memory={reprlib.repr(memory)}: it must be ckpt.Memory(...), or None for no memory")

@@ -1,4 +1,4 @@
-"""Tests of the guarantees of every store, for authors of stores.
+"""Tests of the guarantees that every store must keep, for authors of stores.
 
     # test_my_store.py
     from ckpt.testing import StoreTests
@@ -14,8 +14,8 @@
         def make(self):
             return MyStore(self.url, writable=True)
 
-Only the interface (`ckpt.store.Store`) is used, so a store that passes can hold checkpoints. Listings may have any
-order: the tests sort them. Needs pytest.
+The tests use only the interface `ckpt.store.Store`, so a store that passes them can store checkpoints. Listings may
+have any order, because the tests sort them. Needs pytest.
 
 `in_virtual_time` is for tests of code that waits: retries, limits, deadlines.
 """
@@ -32,4 +32,4 @@ __all__ = ["StoreTests", "in_virtual_time"]
 
 
 class StoreTests(SmallObjectTests, ListingTests, LargeObjectTests, RangeTests):
-    """Subclass this, and define `make`. Each test uses one location, which is empty at its start."""
+    """Subclass this class, and define `make`. Each test uses one location, which must be empty at its start."""

@@ -23,8 +23,8 @@ class LargeObjectTests(OverStores):
     """Tests of uploads: from the first range to `finish`, aborted, or abandoned."""
 
     async def test_upload_in_ranges(self, store: Store) -> None:
-        """An object consists of its ranges, written concurrently: of odd sizes in any order, or part by part if the
-        store has parts."""
+        """An object consists of its ranges, which are written concurrently: ranges of odd sizes in any order, or whole
+        parts if the store has parts."""
         probe = await store.upload("packs/probe", size=1 << 20)
         await probe.abort()
         size = 2 * probe.part + 12_345
@@ -117,8 +117,8 @@ class LargeObjectTests(OverStores):
         assert bytes(await store.get("packs/p")) == b"%d" % winners[0] * 9000
 
     async def test_an_upload_replaces_only_if_it_is_told_to(self, store: Store, other: Store) -> None:
-        """An upload replaces old bytes, longer or shorter, only with `replace` and only at its end, for every reader. A
-        new name works too."""
+        """An upload replaces old bytes, longer or shorter ones, only with `replace`, and for every reader only at its
+        end. With a name that does not exist, `replace` works too."""
         for i, (old, new) in enumerate(((BLOB, BLOB[::-1]), (b"short", BLOB), (BLOB, b""), (None, BLOB))):
             key = f"packs/{i}"
             if old is not None:
@@ -167,7 +167,7 @@ class LargeObjectTests(OverStores):
             assert bytes(await store.get(f"packs/{i}")) == bytes([i]) * 5 + BLOB
 
     async def test_upload_does_not_take_more_than_was_declared(self, store: Store) -> None:
-        """Bytes beyond the declared size are refused."""
+        """Bytes beyond the declared size are rejected."""
         target = await store.upload("packs/p", size=10)
         with pytest.raises(StoreError):
             await target.write_at(0, memoryview(b"x" * 11))
@@ -188,7 +188,7 @@ class LargeObjectTests(OverStores):
         assert bytes(await store.get("packs/p")) == b"whole"
 
     async def test_drop_uploads(self, store: Store, other: Store) -> None:
-        """Uploads of a dead process are found, except those that `wanted` accepts. Complete objects are not deleted."""
+        """Uploads of a dead process are dropped, except those for which `wanted` is True. Complete objects stay."""
         await upload(store, "packs/finished", BLOB)
         await store.put("log/0", b"x")
         if not self.has_unfinished:
@@ -204,7 +204,7 @@ class LargeObjectTests(OverStores):
             assert await other.drop_uploads(lambda key: False) == 1
             assert await other.drop_uploads(lambda key: False) == 0
             for target in left:
-                await target.abort()  # it is not an error if the upload is gone already
+                await target.abort()  # must not raise an error, although the upload is gone
         assert await keys(other) == ["log/0", "packs/finished"]
         assert bytes(await other.get("packs/finished")) == BLOB
 
@@ -229,7 +229,7 @@ class RangeTests(OverStores):
             assert bytes(view) == BLOB[start : start + length], (start, length)
 
     async def test_scatter(self, store: Store) -> None:
-        """The method of a local store fills views of any size in turn, or raises an error."""
+        """The optional method of local stores fills views of any size one after another, or raises an error."""
         scatter: Any = getattr(store, "scatter", None)
         if store.remote or scatter is None:
             pytest.skip("the store has no such method")
@@ -270,7 +270,7 @@ class RangeTests(OverStores):
             await store.get("index/i", start=len(BLOB) + 1)
 
     async def test_a_cancelled_call_harms_no_other(self, store: Store) -> None:
-        """Cancelled calls end immediately, and the store continues to work."""
+        """A cancelled call ends immediately, and other calls still work."""
         await upload(store, "packs/p", BLOB)
         calls = [asyncio.ensure_future(store.get("packs/p", start=i, length=PAGE)) for i in range(20)]
         await asyncio.sleep(0)

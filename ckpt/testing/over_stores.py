@@ -1,4 +1,4 @@
-"""Runs tests of stores, and has the code that these tests share."""
+"""Runs tests of stores, and contains the code that these tests share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt.store import Store
 
-BLOB = bytes(range(256)) * 100 + b"tail"  # 25,604 bytes: whole pages, and a remainder
+BLOB = bytes(range(256)) * 100 + b"tail"  # 25,604 bytes: several whole pages and a part of one
 
 
 async def keys(store: Store, prefix: str = "") -> list[str]:
@@ -21,17 +21,17 @@ async def keys(store: Store, prefix: str = "") -> list[str]:
 
 
 def aligned(size: int, shift: int = 0) -> memoryview:
-    """Return page-aligned memory, or memory with an offset of `shift` bytes."""
+    """Return memory that begins `shift` bytes after the start of a page."""
     return memoryview(mmap.mmap(-1, max(1, size + shift)))[shift : shift + size]
 
 
 def pieces(part: int, size: int) -> list[tuple[int, int]]:
-    """Return the ranges, as (start, end), in which an upload takes an object."""
+    """Return the ranges, as (start, end), in which an upload with this `part` accepts an object."""
     return [(start, min(start + part, size)) for start in range(0, size, part)] if part else [(0, size)]
 
 
 async def upload(store: Store, key: str, data: bytes, *, replace: bool = False) -> None:
-    """Write a large object like the library does: ranges started in order, several at a time."""
+    """Write a large object as the library does: begin its ranges in order, several at a time."""
     target = await store.upload(key, size=len(data), **({"replace": True} if replace else {}))
     try:
         view = memoryview(data)
@@ -43,18 +43,18 @@ async def upload(store: Store, key: str, data: bytes, *, replace: bool = False) 
 
 
 class OverStores:
-    """Base of the tests, which are coroutines. The argument `store` is open until the test ends. Some tests have an
-    argument `other`, a second store for the same location."""
+    """Base class of the tests, which are coroutines. The argument `store` is open until the test ends. Some tests also
+    have an argument `other`, a second store for the same location."""
 
     has_unfinished = False
-    """True if an abandoned upload is invisible, and found by `drop_uploads`."""
+    """True if a listing omits an abandoned upload, and `drop_uploads` finds it."""
     creates_uploads = True
-    """True if an upload rejects an existing name. It need not, because names of data files are unique."""
+    """True if an upload rejects an existing name. Stores need not do this, because names of data files are unique."""
     many = 1500
-    """Number of objects in the test of listings. It exceeds the number that the store lists at once."""
+    """Number of objects in the test of listings. It should exceed the number of objects on one page of a listing."""
 
     def make(self) -> Store:
-        """Return a writable store for the location of this test. Called while an event loop runs."""
+        """Return a writable store for this test's location. Called while an event loop runs."""
         raise NotImplementedError
 
     def reopen(self, store: Store) -> Store:
@@ -69,7 +69,7 @@ class OverStores:
 
 
 def _given_stores(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Return the test as pytest calls it: without an event loop, and only with its parametrized arguments."""
+    """Return the test as pytest must call it: as a plain function that has only the parametrized arguments."""
     parameters = inspect.signature(test).parameters
 
     async def main(suite: OverStores, arguments: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ class SmallObjectTests(OverStores):
             assert await store.head(f"some/{i}.json") == ObjectInfo(f"some/{i}.json", len(data))
 
     async def test_put_replaces_and_create_does_not(self, store: Store) -> None:
-        """`create=True` rejects an existing name without changing its object. Without it, the object is replaced."""
+        """`create=True` rejects an existing name without changing its object. `create=False` replaces the object."""
         await store.put("log/0.json", b"first", create=True)
         with pytest.raises(ExistsError):
             await store.put("log/0.json", b"second", create=True)
@@ -52,7 +52,7 @@ class SmallObjectTests(OverStores):
         assert await keys(store) == ["log/0", "packs/p"]
 
     async def test_one_of_many_creators_wins(self, store: Store, other: Store) -> None:
-        """Create-if-absent is atomic: only one of twenty concurrent calls, in two stores, succeeds, and its bytes are
+        """Create-if-absent is atomic: of twenty concurrent calls in two stores, exactly one succeeds, and its bytes are
         stored."""
         checkpoints = [(store, other)[i % 2].put("log/1.json", b"%d" % i * 100, create=True) for i in range(20)]
         results = await asyncio.gather(*checkpoints, return_exceptions=True)
@@ -74,8 +74,8 @@ class SmallObjectTests(OverStores):
         assert await keys(other) == ["packs/p"]
 
     async def test_what_is_not_there(self, store: Store) -> None:
-        """Every reading call raises NotFoundError, which is not retryable. Deleting a missing object succeeds,
-        repeatedly."""
+        """Every call that reads a missing object raises NotFoundError, which is not retryable. Deleting it succeeds,
+        also repeatedly."""
         await store.put("packs/other", b"x")
         for key in ("packs/none", "none", "other/none"):
             for call in (store.head(key), store.get(key), store.get(key, limit=9), store.get(key, length=5)):
@@ -97,7 +97,7 @@ class SmallObjectTests(OverStores):
             await store.get("log/missing.json")
 
     async def test_a_folder_is_no_object(self, store: Store) -> None:
-        """A prefix of a key is not an object."""
+        """A prefix of keys is not itself an object."""
         await store.put("packs/one", b"x")
         for call in (store.head("packs"), store.get("packs"), store.get("packs", start=0, length=1)):
             with pytest.raises(StoreError):
@@ -117,8 +117,8 @@ class SmallObjectTests(OverStores):
             assert bytes(await store.get("index/i", start=0, length=50)) == data[:50]
 
     async def test_delete_many(self, store: Store) -> None:
-        """Exactly the named objects are deleted. The names include missing ones, more than fit into one request, and
-        none."""
+        """Exactly the named objects are deleted, even if names are missing, are more than fit into one request, or if
+        the list is empty."""
         names = [f"packs/{i}" for i in range(12)]
         for name in [*names, "packs/1.more", "log/0"]:
             await store.put(name, b"x")
@@ -140,7 +140,7 @@ class SmallObjectTests(OverStores):
         assert bytes(await store.get("log/empty", limit=0)) == b""
 
     async def test_bad_keys_are_refused(self, store: Store) -> None:
-        """Names from data never become paths: each call rejects them, and nothing is created."""
+        """Names from data never become paths outside the store: each call rejects them, and nothing is created."""
         await store.put("good", b"x")
         for key in BAD_KEYS:
             calls: list[Awaitable[object]] = [
@@ -160,10 +160,10 @@ class SmallObjectTests(OverStores):
 
 
 class ListingTests(OverStores):
-    """A listing returns what exists, in any order."""
+    """Tests of listings, which return the existing objects in any order."""
 
     async def test_list_takes_a_folder(self, store: Store) -> None:
-        """A listing returns all keys with sizes, or those in a folder. A folder name without slash is rejected."""
+        """A listing returns all keys with their sizes, or those in a folder. A folder without its slash is rejected."""
         names = ["log/000000000010.json", "log/000000000002.json", "packs/b", "packs/a.safetensors", "a-b/c", "a0"]
         for name in names:
             await store.put(name, name.encode())

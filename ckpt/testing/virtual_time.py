@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def in_virtual_time(work: Coroutine[Any, Any, T], *, turns: int | None = None) -> T:
-    """Run a coroutine on an event loop whose clock starts at 0, and jumps to the next timer when there is nothing else
-    to do. Use it only for code that waits for timers and other tasks, not for threads or sockets. Raise RuntimeError if
-    all tasks wait and no timer is set, or if a polling task makes the loop run more than `turns` iterations."""
+    """Run a coroutine on an event loop whose clock starts at 0 and jumps to the next timer whenever all tasks wait. Use
+    it only for code that waits for timers and other tasks, not for threads or sockets. Raise RuntimeError if all tasks
+    wait and no timer is set, or if the loop runs more than `turns` iterations, for example because a task polls."""
     with asyncio.Runner(loop_factory=lambda: _VirtualLoop(turns)) as runner:
         return runner.run(work)
 
@@ -28,7 +28,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Clock(selectors.SelectSelector):
-    """A selector that does not wait, but advances the time."""
+    """A selector that advances the loop's time instead of waiting."""
 
     def __init__(self, turns: int | None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Clock(selectors.SelectSelector):
         if self._turns is not None:
             self._turns -= 1
         if timeout is None or self._turns == 0:
-            self._turns = None  # so that the loop can be closed
+            self._turns = None  # no more limit, because the loop must still run to be closed
             raise RuntimeError(
                 "the event loop does not end" if timeout is not None else "every task waits, and no timer is set"
             )

@@ -1,1 +1,1 @@
-"""Tools for users: the command line, and the maintenance, conversion, checking and observation of runs."""
+"""Tools for users: the command line, and its functions to maintain, convert, check and observe runs."""

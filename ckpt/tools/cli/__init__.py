@@ -1,6 +1,6 @@
-"""The command `ckpt`. Each command has a module of its name, which parses the arguments, calls the library and prints.
+"""The command `ckpt`. Each command has a module of the same name that parses arguments, calls the library and prints.
 
-Input: arguments. Output: tables or `--json`, and an exit code. A command's module is imported when the command is used.
+Commands print tables, or JSON with `--json`, and return an exit code. A module is imported when its command is used.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-UNREADABLE = 3  # exit code: files cannot be read now, so nothing is known about them
-STOPPED = 130  # the shell's exit code for SIGINT
+UNREADABLE = 3  # exit code if files cannot be read now, so that they may be intact or damaged
+STOPPED = 130  # exit code of the shell for a command that SIGINT has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Ctrl-C ends it with one line, also during imports."""
+    """Run one command and return its exit code. Ctrl-C ends the command with one line, even during imports."""
     try:
         from ckpt.tools.cli import app
 

@@ -1,8 +1,8 @@
-"""The command `ckpt`: inspect runs from a shell, or request a save of a running job. It does not import torch.
+"""The command `ckpt`: inspect runs from a shell, or request a save of a running job. This module does not import torch.
 
-Each command has a module of its name, except for those in `HOMES`; `ckpt.tools.cli.terminal` prints the results. Exit
-codes: 0 fine or equal; 1 damaged or different; 2 wrong usage or another error (stderr states which); 3 files cannot be
-read now, so nothing is known about them and nothing was changed.
+Each command has a module of the same name, except for those in `HOMES`. `ckpt.tools.cli.terminal` prints the results.
+Exit codes: 0 fine or equal; 1 damaged or different; 2 wrong usage or another error, which stderr names; 3 files cannot
+be read now, so they may be intact, and nothing was changed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ HOMES = {
     "import": ("import_", "import_"),
     "unpin": ("pin", "unpin"),
     "restore": ("export", "export"),
-}  # module, function
+}  # module and function of the command
 
-MEANT = {  # command names of other programs
+MEANT = {  # our commands, by the names that other programs use for them
     "clean": "gc", "convert": "import", "delete": "rm", "info": "show", "inspect": "show", "keep": "pin",
     "list": "ls", "load": "export", "remove": "rm", "save": "trigger", "status": "top",
 }  # fmt: skip
 SENTENCE = re.compile(r"(?<=\.) ")
-WHOLE = 1000  # most characters of a sentence in the list of commands
+WHOLE = 1000  # maximum characters of a sentence in the list of commands, enough never to shorten one
 
 
 class Commands(click.Group):
-    """Imports each command when it is used, so that `ls` need not wait for the others."""
+    """Imports the module of a command when the command is used, so that `ls` starts without the other commands."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return COMMANDS
@@ -71,7 +71,7 @@ class Commands(click.Group):
         return super().resolve_command(context, arguments)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands by group, each with the whole first sentence of its help, wrapped if it is long."""
+        """List the commands by group, each with the complete first sentence of its help, wrapped over several lines."""
         for group, names in GROUPS.items():
             commands = ((name, self.get_command(context, name)) for name in names)
             with formatter.section(group):
@@ -92,15 +92,15 @@ def cli() -> None:
 
 
 def advice_of(error: CheckpointError, arguments: Sequence[str]) -> str:
-    """Return the advice of an error for a shell user, with the run in place of RUN. Sentences about Python calls and
-    about the command that failed are removed."""
+    """Return an error's advice for a shell user, with the run in place of RUN. Omit sentences about Python calls and
+    about the command that failed."""
     unwanted = re.compile(rf"\w\(|`ckpt {re.escape(next(iter(arguments), ''))}\b")
     advice = " ".join(sentence for sentence in SENTENCE.split(error.advice) if not unwanted.search(sentence))
     return re.sub(r"\bRUN\b", lambda _: shlex.quote(run_of(arguments, str(error))), advice)
 
 
 def run_of(arguments: Sequence[str], message: str) -> str:
-    """Return the run that a command was given; of several, the one that the error names, else "RUN"."""
+    """Return the run that the command was given. With several runs, return the one in the error message, or "RUN"."""
     command = cli.get_command(click.Context(cli), arguments[0]) if arguments else None
     if command is None:
         return "RUN"
@@ -113,17 +113,17 @@ def run_of(arguments: Sequence[str], message: str) -> str:
 
 
 def _is_about_reading(error: CheckpointError) -> bool:
-    """Return True if stored files could not be read; False for a wrong path and for failed writes."""
+    """Return True if an error means that stored files could not be read. Wrong paths and failed writes do not count."""
     others = isinstance(error, (FullError, ExistsError, OutcomeUnknownError)) or not error.advice
     return is_unreadable(error) and not others and not isinstance(error.__cause__, NotADirectoryError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    logger.addHandler(STDERR_HANDLER)  # adding it twice has no effect
+    logger.addHandler(STDERR_HANDLER)  # a logger ignores a handler that it already has
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # names may contain characters that the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")  # names may have characters that the terminal lacks
     try:
         status = cli.main(arguments, prog_name="ckpt", standalone_mode=False)
         print(end="", flush=True)
@@ -133,12 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.Abort:
         print_err("stopped")
         return STOPPED
-    except SystemExit as left:  # click exits with 1 when a pipe is closed, and with 0 after completion
-        return 141 if left.code else 0  # the shell's exit code for SIGPIPE
+    except SystemExit as left:  # click exits with 1 if the output pipe was closed, and with 0 after success
+        return 141 if left.code else 0  # 141: exit code of a shell for a command that SIGPIPE has ended
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails too
         return 141
-    except OSError as error:  # about a named file or stdout; stores raise their own errors
+    except OSError as error:  # of a file argument or of stdout, because stores raise their own errors
         print_err(f"{error.filename or 'input or output failed'}: {error.strerror or error}")
     except CheckpointError as error:
         print_err(str(error))

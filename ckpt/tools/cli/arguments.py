@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def folders(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Complete folders in a shell: a local run is a folder."""
+    """Complete folders in a shell, because a local run is a folder."""
     return [CompletionItem(begun, type="dir")]
 
 
@@ -25,7 +25,7 @@ def files(context: click.Context, parameter: click.Parameter, begun: str) -> lis
 
 
 def checkpoint_argument(name: str = "url", run: str = "RUN") -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Pass the run to the command by this name, and the checkpoint as `step`."""
+    """Pass the run to the command as the argument `name`, and the checkpoint as the argument `step`."""
 
     def add(command: Callable[..., T]) -> Callable[..., T]:
         @click.argument(name, metavar=f"{run}[@STEP]", shell_complete=folders)
@@ -41,7 +41,7 @@ def checkpoint_argument(name: str = "url", run: str = "RUN") -> Callable[[Callab
 
 
 class WholeRun(click.ParamType):  # type: ignore[type-arg]
-    """A run without a step."""
+    """An argument that names a run. Reject an argument that names one checkpoint of a run."""
 
     name = "run"
 

@@ -1,4 +1,4 @@
-"""`ckpt copy`: copy checkpoints to another location, by `ckpt.tools.maintain.copy_run`."""
+"""`ckpt copy`: copy checkpoints to another location with `ckpt.tools.maintain.copy_run`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
 @click.option(
     "--take-over",
     is_flag=True,
-    help="Let DST continue from it even if a job trains there; that job can no longer save.",
+    help="Let DST continue from the copy even if a job trains there; that job can no longer save.",
 )
 @click.option("--src-option", "src_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
               help="Like --option, for SRC only.")  # fmt: skip
@@ -63,10 +63,10 @@ def copy(
 ) -> int:
     """Copy the newest checkpoint, or SRC@STEP, to another location: a new run or an existing one.
 
-    Every byte is verified. Existing files are not copied again, so an interrupted copy can be continued. A training
-    started in a new DST continues from the copy. With --all, damaged checkpoints are skipped and the exit code is 1.
+    Every byte is verified. Files that DST already has are not copied again, so an interrupted copy can be repeated. A
+    training started in a new DST continues from the copy. With --all, damaged checkpoints are skipped; exit code 1.
 
-    files, size: of what is copied.
+    files, size: number and size of the files to copy.
     """
     if every and step is not None:
         raise click.UsageError("a step and --all cannot be combined")

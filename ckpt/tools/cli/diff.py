@@ -1,4 +1,4 @@
-"""`ckpt diff`: compare two checkpoints. It needs no GPU and little memory, because it reads tensors in windows."""
+"""`ckpt diff`: compare two checkpoints. It needs no GPU, and little memory because it reads tensors in windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
     from ckpt.tools.convert.source import Origin
 
 Found = dict[str, Any]
-WORST = 10  # differences of each kind shown without --all
+WORST = 10  # maximum differences of each kind that are shown without --all
 OTHERS = ("difference", "name", "A", "B")
 CHANGED = ("tensor", "elements", "differing", "largest", "relative", "cosine")
 
@@ -40,13 +40,13 @@ CHANGED = ("tensor", "elements", "differing", "largest", "relative", "cosine")
 def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], every: bool, as_json: bool) -> int:
     """Compare two checkpoints. Each is a RUN, a RUN@STEP, or files that `ckpt import` accepts.
 
-    For each tensor that differs, print how many elements differ, the largest absolute difference, the largest
-    difference relative to the larger of the two values, and the cosine of the angle between both tensors, also across
-    dtypes. The exit code is 1 if anything differs. Only tensors whose digests differ are read. A summary comes first,
-    then the largest differences.
+    For each tensor that differs, print how many elements differ, the largest absolute difference, the largest relative
+    difference, and the cosine of the angle between both tensors. Tensors of different dtypes are compared too. Only
+    tensors whose digests differ are read. The exit code is 1 if anything differs. A summary comes first, then the
+    largest differences.
 
-    elements: number of elements; differing: how many of them differ; largest: the absolute difference; relative: the
-    largest one, from 0 to 2; cosine: 1 if both point in the same direction.
+    elements: number of elements; differing: number of elements that differ; largest: largest absolute difference;
+    relative: largest difference relative to the larger value, 0 to 2; cosine: 1 if they have the same direction.
     """
     found = act(_diff(a, b, only, at), so_far=lambda: "Nothing was changed")
     if as_json:
@@ -71,7 +71,7 @@ async def _diff(a: str, b: str, only: Sequence[str], at: tuple[str, ...]) -> Fou
         alike = [
             t for t in shared if t.shape == there[t.name].shape and tensor_diff.comparable(t.dtype, there[t.name].dtype)
         ]
-        met = {(one.names[t.name], two.names[t.name]): t.name for t in reversed(alike)}  # shared tensors once
+        met = {(one.names[t.name], two.names[t.name]): t.name for t in reversed(alike)}  # compare shared tensors once
         pairs = [tensor_diff.Pair(n, a, b) for (a, b), n in reversed(met.items()) if not one.same(a, two, b)]
         total = sum(here[p.name].bytes + there[p.name].bytes for p in pairs)
         tied_a, tied_b = (tied_groups(origin, here.keys() & there.keys()) for origin in (one, two))
@@ -94,7 +94,7 @@ async def _diff(a: str, b: str, only: Sequence[str], at: tuple[str, ...]) -> Fou
 
 
 def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Map each name to all names that refer to the same tensor."""
+    """Return for each name all names that refer to the same tensor."""
     groups: dict[str, set[str]] = {}
     for name in names:
         groups.setdefault(origin.names[name], set()).add(name)
@@ -102,7 +102,7 @@ def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str
 
 
 def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the selected tensors by label, and the selected plain values."""
+    """Return the selected tensors by name, and the selected plain values."""
     from ckpt.tools import describe
     from ckpt.tools.convert.source import entry_matches
 
@@ -112,7 +112,7 @@ def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[
 
 
 def summary(found: Found) -> str:
-    """Return "equal", or how many entries of each kind differ."""
+    """Return "equal", or the number of differing entries of each kind."""
     counts = {
         "only in A": len(found["only_in_a"]),
         "only in B": len(found["only_in_b"]),
@@ -126,7 +126,7 @@ def summary(found: Found) -> str:
 
 
 def worst_first(row: dict[str, Any]) -> float:
-    """Sort key: NaN differences first, then the largest ones."""
+    """Return a sort key that puts NaN differences first, and then the largest differences."""
     most = row["max_abs_difference"]
     return -float(most) if isinstance(most, (int, float)) else -math.inf
 
@@ -145,7 +145,7 @@ def show(found: Found, every: bool) -> None:
 
 
 def other_rows(found: Found) -> Iterator[tuple[object, ...]]:
-    """List entries that are on one side only, or differ in shape, dtype or kind."""
+    """Yield rows for entries that are on one side only, or that differ in shape, dtype or kind."""
     yield from (("only in A", name, "", "") for name in found["only_in_a"])
     yield from (("only in B", name, "", "") for name in found["only_in_b"])
     for row in found["changed"]:
@@ -155,7 +155,7 @@ def other_rows(found: Found) -> Iterator[tuple[object, ...]]:
 
 
 def changed_rows(found: Found) -> Iterator[tuple[object, ...]]:
-    """List tensors that differ only in their values, the largest difference first."""
+    """Yield rows for tensors that differ only in their values, the largest difference first."""
     for row in sorted(found["tensors"], key=worst_first):
         numbers = (row[key] for key in ("max_abs_difference", "max_rel_difference", "cosine"))
         yield row["name"], row["elements"], row["differing"], *("" if n is None else brief(n) for n in numbers)

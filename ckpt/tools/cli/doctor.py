@@ -1,4 +1,4 @@
-"""`ckpt doctor`: print the results of `ckpt.tools.doctor.place`, as tables or JSON."""
+"""`ckpt doctor`: print the results of `ckpt.tools.doctor.place` as tables or JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ckpt.tools.cli.arguments import folders
 from ckpt.tools.cli.terminal import example, look_options, print_json, print_table, progress, put
 from ckpt.units import count_of, duration
 
-if TYPE_CHECKING:  # other commands need not wait for it
+if TYPE_CHECKING:  # imported only where it is used, so that other commands start quickly
     from ckpt.tools.doctor.advice import Cadence
     from ckpt.tools.doctor.findings import Finding, JobSize, TierFindings
     from ckpt.tools.doctor.promises import Bounds
 
 UNREACHABLE = 2
-PER_NODE = 8  # ranks per machine if nothing states it
+PER_NODE = 8  # ranks per machine, if neither an option, the launcher nor the GPUs give the number
 
 
 @click.command(
@@ -33,14 +33,14 @@ PER_NODE = 8  # ranks per machine if nothing states it
 )
 @click.argument("urls", metavar="[URL]...", nargs=-1, shell_complete=folders)
 @click.option("--size", type=click.IntRange(min=1), default=256, show_default=True, metavar="MIB",
-              help="Most data to write and read in each location, for at most 10 s each.")  # fmt: skip
+              help="Maximum data to write and read in each location, for at most 10 s each.")  # fmt: skip
 @click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB",
               help="Size of the whole job's state, in GB (10**9 bytes).")  # fmt: skip
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
               help="Duration of a training step.")  # fmt: skip
 @click.option("--world", type=click.IntRange(min=1), default=1, metavar="N", help="Number of ranks in the job.")
 @click.option("--per-node", type=click.IntRange(min=1), metavar="N",
-              help="Ranks on each machine. By default as the launcher sets it, otherwise one for each GPU"
+              help="Ranks on each machine. By default the number that the launcher sets, otherwise one for each GPU"
                    f" here, otherwise at most {PER_NODE}.")  # fmt: skip
 @look_options
 def doctor(
@@ -54,13 +54,13 @@ def doctor(
 ) -> int:
     """Check before a long job whether these locations and this machine are safe and fast enough.
 
-    Each URL is one that a Checkpointer will save to; without any, only the machine is checked. All files written are
-    removed again. A location that contains other files than a run is not written to. With --state-gb and --step-s,
-    doctor also recommends a save interval for each location, as a line to paste. Exit code 1: problems; 2: a location
-    cannot be read.
+    Pass each URL to which a Checkpointer will save. Without a URL, only the machine is checked. doctor removes all
+    files that it writes, and does not write to a location with files that are not a run's. With --state-gb and
+    --step-s, doctor also recommends a save interval for each location, as a line to paste. Exit code 1: problems; 2: a
+    location cannot be read.
 
-    save, restore: duration of each; under 1 % from every: the shortest interval at which saving costs less than 1 % of
-    training; steps: the same interval for every=.
+    save, restore: duration of one save or restore; under 1 % from every: the shortest interval at which saving costs
+    less than 1 % of training; steps: the same interval in steps, for every=.
     """
     from ckpt.tools.doctor.findings import MIB, JobSize
     from ckpt.tools.doctor.promises import Bounds
@@ -107,14 +107,14 @@ def diagnose(urls: Sequence[str], bounds: Bounds, job: JobSize, as_json: bool) -
 
 
 def with_signals(urls: Sequence[str], bounds: Bounds) -> list[TierFindings]:
-    """Check the locations in turn. Ctrl-C, SIGTERM or a closed terminal stop it after its files are removed."""
+    """Check the locations one after another. Ctrl-C, SIGTERM or a closed terminal end this after files are removed."""
     from ckpt.tools.doctor.place import examine
 
     async def all_of_them() -> list[TierFindings]:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
+            if signal.getsignal(number) == signal.SIG_DFL:  # not if the signal is ignored, as SIGHUP is under nohup
                 with contextlib.suppress(RuntimeError, ValueError):  # raised outside the main thread
                     loop.add_signal_handler(number, task.cancel)
         found = []
@@ -129,11 +129,11 @@ def with_signals(urls: Sequence[str], bounds: Bounds) -> list[TierFindings]:
         raise click.Abort from None
 
 
-# -- what was given --
+# -- arguments --
 
 
 def local_ranks(world: int, environment: Mapping[str, str], per_node: int | None = None) -> tuple[int, str]:
-    """Return the number of ranks on this machine and its source: --per-node, launcher, GPUs or assumption."""
+    """Return the number of ranks on this machine, and its source: --per-node, launcher, GPUs or an assumption."""
     from ckpt.tools.doctor.machine import gpu_count
 
     if per_node is not None:
@@ -147,11 +147,11 @@ def local_ranks(world: int, environment: Mapping[str, str], per_node: int | None
     return min(world, PER_NODE), " (assumed: set --per-node)" if world > PER_NODE else ""
 
 
-# -- for people --
+# -- output --
 
 
 def show(title: str, findings: Sequence[Finding]) -> None:
-    """Print a table, and below it the advice, each on its own line so that it can be copied."""
+    """Print a table, and below it each advice on its own line, so that it can be copied."""
     put(title)
     print_table(("check", "found", "verdict"), [(f.what, f.value, f.verdict) for f in findings])
     advice = [f for f in findings if f.advice]

@@ -1,7 +1,7 @@
-"""`ckpt export`, also named `ckpt restore`: write a checkpoint in another format. `ckpt import` shares functions here.
+"""`ckpt export`, also named `ckpt restore`: write a checkpoint in another format. `ckpt import` uses functions of it.
 
-Neither needs a GPU, several ranks or much memory: tensors are read in windows. Both create new files and replace
-nothing; the output appears when it is complete. The formats are in `ckpt.tools.convert.forms`.
+Export and import need no GPU, one rank and little memory, because tensors are read in windows. Both create new files
+and replace nothing; the output appears when it is complete. The formats are in `ckpt.tools.convert.forms`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
 
 Found = dict[str, Any]
 
-WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes without a limit; more for buckets, so that requests overlap
-MOST_RANKS = 4096  # most ranks that one process plans for
+WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes of a window without --max-memory; larger for buckets: requests overlap
+MOST_RANKS = 4096  # maximum --world-size, because one process plans for all ranks
 
 dtype_option = click.option(
     "--dtype",
@@ -61,8 +61,8 @@ memory_option = click.option(
     "--max-memory",
     metavar="SIZE",
     type=ByteSize(),
-    help="Most memory for this process, for example 256MiB. By default about 200 MiB, 500 MiB from a bucket, plus what"
-    " torch needs for the formats torch and dcp.",
+    help="Maximum memory of this process, for example 256MiB. By default about 200 MiB, or 500 MiB from a bucket,"
+    " plus the memory that torch needs for the formats torch and dcp.",
 )
 dry_option = click.option("--dry-run", is_flag=True, help="Only print what would be written.")
 
@@ -89,9 +89,8 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only print what would
     type=click.Choice(tuple(FORMS)),
     help="safetensors: weights as on model hubs; torch: one file for torch.load; dcp: a folder for torch's"
     " distributed checkpoints; torch_dist: Megatron's, from a run of ckpt.megatron; run: an everystep run. By "
-    "default the ending of"
-    " PATH decides (.safetensors; .ckpt for Lightning; .pt, .pth and .bin for torch), run if --world-size is given,"
-    " otherwise a folder of safetensors.",
+    "default the ending of PATH decides (.safetensors; .ckpt for Lightning; .pt, .pth and .bin for torch). Otherwise"
+    " it is run if --world-size is given, else a folder of safetensors.",
 )
 @world_option
 @only_option
@@ -117,9 +116,9 @@ def export(
 ) -> int:
     """Write the newest checkpoint of a run in another format: gathered, cast, or sharded for another number of ranks.
 
-    Every byte is verified. Damaged chunks are read from another step or, with --from, another location; if there is no
-    intact copy, the tensor is named and nothing is written. An interrupted export continues where it stopped if it is
-    repeated. Only the format safetensors omits entries that are not weights.
+    Every byte is verified. Damaged chunks are read from another step, or with --from from another location. If a chunk
+    has no intact copy, the error names its tensor, and nothing is written. Repeat an interrupted export to continue it.
+    Only the format safetensors omits entries that are not weights.
     `ckpt restore` is another name of this command.
     """
     path = local_path(target)
@@ -134,7 +133,7 @@ def export(
 
 
 def so_far(path: Path) -> str:
-    """Return what is true when the command is interrupted."""
+    """Return the line that is printed after an interruption: whether the output is complete or can be continued."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         return f"{path} is complete"
     return "Nothing was written yet: repeat the command to continue from here"
@@ -179,7 +178,7 @@ async def make(
 
 
 def planned_files(output: Output, path: Path) -> list[Found]:
-    """Return the planned files. For formats that torch writes, return one entry with the bytes of the tensors."""
+    """Return the planned files. For formats that torch writes, return a single entry with the size of the tensors."""
     from ckpt.tools.convert.output import TensorRun
 
     if not output.staged:
@@ -189,7 +188,7 @@ def planned_files(output: Output, path: Path) -> list[Found]:
 
 
 def tensor_rows(tensors: Mapping[str, TensorSpec], output: Output, dtypes: Mapping[str, str]) -> Iterator[Found]:
-    """Yield a row for each tensor written, in the order of the files."""
+    """Yield a row for each tensor that is written, in the order of the files."""
     from ckpt.tools.convert.output import TensorRun
 
     seen = dict.fromkeys(p.label for file in output.files for p in file.parts if isinstance(p, TensorRun))

@@ -21,14 +21,14 @@ from ckpt.tools.cli.terminal import example, look_options, opened, print_json, p
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="Show only the newest N incidents.")
 @look_options
 def faults(url: str, last: int | None, as_json: bool) -> int:
-    """List the faults of a run: which rank detected each first, the step of every rank, what was saved, what to do
-    next.
+    """List the faults of a run: the rank that detected each fault first, the step of every rank, the saved steps, and
+    what to do next.
 
-    Reports of several ranks about one incident are grouped, the earliest first. Requested saves (by a call, `ckpt
-    trigger`, a signal, or because the job's time was nearly over) are not faults; they are listed below the faults.
+    Reports of several ranks about one incident are grouped, the earliest first. Requested saves are not faults; they
+    are listed below the faults. A call, `ckpt trigger`, a signal or the end of the job's time can request a save.
 
-    when: local time. saved step: the newest that all ranks have. by ranks: which ranks reported it. Below: what
-    happened and what to do.
+    when: local time. saved step: the newest step that all ranks have. by ranks: the ranks that reported the incident.
+    Below each row: what happened, and what to do.
     """
     found = asyncio.run(_faults(url))
     if last is not None:
@@ -51,7 +51,7 @@ def show(shown: list[list[dict[str, Any]]], what: str) -> None:
     for incident in shown:
         first = incident[0]
         when = datetime.fromisoformat(first["time"]).astimezone().strftime("%F %T")
-        saved = dict[int, set[int]]()  # by rank; a step that only some ranks have is lost
+        saved = dict[int, set[int]]()  # saved steps by rank; a step that some ranks have not saved is lost
         for rank, step in ((one["rank"], s["step"]) for one in incident for s in one["saved"] if not s["error"]):
             saved.setdefault(rank, set()).add(step)
         common = set.intersection(*saved.values()) if saved else set()

@@ -40,18 +40,18 @@ if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
 @click.option(
     "--abort-open",
     is_flag=True,
-    help="First end unfinished checkpoints of earlier job attempts, left by crashes or interrupted copies. They can"
-    " never be completed afterwards, so make sure that no job and no copy is writing there.",
+    help="First abort unfinished checkpoints of earlier job attempts, left by crashes or interrupted copies. They can"
+    " never be completed afterwards, so make sure that no job and no copy is writing to the run.",
 )
 @grace_option
 @plan_options
 def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> int:
-    """Delete files that no checkpoint needs: of unfinished and of deleted checkpoints.
+    """Delete files that no checkpoint needs: those of unfinished and of deleted checkpoints.
 
-    A job may be training there. Files of checkpoints that may still be committed stay, and so do files of other
+    A job may be training in the run. Files of checkpoints that may still be committed stay, and so do files of other
     programs.
 
-    files, size: of what is deleted.
+    files, size: number and size of the files to delete.
     """
     found = act(_gc(url, abort_open, grace_s, yes, as_json))
     if as_json:

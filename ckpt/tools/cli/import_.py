@@ -27,7 +27,7 @@ from ckpt.tools.convert.output import local_path
     "--step",
     type=click.IntRange(min=0),
     metavar="STEP",
-    help="Step of the new checkpoint. By default the one in SRC, otherwise 0.",
+    help="Step of the new checkpoint. By default the step that SRC contains, otherwise 0.",
 )
 @as_option
 @world_option
@@ -38,7 +38,7 @@ from ckpt.tools.convert.output import local_path
     help="Skip objects that only code could recreate, for example an argparse.Namespace, and list them.",
 )
 @dtype_option
-@click.option("--max-memory", metavar="SIZE", type=ByteSize(), help="Most memory for this process, for example 256MiB.")
+@click.option("--max-memory", metavar="SIZE", type=ByteSize(), help="Maximum memory of the process, for example 1GiB.")
 @dry_option
 @json_option
 def import_(
@@ -57,9 +57,9 @@ def import_(
     """Convert files of another library into a run, from which a training can continue or start.
 
     SRC: safetensors (a file, or a folder with or without an index), a torch.save file, or a folder of torch's
-    distributed checkpoints, including Megatron's torch_dist. No code in it is executed: objects that only code could
-    recreate are listed and rejected, unless --only excludes them or --skip-objects skips them. Files of other libraries
-    have no digests; the new run has.
+    distributed checkpoints, including Megatron's torch_dist. No code in SRC is executed. If it has objects that only
+    code could recreate, they are listed and the import is rejected, unless --only excludes them or --skip-objects skips
+    them. Files of other libraries have no digests; the new run has digests.
     """
     wanted = Wanted(local_path(run), "run", world or 1, only, dtype, step=step)
     opening = open_files(src, at, only, skip_objects=skip_objects)

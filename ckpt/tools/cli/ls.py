@@ -40,11 +40,11 @@ REASONS = {"ring": "extra", "late": "extra"}
 def ls(url: str, as_json: bool) -> int:
     """List the checkpoints of a run, newest first, or the runs below a folder. The default is the current folder.
 
-    size: bytes that this checkpoint wrote; an increment also uses files of older ones. ranks: number that saved it.
-    why: it was scheduled, or extra: saved from memory, on request, at a fault, or after the trainer had died. history:
-    the newest, the protected ones and why (the best with their scores, the step at which training ended), and those
-    that a rollback undid. For a folder of runs: the newest step of each, when it was saved, and the size of its data
-    files. Times are local.
+    size: bytes that the checkpoint wrote; an increment also uses files of older checkpoints. ranks: number of ranks
+    that saved it. why: scheduled, or extra (saved from memory, on request, at a fault, or after the trainer's death).
+    history: marks the newest checkpoint, pinned checkpoints with the reason (the best with their scores, the step at
+    which training ended), and checkpoints that a rollback undid. For a folder of runs: the newest step of each run,
+    when it was saved, and the size of the run's data files. Times are local.
     """
     unread: list[object] = []
     try:
@@ -90,7 +90,7 @@ def when_text(created: str | None) -> str:
 
 
 async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
-    """Return a row for each run below a folder. Adds runs that cannot be read now to `unread`, except private ones."""
+    """Return a row for each run below a folder. Add runs that cannot be read now to `unread`, except private runs."""
     from ckpt.tools.maintain.find_runs import PRIVATE, runs_below
     from ckpt.tools.maintain.listing import created, sizes_of
 
@@ -120,7 +120,7 @@ async def _runs_below(url: str, unread: list[object]) -> list[dict[str, Any]]:
 
 
 def pinned_text(note: str | None) -> str:
-    """Return why a checkpoint is pinned: the reason from training, scores with four digits, and notes by users."""
+    """Return why a checkpoint is pinned: the training's reason, with four-digit scores, or a note of the user."""
     if note is None:
         return ""
     ours, _, others = note.removeprefix(MARK).partition(BY_HAND)

@@ -1,4 +1,4 @@
-"""Open the source of an offline command: a run, or files of another library."""
+"""Open the source of a command that works without a job: a run, or files of another library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imported only where it is used, so that `ls` starts quickly
 
 
 def place_in_state(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
-    """Parse a.b as a path in the state."""
+    """Parse a text like a.b as a path in the state."""
     if not all(parts := tuple(text.split("."))):
         raise click.BadParameter(
             f"{text!r} has an empty part: give a name like model, or several joined with dots", context, parameter
@@ -32,7 +32,7 @@ only_option = click.option(
     "--only",
     metavar="PATTERN",
     multiple=True,
-    help="Only tensors and entries whose name matches this shell pattern, or that lie under a matching name (model,"
+    help="Only tensors and entries whose name matches this shell pattern, or that lie below a matching name (model,"
     " 'model.layers.*'); repeatable.",
 )
 as_option = click.option(
@@ -42,7 +42,7 @@ as_option = click.option(
     default="model",
     show_default=True,
     callback=place_in_state,
-    help="Path in the state for bare weights of other programs.",
+    help="Path in the state at which bare weights of other programs are placed.",
 )
 
 
@@ -51,7 +51,7 @@ async def open_run(url: str, step: Which, others: Sequence[str] = ()) -> AsyncIt
     """Open a checkpoint of a run, by default the newest."""
     from ckpt.tools.convert.source_run import checkpoint_of
 
-    with contextlib.suppress(UsageError, OSError):  # if the path cannot be read now, the store raises the error
+    with contextlib.suppress(UsageError, OSError):  # if the path cannot be read now, the store below raises the error
         path = local_path(url)
         files = path.is_file() or (path / ".metadata").exists() or next(path.glob("*.safetensors"), None)
         if files and not (path / "FORMAT.json").exists() and not (path / "log").exists():
@@ -66,8 +66,8 @@ async def open_run(url: str, step: Which, others: Sequence[str] = ()) -> AsyncIt
 async def open_files(
     src: str, at: tuple[str, ...], only: Sequence[str] = (), *, skip_objects: bool = False
 ) -> AsyncIterator[Origin]:
-    """Open files of another library. Raises FormatError if their format is unknown, UsageError if the selected entries
-    contain objects."""
+    """Open files of another library. Raise FormatError if their format is unknown, UsageError if the selected entries
+    contain objects that only code could recreate."""
     from ckpt.tools.convert import parse_dcp, parse_safetensors, parse_torch, parse_torch_dist
     from ckpt.tools.convert.source_files import FilesOrigin, admit, stamps_of
 

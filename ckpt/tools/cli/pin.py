@@ -1,4 +1,4 @@
-"""`ckpt pin` and `ckpt unpin`: protect a checkpoint from deletion, and end that."""
+"""`ckpt pin` and `ckpt unpin`: protect a checkpoint from deletion, and remove the protection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_HAND = "by hand"
 @click.option("--note", default=BY_HAND, help=f"Reason, stored with the checkpoint. By default {BY_HAND!r}.")
 @plan_options
 def pin(url: str, step: Which, note: str, yes: bool, as_json: bool) -> int:
-    """Protect a checkpoint from retention and clean-up. A job may be training there."""
+    """Protect a checkpoint from retention and clean-up. A job may be training in the run."""
     return _change(url, step, note or BY_HAND, yes, as_json)
 
 
@@ -26,7 +26,7 @@ def pin(url: str, step: Which, note: str, yes: bool, as_json: bool) -> int:
 @checkpoint_argument()
 @plan_options
 def unpin(url: str, step: Which, yes: bool, as_json: bool) -> int:
-    """Remove the protection of a checkpoint: retention applies to it again. A job may be training there."""
+    """Remove the protection of a checkpoint, so that retention applies to it. A job may be training in the run."""
     return _change(url, step, None, yes, as_json)
 
 

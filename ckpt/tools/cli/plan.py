@@ -25,7 +25,7 @@ ANY = "a folder or bucket that all nodes can reach"
 
 
 class Assumption(click.ParamType):  # type: ignore[type-arg]
-    """An argument NAME=VALUE; the name determines the kind of the value."""
+    """An argument NAME=VALUE. The name determines the unit of the value."""
 
     name = "NAME=VALUE"
 
@@ -68,14 +68,14 @@ class Assumption(click.ParamType):  # type: ignore[type-arg]
 def plan(source: str | None, as_json: bool, **given: Any) -> int:
     """Forecast the goodput of a long job, recommend where and how often to save, and print what would reach 99.5 %.
 
-    Durations are in seconds, or like 250ms, 5m, 3.1h, 2d. Every number that is not given is measured or assumed; the
-    output states which. The restart time matters most, and everystep does not control it.
+    Durations are in seconds, or with a unit: 250ms, 5m, 3.1h, 2d. A number that you do not give is measured or assumed,
+    and the output shows which. The restart time matters most, but everystep does not control it.
 
-    A tier is memory (of the node, in a process that survives the trainer), replica (a copy of it on another node, if
-    enabled) or shared (a bucket or file system that all nodes can reach).
+    A tier is memory (of the node, in a process that survives the trainer), replica (a copy of this memory on another
+    node, if enabled) or shared (a bucket or file system that all nodes can reach).
 
-    steps, every: interval between saves; save costs: training time per save; safe after: time until the tier has it;
-    serves: share of the faults that are restored from it; recompute: time to repeat the steps lost by such a fault.
+    steps, every: interval between saves; save costs: training time per save; safe after: time until the tier has the
+    step; serves: share of the faults after which the tier restores the job; recompute: time to repeat the lost steps.
     """
     try:
         known, tier = ({}, ANY) if source is None else asyncio.run(_measured(source))
@@ -90,7 +90,7 @@ def plan(source: str | None, as_json: bool, **given: Any) -> int:
 
 
 async def _measured(url: str) -> tuple[dict[str, float], str]:
-    """Return the measured numbers by name, and the URL of the tier used as the shared one."""
+    """Return the measured numbers by name, and the URL of the tier whose costs count as those of the shared tier."""
     async with opened(url) as log:
         accounts, _ = await read_ledger(log)
     if not accounts:
@@ -100,7 +100,7 @@ async def _measured(url: str) -> tuple[dict[str, float], str]:
 
 
 def conclude(given: Mapping[str, Any], known: Mapping[str, float], measured: str) -> tuple[Plan, dict[str, str]]:
-    """Return the plan, and the source of each number that is not a default."""
+    """Return the plan, and the source of each number that is not a default value."""
     job = job_of(given, known)
     base = job_plan.defaults(job)
     options = {"mtbf_s": given["mtbf"], "restart_s": given["restart"]}
@@ -131,7 +131,7 @@ def job_of(given: Mapping[str, Any], known: Mapping[str, Any]) -> PlannedJob:
 
 
 def remarks(chosen: Plan, known: Mapping[str, float], sources: Mapping[str, str]) -> list[str]:
-    """Return warnings about the plan."""
+    """Return warnings about assumptions of the plan."""
     n, found = chosen.numbers, list[str]()
     down_s = job_plan.perceive_s(n) + n["restart_s"]
     if down_s >= n["mtbf_s"]:
@@ -145,7 +145,7 @@ def remarks(chosen: Plan, known: Mapping[str, float], sources: Mapping[str, str]
     return [*found, hang]
 
 
-# -- for people --
+# -- output --
 
 
 def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str], shared: str) -> None:
@@ -181,7 +181,7 @@ def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str], shared:
 
 
 def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
-    """List the assumed and measured numbers with their sources."""
+    """Return rows for the assumed and measured numbers, with their sources."""
     shown: dict[str, Callable[[float], str]] = {"duration": duration, "share": percent, "count": "{:g}".format}
     shown["rate"] = lambda rate: f"{decimal(rate)}/s"
     rows = []
@@ -193,7 +193,7 @@ def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, st
 
 
 def tiers_line(chosen: Plan, shared: str) -> str:
-    """Return arguments of the Checkpointer, ready to paste; the URL is a placeholder if none was given."""
+    """Return arguments for the Checkpointer to paste. The URL is a placeholder if the user gave none."""
     every = {one.name: one.every for one in chosen.tiers if one.every}
     words = []
     if SHARED in every:

@@ -52,7 +52,7 @@ def number_or_all(context: click.Context, parameter: click.Parameter, text: str)
     "--keep-hours",
     type=click.FloatRange(min=0, min_open=True),
     metavar="H",
-    help="Keep all that were committed at most H hours before the newest.",
+    help="Keep all checkpoints that were committed at most H hours before the newest.",
 )
 @click.option(
     "--keep-daily", type=click.IntRange(min=0), default=0, metavar="N", help="Keep the newest of each of N days (UTC)."
@@ -73,12 +73,12 @@ def prune(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Delete older checkpoints. A job may be training there.
+    """Delete older checkpoints. A job may be training in the run.
 
     The newest checkpoint is read back first; if it is damaged, nothing is deleted and the exit code is 1. Checkpoints
-    of `ckpt pin`, the newest finite one and the newest two always stay.
+    that `ckpt pin` protects, the newest finite checkpoint and the newest two always stay.
 
-    files, size: of what is deleted.
+    files, size: number and size of the files to delete.
     """
     deletion = Deletion()
     from ckpt.core.checkpoint.retention import Keep, as_keep

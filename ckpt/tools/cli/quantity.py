@@ -24,7 +24,7 @@ UNITS: dict[str, tuple[str, dict[str, float]]] = {
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]
-    """A number with a unit, of one of the kinds in `UNITS`."""
+    """A number with a unit. `kind`: a key of `UNITS`."""
 
     def __init__(self, kind: str) -> None:
         self.name, self._kind = kind, kind

@@ -1,4 +1,4 @@
-"""Read the run metrics and the faults of a run, for several commands."""
+"""Read the run metrics and the fault reports of a run; shared by several commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 async def read_ledger(log: RunLog) -> tuple[list[Account], list[str]]:
-    """Return the metrics of all job attempts in order, and the names of damaged files, also printed on stderr."""
+    """Return the metrics of all job attempts in order, and the names of damaged files. Print these on stderr too."""
     found, damaged = await read_all(log.store, ledger.PREFIX, ledger.MAX_SIZE, Account.from_bytes, ledger.is_account)
     return ledger.in_order(found), damaged
 
@@ -29,12 +29,12 @@ async def read_ledger(log: RunLog) -> tuple[list[Account], list[str]]:
 async def read_all(
     store: Store, prefix: str, most: int, parse: Callable[[memoryview], T], wanted: Callable[[str], bool] = bool
 ) -> tuple[list[T], list[str]]:
-    """Return all small objects under a prefix, parsed, and the names of damaged ones, also printed on stderr."""
+    """Return all small objects under a prefix, parsed, and the names of damaged ones. Print these on stderr too."""
     keys = sorted([info.key async for info in store.list(prefix) if wanted(info.key)])
     found = await read_each(store, keys, most, parse)
     bad = {key: one for key, one in found.items() if isinstance(one, Exception)}
     for error in bad.values():
-        if is_unreadable(error):  # it may be intact
+        if is_unreadable(error):  # the object may be intact, so it does not count as damaged
             raise error
     for key, error in bad.items():
         print_err(f"WARNING: skipped {key}, which is damaged: {error}")
@@ -44,7 +44,7 @@ async def read_all(
 async def read_each(
     store: Store, keys: Sequence[str], most: int, parse: Callable[[memoryview], T]
 ) -> dict[str, T | Exception]:
-    """Read small objects. Return each parsed, or its error; objects deleted meanwhile are omitted."""
+    """Read small objects. Return each parsed object, or its error. Omit objects that were deleted in between."""
 
     async def read_one(key: str) -> T | Exception:
         try:
@@ -57,7 +57,7 @@ async def read_each(
 
 
 async def read_faults(log: RunLog) -> tuple[list[Fault], list[str]]:
-    """Return all fault reports, and the names of damaged ones, which are printed on stderr."""
+    """Return all fault reports, and the names of damaged reports, which are also printed on stderr."""
     return await read_all(log.store, report.PREFIX, report.MAX_REPORT, fault_from)
 
 
@@ -66,7 +66,7 @@ def fault_from(raw: memoryview) -> Fault:
 
 
 def cadence_lines(accounts: Iterable[Account]) -> list[str]:
-    """Return a line per tier with its current save interval, since when, and why; empty if nothing was decided."""
+    """Return a line per tier with its save interval, its first step and its reason. Return [] without decisions."""
     decided = [one.decisions for one in ledger.in_order(accounts) if one.decisions]
     if not decided:
         return []

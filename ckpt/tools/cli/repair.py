@@ -1,7 +1,7 @@
-"""`ckpt repair`: repair damaged files of a run, by `ckpt.tools.maintain.repair`.
+"""`ckpt repair`: repair damaged files of a run with `ckpt.tools.maintain.repair`.
 
-It prints a plan and changes nothing without `--yes`. `--json` prints one document: the plan, and under `done` the
-result, or null if nothing was done.
+Without `--yes`, the command prints a plan and changes nothing. `--json` prints one document: the plan, and under `done`
+the result, or null if nothing was done.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNREADABLE = (
     "Restore access to it and run the command again. If it is lost for good (for example a bad sector), move it away "
     "first, so that it can be replaced."
 )
-NAMES = 2  # tensors of a damaged chunk to print
+NAMES = 2  # maximum names of tensors that are printed for a damaged chunk
 
 
 @click.command(
@@ -55,15 +55,15 @@ NAMES = 2  # tensors of a damaged chunk to print
 @from_option("Another tier of the run with intact bytes")
 @plan_options
 def repair(url: str, others: Sequence[str], step: Which, yes: bool, as_json: bool) -> int:
-    """Repair damaged or missing files, bit for bit. A job may be training there.
+    """Repair damaged or missing files, bit for bit. A job may be training in the run.
 
-    Reads everything that checkpoints need, or that RUN@STEP needs. Prints what is damaged and the source of each chunk:
-    the same file in another location, or any intact copy of the same content. With --yes the files are written again
-    under their names and verified; until a file is complete, the old one stays. Log records are not repaired. size:
-    stored bytes of the damaged chunks. steps: checkpoints that need them.
+    Reads all files that the checkpoints need, or that RUN@STEP needs. Prints what is damaged, and the source from which
+    each chunk can be repaired: the same file in another location, or an intact copy of the same content. With --yes,
+    the files are written again under their names and verified. The old file stays until the new one is complete. Log
+    records are not repaired. size: stored bytes of the damaged chunks. steps: the checkpoints that need these chunks.
 
     If a file cannot be read now, nothing is written, and the exit code is 3. Move away a file that will never be
-    readable again. The exit code is 1 if damage remains, or was found without --yes.
+    readable again. The exit code is 1 if damage remains, or if --yes is missing and damage was found.
     """
     places = [normalise(other) for other in others]
     if normalise(url) in places or len(set(places)) != len(places):
@@ -126,7 +126,7 @@ async def _repair(url: str, sources: Sequence[str], step: Which, yes: bool, quie
 
 
 def _wanted(log: RunLog, step: Which) -> list[Commit]:
-    """Return the checkpoints to check. Raises NoCheckpointError if there is none and no log record is damaged."""
+    """Return the checkpoints to check. Raise NoCheckpointError if there are none and no log record is damaged."""
     from ckpt.core.checkpoint import read
 
     if step is None and (log.state.commits or log.state.damaged):
@@ -249,7 +249,7 @@ def show(found: Found) -> None:
 
 
 def show_verdicts(verdicts: Sequence[Found]) -> None:
-    """Print one line for each damaged checkpoint."""
+    """Print one line for each damaged checkpoint, and one for all others."""
     from ckpt.tools.maintain.prune import some
 
     bad = [one for one in verdicts if one["verdict"] != "sound"]
@@ -261,7 +261,7 @@ def show_verdicts(verdicts: Sequence[Found]) -> None:
 
 
 def _rows(found: Found) -> list[tuple[object, ...]]:
-    """Group chunks of the same tensors from the same data file and source; lost ones come first."""
+    """Return rows for damaged chunks, grouped by tensors, data file and source. Chunks without a source come first."""
     from ckpt.tools.maintain.prune import some
 
     together: dict[tuple[Any, ...], int] = {}
